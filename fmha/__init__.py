@@ -1,0 +1,1 @@
+"""Attention: `attention`, `merge` and `AttentionState`."""
