@@ -1,0 +1,41 @@
+# `make demo` and `make test` need Python 3.11+ with venv, make and git; the rest is installed into .venv.
+PY := .venv/bin/python
+WORKERS ?= 2
+# Threads inside a worker or a kernel's simulation would compete with the workers themselves.
+export OMP_NUM_THREADS ?= 1
+export MPLBACKEND ?= Agg
+
+.PHONY: help venv demo test test-long test-gpu bench lint format clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+venv: ## set up .venv (done by the others when needed)
+	@sh scripts/bootstrap.sh
+
+demo: venv ## run the compiled Blackwell attention kernel on a gpt-oss layer in the simulator (under 2 minutes)
+	@$(PY) scripts/demo.py
+
+test: venv ## all tests that need no GPU and no patience (under 15 minutes on 2 cores)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+
+test-long: venv ## the tests marked long
+	@$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "long and not gpu"
+
+test-gpu: venv ## tests on the GPU of this machine
+	@$(PY) -m pytest -q -m gpu
+
+bench: venv ## speed of the simulator on this machine
+	@$(PY) scripts/bench_sim.py
+
+lint: venv ## ruff: lint and format check
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: venv ## ruff: apply formatting and safe fixes
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+clean: ## remove what runs leave behind, not .venv
+	rm -rf out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

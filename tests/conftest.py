@@ -1,0 +1,17 @@
+"""Settings every test runs under."""
+
+import os
+
+# Before torch is imported: workers and the simulator's own threads share the machine's few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+# No test may reach out: checkpoints and configurations are made by the tests themselves.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import torch
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# Examples that run a kernel in the simulator take seconds; the same ones every time, so CI cannot flicker.
+hypothesis.settings.register_profile("warpspec", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("warpspec")

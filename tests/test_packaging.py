@@ -1,0 +1,83 @@
+"""What is installed is what stands in the tree: all packages, also from a wheel outside the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGE_FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
+NOT_PACKAGES = {"tests", "scripts", "build", "out"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel built from a copy of the tree's packages (setuptools would write build/ into the checkout)."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for folder in PACKAGE_FOLDERS.values():
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tree / "dist",
+    ]
+    subprocess.run([*command, tree], check=True)
+    return next((tree / "dist").glob("warpspec-*.whl"))
+
+
+def test_every_top_level_package_is_mapped():
+    on_disk = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")} - NOT_PACKAGES
+    assert on_disk == set(PACKAGE_FOLDERS.values())
+    assert all(package == f"warpspec.{folder}" for package, folder in PACKAGE_FOLDERS.items())
+
+
+def test_every_folder_with_modules_is_a_package():
+    """A folder with modules but no __init__.py would be left out of the wheel silently."""
+    for folder in PACKAGE_FOLDERS.values():
+        for module in (ROOT / folder).rglob("*.py"):
+            assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py"
+
+
+def test_wheel_holds_every_module(wheel):
+    held = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"warpspec/{module.relative_to(ROOT)}"
+        for folder in PACKAGE_FOLDERS.values()
+        for module in (ROOT / folder).rglob("*.py")
+    }
+    typed = {f"warpspec/{folder}/py.typed" for folder in PACKAGE_FOLDERS.values()}
+    assert expected | typed <= held
+    assert not any(name.startswith(("tests/", "scripts/")) for name in held)
+
+
+def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel]
+    subprocess.run(install, check=True)
+    names = sorted(PACKAGE_FOLDERS)
+    code = f"import importlib; print([importlib.import_module(n).__file__ for n in {names}])"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    # -P: the working directory stays off the path; PYTHONPATH precedes the editable install's finder.
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert printed.strip() == repr([str(site / name.replace(".", "/") / "__init__.py") for name in names])
