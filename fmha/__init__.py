@@ -1,1 +1,0 @@
-"""Attention: `attention`, `merge` and `AttentionState`."""

@@ -1,0 +1,402 @@
+"""The attention problem: every argument checked once, every size derived once.
+
+``AttentionProblem.check`` takes the arguments of ``warpspec.fmha.attention`` after their defaults, raises
+``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the argument's name, what it
+was and what is allowed, and returns a frozen, hashable record without tensors. Nothing has been launched or
+written when it raises, and no argument is ever modified.
+
+What a kernel may rely on once it holds a problem and the tensors it was made from:
+
+===================  =======================================================================================
+``batch``            B >= 0
+``seq_q, seq_k``     Sq, Sk >= 0; with a page table Sk = max_pages * page_size
+``heads_q``          Hq >= 1, a multiple of ``heads_kv``
+``heads_kv``         Hkv >= 1; ``group`` = Hq / Hkv; query head h reads KV head h // group
+``head_dim``         D, one of ``HEAD_DIMS``, of q, k and v alike
+``dtype``            of q, k and v: torch.bfloat16 or torch.float16; o has it too, or fp32 if not ``normalize``
+``device``           of every tensor
+``scale``            finite float; logit = scale * q.k + bias
+``causal``           as given
+``window_left``      None (unbounded) or int in 0..POSITION_LIMIT, as given; likewise ``window_right``
+``left, right``      the band that causal and window make together where ``key_stride`` is 1: row at position p
+                     sees p - left <= j <= p + right, None where a side is unbounded
+``key_stride``       int >= 1; above 1 there is no window
+``normalize``        False: write o un-normalised in fp32, row_max and row_sum
+``return_lse``       True: write lse; always False where ``normalize`` is False
+``shared_kv``        v was None: K is V too
+``has_sink``         a sink was given (never with ``normalize`` False)
+``has_bias``, ``bias_broadcast``   a bias was given; (its batch size is 1 of B > 1, its head count is 1 of Hq > 1)
+``has_kv_lengths``   kv_lengths was given; otherwise L = Sk for every batch row
+``has_q_start``      q_start was given; otherwise query i of batch row b stands at L[b] - Sq + i
+``page_size``        None without a page table; ``paged`` says the same
+``num_splits``       None (kernel chooses) or int >= 1
+``is_empty``         some row count or Sk is 0: the result needs no kernel (none is launched)
+===================  =======================================================================================
+
+Which keys a row sees is ``mask.key_range``. Values held by tensors (kv_lengths, q_start, page_table) are checked
+on CPU tensors only: looking at a CUDA tensor's values would stop the host until the device has caught up. Native
+kernels clamp a device's kv_lengths to 0..Sk; a page number out of range there is undefined behaviour.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+HEAD_DIMS = (64, 128, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16)
+BIAS_DTYPES = (torch.bfloat16, torch.float32)
+ROW_ALIGNMENT = 16  # bytes: what TMA wants of a tensor's address and of every stride but the last
+POSITION_LIMIT = 2**30 - 1  # positions, windows: two of them add up within int32
+SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Sizes and switches of one attention call; the table above says what each means."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    key_stride: int = 1
+    normalize: bool = True
+    return_lse: bool = False
+    shared_kv: bool = False
+    has_sink: bool = False
+    has_bias: bool = False
+    bias_broadcast: tuple[bool, bool] = (False, False)
+    has_kv_lengths: bool = False
+    has_q_start: bool = False
+    page_size: int | None = None
+    num_splits: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def left(self) -> int | None:
+        """Keys before its own position that a row sees; None: all."""
+        return self.window_left
+
+    @property
+    def right(self) -> int | None:
+        """Keys after its own position that a row sees, causality included; None: all. Needs key_stride 1."""
+        return 0 if self.causal else self.window_right
+
+    @property
+    def paged(self) -> bool:
+        """K and V are reached through a page table."""
+        return self.page_size is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no query row, or no key: nothing to compute."""
+        return self.batch == 0 or self.seq_q == 0 or self.seq_k == 0
+
+    @property
+    def o_dtype(self) -> torch.dtype:
+        """dtype of o: q's, or fp32 un-normalised."""
+        return self.dtype if self.normalize else torch.float32
+
+    @property
+    def o_shape(self) -> tuple[int, int, int, int]:
+        """[B, Sq, Hq, D]."""
+        return (self.batch, self.seq_q, self.heads_q, self.head_dim)
+
+    @property
+    def stat_shape(self) -> tuple[int, int, int]:
+        """[B, Hq, Sq]: shape of lse, row_max and row_sum."""
+        return (self.batch, self.heads_q, self.seq_q)
+
+    @classmethod
+    def check(
+        cls,
+        q,
+        k,
+        v=None,
+        *,
+        scale=None,
+        causal=False,
+        window=None,
+        sink=None,
+        bias=None,
+        kv_lengths=None,
+        page_table=None,
+        q_start=None,
+        key_stride=1,
+        normalize=True,
+        return_lse=False,
+        num_splits=None,
+        out=None,
+        memory=True,
+    ) -> AttentionProblem:
+        """Check the arguments of ``attention`` (same names, same meaning) and derive the problem.
+
+        memory: False for tensors without storage (tracing): addresses and values go unchecked.
+        Raises TypeError or ValueError naming the argument.
+        """
+        for name, tensor in (("q", q), ("k", k)) if v is None else (("q", q), ("k", k), ("v", v)):
+            _check_operand(name, tensor, q, memory)
+        batch, seq_q, heads_q, head_dim = q.shape
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"q: head size must be one of {HEAD_DIMS}, got {head_dim} (shape {_shape(q)})")
+        if heads_q == 0:
+            raise ValueError(f"q: needs at least one head, got shape {_shape(q)}")
+        heads_kv = k.shape[2]
+        if k.shape[3] != head_dim:
+            raise ValueError(f"k: head size must be q's, {head_dim}, got {k.shape[3]} (shape {_shape(k)})")
+        if heads_kv == 0 or heads_q % heads_kv != 0:
+            raise ValueError(
+                f"k: head count must divide q's, got {heads_kv} for q's {heads_q} (k {_shape(k)}, q {_shape(q)})"
+            )
+        if v is not None and v.shape != k.shape:
+            raise ValueError(f"v: shape must be k's, {_shape(k)}, got {_shape(v)}")
+
+        page_size = None
+        if page_table is not None:
+            _check_tensor("page_table", page_table, (torch.int32,), q.device)
+            if page_table.dim() != 2 or page_table.shape[0] != batch:
+                raise ValueError(f"page_table: shape must be [B={batch}, max_pages], got {_shape(page_table)}")
+            if kv_lengths is None:
+                raise ValueError("page_table: needs kv_lengths, got kv_lengths=None")
+            page_size = k.shape[1]
+            if page_size == 0:
+                raise ValueError(f"k: pages must hold at least one key, got shape {_shape(k)}")
+            seq_k = page_table.shape[1] * page_size
+        else:
+            seq_k = k.shape[1]
+            if k.shape[0] != batch:
+                raise ValueError(f"k: batch must be q's, {batch}, got {k.shape[0]} (shape {_shape(k)})")
+        for name, size in (("q", seq_q), ("k", seq_k)):
+            if size > POSITION_LIMIT:
+                raise ValueError(f"{name}: sequence must be at most {POSITION_LIMIT}, got {size}")
+
+        scale = _check_scale(scale, head_dim)
+        for name, flag in (("causal", causal), ("normalize", normalize), ("return_lse", return_lse)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: must be a bool, got {_kind(flag)}")
+        _check_int("key_stride", key_stride, 1, POSITION_LIMIT)
+        window_left, window_right = _check_window(window, key_stride)
+        if num_splits is not None:
+            _check_int("num_splits", num_splits, 1, SIZE_LIMIT)
+
+        if sink is not None:
+            _check_sink(sink, heads_q, q.device)
+            if not normalize:
+                raise ValueError(
+                    "sink: not part of an un-normalised state (normalize=False); give it to merge(), which applies it once"
+                )
+        bias_broadcast = (False, False)
+        if bias is not None:
+            bias_broadcast = _check_bias(bias, (batch, heads_q, seq_q, seq_k), q.device)
+        _check_per_batch("kv_lengths", kv_lengths, batch, q.device)
+        _check_per_batch("q_start", q_start, batch, q.device)
+        if memory:
+            _check_values("kv_lengths", kv_lengths, 0, seq_k, f"0..{seq_k} (Sk)")
+            _check_values("q_start", q_start, -POSITION_LIMIT, POSITION_LIMIT, f"within +-{POSITION_LIMIT}")
+            _check_pages(page_table, kv_lengths, k.shape[0], page_size)
+
+        problem = cls(
+            batch=batch,
+            seq_q=seq_q,
+            seq_k=seq_k,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            dtype=q.dtype,
+            device=q.device,
+            scale=scale,
+            causal=causal,
+            window_left=window_left,
+            window_right=window_right,
+            key_stride=key_stride,
+            normalize=normalize,
+            return_lse=return_lse and normalize,
+            shared_kv=v is None,
+            has_sink=sink is not None,
+            has_bias=bias is not None,
+            bias_broadcast=bias_broadcast,
+            has_kv_lengths=kv_lengths is not None,
+            has_q_start=q_start is not None,
+            page_size=page_size,
+            num_splits=num_splits,
+        )
+        if out is not None:
+            inputs = dict(q=q, k=k, v=v, sink=sink, bias=bias, kv_lengths=kv_lengths, q_start=q_start, page_table=page_table)
+            _check_out(out, problem, inputs, memory)
+        return problem
+
+
+def _check_operand(name, tensor, q, memory):
+    """q, k or v: [., ., ., D] of one dtype and device, rows TMA can address."""
+    _check_tensor(name, tensor, DTYPES, None)
+    if tensor.dim() != 4:
+        raise ValueError(f"{name}: must have 4 dimensions [batch, sequence, heads, head size], got {_shape(tensor)}")
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name}: dtype must be q's, {q.dtype}, got {tensor.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name}: device must be q's, {q.device}, got {tensor.device}")
+    _check_rows(name, tensor, memory)
+
+
+def _check_rows(name, tensor, memory):
+    """Last dimension contiguous; address and every other stride a multiple of 16 bytes."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: last dimension must be contiguous, got strides {tuple(tensor.stride())}")
+    if tensor.numel() == 0:
+        return
+    for dim in range(tensor.dim() - 1):
+        step = tensor.stride(dim) * tensor.element_size()
+        if tensor.shape[dim] > 1 and step % ROW_ALIGNMENT != 0:
+            raise ValueError(
+                f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got {step} bytes between steps of dimension "
+                f"{dim} (strides {tuple(tensor.stride())})"
+            )
+    if memory and tensor.data_ptr() % ROW_ALIGNMENT != 0:
+        raise ValueError(
+            f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got an address {tensor.data_ptr() % ROW_ALIGNMENT} "
+            f"bytes past one (storage offset {tensor.storage_offset()})"
+        )
+
+
+def _check_tensor(name, tensor, dtypes, device):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: must be a torch.Tensor, got {_kind(tensor)}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: must be a strided tensor, got layout {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: device must be q's, {device}, got {tensor.device}")
+
+
+def _check_scale(scale, head_dim):
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: must be a float, got {_kind(scale)}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: must be finite, got {scale}")
+    return float(scale)
+
+
+def _check_int(name, value, lowest, highest):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: must be an int, got {_kind(value)}")
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name}: must be within {lowest}..{highest}, got {value}")
+
+
+def _check_window(window, key_stride):
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: must be (left, right), each None or an int, got {window!r}")
+    for side, reach in zip(("left", "right"), window, strict=True):
+        if reach is not None:
+            _check_int(f"window {side}", reach, 0, POSITION_LIMIT)
+    if key_stride != 1 and any(reach is not None for reach in window):
+        raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={tuple(window)}")
+    return tuple(window)
+
+
+def _check_sink(sink, heads_q, device):
+    if isinstance(sink, torch.Tensor) and not sink.is_floating_point():
+        raise TypeError(f"sink: dtype must be floating, got {sink.dtype}")
+    _check_tensor("sink", sink, (torch.float32, torch.bfloat16, torch.float16, torch.float64), device)
+    if tuple(sink.shape) != (heads_q,):
+        raise ValueError(f"sink: shape must be [Hq={heads_q}], got {_shape(sink)}")
+
+
+def _check_bias(bias, full, device):
+    _check_tensor("bias", bias, BIAS_DTYPES, device)
+    batch, heads_q, seq_q, seq_k = full
+    shape = tuple(bias.shape)
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads_q) or shape[2:] != (seq_q, seq_k):
+        raise ValueError(
+            f"bias: shape must be [B={batch} or 1, Hq={heads_q} or 1, Sq={seq_q}, Sk={seq_k}], got {_shape(bias)}"
+        )
+    return (shape[0] != batch, shape[1] != heads_q)
+
+
+def _check_per_batch(name, tensor, batch, device):
+    if tensor is None:
+        return
+    _check_tensor(name, tensor, (torch.int32,), device)
+    if tuple(tensor.shape) != (batch,):
+        raise ValueError(f"{name}: shape must be [B={batch}], got {_shape(tensor)}")
+
+
+def _check_values(name, tensor, lowest, highest, allowed):
+    """Values of a CPU tensor; a CUDA tensor's are left alone (no host synchronisation)."""
+    if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return
+    wrong = (tensor < lowest) | (tensor > highest)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0, 0])
+        raise ValueError(f"{name}: values must be {allowed}, got {int(tensor[at])} at index {at}")
+
+
+def _check_pages(page_table, kv_lengths, pages, page_size):
+    """Page numbers that some key within kv_lengths uses; entries past them may hold anything."""
+    if page_table is None or page_table.device.type != "cpu" or page_table.numel() == 0:
+        return
+    first_key = torch.arange(page_table.shape[1]) * page_size
+    used = first_key[None, :] < kv_lengths[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= pages))
+    if bool(wrong.any()):
+        row, column = (int(index) for index in wrong.nonzero()[0])
+        raise ValueError(
+            f"page_table: values must be 0..{pages - 1} (k has {pages} pages), "
+            f"got {int(page_table[row, column])} at index [{row}, {column}]"
+        )
+
+
+def _check_out(out, problem, inputs, memory):
+    _check_tensor("out", out, (problem.o_dtype,), problem.device)
+    if tuple(out.shape) != problem.o_shape:
+        raise ValueError(f"out: shape must be [B, Sq, Hq, D] = {list(problem.o_shape)}, got {_shape(out)}")
+    _check_rows("out", out, memory)
+    if out.numel() == 0:
+        return
+    # Dimensions in order of stride: each must step over all that the smaller ones span.
+    span = 0
+    for size, step in sorted(zip(out.shape, out.stride(), strict=True), key=lambda dim: dim[1]):
+        if size > 1:
+            if step <= span:
+                raise ValueError(f"out: elements must not overlap each other, got strides {tuple(out.stride())}")
+            span += (size - 1) * step
+    if memory:
+        first, end = _extent(out)
+        for name, tensor in inputs.items():
+            if tensor is not None and tensor.numel() > 0:
+                other_first, other_end = _extent(tensor)
+                if first < other_end and other_first < end:
+                    raise ValueError(f"out: must not overlap an input's memory, got one that shares addresses with {name}")
+
+
+def _extent(tensor):
+    """Addresses [first, end) between which a tensor's elements lie."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _shape(tensor):
+    return list(tensor.shape)
+
+
+def _kind(value):
+    return f"{value!r} ({type(value).__name__})"
