@@ -56,7 +56,7 @@ def torch_source() -> list[str]:
 
 
 class Status:
-    """One line that says what is being done and for how long; without a terminal a new line each HEARTBEAT_S."""
+    """One line: what is being done and for how long. Without a terminal, a new line each HEARTBEAT_S."""
 
     def __init__(self, title: str):
         self.title, self.detail = title, ""
