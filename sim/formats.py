@@ -111,7 +111,8 @@ def encode(
     rounding: rn (ties to even), rz, rp (up), rm (down), rna (ties away from zero).
     satfinite: magnitudes past the largest finite value, infinity included, become that value. Without it they
     become infinity (rz, and rp/rm towards zero, stop at the largest finite value), or NaN in a format with no
-    infinity, or the largest finite value in a format with neither. NaN becomes `fmt.nan_code`. relu: negative values become +0. Unsigned formats take the magnitude.
+    infinity, or the largest finite value in a format with neither. NaN becomes `fmt.nan_code`.
+    relu: negative values become +0. Unsigned formats take the magnitude.
     """
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r} is not one of {ROUNDINGS}")
