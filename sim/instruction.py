@@ -104,7 +104,8 @@ class Param:
 
 @dataclass(slots=True)
 class Variable:
-    """A module- or function-scope variable. `space` is 'shared', 'global', 'const' or 'local'.
+    """A module- or function-scope variable. `space` is 'shared', 'global', 'const', 'local' or
+    'param' (argument and return buffers of calls).
 
     size 0 marks `extern .shared` (dynamic shared memory). `init` is the initial bytes, or None.
     """
@@ -140,3 +141,4 @@ class PtxModule:
     target: str
     kernels: dict[str, Kernel]
     variables: dict[str, Variable] = field(default_factory=dict)
+    functions: dict[str, Kernel] = field(default_factory=dict)  # .func with a body
