@@ -1,0 +1,149 @@
+"""Attention: softmax(scale * Q K^T + bias) V with masks, sinks, grouped heads, paged and split KV."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha import ops
+from warpspec.fmha.problem import check_kinds, check_window
+from warpspec.fmha.state import AttentionState, check_states, combine
+from warpspec.fmha.state import normalize as _normalize
+
+__all__ = ["AttentionState", "UnsupportedProblem", "attention", "merge"]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    q_start: torch.Tensor | None = None,
+    key_stride: int = 1,
+    normalize: bool = True,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
+    """Scaled dot-product attention, forward only.
+
+    Per query row, over the keys j it sees: logit[j] = scale * q.k[j] + bias[j], and
+    o = sum of exp(logit[j]) v[j] / (sum of exp(logit[j]) + exp(sink)). No argument but ``out`` is ever
+    modified.
+
+    Args:
+        q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
+            bytes (the address, and the stride of every dimension of more than one element).
+        k, v: [B, Sk, Hkv, D], like q; Hq a multiple of Hkv, query head h reads KV head h // (Hq / Hkv). With
+            page_table: [pages, page_size, Hkv, D]. v=None: V is K (shared-KV attention), loaded once.
+            D is 64, 128, 256 or 512.
+        scale: finite float that multiplies q.k; default D**-0.5.
+        causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
+            With the defaults: the last query sees the last key.
+        window: (left, right), each None (unbounded) or an int >= 0: p - left <= j <= p + right. key_stride 1
+            only.
+        sink: [Hq] floating: one more logit per row, in natural units (not multiplied by scale), without a
+            value.
+        bias: [B or 1, Hq or 1, Sq, Sk], bf16 or fp32, natural units, not multiplied by scale; -inf hides a
+            key.
+        kv_lengths: [B] int32 in 0..Sk: keys at or past it do not exist. Values of a CPU tensor are checked; a
+            CUDA tensor's are not looked at (no host synchronisation), kernels clamp them.
+        page_table: [B, max_pages] int32, page numbers in k and v; Sk is max_pages * page_size. Needs
+            kv_lengths; entries of pages that lie wholly past it are not read. Checked like kv_lengths.
+        q_start: [B] int32: query i stands at position p = q_start[b] + i; may be negative. Default L - Sq,
+            with L the batch row's KV length (kv_lengths, or Sk).
+        key_stride: int >= 1: key j stands for positions j * key_stride to (j + 1) * key_stride - 1
+            (compressed keys).
+        normalize: False returns an AttentionState instead, for ``merge``; it takes no sink (merge applies
+            it).
+        return_lse: also return lse. (A state carries it as ``.lse`` in any case.)
+        num_splits: parts into which a kernel splits the keys, at least 1; None lets it choose. The result is
+            the same up to rounding.
+        out: o is written here and returned: [B, Sq, Hq, D] in q's dtype (fp32 with normalize=False), rows
+            aligned like q's, overlapping no input (address ranges are compared, so a view interleaved with an
+            input's elements counts).
+        backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
+            the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
+            CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
+
+    Returns:
+        o [B, Sq, Hq, D] in q's dtype; with return_lse (o, lse), lse [B, Hq, Sq] fp32 = ln(sum over visible
+        keys of exp(logit)), natural logarithm, sink not counted; with normalize=False an AttentionState, all
+        fp32. A row with no visible key gives o = 0 and lse = -inf, with or without a sink. NaN or Inf stored
+        at a key a row does not see does not reach that row. B, Sq and Sk may be 0.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
+        UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
+        NotImplementedError: a gradient is asked for: from backward(), or at once where out is given.
+        All name the argument; the first three are raised before anything is launched or written.
+    """
+    check_kinds(
+        tensors={
+            "q": q,
+            "k": k,
+            "v": v,
+            "sink": sink,
+            "bias": bias,
+            "kv_lengths": kv_lengths,
+            "page_table": page_table,
+            "q_start": q_start,
+            "out": out,
+        },
+        flags={"causal": causal, "normalize": normalize, "return_lse": return_lse},
+        integers={"key_stride": key_stride, "num_splits": num_splits},
+        scale=scale,
+    )
+    window_left, window_right = check_window(window)
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: must be a string, got {backend!r}")
+    arguments = (
+        *(q, k, v, sink, bias, kv_lengths, page_table, q_start),
+        *(scale, causal, window_left, window_right, key_stride, normalize, return_lse, num_splits, backend),
+    )
+    if out is None:
+        o, stats = ops.fmha_forward(*arguments)
+    else:
+        if torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (q, k, v, sink, bias, out)
+        ):
+            raise NotImplementedError(
+                "out: gradients are not implemented (forward only); call under torch.no_grad()"
+            )
+        o, stats = out, ops.fmha_forward_out(*arguments, out)
+    if not normalize:
+        return AttentionState(o, stats[0], stats[1])
+    return (o, stats[0]) if return_lse else o
+
+
+def merge(
+    states: list[AttentionState] | tuple[AttentionState, ...], sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine attention over disjoint key sets into attention over their union.
+
+    Exact up to fp32 rounding, in any order and any split: KV splits, two caches (compressed and sliding
+    window) and context parallelism compose through it.
+
+    Args:
+        states: at least one AttentionState (``attention(..., normalize=False)``), all of the same shapes and
+            device. Rows that saw no key (row_max -inf, row_sum 0) add nothing.
+        sink: [Hq] floating or None: one more logit per row, counted once, natural units.
+
+    Returns:
+        o [B, Sq, Hq, D] fp32, normalised; lse [B, Hq, Sq] fp32, sink not counted. A row that saw no key in
+        any state gives o = 0 and lse = -inf, with or without a sink.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_states(states, sink)
+    union = combine(states)
+    return _normalize(union, sink), union.lse

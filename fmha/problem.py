@@ -1,9 +1,9 @@
 """The attention problem: every argument checked once, every size derived once.
 
 ``AttentionProblem.check`` takes the arguments of ``warpspec.fmha.attention`` after their defaults, raises
-``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the argument's name, what it
-was and what is allowed, and returns a frozen, hashable record without tensors. Nothing has been launched or
-written when it raises, and no argument is ever modified.
+``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the argument's name, what
+it was and what is allowed, and returns a frozen, hashable record without tensors. Nothing has been launched
+or written when it raises, and no argument is ever modified.
 
 What a kernel may rely on once it holds a problem and the tensors it was made from:
 
@@ -13,29 +13,30 @@ What a kernel may rely on once it holds a problem and the tensors it was made fr
 ``heads_q``          Hq >= 1, a multiple of ``heads_kv``
 ``heads_kv``         Hkv >= 1; ``group`` = Hq / Hkv; query head h reads KV head h // group
 ``head_dim``         D, one of ``HEAD_DIMS``, of q, k and v alike
-``dtype``            of q, k and v: torch.bfloat16 or torch.float16; o has it too, or fp32 if not ``normalize``
-``device``           of every tensor
+``dtype``            of q, k and v: torch.bfloat16 or torch.float16; o has it too, or fp32 if not
+``normalize`` ``device``           of every tensor
 ``scale``            finite float; logit = scale * q.k + bias
 ``causal``           as given
 ``window_left``      None (unbounded) or int in 0..POSITION_LIMIT, as given; likewise ``window_right``
-``left, right``      the band that causal and window make together where ``key_stride`` is 1: row at position p
-                     sees p - left <= j <= p + right, None where a side is unbounded
+``left, right``      the band that causal and window make together where ``key_stride`` is 1: row at position
+                     p sees p - left <= j <= p + right, None where a side is unbounded
 ``key_stride``       int >= 1; above 1 there is no window
 ``normalize``        False: write o un-normalised in fp32, row_max and row_sum
 ``return_lse``       True: write lse; always False where ``normalize`` is False
 ``shared_kv``        v was None: K is V too
 ``has_sink``         a sink was given (never with ``normalize`` False)
-``has_bias``, ``bias_broadcast``   a bias was given; (its batch size is 1 of B > 1, its head count is 1 of Hq > 1)
-``has_kv_lengths``   kv_lengths was given; otherwise L = Sk for every batch row
+``has_bias``, ``bias_broadcast``   a bias was given; (its batch size is 1 of B > 1, its head count is 1 of Hq
+> 1) ``has_kv_lengths``   kv_lengths was given; otherwise L = Sk for every batch row
 ``has_q_start``      q_start was given; otherwise query i of batch row b stands at L[b] - Sq + i
 ``page_size``        None without a page table; ``paged`` says the same
 ``num_splits``       None (kernel chooses) or int >= 1
 ``is_empty``         some row count or Sk is 0: the result needs no kernel (none is launched)
 ===================  =======================================================================================
 
-Which keys a row sees is ``mask.key_range``. Values held by tensors (kv_lengths, q_start, page_table) are checked
-on CPU tensors only: looking at a CUDA tensor's values would stop the host until the device has caught up. Native
-kernels clamp a device's kv_lengths to 0..Sk; a page number out of range there is undefined behaviour.
+Which keys a row sees is ``mask.key_range``. Values held by tensors (kv_lengths, q_start, page_table) are
+checked
+on CPU tensors only: looking at a CUDA tensor's values would stop the host until the device has caught up.
+Native kernels clamp a device's kv_lengths to 0..Sk; a page number out of range there is undefined behaviour.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import torch
 
 HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 ROW_ALIGNMENT = 16  # bytes: what TMA wants of a tensor's address and of every stride but the last
 POSITION_LIMIT = 2**30 - 1  # positions, windows: two of them add up within int32
@@ -117,6 +119,11 @@ class AttentionProblem:
         return (self.batch, self.seq_q, self.heads_q, self.head_dim)
 
     @property
+    def stat_count(self) -> int:
+        """fp32 statistics per row that are returned: row_max and row_sum, or lse, or none."""
+        return 2 if not self.normalize else int(self.return_lse)
+
+    @property
     def stat_shape(self) -> tuple[int, int, int]:
         """[B, Hq, Sq]: shape of lse, row_max and row_sum."""
         return (self.batch, self.heads_q, self.seq_q)
@@ -148,8 +155,26 @@ class AttentionProblem:
         memory: False for tensors without storage (tracing): addresses and values go unchecked.
         Raises TypeError or ValueError naming the argument.
         """
-        for name, tensor in (("q", q), ("k", k)) if v is None else (("q", q), ("k", k), ("v", v)):
-            _check_operand(name, tensor, q, memory)
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "sink": sink,
+            "bias": bias,
+            "kv_lengths": kv_lengths,
+            "page_table": page_table,
+            "q_start": q_start,
+            "out": out,
+        }
+        check_kinds(
+            tensors=tensors,
+            flags={"causal": causal, "normalize": normalize, "return_lse": return_lse},
+            integers={"key_stride": key_stride, "num_splits": num_splits},
+            scale=scale,
+        )
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor is not None:
+                _check_operand(name, tensor, q, memory)
         batch, seq_q, heads_q, head_dim = q.shape
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"q: head size must be one of {HEAD_DIMS}, got {head_dim} (shape {_shape(q)})")
@@ -160,7 +185,7 @@ class AttentionProblem:
             raise ValueError(f"k: head size must be q's, {head_dim}, got {k.shape[3]} (shape {_shape(k)})")
         if heads_kv == 0 or heads_q % heads_kv != 0:
             raise ValueError(
-                f"k: head count must divide q's, got {heads_kv} for q's {heads_q} (k {_shape(k)}, q {_shape(q)})"
+                f"k: head count must divide q's, {heads_q}, got {heads_kv} (shape {_shape(k)}, q {_shape(q)})"
             )
         if v is not None and v.shape != k.shape:
             raise ValueError(f"v: shape must be k's, {_shape(k)}, got {_shape(v)}")
@@ -169,7 +194,9 @@ class AttentionProblem:
         if page_table is not None:
             _check_tensor("page_table", page_table, (torch.int32,), q.device)
             if page_table.dim() != 2 or page_table.shape[0] != batch:
-                raise ValueError(f"page_table: shape must be [B={batch}, max_pages], got {_shape(page_table)}")
+                raise ValueError(
+                    f"page_table: shape must be [B={batch}, max_pages], got {_shape(page_table)}"
+                )
             if kv_lengths is None:
                 raise ValueError("page_table: needs kv_lengths, got kv_lengths=None")
             page_size = k.shape[1]
@@ -185,19 +212,19 @@ class AttentionProblem:
                 raise ValueError(f"{name}: sequence must be at most {POSITION_LIMIT}, got {size}")
 
         scale = _check_scale(scale, head_dim)
-        for name, flag in (("causal", causal), ("normalize", normalize), ("return_lse", return_lse)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: must be a bool, got {_kind(flag)}")
-        _check_int("key_stride", key_stride, 1, POSITION_LIMIT)
-        window_left, window_right = _check_window(window, key_stride)
+        _check_within("key_stride", key_stride, 1, POSITION_LIMIT)
         if num_splits is not None:
-            _check_int("num_splits", num_splits, 1, SIZE_LIMIT)
+            _check_within("num_splits", num_splits, 1, SIZE_LIMIT)
+        window_left, window_right = check_window(window)
+        if key_stride != 1 and (window_left is not None or window_right is not None):
+            raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={window}")
 
         if sink is not None:
             _check_sink(sink, heads_q, q.device)
             if not normalize:
                 raise ValueError(
-                    "sink: not part of an un-normalised state (normalize=False); give it to merge(), which applies it once"
+                    "sink: must be None with normalize=False (give it to merge(), which applies it once), "
+                    f"got shape {_shape(sink)}"
                 )
         bias_broadcast = (False, False)
         if bias is not None:
@@ -235,16 +262,55 @@ class AttentionProblem:
             num_splits=num_splits,
         )
         if out is not None:
-            inputs = dict(q=q, k=k, v=v, sink=sink, bias=bias, kv_lengths=kv_lengths, q_start=q_start, page_table=page_table)
-            _check_out(out, problem, inputs, memory)
+            _check_out(out, problem, tensors, memory)
         return problem
+
+
+def check_kinds(*, tensors, flags, integers, scale) -> None:
+    """Raise TypeError for an argument that is not even the right kind of Python object.
+
+    tensors, flags, integers: values by argument name; all but q, k and flags may be None. Apart from the
+    other checks because it comes before torch's dispatcher, which would complain in its own words.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
+            raise TypeError(f"{name}: must be a torch.Tensor, got {_kind(tensor)}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: must be a bool, got {_kind(flag)}")
+    for name, value in integers.items():
+        if value is not None or name == "key_stride":
+            _check_is_int(name, value)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale: must be a float, got {_kind(scale)}")
+
+
+def check_window(window) -> tuple[int | None, int | None]:
+    """(left, right) of a window argument, (None, None) of None; TypeError or ValueError for anything else."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: must be (left, right), each None or an int, got {_kind(window)}")
+    left, right = window
+    for side, reach in (("left", left), ("right", right)):
+        if reach is not None:
+            _check_is_int(f"window {side}", reach)
+            _check_within(f"window {side}", reach, 0, POSITION_LIMIT)
+    return left, right
+
+
+def _check_is_int(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: must be an int, got {_kind(value)}")
 
 
 def _check_operand(name, tensor, q, memory):
     """q, k or v: [., ., ., D] of one dtype and device, rows TMA can address."""
     _check_tensor(name, tensor, DTYPES, None)
     if tensor.dim() != 4:
-        raise ValueError(f"{name}: must have 4 dimensions [batch, sequence, heads, head size], got {_shape(tensor)}")
+        raise ValueError(
+            f"{name}: must have 4 dimensions [batch, sequence, heads, head size], got {_shape(tensor)}"
+        )
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}: dtype must be q's, {q.dtype}, got {tensor.dtype}")
     if tensor.device != q.device:
@@ -262,19 +328,17 @@ def _check_rows(name, tensor, memory):
         step = tensor.stride(dim) * tensor.element_size()
         if tensor.shape[dim] > 1 and step % ROW_ALIGNMENT != 0:
             raise ValueError(
-                f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got {step} bytes between steps of dimension "
-                f"{dim} (strides {tuple(tensor.stride())})"
+                f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got a stride of {step} bytes in "
+                f"dimension {dim} (strides {tuple(tensor.stride())})"
             )
     if memory and tensor.data_ptr() % ROW_ALIGNMENT != 0:
         raise ValueError(
-            f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got an address {tensor.data_ptr() % ROW_ALIGNMENT} "
-            f"bytes past one (storage offset {tensor.storage_offset()})"
+            f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got an address "
+            f"{tensor.data_ptr() % ROW_ALIGNMENT} bytes off (storage offset {tensor.storage_offset()})"
         )
 
 
 def _check_tensor(name, tensor, dtypes, device):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: must be a torch.Tensor, got {_kind(tensor)}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: must be a strided tensor, got layout {tensor.layout}")
     if tensor.dtype not in dtypes:
@@ -286,37 +350,18 @@ def _check_tensor(name, tensor, dtypes, device):
 def _check_scale(scale, head_dim):
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: must be a float, got {_kind(scale)}")
     if not math.isfinite(scale):
         raise ValueError(f"scale: must be finite, got {scale}")
     return float(scale)
 
 
-def _check_int(name, value, lowest, highest):
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: must be an int, got {_kind(value)}")
+def _check_within(name, value, lowest, highest):
     if not lowest <= value <= highest:
         raise ValueError(f"{name}: must be within {lowest}..{highest}, got {value}")
 
 
-def _check_window(window, key_stride):
-    if window is None:
-        return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window: must be (left, right), each None or an int, got {window!r}")
-    for side, reach in zip(("left", "right"), window, strict=True):
-        if reach is not None:
-            _check_int(f"window {side}", reach, 0, POSITION_LIMIT)
-    if key_stride != 1 and any(reach is not None for reach in window):
-        raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={tuple(window)}")
-    return tuple(window)
-
-
 def _check_sink(sink, heads_q, device):
-    if isinstance(sink, torch.Tensor) and not sink.is_floating_point():
-        raise TypeError(f"sink: dtype must be floating, got {sink.dtype}")
-    _check_tensor("sink", sink, (torch.float32, torch.bfloat16, torch.float16, torch.float64), device)
+    _check_tensor("sink", sink, SINK_DTYPES, device)
     if tuple(sink.shape) != (heads_q,):
         raise ValueError(f"sink: shape must be [Hq={heads_q}], got {_shape(sink)}")
 
@@ -325,9 +370,15 @@ def _check_bias(bias, full, device):
     _check_tensor("bias", bias, BIAS_DTYPES, device)
     batch, heads_q, seq_q, seq_k = full
     shape = tuple(bias.shape)
-    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads_q) or shape[2:] != (seq_q, seq_k):
+    if (
+        len(shape) != 4
+        or shape[0] not in (1, batch)
+        or shape[1] not in (1, heads_q)
+        or shape[2:] != (seq_q, seq_k)
+    ):
         raise ValueError(
-            f"bias: shape must be [B={batch} or 1, Hq={heads_q} or 1, Sq={seq_q}, Sk={seq_k}], got {_shape(bias)}"
+            f"bias: shape must be [B={batch} or 1, Hq={heads_q} or 1, Sq={seq_q}, Sk={seq_k}], "
+            f"got {_shape(bias)}"
         )
     return (shape[0] != batch, shape[1] != heads_q)
 
@@ -377,15 +428,19 @@ def _check_out(out, problem, inputs, memory):
     for size, step in sorted(zip(out.shape, out.stride(), strict=True), key=lambda dim: dim[1]):
         if size > 1:
             if step <= span:
-                raise ValueError(f"out: elements must not overlap each other, got strides {tuple(out.stride())}")
+                raise ValueError(
+                    f"out: elements must not overlap each other, got strides {tuple(out.stride())}"
+                )
             span += (size - 1) * step
     if memory:
         first, end = _extent(out)
         for name, tensor in inputs.items():
-            if tensor is not None and tensor.numel() > 0:
+            if name != "out" and tensor is not None and tensor.numel() > 0:
                 other_first, other_end = _extent(tensor)
                 if first < other_end and other_first < end:
-                    raise ValueError(f"out: must not overlap an input's memory, got one that shares addresses with {name}")
+                    raise ValueError(
+                        f"out: must not overlap an input's memory, got one that shares addresses with {name}"
+                    )
 
 
 def _extent(tensor):

@@ -1,0 +1,60 @@
+"""Which backend runs a call."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from warpspec.common.errors import UnsupportedProblem
+
+BACKENDS = ("sm100", "sm90", "sim", "reference")
+BACKEND_VARIABLE = "WARPSPEC_BACKEND"
+# First number of a device's compute capability -> its native backend. 9: Hopper (9.0); 10: Blackwell (10.x).
+NATIVE_BACKENDS = {9: "sm90", 10: "sm100"}
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """One of ``BACKENDS`` for tensors on ``device``.
+
+    backend: one of ``BACKENDS``, or "auto": the environment variable WARPSPEC_BACKEND where set (and not
+    empty or "auto" itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.
+
+    Raises ValueError for a name that is none of these, UnsupportedProblem where the backend does not run on
+    the device. Nothing falls back silently.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend = os.environ.get(BACKEND_VARIABLE, "") or "auto"
+        source = BACKEND_VARIABLE
+    if backend == "auto":
+        return _device_backend(device)
+    if backend not in BACKENDS:
+        raise ValueError(f"{source}: must be one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
+    if backend == "sim" and device.type != "cpu":
+        raise UnsupportedProblem(f"{source} 'sim': the simulator takes CPU tensors, got {device}")
+    if backend in NATIVE_BACKENDS.values():
+        if device.type != "cuda":
+            raise UnsupportedProblem(
+                f"{source} {backend!r}: a native kernel takes CUDA tensors, got {device} (on a CPU: 'sim')"
+            )
+        native = _device_backend(device)
+        if native != backend:
+            raise UnsupportedProblem(f"{source} {backend!r}: {device} runs {native!r} kernels")
+    return backend
+
+
+def _device_backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "sim"
+    if device.type != "cuda":
+        raise UnsupportedProblem(
+            f"backend 'auto': {device} tensors have none (cuda and cpu do); 'reference' runs anywhere"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in NATIVE_BACKENDS:
+        raise UnsupportedProblem(
+            f"backend 'auto': no native kernel for compute capability {major}.{minor} of {device}; "
+            "9.0 and 10.x have one, 'reference' runs anywhere"
+        )
+    return NATIVE_BACKENDS[major]

@@ -1,0 +1,156 @@
+"""The torch operators behind ``attention``: checks, backend choice, outputs, one call of the backend.
+
+Two operators, one implementation: ``warpspec::fmha_forward`` allocates o, ``warpspec::fmha_forward_out``
+writes the caller's. Both return ``stats``, fp32 [n, B, Hq, Sq]: nothing (n = 0), lse (n = 1), or row_max and
+row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled and eager calls raise the
+same.
+"""
+
+import torch
+
+from warpspec.common.dispatch import resolve_backend
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha import reference
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.state import normalize
+
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor? v, Tensor? sink, Tensor? bias, Tensor? kv_lengths, Tensor? page_table, "
+    "Tensor? q_start, float? scale, bool causal, SymInt? window_left, SymInt? window_right, "
+    "SymInt key_stride, bool normalize, bool return_lse, SymInt? num_splits, str backend"
+)
+
+
+def check(arguments, out, memory) -> AttentionProblem:
+    """The problem of the operators' arguments (in the schema's order, without the backend)."""
+    q, k, v, sink, bias, kv_lengths, page_table, q_start, scale, causal, left, right, *rest = arguments
+    key_stride, normalize, return_lse, num_splits = rest
+    return AttentionProblem.check(
+        q,
+        k,
+        v,
+        scale=scale,
+        causal=causal,
+        window=None if left is None and right is None else (left, right),
+        sink=sink,
+        bias=bias,
+        kv_lengths=kv_lengths,
+        page_table=page_table,
+        q_start=q_start,
+        key_stride=key_stride,
+        normalize=normalize,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        out=out,
+        memory=memory,
+    )
+
+
+def new_outputs(problem: AttentionProblem, like: torch.Tensor, out=None):
+    """(o, stats), uninitialised; o is ``out`` where given."""
+    o = like.new_empty(problem.o_shape, dtype=problem.o_dtype) if out is None else out
+    stats = like.new_empty((problem.stat_count, *problem.stat_shape), dtype=torch.float32)
+    return o, stats
+
+
+def run(arguments, backend, out=None):
+    """Check, choose the backend, compute: (o, stats). Nothing is launched or written before all checks."""
+    problem = check(arguments, out, memory=True)
+    q, k, v, sink, bias, kv_lengths, page_table, q_start = arguments[:8]
+    backend = resolve_backend(backend, problem.device)
+    if backend == "sm90":
+        raise UnsupportedProblem(
+            "backend 'sm90': attention has no sm90 kernel yet; backend='reference' runs anywhere"
+        )
+    if backend in ("sm100", "sim"):
+        require_sm100(problem, backend)
+    o, stats = new_outputs(problem, q, out)
+    lse, row_max, row_sum = None, None, None
+    if not problem.normalize:
+        row_max, row_sum = stats
+    elif problem.return_lse:
+        (lse,) = stats
+
+    if problem.is_empty:
+        o.zero_()
+        for stat, value in ((lse, -torch.inf), (row_max, -torch.inf), (row_sum, 0.0)):
+            if stat is not None:
+                stat.fill_(value)
+        return o, stats
+    v = k if v is None else v
+    if backend == "reference":
+        state = reference.forward(problem, q, k, v, bias, kv_lengths, page_table, q_start)
+        o.copy_(normalize(state, sink) if problem.normalize else state.o)
+        for stat, value in ((lse, state.lse), (row_max, state.row_max), (row_sum, state.row_sum)):
+            if stat is not None:
+                stat.copy_(value)
+        return o, stats
+
+    from warpspec.fmha import sm100  # imports the DSL, which the reference does without
+
+    launch = sm100.run_cuda if backend == "sm100" else sm100.run_sim
+    q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
+    sink = None if sink is None else sink.detach().to(torch.float32).contiguous()
+    kv_lengths, q_start = (None if t is None else t.contiguous() for t in (kv_lengths, q_start))
+    launch(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum)
+    return o, stats
+
+
+def require_sm100(problem: AttentionProblem, backend: str) -> None:
+    """Raise UnsupportedProblem, naming the constraint, for what the sm100 kernel does not do yet."""
+    for broken, constraint in (
+        (problem.head_dim != 64, f"head size 64 only, got {problem.head_dim}"),
+        (problem.paged, "no page_table"),
+        (problem.has_bias, "no bias"),
+        (problem.key_stride != 1, f"key_stride 1 only, got {problem.key_stride}"),
+        (problem.num_splits is not None, f"no num_splits, got {problem.num_splits}"),
+    ):
+        if broken:
+            raise UnsupportedProblem(
+                f"backend {backend!r}: the sm100 attention kernel takes {constraint} for now"
+            )
+
+
+def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements; a dimension of size 1, whose stride means nothing, gets one that TMA accepts."""
+    strides = list(tensor.stride())
+    step = tensor.shape[-1]
+    strides[-1] = 1
+    for dim in reversed(range(tensor.dim() - 1)):
+        if tensor.shape[dim] == 1:
+            strides[dim] = step
+        step = max(step, strides[dim] * tensor.shape[dim])
+    return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
+
+
+@torch.library.custom_op(
+    "warpspec::fmha_forward", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
+)
+def fmha_forward(*arguments):
+    """(o, stats) of ``attention``."""
+    return run(arguments[:-1], arguments[-1])
+
+
+@torch.library.custom_op(
+    "warpspec::fmha_forward_out", mutates_args=("out",), schema=f"({ARGUMENTS}, Tensor(a!) out) -> Tensor"
+)
+def fmha_forward_out(*arguments):
+    """stats of ``attention``; o is written to out."""
+    return run(arguments[:-2], arguments[-2], arguments[-1])[1]
+
+
+@fmha_forward.register_fake
+def _(*arguments):
+    return new_outputs(check(arguments[:-1], None, memory=False), arguments[0])
+
+
+@fmha_forward_out.register_fake
+def _(*arguments):
+    return new_outputs(check(arguments[:-2], arguments[-1], memory=False), arguments[0], arguments[-1])[1]
+
+
+def _backward(context, *gradients):
+    raise NotImplementedError("warpspec.fmha.attention: gradients are not implemented (forward only)")
+
+
+fmha_forward.register_autograd(_backward)

@@ -1,0 +1,98 @@
+"""Un-normalised attention over a set of keys, and the exact combination of several such sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionState(NamedTuple):
+    """Attention over some set of keys before normalisation; all fp32.
+
+    Over the keys that a row sees, with logit = scale * q.k + bias:
+
+    o [B, Sq, Hq, D]: sum of exp(logit - row_max) * v;
+    row_max [B, Hq, Sq]: largest logit, -inf for a row that sees no key;
+    row_sum [B, Hq, Sq]: sum of exp(logit - row_max), 0 for a row that sees no key.
+
+    A kernel's row_max may be any value the sums were taken against, not only the largest logit: everything
+    below holds for it just the same.
+    """
+
+    o: torch.Tensor
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """[B, Hq, Sq] fp32: ln(sum of exp(logit)), -inf for a row that sees no key."""
+        return torch.where(self.row_sum == 0, -torch.inf, self.row_sum.log() + self.row_max)
+
+
+def normalize(state: AttentionState, sink: torch.Tensor | None = None) -> torch.Tensor:
+    """o [B, Sq, Hq, D] fp32 of a state: divided by the row sum, to which the sink adds exp(sink - row_max).
+
+    sink: [Hq] floating or None. A row that sees no key gives 0, with or without a sink.
+    """
+    row_sum = state.row_sum
+    if sink is not None:
+        # Overflow to inf is right: a sink that far above every logit leaves nothing to the keys.
+        row_sum = row_sum + torch.exp(sink.float()[None, :, None] - state.row_max)
+    o = state.o / row_sum.transpose(1, 2)[..., None]
+    return torch.where((state.row_sum == 0).transpose(1, 2)[..., None], 0.0, o)
+
+
+def combine(states: Sequence[AttentionState]) -> AttentionState:
+    """The state over the union of the states' (disjoint) key sets."""
+    row_max = torch.stack([state.row_max for state in states]).amax(0)
+    # Against a row maximum of -inf every weight would be NaN; against any finite number it is 0, as it should
+    # be.
+    base = torch.where(row_max == -torch.inf, 0.0, row_max)
+    weights = [torch.exp(state.row_max - base) for state in states]  # [B, Hq, Sq]
+    pairs = list(zip(states, weights, strict=True))
+    o = sum(state.o * weight.transpose(1, 2)[..., None] for state, weight in pairs)
+    row_sum = sum(state.row_sum * weight for state, weight in pairs)
+    return AttentionState(o, row_max, row_sum)
+
+
+def check_states(states, sink) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless ``merge`` can combine these."""
+    if isinstance(states, AttentionState) or not isinstance(states, Sequence):
+        raise TypeError(f"states: must be a sequence of AttentionState, got {type(states).__name__}")
+    if len(states) == 0:
+        raise ValueError("states: must hold at least one AttentionState, got none")
+    for index, state in enumerate(states):
+        if not isinstance(state, AttentionState):
+            raise TypeError(f"states: must hold AttentionState, got {type(state).__name__} at index {index}")
+        for field, tensor, first in zip(state._fields, state, states[0], strict=True):
+            name = f"states: {field} of state {index}"
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+                raise TypeError(
+                    f"{name} must be an fp32 tensor, got {getattr(tensor, 'dtype', type(tensor))}"
+                )
+            if tensor.shape != first.shape:
+                raise ValueError(
+                    f"{name} must have state 0's shape {list(first.shape)}, got {list(tensor.shape)}"
+                )
+            if tensor.device != states[0].o.device:
+                raise ValueError(f"{name} must be on state 0's {states[0].o.device}, got {tensor.device}")
+    o, row_max, row_sum = states[0]
+    if (
+        o.dim() != 4
+        or row_max.shape != (o.shape[0], o.shape[2], o.shape[1])
+        or row_sum.shape != row_max.shape
+    ):
+        raise ValueError(
+            "states: shapes must be o [B, Sq, Hq, D], row_max and row_sum [B, Hq, Sq], "
+            f"got {list(o.shape)}, {list(row_max.shape)}, {list(row_sum.shape)}"
+        )
+    if sink is None:
+        return
+    if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
+        raise TypeError(f"sink: must be a floating tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
+    if sink.shape != (o.shape[2],):
+        raise ValueError(f"sink: shape must be [Hq={o.shape[2]}], got {list(sink.shape)}")
+    if sink.device != o.device:
+        raise ValueError(f"sink: device must be the states' {o.device}, got {sink.device}")
