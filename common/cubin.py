@@ -1,8 +1,8 @@
 """What ptxas decided about each kernel, read from the cubin.
 
 A cubin is a 64-bit ELF file. Section `.nv.info` holds attributes that name their kernel by symbol index
-(register count, stack frame); `.nv.info.<kernel>` holds the attributes of one kernel (parameters, launch bounds);
-`.nv.shared.<kernel>` has the size of its statically allocated shared memory. No CUDA tool is needed to read them.
+(register count, stack frame); `.nv.info.<kernel>` holds those of one kernel (parameters, launch bounds);
+`.nv.shared.<kernel>` has the size of its static shared memory. No CUDA tool is needed to read them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class KernelResources:
     """One kernel as compiled. Sizes in bytes.
 
     registers: 32-bit registers per thread. static_smem: shared memory declared in the kernel, without the
-    1024 bytes that the system keeps. local_bytes: stack frame per thread (spills and local arrays; 0: no spill).
-    max_threads: most threads a CTA may have. parameters: (offset, size) of each parameter in the parameter block.
+    1024 bytes that the system keeps. local_bytes: stack frame per thread (spills and local arrays; 0: neither).
+    max_threads: most threads a CTA may have. required_threads: its exact shape, where the kernel demands one.
+    parameters: (offset, size) of each parameter in the parameter block.
     """
 
     registers: int
@@ -83,9 +84,8 @@ class _Elf:
         (self.flags,) = struct.unpack_from("<I", image, 48)
         self.abi_version = image[8]
         _, count, names_index = struct.unpack_from("<HHH", image, 58)
-        headers = [
-            SECTION_HEADER.unpack_from(image, section_offset + i * SECTION_HEADER.size) for i in range(count)
-        ]
+        table = image[section_offset : section_offset + count * SECTION_HEADER.size]
+        headers = list(SECTION_HEADER.iter_unpack(table))
         names = headers[names_index]
         self.sections: dict[str, _Section] = {}
         symbols = strings = None
@@ -139,7 +139,7 @@ def parse_cubin(cubin: bytes) -> dict[str, KernelResources]:
             symbol, amount = struct.unpack_from("<II", value)
             by_symbol[code][elf.symbols[symbol]] = amount
     kernels = {}
-    for name, section in elf.sections.items():
+    for name in elf.sections:
         if not name.startswith(".text."):
             continue
         kernel = name.removeprefix(".text.")
