@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="warpspec")
 
 Handled: causal and causal sliding-window layers, attention sinks, grouped KV heads, dynamic and static KV
-caches, padding on either side. Refused with `UnsupportedProblem`, never computed differently: dropout,
-training, masks given as tensors, packed sequences, bidirectional, chunked and block-wise masks, soft caps,
-position biases and `output_attentions`. As with transformers' flash attention, results of padding rows are
-undefined.
+caches, padding on either side. Refused with `UnsupportedProblem`, never computed differently: dropout, masks
+given as tensors, packed sequences, bidirectional, chunked and block-wise masks, soft caps, position biases,
+`output_attentions`. There is no backward pass. As with transformers' flash attention, results of padding rows
+are undefined.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def attention_forward(
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise UnsupportedProblem(f"{name}: not supported, got {type(kwargs[name]).__name__}")
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-        raise UnsupportedProblem("query, key, value: no backward pass; call the model under torch.no_grad()")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None and not causal:
         raise UnsupportedProblem("attention_mask: needs a causal layer, got is_causal=False")

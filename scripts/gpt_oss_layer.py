@@ -1,4 +1,4 @@
-"""The attention layer of the published gpt-oss models: shapes, weights, inputs, through transformers' own code.
+"""The attention layer of the published gpt-oss models: shapes, weights, inputs, by transformers' own code.
 
 Everything up to the attention itself (RMSNorm, projections, rotary embedding, KV cache) runs in transformers'
 modules; an attention function registered for the purpose takes what they hand over.

@@ -1,0 +1,326 @@
+"""Compares an attention kernel with two independent references on a model's layer at its real shapes.
+
+    python scripts/validate_layer.py --model gpt-oss-20b --layer attention --seq 512
+
+Hidden states go through transformers' own norm, projections and rotary embedding; the attention itself is
+then computed by the kernel, by warpspec's FP32 reference, by transformers' eager code (FP32 and the model's
+dtype) and by torch's SDPA in the model's dtype. Exit status 1 when a tolerance is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gpt_oss_layer import LAYERS, MODELS, AttentionInputs, attention_inputs, eager
+from rich.console import Console
+from rich.table import Table
+
+import warpspec.fmha
+from warpspec.common.errors import UnsupportedProblem
+
+O_TOLERANCE = 4e-3  # relative, worst head, bf16
+LSE_TOLERANCE = 1e-3  # absolute
+TORCH_FACTOR = 1.25  # never worse than this times torch's own result in the same dtype
+CPU_BACKENDS = ("sim", "reference")
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """Errors of one layer's attention; per-head lists are relative errors over batch, positions and D."""
+
+    kind: str
+    query_shape: tuple[int, ...]  # [B, Hq, Sq, D]
+    keys: int
+    window: int | None
+    kernel_heads: list[float]  # kernel against warpspec's FP32 reference
+    eager_heads: list[float]  # kernel against transformers' eager code in FP32
+    sdpa_worst: float  # torch SDPA in bf16 against the FP32 reference, worst head
+    eager_worst: float  # transformers' eager code in bf16, likewise
+    references_worst: float  # the two FP32 references against each other
+    lse_worst: float  # absolute
+    output_error: float  # of the layer's output, after o_proj, relative
+    position_errors: torch.Tensor  # [Hq, Sq], relative, kernel against the FP32 reference
+    seconds: float
+    report: object | None  # sim.SimReport of the kernel's run
+
+    def checks(self) -> list[tuple[str, float, float]]:
+        """(what, measured, allowed)."""
+        return [
+            ("kernel against FP32 reference, worst head", max(self.kernel_heads), O_TOLERANCE),
+            ("kernel against transformers eager FP32, worst head", max(self.eager_heads), O_TOLERANCE),
+            ("the same as a multiple of torch SDPA's error in bf16", self.torch_ratio, TORCH_FACTOR),
+            ("log-sum-exp, absolute", self.lse_worst, LSE_TOLERANCE),
+        ]
+
+    @property
+    def torch_ratio(self) -> float:
+        """Kernel's worst head over that of torch SDPA in the same dtype."""
+        return max(self.kernel_heads) / self.sdpa_worst
+
+    @property
+    def passed(self) -> bool:
+        """Every check holds; a NaN fails."""
+        return all(measured <= allowed for _, measured, allowed in self.checks())
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor, dim=None) -> torch.Tensor:
+    """||got - expected|| / ||expected|| over the dimensions `dim`, all by default."""
+    norm, expected = torch.linalg.vector_norm, expected.float()
+    return norm(got.float() - expected, dim=dim) / norm(expected, dim=dim)
+
+
+def head_errors(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative error of each head of [B, S, H, D]: [H]."""
+    return relative_error(got, expected, dim=(0, 1, 3))
+
+
+def reference(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """warpspec's FP32 reference: o [B, Sq, Hq, D] and lse [B, Hq, Sq], FP32, one KV head at a time."""
+    group = inputs.query.shape[1] // inputs.key.shape[1]
+    parts = []
+    for h in range(inputs.key.shape[1]):
+        of_group = slice(h * group, (h + 1) * group)
+        q, k, v = (
+            tensor.transpose(1, 2)
+            for tensor in (inputs.query[:, of_group], inputs.key[:, h : h + 1], inputs.value[:, h : h + 1])
+        )
+        state = warpspec.fmha.attention(
+            q, k, v, **arguments(inputs, sink=False), normalize=False, backend="reference"
+        )
+        parts.append(warpspec.fmha.merge([state], sink=inputs.sinks[of_group]))
+    return torch.cat([o for o, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=1)
+
+
+def sdpa(inputs: AttentionInputs) -> torch.Tensor:
+    """torch's SDPA in the operands' dtype: [B, Sq, Hq, D]. The sink is a zero key with a bias."""
+    query, mask = inputs.query, inputs.mask
+    batch, heads, rows, _ = query.shape
+    zero = torch.zeros_like(inputs.key[:, :, :1])
+    sink = inputs.sinks.to(query.dtype)[None, :, None, None].expand(batch, heads, rows, 1)
+    mask = torch.cat([mask.to(query.dtype).expand(batch, heads, rows, -1), sink], dim=-1)
+    key, value = (torch.cat([tensor, zero], dim=2) for tensor in (inputs.key, inputs.value))
+    o = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=inputs.scaling, enable_gqa=True
+    )
+    return o.transpose(1, 2)
+
+
+def arguments(inputs: AttentionInputs, sink: bool = True) -> dict:
+    """Keyword arguments of `warpspec.fmha.attention` for the layer."""
+    window = None if inputs.window is None else (inputs.window - 1, 0)
+    chosen = dict(scale=inputs.scaling, causal=True, window=window)
+    return chosen | ({"sink": inputs.sinks} if sink else {})
+
+
+def run_kernel(inputs: AttentionInputs, backend: str):
+    """(o [B, Sq, Hq, D], lse [B, Hq, Sq], seconds, SimReport or None)."""
+    device = "cpu" if backend in CPU_BACKENDS or not torch.cuda.is_available() else "cuda"
+    q, k, v = (tensor.to(device).transpose(1, 2) for tensor in (inputs.query, inputs.key, inputs.value))
+    options = arguments(inputs) | {"sink": inputs.sinks.to(device)}
+    start = time.perf_counter()
+    o, lse = warpspec.fmha.attention(q, k, v, **options, return_lse=True, backend=backend)
+    o, lse = o.cpu(), lse.cpu()
+    seconds = time.perf_counter() - start
+    report = None
+    if backend == "sim":
+        report = importlib.import_module("warpspec.sim").last_report()
+    return o, lse, seconds, report
+
+
+def resolve_backend(backend: str) -> str:
+    """What "auto" stands for on this machine."""
+    if backend != "auto":
+        return backend
+    return os.environ.get("WARPSPEC_BACKEND") or ("auto" if torch.cuda.is_available() else "sim")
+
+
+def validate(inputs: AttentionInputs, backend: str, stage) -> LayerResult:
+    """Runs kernel and references on one layer's operands; `stage(text)` is a context that shows progress."""
+    with stage(f"attention kernel, backend {backend}", live=False):
+        o, lse, seconds, report = run_kernel(inputs, backend)
+    with stage("FP32 reference"):
+        expected, expected_lse = reference(inputs)
+    with stage("transformers eager, FP32 and bf16; torch SDPA, bf16"):
+        eager_fp32, eager_bf16 = eager(inputs, torch.float32), eager(inputs, inputs.query.dtype)
+        sdpa_bf16 = sdpa(inputs)
+    with torch.no_grad():
+        project = inputs.output_projection.float()
+        layer, layer_expected = (project(tensor.float().flatten(2)) for tensor in (o, expected))
+    return LayerResult(
+        kind=inputs.kind,
+        query_shape=tuple(inputs.query.shape),
+        keys=inputs.key.shape[2],
+        window=inputs.window,
+        kernel_heads=head_errors(o, expected).tolist(),
+        eager_heads=head_errors(o, eager_fp32).tolist(),
+        sdpa_worst=head_errors(sdpa_bf16, expected).max().item(),
+        eager_worst=head_errors(eager_bf16, expected).max().item(),
+        references_worst=head_errors(expected, eager_fp32).max().item(),
+        lse_worst=(lse - expected_lse).abs().max().item(),
+        output_error=relative_error(layer, layer_expected).item(),
+        position_errors=relative_error(o, expected, dim=(0, 3)).T,
+        seconds=seconds,
+        report=report,
+    )
+
+
+def stages(console: Console):
+    """Context manager factory: a spinner while a stage runs, one line with its time when it is over.
+
+    live=False: no spinner, for stages that show progress of their own.
+    """
+
+    @contextmanager
+    def stage(text: str, live: bool = True):
+        start = time.perf_counter()
+        if live:
+            with console.status(text):
+                yield
+        else:
+            console.print(f"  {text} ...")
+            yield
+        console.print(f"  {text}: {time.perf_counter() - start:.1f} s")
+
+    return stage
+
+
+def print_result(console: Console, result: LayerResult) -> None:
+    """Per-head errors, a row for each KV head, and the checks."""
+    _, heads, rows, _ = result.query_shape
+    window = f"window {result.window}" if result.window else "no window"
+    group = heads // 8
+    table = Table(
+        title=f"{result.kind}: {rows} queries, {result.keys} keys, {window}; error by head, in 1e-3"
+    )
+    table.add_column("KV head")
+    for member in range(group):
+        table.add_column(f"+{member}", justify="right")
+    for first in range(0, heads, group):
+        cells = (
+            f"[{'red' if not error <= O_TOLERANCE else 'none'}]{1e3 * error:.2f}[/]"
+            for error in result.kernel_heads[first : first + group]
+        )
+        table.add_row(f"{first // group}  (query {first}-{first + group - 1})", *cells)
+    console.print(table)
+    for what, measured, allowed in result.checks():
+        verdict = "[green]ok[/]" if measured <= allowed else "[red]FAILED[/]"
+        console.print(f"  {verdict}  {what}: {measured:.2e} (at most {allowed:.2e})", highlight=False)
+    console.print(
+        f"      for comparison, bf16 against FP32: torch SDPA {result.sdpa_worst:.2e}, transformers eager "
+        f"{result.eager_worst:.2e}; the two FP32 references: {result.references_worst:.2e}; "
+        f"layer output after o_proj: {result.output_error:.2e}\n",
+        highlight=False,
+    )
+
+
+def as_json(options: argparse.Namespace, backend: str, results: list[LayerResult]) -> dict:
+    """Machine-readable form of what was run and found."""
+    return {
+        "model": options.model,
+        "layer": options.layer,
+        "backend": backend,
+        "batch": options.batch,
+        "seq": options.seq,
+        "decode": options.decode,
+        "seed": options.seed,
+        "weights": str(options.checkpoint) if options.checkpoint else "seeded",
+        "passed": all(result.passed for result in results),
+        "layers": [
+            {
+                "kind": result.kind,
+                "query_shape": result.query_shape,
+                "keys": result.keys,
+                "window": result.window,
+                "passed": result.passed,
+                "seconds": result.seconds,
+                "checks": [
+                    {"name": name, "measured": measured, "allowed": allowed}
+                    for name, measured, allowed in result.checks()
+                ],
+                "error_by_head": result.kernel_heads,
+                "torch_sdpa_bf16": result.sdpa_worst,
+                "transformers_eager_bf16": result.eager_worst,
+                "layer_output": result.output_error,
+            }
+            for result in results
+        ],
+    }
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="gpt-oss-20b")
+    parser.add_argument("--layer", choices=["attention"], default="attention")
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument(
+        "--seq", type=positive, default=256, help="tokens per sequence; with --decode, cached"
+    )
+    parser.add_argument(
+        "--decode", action="store_true", help="one new token per sequence against the KV cache"
+    )
+    parser.add_argument("--backend", choices=["auto", "sm100", "sm90", "sim", "reference"], default="auto")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs, and of weights without --checkpoint")
+    parser.add_argument("--checkpoint", type=Path, help=".safetensors file, or folder of a published model")
+    parser.add_argument("--json", action="store_true", help="results as JSON on standard output")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="error by head and position")
+    return parser
+
+
+def run(options: argparse.Namespace, console: Console) -> list[LayerResult]:
+    """Validates both kinds of layer, printing as it goes."""
+    backend = resolve_backend(options.backend)
+    results = []
+    for kind in LAYERS:
+        console.print(f"[bold]{options.model}, layer {LAYERS[kind]}: {kind}[/]", highlight=False)
+        stage = stages(console)
+        with stage("norm, projections, rotary embedding (transformers)"):
+            inputs = attention_inputs(
+                options.model,
+                kind,
+                batch=options.batch,
+                seq=options.seq,
+                decode=options.decode,
+                seed=options.seed,
+                checkpoint=options.checkpoint,
+            )
+        results.append(validate(inputs, backend, stage))
+        print_result(console, results[-1])
+    return results
+
+
+def main() -> int:
+    options = parser().parse_args()
+    console = Console(stderr=options.json, soft_wrap=True)
+    try:
+        results = run(options, console)
+    except (UnsupportedProblem, FileNotFoundError, KeyError) as error:
+        console.print(f"[red]{type(error).__name__}:[/] {error}", highlight=False)
+        return 2
+    if options.plot:
+        from error_plot import draw
+
+        draw(results, options.plot, f"{options.model}, backend {resolve_backend(options.backend)}")
+        console.print(f"error by head and position: {options.plot}", highlight=False)
+    if options.json:
+        print(json.dumps(as_json(options, resolve_backend(options.backend), results), indent=2))
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
