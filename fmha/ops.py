@@ -59,11 +59,12 @@ def run(arguments, backend, out=None):
     q, k, v, sink, bias, kv_lengths, page_table, q_start = arguments[:8]
     backend = resolve_backend(backend, problem.device)
     if backend == "sm90":
-        raise UnsupportedProblem(
-            "backend 'sm90': attention has no sm90 kernel yet; backend='reference' runs anywhere"
-        )
+        raise UnsupportedProblem("backend 'sm90': attention has no sm90 kernel yet")
     if backend in ("sm100", "sim"):
-        require_sm100(problem, backend)
+        # Imported here: it loads the DSL, which the reference does without.
+        from warpspec.fmha.sm100.config import AttentionConfig
+
+        AttentionConfig.of(problem)  # raises UnsupportedProblem for what the kernel does not do
     o, stats = new_outputs(problem, q, out)
     lse, row_max, row_sum = None, None, None
     if not problem.normalize:
@@ -86,7 +87,7 @@ def run(arguments, backend, out=None):
                 stat.copy_(value)
         return o, stats
 
-    from warpspec.fmha import sm100  # imports the DSL, which the reference does without
+    from warpspec.fmha import sm100
 
     launch = sm100.run_cuda if backend == "sm100" else sm100.run_sim
     q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
@@ -94,21 +95,6 @@ def run(arguments, backend, out=None):
     kv_lengths, q_start = (None if t is None else t.contiguous() for t in (kv_lengths, q_start))
     launch(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum)
     return o, stats
-
-
-def require_sm100(problem: AttentionProblem, backend: str) -> None:
-    """Raise UnsupportedProblem, naming the constraint, for what the sm100 kernel does not do yet."""
-    for broken, constraint in (
-        (problem.head_dim != 64, f"head size 64 only, got {problem.head_dim}"),
-        (problem.paged, "no page_table"),
-        (problem.has_bias, "no bias"),
-        (problem.key_stride != 1, f"key_stride 1 only, got {problem.key_stride}"),
-        (problem.num_splits is not None, f"no num_splits, got {problem.num_splits}"),
-    ):
-        if broken:
-            raise UnsupportedProblem(
-                f"backend {backend!r}: the sm100 attention kernel takes {constraint} for now"
-            )
 
 
 def regular_strides(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,53 @@
+"""Compiling CuTe DSL host functions: one compilation per configuration and process, nothing left in the cwd.
+
+``compile_cached`` returns what ``cute.compile`` returns, with ``artifacts.PTX`` (str) and ``artifacts.CUBIN``
+(bytes) filled in and line information kept, which is what the simulator needs. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Hashable
+
+from warpspec.common.cubin import KernelResources, parse_cubin
+
+_compiled: dict[tuple[str, str, Hashable], object] = {}
+_lock = threading.RLock()  # the DSL traces through global state: one compilation at a time
+
+
+def compile_cached(key: Hashable, build: Callable[[], tuple], *, arch: str, options: str = ""):
+    """The compiled host function for ``key`` and ``arch``, compiled on first use in this process.
+
+    key: hashable, must say everything that changes the generated code. build: called on a miss, returns
+    (host function, arguments...), the arguments being fake tensors
+    (``cutlass.cute.runtime.make_fake_tensor``) or values of their kind. arch: "sm_100a", "sm_90a". options:
+    further options of ``cute.compile``.
+
+    Raises what the DSL raises; a failed compilation is not remembered.
+    """
+    cache_key = (arch, options, key)
+    if cache_key not in _compiled:
+        with _lock:
+            if cache_key not in _compiled:
+                _compiled[cache_key] = compile_host(*build(), arch=arch, options=options)
+    return _compiled[cache_key]
+
+
+def compile_host(host, *arguments, arch: str, options: str = ""):
+    """``cute.compile`` of a host function for ``arch``, with PTX and cubin in ``artifacts``; not cached."""
+    import cutlass.cute as cute  # here, so that importing warpspec does not load the DSL
+
+    # The DSL writes the artifacts it keeps to this folder and has read them back when compile returns.
+    with _lock, tempfile.TemporaryDirectory(prefix="warpspec-") as folder:
+        keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir {folder}"
+        return cute.compile(host, *arguments, options=f"--gpu-arch {arch} {keep} {options}".rstrip())
+
+
+def resources(compiled) -> dict[str, KernelResources]:
+    """Registers, stack (0: nothing spilled), static shared memory of every kernel compiled, by kernel name.
+
+    compiled: what ``compile_cached`` or ``compile_host`` returned. Dynamic shared memory is an argument of
+    the launch and stands in no cubin; the simulator's report has it.
+    """
+    return parse_cubin(compiled.artifacts.CUBIN)
