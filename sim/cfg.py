@@ -1,0 +1,303 @@
+"""Basic blocks and register liveness of a kernel.
+
+A block is the unit the simulator schedules: native blocks are translated to LLVM, a system instruction is a block of
+its own that a Python handler executes. `read_write` says which registers an instruction touches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from warpspec.sim.errors import UnsupportedInstruction
+from warpspec.sim.instruction import Imm, Instr, Kernel, Label, Mem, Not, Operand, Pair, Reg, Vec
+
+CARRY = "%cc"  # the condition code register of add.cc and its kin (PTX ISA 9.7.2), a pseudo register
+FULL_MEMBERMASKS = (-1, 0xFFFFFFFF)
+
+# Operands that are destinations, by longest dotted prefix. An opcode not listed has one, its first operand, unless
+# that is an address: st, red, cp.async, prefetch, mbarrier.init, tcgen05.mma and their kin write no register.
+DESTINATIONS = {
+    **dict.fromkeys(
+        (
+            "bar",
+            "barrier",
+            "bra",
+            "brx",
+            "ret",
+            "exit",
+            "trap",
+            "brkpt",
+            "pmevent",
+            "nanosleep",
+            "membar",
+            "fence",
+            "setmaxnreg",
+            "griddepcontrol",
+            "stackrestore",
+            "cp.async.wait_group",
+            "cp.async.wait_all",
+            "cp.async.bulk.wait_group",
+            "wgmma.fence",
+            "wgmma.commit_group",
+            "wgmma.wait_group",
+            "tcgen05.dealloc",
+            "tcgen05.relinquish_alloc_permit",
+            "tcgen05.wait",
+            "tcgen05.fence",
+        ),
+        0,
+    ),
+    "bar.red": 1,
+    "bar.cta.red": 1,
+    "barrier.red": 1,
+    "barrier.cta.red": 1,
+    "call": 1,  # the return values, if any
+    "tcgen05.ld.red": 2,  # data, reduction result
+}
+ACCUMULATES = ("wgmma.mma_async",)  # the destination is read too
+ENDS = ("ret", "exit", "trap")
+
+SPECIAL_REGISTERS = frozenset(
+    [
+        "%tid", "%ntid", "%ctaid", "%nctaid", "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid",
+        "%clusterid", "%nclusterid", "%cluster_ctaid", "%cluster_nctaid", "%cluster_ctarank", "%cluster_nctarank",
+        "%is_explicit_cluster", "%lanemask_eq", "%lanemask_le", "%lanemask_lt", "%lanemask_ge", "%lanemask_gt",
+        "%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi",
+        "%total_smem_size", "%aggr_smem_size", "%dynamic_smem_size", "%reserved_smem_offset_begin",
+        "%reserved_smem_offset_end", "%reserved_smem_offset_cap", "%current_graph_exec",
+        *(f"%envreg{i}" for i in range(32)),
+        *(f"%reserved_smem_offset_{i}" for i in range(2)),
+    ]
+)  # fmt: skip
+
+
+def is_special(name: str) -> bool:
+    """Whether a register name is one of PTX's special registers (chapter 10)."""
+    return name.partition(".")[0] in SPECIAL_REGISTERS
+
+
+def destination_count(instr: Instr) -> int:
+    """How many leading operands the instruction writes."""
+    prefix = instr.opcode
+    while prefix:
+        count = DESTINATIONS.get(prefix)
+        if count is not None:
+            break
+        prefix = prefix.rpartition(".")[0]
+    else:
+        count = 1
+    if prefix == "call":
+        # `call (ret), f, (args)`: without return values the first operand is the function's name.
+        return int(len(instr.operands) > 1 and isinstance(instr.operands[0], Vec) and not instr.has("async"))
+    if not instr.operands or isinstance(instr.operands[0], Mem):
+        return 0
+    return count
+
+
+def reads_writes(instr: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the registers an instruction reads and writes, special registers left out.
+
+    A guarded instruction keeps its destination in the lanes whose guard is false, so it reads it too. The carry
+    flag of extended-precision arithmetic is the register CARRY.
+    """
+    count = destination_count(instr)
+    operands = instr.operands
+    writes: list[str] = []
+    reads: list[str] = []
+    for operand in operands[:count]:
+        _registers(operand, writes)
+    for operand in operands[count:]:
+        _registers(operand, reads)
+    parts = instr.parts
+    if parts[0] in ("addc", "subc", "madc"):
+        reads.append(CARRY)
+    if "cc" in parts:
+        writes.append(CARRY)
+    if instr.guard is not None:
+        reads.append(instr.guard.name)
+        reads.extend(writes)
+    elif instr.opcode.startswith(ACCUMULATES):
+        reads.extend(writes)
+    return tuple(reads), tuple(writes)
+
+
+def _registers(operand: Operand, found: list[str]) -> None:
+    if isinstance(operand, Reg):
+        if not is_special(operand.name):
+            found.append(operand.name)
+    elif isinstance(operand, Vec):
+        for item in operand.items:
+            if isinstance(item, Reg):
+                _registers(item, found)
+    elif isinstance(operand, Mem):
+        _registers(operand.base, found)
+        for item in operand.coords or ():
+            _registers(item, found)
+    elif isinstance(operand, Pair):
+        found.extend(reg.name for reg in (operand.first, operand.second) if reg is not None)
+    elif isinstance(operand, Not):
+        found.append(operand.reg.name)
+
+
+@dataclass(slots=True)
+class Block:
+    """Instructions start to end (exclusive). `successors` are block indices, taken branch first.
+
+    kind: 'system' (one instruction), 'collective' (its first instruction needs its lanes converged) or 'native'.
+    The last block may be empty: a branch to the closing brace ends the thread there.
+    """
+
+    index: int
+    start: int
+    end: int
+    successors: tuple[int, ...]
+    kind: str
+
+
+def cut(
+    kernel: Kernel, is_system: Callable[[Instr], bool], is_collective: Callable[[Instr], bool]
+) -> list[Block]:
+    """The blocks of a kernel, in textual order.
+
+    A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction, and at
+    a collective one. A collective with the immediate membermask -1 stays in a block that already holds such a one:
+    all lanes are there.
+    """
+    instrs = kernel.instrs
+    starts = {0}
+    kinds: dict[int, str] = {}
+    for instr in instrs:
+        at = instr.index
+        if is_transfer(instr):
+            starts.add(at + 1)
+            starts.update(kernel.labels[name] for name in targets(instr, kernel))
+        elif is_system(instr):
+            starts.update((at, at + 1))
+            kinds[at] = "system"
+    full_block = False  # whether the current block began with a collective of all lanes
+    for instr in instrs:
+        at = instr.index
+        if at in starts:
+            full_block = False
+        if at not in kinds and is_collective(instr):
+            full = instr.guard is None and membermask(instr) in FULL_MEMBERMASKS
+            if not (full and full_block):
+                starts.add(at)
+                kinds[at] = "collective"
+            full_block = full
+    # A label behind the last instruction needs a block; falling off the end needs none.
+    end_is_target = any(len(instrs) in (kernel.labels[n] for n in targets(i, kernel)) for i in instrs)
+    ordered = sorted(s for s in starts if s < len(instrs) or (s == len(instrs) and end_is_target))
+    ends = [*ordered[1:], len(instrs)]
+    blocks = []
+    for index, (start, end) in enumerate(zip(ordered, ends, strict=True)):
+        last = instrs[end - 1] if end > start else None
+        after = [index + 1] if index + 1 < len(ordered) else []
+        jumps = [bisect_left(ordered, kernel.labels[name]) for name in targets(last, kernel)] if last else []
+        if last is not None and is_transfer(last) and (last.guard is None):
+            after = []
+        successors = tuple(dict.fromkeys(jumps + after))
+        blocks.append(Block(index, start, end, successors, kinds.get(start, "native")))
+    return blocks
+
+
+def is_transfer(instr: Instr) -> bool:
+    """Whether the instruction is a branch or ends the thread."""
+    return instr.parts[0] in ("bra", "brx", *ENDS)
+
+
+def targets(instr: Instr, kernel: Kernel) -> tuple[str, ...]:
+    """The labels a branch may go to."""
+    if instr.parts[0] not in ("bra", "brx"):
+        return ()
+    label = instr.operands[-1]
+    if not isinstance(label, Label):
+        raise UnsupportedInstruction(f"branch without a label: {instr.text}")
+    return kernel.branch_targets[label.name] if instr.parts[0] == "brx" else (label.name,)
+
+
+def membermask(instr: Instr) -> int | None:
+    """The immediate membermask of a .sync warp instruction, its last operand; None when it is a register."""
+    last = instr.operands[-1] if instr.operands else None
+    return last.value if isinstance(last, Imm) else None
+
+
+@dataclass(slots=True)
+class Liveness:
+    """Registers as bitsets (Python ints); `names` turns one back into register names.
+
+    live_in, live_out, uses, defs are indexed by block. `uses`: read before any write in the block. `homes`: registers
+    that need a place in memory: live across a block boundary, or touched by a system instruction.
+    """
+
+    registers: tuple[str, ...]
+    bit: dict[str, int]
+    live_in: list[int]
+    live_out: list[int]
+    uses: list[int]
+    defs: list[int]
+    homes: int
+
+    def names(self, bits: int) -> list[str]:
+        """The registers in a bitset, in order of declaration."""
+        found = []
+        while bits:
+            low = bits & -bits
+            found.append(self.registers[low.bit_length() - 1])
+            bits ^= low
+        return found
+
+    def bits(self, names: Iterable[str]) -> int:
+        """The bitset of some registers."""
+        result = 0
+        for name in names:
+            result |= 1 << self.bit[name]
+        return result
+
+
+def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
+    """Which registers are live at each block's start and end (backward data flow to a fixed point)."""
+    registers = (*kernel.registers, CARRY)
+    bit = {name: i for i, name in enumerate(registers)}
+    uses: list[int] = []
+    defs: list[int] = []
+    homes = 0
+    for block in blocks:
+        used = defined = 0
+        for instr in kernel.instrs[block.start : block.end]:
+            reads, writes = reads_writes(instr)
+            for name in reads:
+                used |= (1 << bit[name]) & ~defined
+            for name in writes:
+                defined |= 1 << bit[name]
+        uses.append(used)
+        defs.append(defined)
+        if block.kind == "system":
+            homes |= used | defined
+    live_in = list(uses)
+    live_out = [0] * len(blocks)
+    predecessors: list[list[int]] = [[] for _ in blocks]
+    for block in blocks:
+        for successor in block.successors:
+            predecessors[successor].append(block.index)
+    pending = list(range(len(blocks)))
+    queued = [True] * len(blocks)
+    while pending:
+        index = pending.pop()
+        queued[index] = False
+        out = 0
+        for successor in blocks[index].successors:
+            out |= live_in[successor]
+        live_out[index] = out
+        entering = uses[index] | (out & ~defs[index])
+        if entering != live_in[index]:
+            live_in[index] = entering
+            for predecessor in predecessors[index]:
+                if not queued[predecessor]:
+                    queued[predecessor] = True
+                    pending.append(predecessor)
+    for bits in live_in:
+        homes |= bits
+    return Liveness(registers, bit, live_in, live_out, uses, defs, homes)
