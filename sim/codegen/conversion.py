@@ -1,0 +1,123 @@
+"""cvt between integers, f16, bf16, f32 and f64 in native code (PTX ISA 9.7.9.21); the rest goes to Python."""
+
+from __future__ import annotations
+
+from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, fvec, ivec
+from warpspec.sim.codegen.floating import canonical
+from warpspec.sim.codegen.integer import INTEGER_TYPES, flush
+from warpspec.sim.instruction import Instr
+
+_ROUND_TO_INTEGER = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
+
+
+def bf16_round(e: Emitter, value: str) -> str:
+    """f32 to bf16 bits, round to nearest even, NaN to 0x7fff, as `<32 x i16>`."""
+    raw = e.op(f"bitcast {fvec(32)} {value} to {ivec(32)}")
+    upper = e.op(f"lshr {ivec(32)} {raw}, {e.imm(32, 16)}")
+    odd = e.op(f"and {ivec(32)} {upper}, {e.imm(32, 1)}")
+    bias = e.op(f"add {ivec(32)} {odd}, {e.imm(32, 0x7FFF)}")
+    rounded = e.op(f"lshr {ivec(32)} {e.op(f'add {ivec(32)} {raw}, {bias}')}, {e.imm(32, 16)}")
+    nan = e.op(f"fcmp uno {fvec(32)} {value}, {value}")
+    rounded = e.select(nan, e.imm(32, 0x7FFF), rounded, ivec(32))
+    return e.resize(rounded, 32, 16)
+
+
+def f16_round(e: Emitter, value: str) -> str:
+    """f32 to f16 bits, round to nearest even, NaN to 0x7fff, as `<32 x i16>`."""
+    half = e.op(f"bitcast {fvec(16)} {e.op(f'fptrunc {fvec(32)} {value} to {fvec(16)}')} to {ivec(16)}")
+    nan = e.op(f"fcmp uno {fvec(32)} {value}, {value}")
+    return e.select(nan, e.imm(16, 0x7FFF), half, ivec(16))
+
+
+_NARROW = {"bf16": bf16_round, "f16": f16_round}
+
+
+def widen(e: Emitter, bits16: str, type_: str) -> str:
+    """f16 or bf16 bits (`<32 x i16>`) as f32."""
+    if type_ == "f16":
+        half = e.op(f"bitcast {ivec(16)} {bits16} to {fvec(16)}")
+        return canonical(e, e.op(f"fpext {fvec(16)} {half} to {fvec(32)}"), 32)
+    raw = e.op(f"shl {ivec(32)} {e.resize(bits16, 16, 32)}, {e.imm(32, 16)}")
+    return e.op(f"bitcast {ivec(32)} {raw} to {fvec(32)}")
+
+
+@emits("cvt")
+def cvt(e: Emitter, ins: Instr) -> None:
+    to, from_ = ins.parts[-2], ins.parts[-1]
+    modifiers = set(ins.parts[1:-2])
+    if to in ("bf16x2", "f16x2") and from_ == "f32":
+        return _pack_halves(e, ins, to, modifiers)
+    if to in INTEGER_TYPES and from_ in INTEGER_TYPES:
+        return _integer(e, ins, to, from_, modifiers)
+    if to in INTEGER_TYPES and from_ in ("f32", "f64", "f16"):
+        return _float_to_integer(e, ins, to, from_, modifiers)
+    if from_ in INTEGER_TYPES and to in ("f32", "f64"):
+        return _integer_to_float(e, ins, to, from_, modifiers)
+    if to in ("f16", "bf16") and from_ == "f32" and modifiers == {"rn"}:
+        value = _NARROW[to](e, e.getf(ins.operands[1], 32))
+        return e.set(ins.operands[0], value, 16)
+    if to == "f32" and from_ in ("f16", "bf16") and modifiers <= {"ftz"}:
+        return e.setf(ins.operands[0], widen(e, e.get(ins.operands[1], 16), from_), 32)
+    if to == from_ == "f32" and modifiers and modifiers <= {"ftz", *_ROUND_TO_INTEGER}:
+        return _round_f32(e, ins, modifiers)
+    if (to, from_) == ("f64", "f32") and not modifiers:
+        value = e.op(f"fpext {fvec(32)} {e.getf(ins.operands[1], 32)} to {fvec(64)}")
+        return e.setf(ins.operands[0], value, 64)
+    if (to, from_) == ("f32", "f64") and modifiers == {"rn"}:
+        value = e.op(f"fptrunc {fvec(64)} {e.getf(ins.operands[1], 64)} to {fvec(32)}")
+        return e.setf(ins.operands[0], value, 32)
+    raise NotNative(ins.opcode)
+
+
+def _round_f32(e: Emitter, ins: Instr, modifiers: set[str]) -> None:
+    value = e.getf(ins.operands[1], 32)
+    if "ftz" in modifiers:
+        value = flush(e, value)
+    for mode in modifiers - {"ftz"}:
+        value = e.call(fvec(32), f"llvm.{_ROUND_TO_INTEGER[mode]}.v32f32", f"{fvec(32)} {value}")
+    e.setf(ins.operands[0], value, 32)
+
+
+def _pack_halves(e: Emitter, ins: Instr, to: str, modifiers: set[str]) -> None:
+    """cvt.rn.f16x2.f32 d, a, b: a to the upper half, b to the lower."""
+    if modifiers != {"rn"} or len(ins.operands) != 3:
+        raise NotNative(ins.opcode)
+    narrow = _NARROW[to[:-2]]
+    upper = e.resize(narrow(e, e.getf(ins.operands[1], 32)), 16, 32)
+    lower = e.resize(narrow(e, e.getf(ins.operands[2], 32)), 16, 32)
+    shifted = e.op(f"shl {ivec(32)} {upper}, {e.imm(32, 16)}")
+    e.set(ins.operands[0], e.op(f"or {ivec(32)} {shifted}, {lower}"), 32)
+
+
+def _integer(e: Emitter, ins: Instr, to: str, from_: str, modifiers: set[str]) -> None:
+    if modifiers:
+        raise NotNative(ins.opcode)
+    have, want = int(from_[1:]), int(to[1:])
+    value = e.resize(e.get(ins.operands[1], have), have, want, signed=from_[0] == "s")
+    e.set(ins.operands[0], value, want, signed=to[0] == "s")
+
+
+def _float_to_integer(e: Emitter, ins: Instr, to: str, from_: str, modifiers: set[str]) -> None:
+    """Out-of-range values saturate; NaN gives 0 for 32-bit and narrower results of f32, as the ISA has it."""
+    mode = next((m for m in modifiers if m in _ROUND_TO_INTEGER), None)
+    want, have = int(to[1:]), int(from_[1:])
+    if mode is None or modifiers - {mode, "ftz", "sat"} or want < 32 or have == 64 or want == 64:
+        raise NotNative(ins.opcode)
+    if from_ == "f16":
+        value, have = widen(e, e.get(ins.operands[1], 16), "f16"), 32
+    else:
+        value = e.getf(ins.operands[1], have)
+    if "ftz" in modifiers:
+        value = flush(e, value)
+    value = e.call(fvec(have), f"llvm.{_ROUND_TO_INTEGER[mode]}.v32f{have}", f"{fvec(have)} {value}")
+    name = f"llvm.fpto{'si' if to[0] == 's' else 'ui'}.sat.v32i{want}.v32f{have}"
+    e.set(ins.operands[0], e.call(ivec(want), name, f"{fvec(have)} {value}"), want, signed=to[0] == "s")
+
+
+def _integer_to_float(e: Emitter, ins: Instr, to: str, from_: str, modifiers: set[str]) -> None:
+    if modifiers - {"rn"}:
+        raise NotNative(ins.opcode)
+    have, want = int(from_[1:]), int(to[1:])
+    word = "sitofp" if from_[0] == "s" else "uitofp"
+    value = e.op(f"{word} {ivec(have)} {e.get(ins.operands[1], have)} to {fvec(want)}")
+    e.setf(ins.operands[0], value, want)

@@ -1,0 +1,293 @@
+"""Emits the LLVM text of one block. A PTX register is a `<32 x iN>`, a predicate a `<32 x i1>`.
+
+Values stay in SSA form inside a block; registers that are live at its end are stored to the warp's register file,
+in the lanes that execute. Lanes that do not execute compute garbage that nothing reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from warpspec.sim.codegen.layout import CLOCK_REGISTERS, Ctx, RegisterFile
+from warpspec.sim.instruction import Imm, Instr, Not, Operand, Reg, Sym, Vec
+
+LANES = 32
+FLOAT_TYPE = {16: "half", 32: "float", 64: "double"}
+
+
+class NotNative(Exception):
+    """This form of an instruction has no native translation: a Python handler executes it."""
+
+
+EMITTERS: dict[str, Callable] = {}
+
+
+def emits(*names: str):
+    """Register a translator for opcodes whose first part is one of `names`."""
+
+    def register(function):
+        for name in names:
+            if name in EMITTERS:
+                raise ValueError(f"two translators for {name}")
+            EMITTERS[name] = function
+        return function
+
+    return register
+
+
+def ivec(bits: int) -> str:
+    """LLVM type of 32 lanes of integers."""
+    return f"<{LANES} x i{bits}>"
+
+
+def fvec(bits: int) -> str:
+    """LLVM type of 32 lanes of floats."""
+    return f"<{LANES} x {FLOAT_TYPE[bits]}>"
+
+
+class Emitter:
+    """Text of one block function `i32 @name(ptr %regs, ptr %ctx, i32 %mask)`."""
+
+    def __init__(self, registers: RegisterFile, symbols: dict[str, int], params: dict[str, int], shared: dict[str, int]):
+        self.registers = registers
+        self.symbols = symbols  # module variable -> index in the symbol table
+        self.params = params  # kernel parameter -> byte offset
+        self.shared = shared  # shared variable -> offset in shared memory
+        self.lines: list[str] = []
+        self.allocas: dict[tuple[str, int], str] = {}
+        self.values: dict[str, str] = {}  # register -> SSA name, integer typed
+        self.dirty: set[str] = set()
+        self.intrinsics: set[str] = set()
+        self.count = 0
+        self.guard: str | None = None
+        self.index = 0  # instruction being translated
+        self._ctx: dict[int, str] = {}
+        self._cache: dict[tuple, str] = {}
+
+    # ---- plain text -------------------------------------------------------------------------------------------
+
+    def op(self, text: str) -> str:
+        """Append `%n = text` and return %n."""
+        name = f"%v{self.count}"
+        self.count += 1
+        self.lines.append(f"  {name} = {text}")
+        return name
+
+    def do(self, text: str) -> None:
+        self.lines.append("  " + text)
+
+    def label(self, stem: str) -> str:
+        self.count += 1
+        return f"{stem}{self.count}"
+
+    def call(self, returns: str, name: str, *arguments: str) -> str:
+        """Call an LLVM intrinsic or helper; each argument is 'type value'."""
+        types = ", ".join(a.rsplit(" ", 1)[0] if not a.endswith(")") else _type_of(a) for a in arguments)
+        self.intrinsics.add(f"declare {returns} @{name}({types})")
+        return self.op(f"call {returns} @{name}({', '.join(arguments)})")
+
+    def buffer(self, type_: str, slot: int = 0) -> str:
+        """Stack memory of a type, in the function's entry; the same (type, slot) is shared."""
+        key = (type_, slot)
+        if key not in self.allocas:
+            self.allocas[key] = f"%buf{len(self.allocas)}"
+        return self.allocas[key]
+
+    # ---- context ----------------------------------------------------------------------------------------------
+
+    def ctx(self, field: Ctx) -> str:
+        """A 64-bit field of the warp's context."""
+        if field not in self._ctx or field == Ctx.CLOCK:
+            at = self.op(f"getelementptr i64, ptr %ctx, i64 {int(field)}")
+            self._ctx[field] = self.op(f"load i64, ptr {at}, align 8")
+        return self._ctx[field]
+
+    def ctx_store(self, field: Ctx, value: str) -> None:
+        at = self.op(f"getelementptr i64, ptr %ctx, i64 {int(field)}")
+        self.do(f"store i64 {value}, ptr {at}, align 8")
+        self._ctx.pop(field, None)
+
+    # ---- registers --------------------------------------------------------------------------------------------
+
+    def home(self, name: str) -> str:
+        return self.op(f"getelementptr i8, ptr %regs, i64 {self.registers.offset[name]}")
+
+    def load_home(self, name: str) -> str:
+        bits = self.registers.bits[name]
+        if name not in self.registers.offset:  # never live into a block: read before any write
+            return "zeroinitializer"
+        at = self.home(name)
+        if bits == 1:
+            raw = self.op(f"load i32, ptr {at}, align 4")
+            return self.op(f"bitcast i32 {raw} to {ivec(1)}")
+        return self.op(f"load {ivec(bits)}, ptr {at}, align 64")
+
+    def current(self, name: str) -> str:
+        """The register's value as its full-width integer vector."""
+        if name in CLOCK_REGISTERS:
+            return self._clock(name)
+        if name not in self.values:
+            self.values[name] = self.load_home(name)
+        return self.values[name]
+
+    def _clock(self, name: str) -> str:
+        ticks = self.ctx(Ctx.CLOCK)
+        if self.registers.bits[name] == 64:
+            return self.splat(64, ticks)
+        if name.endswith("_hi"):
+            ticks = self.op(f"lshr i64 {ticks}, 32")
+        return self.splat(32, self.op(f"trunc i64 {ticks} to i32"))
+
+    def store_live(self, live: list[str]) -> None:
+        """Write back the registers of `live` that this block changed, in executing lanes only."""
+        for name in live:
+            if name not in self.dirty:
+                continue
+            bits, value, at = self.registers.bits[name], self.values[name], self.home(name)
+            if bits == 1:
+                new = self.op(f"bitcast {ivec(1)} {value} to i32")
+                old = self.op(f"load i32, ptr {at}, align 4")
+                keep = self.op(f"and i32 {old}, %notmask")
+                take = self.op(f"and i32 {new}, %mask")
+                self.do(f"store i32 {self.op(f'or i32 {keep}, {take}')}, ptr {at}, align 4")
+            else:
+                old = self.op(f"load {ivec(bits)}, ptr {at}, align 64")
+                new = self.select("%m", value, old, ivec(bits))
+                self.do(f"store {ivec(bits)} {new}, ptr {at}, align 64")
+
+    # ---- operands ---------------------------------------------------------------------------------------------
+
+    def splat(self, bits: int, scalar: str) -> str:
+        """A scalar SSA integer in all lanes."""
+        one = self.op(f"insertelement {ivec(bits)} poison, i{bits} {scalar}, i32 0")
+        return self.op(f"shufflevector {ivec(bits)} {one}, {ivec(bits)} poison, {ivec(32)} zeroinitializer")
+
+    def imm(self, bits: int, value: int) -> str:
+        """An integer constant in all lanes (a constant expression, usable as an operand)."""
+        value &= (1 << bits) - 1
+        return f"splat (i{bits} {value})"
+
+    def get(self, operand: Operand, bits: int) -> str:
+        """An operand as `<32 x i{bits}>`: wider registers are truncated, narrower zero-extended."""
+        match operand:
+            case Imm(value, is_float):
+                if is_float and bits == 32 and value >> 32:
+                    raise NotNative("double literal in a 32-bit operand")
+                return self.imm(bits, value)
+            case Reg(name):
+                return self.resize(self.current(name), self.registers.bits[name], bits)
+            case Sym(name, offset):
+                return self.symbol(name, offset, bits)
+            case Vec(items) if len(items) * 32 == bits or len(items) * 16 == bits or len(items) * 8 == bits:
+                return self.pack(items, bits)
+        raise NotNative(f"operand {operand}")
+
+    def resize(self, value: str, have: int, want: int, signed: bool = False) -> str:
+        if have == want:
+            return value
+        word = "trunc" if have > want else ("sext" if signed else "zext")
+        return self.op(f"{word} {ivec(have)} {value} to {ivec(want)}")
+
+    def pack(self, items: tuple, bits: int) -> str:
+        part = bits // len(items)
+        total = None
+        for position, item in enumerate(items):
+            if item is None:
+                raise NotNative("_ in a source vector")
+            piece = self.resize(self.get(item, part), part, bits)
+            if position:
+                piece = self.op(f"shl {ivec(bits)} {piece}, {self.imm(bits, position * part)}")
+                total = self.op(f"or {ivec(bits)} {total}, {piece}")
+            else:
+                total = piece
+        return total
+
+    def symbol(self, name: str, offset: int, bits: int) -> str:
+        """The address of a variable: shared addresses carry the CTA's rank, others are host addresses."""
+        if name in self.shared:
+            rank = self.op(f"shl i64 {self.ctx(Ctx.CTA_RANK)}, 24")
+            scalar = self.op(f"add i64 {rank}, {self.shared[name] + offset}")
+        elif name in self.params:
+            scalar = self.op(f"add i64 {self.ctx(Ctx.PARAMS)}, {self.params[name] + offset}")
+        elif name in self.symbols:
+            at = self.op(f"inttoptr i64 {self.ctx(Ctx.SYMBOLS)} to ptr")
+            at = self.op(f"getelementptr i64, ptr {at}, i64 {self.symbols[name]}")
+            base = self.op(f"load i64, ptr {at}, align 8")
+            scalar = self.op(f"add i64 {base}, {offset}")
+        else:
+            raise NotNative(f"address of {name}")
+        if bits != 64:
+            scalar = self.op(f"trunc i64 {scalar} to i{bits}")
+        return self.splat(bits, scalar)
+
+    def getf(self, operand: Operand, bits: int) -> str:
+        """An operand as floats of the given width (same bits, other type)."""
+        value = self.get(operand, bits)
+        return self.op(f"bitcast {ivec(bits)} {value} to {fvec(bits)}")
+
+    def pred(self, operand: Operand) -> str:
+        """A predicate operand as `<32 x i1>`."""
+        match operand:
+            case Reg(name):
+                return self.current(name)
+            case Not(Reg(name)):
+                return self.op(f"xor {ivec(1)} {self.current(name)}, splat (i1 true)")
+            case Imm(value, _):
+                return f"splat (i1 {'true' if value else 'false'})"
+        raise NotNative(f"predicate operand {operand}")
+
+    def set(self, operand: Operand, value: str, bits: int, signed: bool = False) -> None:
+        """Assign `<32 x i{bits}>` to a register; wider registers are zero- or sign-extended. None (`_`) is dropped."""
+        if operand is None:
+            return
+        if isinstance(operand, Vec):
+            return self.unpack(operand.items, value, bits)
+        if not isinstance(operand, Reg):
+            raise NotNative(f"destination {operand}")
+        have = self.registers.bits[operand.name]
+        value = self.resize(value, bits, have, signed)
+        if self.guard is not None:
+            value = self.select(self.guard, value, self.current(operand.name), ivec(have))
+        self.values[operand.name] = value
+        self.dirty.add(operand.name)
+
+    def unpack(self, items: tuple, value: str, bits: int) -> None:
+        part = bits // len(items)
+        for position, item in enumerate(items):
+            if item is None:
+                continue
+            piece = value
+            if position:
+                piece = self.op(f"lshr {ivec(bits)} {value}, {self.imm(bits, position * part)}")
+            self.set(item, self.resize(piece, bits, part), part)
+
+    def setf(self, operand: Operand, value: str, bits: int) -> None:
+        self.set(operand, self.op(f"bitcast {fvec(bits)} {value} to {ivec(bits)}"), bits)
+
+    def select(self, condition: str, yes: str, no: str, type_: str) -> str:
+        return self.op(f"select {ivec(1)} {condition}, {type_} {yes}, {type_} {no}")
+
+    def active(self) -> str:
+        """i32 mask of the lanes that execute this instruction (block mask and guard)."""
+        if self.guard is None:
+            return "%mask"
+        bits = self.op(f"bitcast {ivec(1)} {self.guard} to i32")
+        return self.op(f"and i32 {bits}, %mask")
+
+    # ---- one instruction --------------------------------------------------------------------------------------
+
+    def translate(self, ins: Instr) -> None:
+        """Append the code of one instruction; raises NotNative."""
+        emitter = EMITTERS.get(ins.parts[0])
+        if emitter is None:
+            raise NotNative(ins.opcode)
+        self.index = ins.index
+        self.guard = None
+        if ins.guard is not None:
+            self.guard = self.pred(Not(ins.guard) if ins.guard_negated else ins.guard)
+        emitter(self, ins)
+
+
+def _type_of(argument: str) -> str:
+    """Type of an argument whose value is a constant expression: 'T splat (i32 5)' -> 'T'."""
+    return argument[: argument.index(" splat (")]

@@ -1,0 +1,219 @@
+"""ld, st, atom, red, cvta, isspacep, mapa in native code (PTX ISA 9.7.9)."""
+
+from __future__ import annotations
+
+from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, ivec
+from warpspec.sim.codegen.layout import Ctx, Stop
+from warpspec.sim.codegen.support import SPACES, atomic_function, load_function, store_function
+from warpspec.sim.instruction import Imm, Instr, Mem, Reg, Sym, Vec
+from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_WINDOW
+
+_SPACE_PARTS = {
+    "global": "global",
+    "const": "global",
+    "param": "global",
+    "param::entry": "global",
+    "shared": "shared",
+    "shared::cta": "shared",
+    "shared::cluster": "cluster",
+    "local": "local",
+}
+
+
+def space_of(ins: Instr) -> str:
+    """State space of a memory instruction."""
+    for part in ins.parts[1:]:
+        if part in _SPACE_PARTS:
+            return _SPACE_PARTS[part]
+    return "generic"
+
+
+def element_bits(type_: str) -> int:
+    """Width of a PTX fundamental type."""
+    if type_ == "pred":
+        return 1
+    return int(type_.lstrip("bsuf"))
+
+
+def vector_count(ins: Instr) -> int:
+    for part in ins.parts[1:]:
+        if part in ("v2", "v4", "v8"):
+            return int(part[1:])
+    return 1
+
+
+def addresses(e: Emitter, operand: Mem | Reg, space: str) -> str:
+    """Store each lane's address to a stack buffer and return it."""
+    if isinstance(operand, Reg):
+        operand = Mem(operand)
+    if not isinstance(operand, Mem) or operand.coords is not None:
+        raise NotNative(f"address {operand}")
+    match operand.base:
+        case Reg(name):
+            bits = e.registers.bits[name]
+            value = e.current(name)
+            if operand.offset:
+                value = e.op(f"add {ivec(bits)} {value}, {e.imm(bits, operand.offset)}")
+            value = e.resize(value, bits, 64)
+        case Sym(name, offset):
+            value = e.symbol(name, offset + operand.offset, 64)
+        case Imm(value_, _):
+            value = e.imm(64, value_ + operand.offset)
+        case _:
+            raise NotNative(f"address {operand}")
+    buffer = e.buffer(ivec(64))
+    e.do(f"store {ivec(64)} {value}, ptr {buffer}, align 64")
+    return buffer
+
+
+def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, address: str) -> None:
+    """Call a lane loop; leave the block on a fault."""
+    name, text = function
+    e.intrinsics.add(text)
+    bad = e.op(f"call i32 @{name}(ptr %ctx, i32 {SPACES[space]}, ptr {address}, i32 {e.active()}, {buffers}, i32 {e.index})")
+    failed = e.op(f"icmp ne i32 {bad}, 0")
+    stop, go = e.label("fault"), e.label("ok")
+    e.do(f"br i1 {failed}, label %{stop}, label %{go}")
+    e.lines.append(f"{stop}:")
+    e.do(f"ret i32 -{int(Stop.FAULT)}")
+    e.lines.append(f"{go}:")
+
+
+def _items(operand, count: int) -> tuple:
+    if isinstance(operand, Vec):
+        if len(operand.items) != count:
+            raise NotNative("vector length")
+        return operand.items
+    return (operand,)
+
+
+@emits("ld", "ldu")
+def ld(e: Emitter, ins: Instr) -> None:
+    space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
+    signed = ins.parts[-1].startswith("s")
+    wide = bits == 128
+    if wide:
+        if not isinstance(ins.operands[0], Vec):
+            raise NotNative("128-bit register")
+        count, bits = 2 * count, 64
+    items = _items(ins.operands[0], count)
+    address = addresses(e, ins.operands[1], space)
+    out = e.buffer(f"[{count} x {ivec(bits)}]", 1)
+    checked(e, load_function(count, bits), space, f"ptr {out}", address)
+    for j, item in enumerate(items):
+        if item is None:
+            continue
+        at = e.op(f"getelementptr {ivec(bits)}, ptr {out}, i64 {j}")
+        e.set(item, e.op(f"load {ivec(bits)}, ptr {at}, align 32"), bits, signed)
+
+
+@emits("st")
+def st(e: Emitter, ins: Instr) -> None:
+    if ins.parts[1] in ("async", "bulk"):
+        raise NotNative(ins.opcode)
+    space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
+    if bits == 128:
+        raise NotNative("128-bit register")
+    items = _items(ins.operands[1], count)
+    data = e.buffer(f"[{count} x {ivec(bits)}]", 2)
+    for j, item in enumerate(items):
+        at = e.op(f"getelementptr {ivec(bits)}, ptr {data}, i64 {j}")
+        e.do(f"store {ivec(bits)} {e.get(item, bits)}, ptr {at}, align 32")
+    address = addresses(e, ins.operands[0], space)
+    checked(e, store_function(count, bits), space, f"ptr {data}", address)
+
+
+_ATOMIC_OPS = {"add", "and", "or", "xor", "exch", "cas", "inc", "dec", "min", "max"}
+
+
+@emits("atom", "red")
+def atom(e: Emitter, ins: Instr) -> None:
+    type_ = ins.parts[-1]
+    if ins.parts[1] == "async" or type_ not in ("u32", "s32", "b32", "u64", "s64", "b64", "f32", "f64"):
+        raise NotNative(ins.opcode)
+    op = next((p for p in ins.parts[1:-1] if p in _ATOMIC_OPS), None)
+    if op is None or vector_count(ins) != 1:
+        raise NotNative(ins.opcode)
+    if type_[0] == "f":
+        if op != "add":
+            raise NotNative(ins.opcode)
+        op = "fadd"
+    elif op in ("min", "max"):
+        op = ("s" if type_[0] == "s" else "u") + op
+    bits = element_bits(type_)
+    operands = list(ins.operands)
+    target = operands.pop(0) if ins.parts[0] == "atom" else None
+    data = e.buffer(f"[2 x {ivec(bits)}]", 2)
+    for j, source in enumerate(operands[1:]):
+        at = e.op(f"getelementptr {ivec(bits)}, ptr {data}, i64 {j}")
+        e.do(f"store {ivec(bits)} {e.get(source, bits)}, ptr {at}, align 32")
+    space = space_of(ins)
+    address = addresses(e, operands[0], space)
+    out = e.buffer(ivec(bits), 3)
+    checked(e, atomic_function(op, bits), space, f"ptr {data}, ptr {out}", address)
+    if target is not None:
+        e.set(target, e.op(f"load {ivec(bits)}, ptr {out}, align 32"), bits)
+
+
+_WINDOWS = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "shared::cluster": SHARED_WINDOW, "local": LOCAL_WINDOW}
+
+
+@emits("cvta")
+def cvta(e: Emitter, ins: Instr) -> None:
+    """Generic addresses of shared and local memory lie in windows; global and param addresses are generic already."""
+    to = ins.has("to")
+    window = next((_WINDOWS[p] for p in ins.parts if p in _WINDOWS), 0)
+    if ins.parts[-1] != "u64":
+        raise NotNative(ins.opcode)
+    value = e.get(ins.operands[1], 64)
+    if window:
+        value = e.op(f"{'sub' if to else 'add'} {ivec(64)} {value}, {e.imm(64, window)}")
+    e.set(ins.operands[0], value, 64)
+
+
+@emits("isspacep")
+def isspacep(e: Emitter, ins: Instr) -> None:
+    value = e.get(ins.operands[1], 64)
+    top = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, 56)}")
+    space = ins.parts[1]
+    if space.startswith("shared"):
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, SHARED_WINDOW >> 56)}")
+        if space != "shared::cluster":
+            rank = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, CTA_RANK_SHIFT)}")
+            rank = e.op(f"and {ivec(64)} {rank}, {e.imm(64, 255)}")
+            own = e.op(f"icmp eq {ivec(64)} {rank}, {e.splat(64, e.ctx(Ctx.CTA_RANK))}")
+            result = e.op(f"and {ivec(1)} {result}, {own}")
+    elif space == "local":
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, LOCAL_WINDOW >> 56)}")
+    elif space == "global":
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, 0)}")
+    else:
+        raise NotNative(ins.opcode)
+    e.set(ins.operands[0], result, 1)
+
+
+@emits("mapa")
+def mapa(e: Emitter, ins: Instr) -> None:
+    """The same shared variable in another CTA of the cluster: replace the address's rank bits."""
+    bits = element_bits(ins.parts[-1])
+    value = e.get(ins.operands[1], bits)
+    rank = e.resize(e.get(ins.operands[2], 32), 32, bits)
+    keep = ~(255 << CTA_RANK_SHIFT)
+    offset = e.op(f"and {ivec(bits)} {value}, {e.imm(bits, keep)}")
+    rank = e.op(f"shl {ivec(bits)} {rank}, {e.imm(bits, CTA_RANK_SHIFT)}")
+    e.set(ins.operands[0], e.op(f"or {ivec(bits)} {offset}, {rank}"), bits)
+
+
+@emits("getctarank")
+def getctarank(e: Emitter, ins: Instr) -> None:
+    bits = element_bits(ins.parts[-1])
+    value = e.op(f"lshr {ivec(bits)} {e.get(ins.operands[1], bits)}, {e.imm(bits, CTA_RANK_SHIFT)}")
+    value = e.op(f"and {ivec(bits)} {value}, {e.imm(bits, 255)}")
+    e.set(ins.operands[0], e.resize(value, bits, 32), 32)
+
+
+@emits("prefetch", "prefetchu", "discard", "applypriority", "createpolicy")
+def cache_hint(e: Emitter, ins: Instr) -> None:
+    """Cache hints change no value; createpolicy's result is an opaque 64-bit policy."""
+    if ins.parts[0] == "createpolicy":
+        e.set(ins.operands[0], e.imm(64, 0), 64)

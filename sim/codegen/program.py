@@ -1,0 +1,288 @@
+"""A kernel translated for execution: its blocks, its register file and the native code, cached on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding as llvm
+import numpy as np
+
+from warpspec.sim import cfg
+from warpspec.sim.codegen import conversion, floating, integer, memory, warp  # noqa: F401  (register translators)
+from warpspec.sim.codegen.emitter import EMITTERS, Emitter, NotNative, ivec
+from warpspec.sim.codegen.layout import Ctx, Fault, RegisterFile, Stop, registers_of
+from warpspec.sim.codegen.support import RESOLVE, TRAMPOLINE
+from warpspec.sim.instruction import Instr, Kernel, Label, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
+from warpspec.sim.memory import SHARED_BASE_OFFSET
+
+BRANCHES = frozenset({"bra", "ret", "exit", "trap"})
+OBJECT_CACHE_LIMIT = 2 << 30  # bytes kept in the cache folder
+
+
+def _shape(operand) -> str:
+    """What of an operand decides whether an instruction has a native form."""
+    match operand:
+        case Vec(items):
+            return "{" + ",".join(_shape(i) for i in items) + "}"
+        case Mem(base, _, coords):
+            return f"[{_shape(base)}{'' if coords is None else 'c'}]"
+        case Pair(first, second):
+            return f"{_shape(first)}|{_shape(second)}"
+        case Sym(name, _):
+            return f"s:{name}"
+        case Reg() | Not():
+            return type(operand).__name__[0]
+        case None:
+            return "_"
+    return "i" if not hasattr(operand, "value") else f"i{operand.value & 255}"
+
+
+class SymbolTables:
+    """Addresses that code generation needs: shared variables by offset, others by index in a table filled at launch."""
+
+    def __init__(self, module: PtxModule, kernel: Kernel):
+        variables = {**module.variables, **kernel.variables}
+        self.params = {p.name: p.offset for p in kernel.params}
+        self.table = [v for v in variables.values() if v.space in ("global", "const")]
+        self.symbols = {v.name: i for i, v in enumerate(self.table)}
+        self.shared: dict[str, int] = {}
+        self.local: dict[str, int] = {}
+        at, local_at = SHARED_BASE_OFFSET, 0
+        for v in variables.values():
+            if v.space == "shared" and v.size:
+                at = -(-at // v.align) * v.align
+                self.shared[v.name] = at
+                at += v.size
+            elif v.space == "local":
+                local_at = -(-local_at // v.align) * v.align
+                self.local[v.name] = local_at
+                local_at += v.size
+        for v in variables.values():
+            if v.space == "shared" and not v.size:  # extern: dynamic shared memory follows the static part
+                at = -(-at // v.align) * v.align
+                self.shared[v.name] = at
+        self.static_shared_end = at
+        self.local_size = -(-local_at // 16) * 16
+
+
+class _KernelEmitter(Emitter):
+    """An emitter that also knows local variables (their addresses are offsets in local memory)."""
+
+    def __init__(self, registers: RegisterFile, tables: SymbolTables):
+        super().__init__(registers, tables.symbols, tables.params, tables.shared)
+        self.local = tables.local
+
+    def symbol(self, name: str, offset: int, bits: int) -> str:
+        if name in self.local:
+            return self.imm(bits, self.local[name] + offset)
+        return super().symbol(name, offset, bits)
+
+
+class Program:
+    """Blocks and native code of one kernel."""
+
+    def __init__(self, module: PtxModule, kernel: Kernel):
+        self.module, self.kernel = module, kernel
+        self.tables = SymbolTables(module, kernel)
+        self.registers = RegisterFile(kernel)
+        self._native: dict[str, bool] = {}
+        self.blocks = cfg.cut(kernel, lambda ins: not self.is_native(ins), is_native_collective)
+        self.live = cfg.liveness(kernel, self.blocks)
+        self.registers.place(self.live.names(self.live.homes))
+        self.exit_index = len(self.blocks)
+        self.block_at = {block.start: block.index for block in self.blocks}
+        self.system = [block.kind == "system" for block in self.blocks]
+        self._load()
+
+    def is_native(self, ins: Instr) -> bool:
+        """Whether the instruction is translated; decided by translating one of its kind into the void."""
+        if ins.parts[0] in BRANCHES:
+            return True
+        if ins.parts[0] not in EMITTERS:
+            return False
+        bits = [str(self.registers.bits.get(r, "")) for r in _register_names(ins)]
+        key = f"{ins.opcode} {' '.join(map(_shape, ins.operands))} {' '.join(bits)}"
+        if key not in self._native:
+            try:
+                _KernelEmitter(self.registers, self.tables).translate(ins)
+                self._native[key] = True
+            except NotNative:
+                self._native[key] = False
+        return self._native[key]
+
+    # ---- native code ------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        code = self._object_code()
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        self._engine = engine
+        count = len(self.blocks) + 1
+        self.table = np.zeros(count, np.uint64)
+        self.flags = np.zeros(count, np.uint8)
+        for block in self.blocks:
+            if not self.system[block.index]:
+                self.table[block.index] = engine.get_function_address(f"b{block.index}")
+                self.flags[block.index] = block.kind == "collective"
+        self.table[self.exit_index] = engine.get_function_address("leave")
+        signature = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 4, *[ctypes.c_uint32] * 3)
+        self._run = signature(engine.get_function_address("run"))
+        self.table_pointer, self.flags_pointer = self.table.ctypes.data, self.flags.ctypes.data
+
+    def run(self, registers: int, context: int, mask: int, block: int, budget: int) -> tuple[Stop, int]:
+        """Run native blocks from `block` for the lanes in `mask` until one stops; (why, block)."""
+        answer = self._run(self.table_pointer, self.flags_pointer, registers, context, mask, block, budget)
+        return answer >> 32, answer & 0xFFFFFFFF
+
+    def _object_code(self) -> bytes:
+        key = hashlib.sha256(
+            "\0".join([repr(self.kernel), repr(self.module.variables), _generator_version(), _host_id()]).encode()
+        ).hexdigest()
+        path = _cache_folder() / f"{key}.o"
+        if path.exists():
+            path.touch()
+            return path.read_bytes()
+        module = llvm.parse_assembly(self._text())
+        code = _target_machine().emit_object(module)
+        _store(path, code)
+        return code
+
+    def _text(self) -> str:
+        functions, extras = [], set()
+        for block in self.blocks:
+            if not self.system[block.index]:
+                text, needed = self._block(block)
+                functions.append(text)
+                extras |= needed
+        leave = f"define i32 @leave(ptr %regs, ptr %ctx, i32 %mask) {{\n  ret i32 -{int(Stop.EXIT)}\n}}\n"
+        return "\n".join([RESOLVE, TRAMPOLINE, leave, *sorted(extras), *functions])
+
+    def _block(self, block: cfg.Block) -> tuple[str, set[str]]:
+        e = _KernelEmitter(self.registers, self.tables)
+        instrs = self.kernel.instrs[block.start : block.end]
+        last = instrs[-1] if instrs else None
+        body = instrs[:-1] if instrs and last.parts[0] in BRANCHES else instrs
+        for ins in body:
+            e.translate(ins)
+        ending = self._ending(e, block, last)
+        count = [
+            f"  %counters.at = getelementptr i64, ptr %ctx, i64 {int(Ctx.COUNTERS)}",
+            "  %counters = load ptr, ptr %counters.at, align 8",
+            f"  %counter.at = getelementptr i64, ptr %counters, i64 {block.index}",
+            "  %counter = load i64, ptr %counter.at, align 8",
+            "  %counter.next = add i64 %counter, 1",
+            "  store i64 %counter.next, ptr %counter.at, align 8",
+        ]
+        head = [f"  {name} = alloca {type_}, align 64" for (type_, _), name in e.allocas.items()]
+        head += [f"  %m = bitcast i32 %mask to {ivec(1)}", "  %notmask = xor i32 %mask, -1", *count]
+        text = "\n".join(
+            [f"define i32 @b{block.index}(ptr %regs, ptr %ctx, i32 %mask) {{", *head, *e.lines, ending, "}\n"]
+        )
+        return text, e.intrinsics
+
+    def _ending(self, e: Emitter, block: cfg.Block, last: Instr | None) -> str:
+        """Store live registers, then return the next block's index or the reason to stop."""
+        live = self.live.names(self.live.live_out[block.index])
+        e.guard = None
+        through = self.block_at.get(block.end, self.exit_index)
+        word = last.parts[0] if last is not None else ""
+        if word not in BRANCHES:
+            e.store_live(live)
+            return f"  ret i32 {through}"
+        if word == "trap":
+            target = None
+        elif word == "bra":
+            (label,) = (o for o in last.operands if isinstance(o, Label))
+            target = self.block_at.get(self.kernel.labels[label.name], self.exit_index)
+        else:
+            target = self.exit_index
+        if last.guard is None:
+            e.store_live(live)
+            if target is None:
+                return self._trap(e, last)
+            return f"  ret i32 {target}"
+        condition = e.pred(Not(last.guard) if last.guard_negated else last.guard)
+        taken = e.op(f"and i32 {e.op(f'bitcast {ivec(1)} {condition} to i32')}, %mask")
+        e.store_live(live)
+        if target is None:
+            return self._guarded_trap(e, last, taken, through)
+        none = e.op(f"icmp eq i32 {taken}, 0")
+        e.do(f"br i1 {none}, label %through, label %some")
+        e.lines += ["through:", f"  ret i32 {through}", "some:"]
+        every = e.op(f"icmp eq i32 {taken}, %mask")
+        e.do(f"br i1 {every}, label %take, label %split")
+        e.lines += ["take:", f"  ret i32 {target}", "split:"]
+        e.ctx_store(Ctx.TAKEN, e.op(f"zext i32 {taken} to i64"))
+        return f"  ret i32 -{int(Stop.DIVERGED)}"
+
+    def _trap(self, e: Emitter, ins: Instr) -> str:
+        e.ctx_store(Ctx.FAULT_KIND, str(int(Fault.TRAP)))
+        e.ctx_store(Ctx.FAULT_INSTR, str(ins.index))
+        return f"  ret i32 -{int(Stop.FAULT)}"
+
+    def _guarded_trap(self, e: Emitter, ins: Instr, taken: str, through: int) -> str:
+        none = e.op(f"icmp eq i32 {taken}, 0")
+        e.do(f"br i1 {none}, label %through, label %trapped")
+        e.lines += ["through:", f"  ret i32 {through}", "trapped:"]
+        return self._trap(e, ins)
+
+
+def is_native_collective(ins: Instr) -> bool:
+    """Whether native code must find all member lanes together at this instruction."""
+    return ins.parts[0] in warp.COLLECTIVE and ("sync" in ins.parts)
+
+
+def _register_names(ins: Instr) -> list[str]:
+    return [name for operand in ins.operands for name in registers_of(operand)]
+
+
+@cache
+def _target_machine():
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=1, codemodel="large", jit=True
+    )
+
+
+@cache
+def _host_id() -> str:
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} llvmlite {llvmlite.__version__}"
+
+
+@cache
+def _generator_version() -> str:
+    """Hash of the sources that decide the generated code."""
+    folder = Path(__file__).parent
+    sources = sorted(folder.glob("*.py")) + [folder.parent / "cfg.py", folder.parent / "memory.py"]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+@cache
+def _cache_folder() -> Path:
+    """WARPSPEC_CACHE, else the user's cache folder."""
+    root = os.environ.get("WARPSPEC_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "warpspec"
+    )
+    folder = Path(root) / "sim"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _store(path: Path, code: bytes) -> None:
+    """Write atomically; drop the least recently used objects beyond the limit."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(code)
+    part.replace(path)
+    objects = sorted(path.parent.glob("*.o"), key=lambda p: p.stat().st_mtime, reverse=True)
+    total = 0
+    for item in objects:
+        total += item.stat().st_size
+        if total > OBJECT_CACHE_LIMIT:
+            item.unlink(missing_ok=True)

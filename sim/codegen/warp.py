@@ -1,0 +1,178 @@
+"""Instructions in which lanes exchange values, in native code: shfl, vote, redux, elect, activemask (PTX ISA 9.7.9, 9.7.13)."""
+
+from __future__ import annotations
+
+from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, ivec
+from warpspec.sim.instruction import Imm, Instr, Pair
+
+COLLECTIVE = frozenset({"shfl", "vote", "redux", "elect"})
+
+
+def membermask(ins: Instr):
+    """The membermask operand of a native collective instruction."""
+    return ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
+
+
+def _lane_numbers(e: Emitter) -> str:
+    return "<" + ", ".join(f"i32 {i}" for i in range(32)) + ">"
+
+
+@emits("shfl")
+def shfl(e: Emitter, ins: Instr) -> None:
+    """shfl.sync.mode.b32 d[|p], a, b, c, membermask (9.7.9.6): c holds the segment mask (bits 8-12) and the clamp."""
+    mode, (a, b, c) = ins.parts[2], ins.operands[1:4]
+    value, lane = e.get(a, 32), _lane_numbers(e)
+    t = ivec(32)
+    segment = e.op(f"lshr {t} {e.get(c, 32)}, {e.imm(32, 8)}")
+    segment = e.op(f"and {t} {segment}, {e.imm(32, 31)}")
+    clamp = e.op(f"and {t} {e.get(c, 32)}, {e.imm(32, 31)}")
+    amount = e.op(f"and {t} {e.get(b, 32)}, {e.imm(32, 31)}")
+    inverse = e.op(f"xor {t} {segment}, {e.imm(32, 31)}")
+    fixed = e.op(f"and {t} {lane}, {segment}")
+    top = e.op(f"or {t} {fixed}, {e.op(f'and {t} {clamp}, {inverse}')}")
+    if mode == "up":
+        source = e.op(f"sub {t} {lane}, {amount}")
+        valid = e.op(f"icmp sge {t} {source}, {top}")
+    elif mode == "down":
+        source = e.op(f"add {t} {lane}, {amount}")
+        valid = e.op(f"icmp sle {t} {source}, {top}")
+    elif mode == "bfly":
+        source = e.op(f"xor {t} {lane}, {amount}")
+        valid = e.op(f"icmp sle {t} {source}, {top}")
+    elif mode == "idx":
+        source = e.op(f"or {t} {fixed}, {e.op(f'and {t} {amount}, {inverse}')}")
+        valid = e.op(f"icmp sle {t} {source}, {top}")
+    else:
+        raise NotNative(ins.opcode)
+    source = e.select(valid, source, lane, t)
+    target = ins.operands[0]
+    pair = target if isinstance(target, Pair) else Pair(target, None)
+    e.set(pair.first, gather(e, value, source), 32)
+    if pair.second is not None:
+        e.set(pair.second, valid, 1)
+
+
+def gather(e: Emitter, value: str, source: str) -> str:
+    """value[source[lane]] for each lane, through stack memory."""
+    t = ivec(32)
+    data, index = e.buffer(t, 4), e.buffer(t, 5)
+    e.do(f"store {t} {value}, ptr {data}, align 64")
+    e.do(f"store {t} {source}, ptr {index}, align 64")
+    e.intrinsics.add(_GATHER)
+    e.do(f"call void @gather_lanes(ptr {data}, ptr {index})")
+    return e.op(f"load {t}, ptr {index}, align 64")
+
+
+_GATHER = """
+define internal void @gather_lanes(ptr %data, ptr %index) noinline {
+entry:
+  br label %loop
+loop:
+  %i = phi i64 [ 0, %entry ], [ %next, %loop ]
+  %at = getelementptr i32, ptr %index, i64 %i
+  %j = load i32, ptr %at, align 4
+  %j64 = zext i32 %j to i64
+  %from = getelementptr i32, ptr %data, i64 %j64
+  %x = load i32, ptr %from, align 4
+  store i32 %x, ptr %at, align 4
+  %next = add i64 %i, 1
+  %done = icmp eq i64 %next, 32
+  br i1 %done, label %end, label %loop
+end:
+  ret void
+}
+"""
+
+
+def _members(e: Emitter, ins: Instr) -> str:
+    """i32 scalar: lanes that take part, from the first executing lane's membermask."""
+    operand = membermask(ins)
+    if isinstance(operand, Imm):
+        return e.op(f"and i32 {operand.value & 0xFFFFFFFF}, {e.active()}")
+    value = e.get(operand, 32)
+    first = e.op(f"call i32 @llvm.cttz.i32(i32 {e.active()}, i1 false)")
+    e.intrinsics.add("declare i32 @llvm.cttz.i32(i32, i1)")
+    first = e.op(f"and i32 {first}, 31")
+    scalar = e.op(f"extractelement {ivec(32)} {value}, i32 {first}")
+    return e.op(f"and i32 {scalar}, {e.active()}")
+
+
+@emits("elect")
+def elect(e: Emitter, ins: Instr) -> None:
+    """elect.sync d|p, membermask: the lowest member is elected (the ISA leaves the choice open)."""
+    members = _members(e, ins)
+    e.intrinsics.add("declare i32 @llvm.cttz.i32(i32, i1)")
+    leader = e.op(f"call i32 @llvm.cttz.i32(i32 {members}, i1 false)")
+    leader = e.splat(32, leader)
+    pair = ins.operands[0]
+    e.set(pair.second, e.op(f"icmp eq {ivec(32)} {_lane_numbers(e)}, {leader}"), 1)
+    e.set(pair.first, leader, 32)
+
+
+@emits("vote")
+def vote(e: Emitter, ins: Instr) -> None:
+    mode = ins.parts[2] if ins.has("sync") else None
+    members = _members(e, ins)
+    mine = e.op(f"bitcast {ivec(1)} {e.pred(ins.operands[1])} to i32")
+    mine = e.op(f"and i32 {mine}, {members}")
+    if mode == "ballot":
+        return e.set(ins.operands[0], e.splat(32, mine), 32)
+    every = e.op(f"icmp eq i32 {mine}, {members}")
+    none = e.op(f"icmp eq i32 {mine}, 0")
+    if mode == "all":
+        result = every
+    elif mode == "any":
+        result = e.op(f"xor i1 {none}, true")
+    elif mode == "uni":
+        result = e.op(f"or i1 {every}, {none}")
+    else:
+        raise NotNative(ins.opcode)
+    e.set(ins.operands[0], _splat_pred(e, result), 1)
+
+
+def _splat_pred(e: Emitter, scalar: str) -> str:
+    one = e.op(f"insertelement {ivec(1)} poison, i1 {scalar}, i32 0")
+    return e.op(f"shufflevector {ivec(1)} {one}, {ivec(1)} poison, {ivec(32)} zeroinitializer")
+
+
+_REDUCE = {
+    ("add", "u32"): ("add", 0), ("add", "s32"): ("add", 0),
+    ("min", "u32"): ("umin", 0xFFFFFFFF), ("max", "u32"): ("umax", 0),
+    ("min", "s32"): ("smin", 0x7FFFFFFF), ("max", "s32"): ("smax", 0x80000000),
+    ("and", "b32"): ("and", 0xFFFFFFFF), ("or", "b32"): ("or", 0), ("xor", "b32"): ("xor", 0),
+}  # fmt: skip
+
+
+@emits("redux")
+def redux(e: Emitter, ins: Instr) -> None:
+    """redux.sync over integers: lanes outside the membermask contribute the operation's identity."""
+    key = (ins.parts[2], ins.parts[-1])
+    if key not in _REDUCE:
+        raise NotNative(ins.opcode)
+    name, identity = _REDUCE[key]
+    inside = e.op(f"bitcast i32 {_members(e, ins)} to {ivec(1)}")
+    value = e.select(inside, e.get(ins.operands[1], 32), e.imm(32, identity), ivec(32))
+    result = e.call("i32", f"llvm.vector.reduce.{name}.v32i32", f"{ivec(32)} {value}")
+    e.set(ins.operands[0], e.splat(32, result), 32)
+
+
+@emits("activemask")
+def activemask(e: Emitter, ins: Instr) -> None:
+    e.set(ins.operands[0], e.splat(32, "%mask"), 32)
+
+
+@emits("nop", "pragma", "setmaxnreg", "nanosleep", "pmevent")
+def no_effect(e: Emitter, ins: Instr) -> None:
+    """Instructions that change no value here: timing, register budgets, hints."""
+
+
+@emits("fence", "membar")
+def fence(e: Emitter, ins: Instr) -> None:
+    """Memory is sequentially consistent in the simulator (ARCHITECTURE.md says what this hides); tensormap fences copy."""
+    if ins.has("tensormap") or any(p.startswith("proxy::tensormap") for p in ins.parts):
+        raise NotNative(ins.opcode)
+
+
+@emits("griddepcontrol")
+def griddepcontrol(e: Emitter, ins: Instr) -> None:
+    """Launches run one after the other, so a dependent grid never waits."""

@@ -1,0 +1,309 @@
+"""Warps, CTAs and clusters: the state that instructions read and write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpspec.sim.codegen.layout import Ctx
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.errors import UnsupportedInstruction
+from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
+from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
+from warpspec.sim.registry import FULL_MASK, WARP_SIZE, Wait
+from warpspec.sim.tcgen05.memory import Tmem
+
+if TYPE_CHECKING:
+    from warpspec.sim.machine import Machine
+
+LANE_NUMBERS = np.arange(WARP_SIZE, dtype=np.uint32)
+_DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+POISON = 0xFF
+
+
+def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.ndarray:
+    """A uint8 array whose first byte is aligned."""
+    raw = np.empty(size + align, np.uint8)
+    start = -raw.ctypes.data % align
+    out = raw[start : start + size]
+    if fill is not None:
+        out.fill(fill)
+    return out
+
+
+class Group:
+    """Lanes of a warp that are at the same place. `block` is a block index; `wait` is set while they are blocked."""
+
+    __slots__ = ("block", "mask", "wait", "converge", "timed_out", "since")
+
+    def __init__(self, block: int, mask: int):
+        self.block = block
+        self.mask = mask
+        self.wait: Wait | None = None
+        self.converge = False  # at a collective instruction, other lanes of it not here yet
+        self.timed_out = False
+        self.since = 0  # clock at which the wait began
+
+
+class Cta:
+    """A thread block: shared memory, tensor memory, barriers, warps."""
+
+    def __init__(self, cluster: Cluster, rank: int, coords: tuple[int, int, int], number: int, smem: np.ndarray):
+        self.cluster = cluster
+        self.rank = rank
+        self.coords = coords
+        self.number = number  # linear index in the grid
+        self.smem = smem
+        self.warps: list[Warp] = []
+        self.live_warps = 0
+        self.mbarriers: dict[int, object] = {}
+        self.named_barriers: dict[int, object] = {}
+        self._tmem: Tmem | None = None
+
+    @property
+    def tmem(self) -> Tmem:
+        if self._tmem is None:
+            self._tmem = Tmem()
+        return self._tmem
+
+    @property
+    def uses_tmem(self) -> bool:
+        return self._tmem is not None
+
+
+class Cluster:
+    """CTAs that are scheduled together and reach each other's shared memory."""
+
+    def __init__(self, number: int, shape: tuple[int, int, int]):
+        self.number = number
+        self.shape = shape
+        self.ctas: list[Cta] = []
+        self.smem_table: np.ndarray | None = None
+        self.live_ctas = 0
+        self.barrier: object = None  # state of barrier.cluster, owned by its family
+
+
+class Warp:
+    """A warp: register file, context of the native code, groups of lanes.
+
+    Operand access for handlers: `u32`, `u64`, `u16`, `pred`, `scalar`, `address`, `read_vec` read;
+    `set_u32`, `set_u64`, `set_u16`, `set_pred`, `write_vec` write the lanes of a mask.
+    """
+
+    def __init__(self, m: Machine, cta: Cta, index: int, threads: int, special: dict[str, object]):
+        self.m = m
+        self.cta = cta
+        self.index = index
+        self.program: Program = m.program
+        registers = self.program.registers
+        self._offset, self._bits = registers.offset, registers.bits
+        self.regs = aligned_bytes(registers.size, fill=POISON)
+        self._u16, self._u32, self._u64 = (self.regs.view(t) for t in (np.uint16, np.uint32, np.uint64))
+        self._u8 = self.regs
+        self.regs_ptr = self.regs.ctypes.data
+        self.ctx = np.zeros(Ctx.COUNT, np.uint64)
+        self.ctx_ptr = self.ctx.ctypes.data
+        self.alive = (1 << threads) - 1
+        self.groups = [Group(0, self.alive)]
+        self.current = self.groups[0]
+        self.ready = True
+        self.pending: list = []  # this warp's asynchronous tcgen05.ld/st, bulk groups and the like, by family
+        self.state: dict[str, object] = {}  # per-warp state of instruction families
+        for name, value in special.items():
+            self._preset(name, value)
+
+    def _preset(self, name: str, value) -> None:
+        bits = self._bits[name]
+        if bits == 1:
+            self._u32[self._offset[name] // 4] = FULL_MASK if value else 0
+        else:
+            self._view(name)[:] = value
+
+    # ---- operands ---------------------------------------------------------------------------------------------
+
+    def bits(self, reg: Reg) -> int:
+        return self._bits[reg.name]
+
+    def _view(self, name: str) -> np.ndarray:
+        """The 32 lanes of a register of 8 bits or more, in place. 128-bit registers: [32, 2] uint64."""
+        bits, at = self._bits[name], self._offset[name]
+        if bits == 32:
+            return self._u32[at >> 2 : (at >> 2) + 32]
+        if bits == 64:
+            return self._u64[at >> 3 : (at >> 3) + 32]
+        if bits == 16:
+            return self._u16[at >> 1 : (at >> 1) + 32]
+        if bits == 128:
+            return self._u64[at >> 3 : (at >> 3) + 64].reshape(32, 2)
+        return self._u8[at : at + 32]
+
+    def values(self, operand: Operand, bits: int) -> np.ndarray:
+        """Lane values of a source operand as unsigned integers of the given width."""
+        dtype = _DTYPE[bits]
+        match operand:
+            case Reg(name):
+                view = self._view(name)
+                return view if view.dtype == dtype else view.astype(dtype)
+            case Imm(value, _):
+                return np.full(WARP_SIZE, value & ((1 << bits) - 1), dtype)
+            case Sym():
+                return np.full(WARP_SIZE, self.symbol(operand) & ((1 << bits) - 1), dtype)
+            case Vec(items):
+                part = bits // len(items)
+                total = np.zeros(WARP_SIZE, dtype)
+                for position, item in enumerate(items):
+                    total |= self.values(item, part).astype(dtype) << dtype(position * part)
+                return total
+        raise UnsupportedInstruction(f"operand {operand} as a source")
+
+    def u16(self, operand: Operand) -> np.ndarray:
+        return self.values(operand, 16)
+
+    def u32(self, operand: Operand) -> np.ndarray:
+        return self.values(operand, 32)
+
+    def u64(self, operand: Operand) -> np.ndarray:
+        return self.values(operand, 64)
+
+    def symbol(self, operand: Sym) -> int:
+        """Address of a variable, as PTX code sees it."""
+        tables = self.program.tables
+        if operand.name in tables.shared:
+            return (self.cta.rank << CTA_RANK_SHIFT) + tables.shared[operand.name] + operand.offset
+        if operand.name in tables.params:
+            return int(self.ctx[Ctx.PARAMS]) + tables.params[operand.name] + operand.offset
+        if operand.name in tables.symbols:
+            return int(self.m.symbol_addresses[tables.symbols[operand.name]]) + operand.offset
+        if operand.name in tables.local:
+            return tables.local[operand.name] + operand.offset
+        raise UnsupportedInstruction(f"address of {operand.name}")
+
+    def pred(self, operand: Operand) -> int:
+        """A predicate operand as a bitmask over lanes."""
+        match operand:
+            case Reg(name):
+                return int(self._u32[self._offset[name] >> 2])
+            case Not(Reg(name)):
+                return int(self._u32[self._offset[name] >> 2]) ^ FULL_MASK
+            case Imm(value, _):
+                return FULL_MASK if value else 0
+        raise UnsupportedInstruction(f"predicate operand {operand}")
+
+    def scalar(self, operand: Operand, mask: int) -> int:
+        """The operand's unsigned value in the lowest lane of the mask."""
+        match operand:
+            case Imm(value, _):
+                return value
+            case Reg(name):
+                lane = (mask & -mask).bit_length() - 1
+                return int(self._view(name)[lane])
+            case Sym():
+                return self.symbol(operand)
+            case Vec(items):
+                bits = sum(self._bits[i.name] if isinstance(i, Reg) else 32 for i in items)
+                lane = (mask & -mask).bit_length() - 1
+                return int(self.values(operand, bits)[lane])
+        raise UnsupportedInstruction(f"operand {operand} as a scalar")
+
+    def address(self, operand: Operand) -> np.ndarray:
+        """Each lane's address of a memory operand, uint64; 32-bit bases wrap at 32 bits."""
+        if isinstance(operand, Mem):
+            base, offset = operand.base, operand.offset
+        else:
+            base, offset = operand, 0
+        if isinstance(base, Reg) and self._bits[base.name] == 32:
+            return ((self._view(base.name) + np.uint32(offset & 0xFFFFFFFF)) & np.uint32(FULL_MASK)).astype(np.uint64)
+        return self.values(base, 64) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
+
+    def address_scalar(self, operand: Operand, mask: int) -> int:
+        """The address in the lowest lane of the mask."""
+        lane = (mask & -mask).bit_length() - 1
+        return int(self.address(operand)[lane])
+
+    def shared_address(self, operand: Operand, mask: int) -> int:
+        """Like address_scalar, for an operand that may be a shared or a generic address; returns the shared one."""
+        address = self.address_scalar(operand, mask)
+        return address & 0xFFFFFFFF if address >> 56 == SHARED_WINDOW >> 56 else address
+
+    def read_vec(self, vec: Operand) -> np.ndarray:
+        """A vector of 32-bit registers as uint32 [n, 32]."""
+        items = vec.items if isinstance(vec, Vec) else (vec,)
+        return np.stack([self.values(item, 32) for item in items])
+
+    def write_vec(self, vec: Operand, values: np.ndarray, mask: int) -> None:
+        """Write uint32 [n, 32] to a vector of 32-bit registers in the lanes of the mask."""
+        items = vec.items if isinstance(vec, Vec) else (vec,)
+        if mask == FULL_MASK:
+            for item, row in zip(items, values, strict=True):
+                if item is not None:
+                    at = self._offset[item.name] >> 2
+                    self._u32[at : at + 32] = row
+        else:
+            for item, row in zip(items, values, strict=True):
+                if item is not None:
+                    self._set(item, row, mask)
+
+    def _set(self, reg: Reg | None, values, mask: int) -> None:
+        if reg is None:
+            return
+        view = self._view(reg.name)
+        if mask == FULL_MASK:
+            view[:] = values
+        else:
+            chosen = (mask >> LANE_NUMBERS & 1).astype(bool)
+            view[chosen] = values[chosen] if isinstance(values, np.ndarray) and values.ndim else values
+
+    def set_u16(self, reg: Reg | None, values, mask: int) -> None:
+        self._set(reg, values, mask)
+
+    def set_u32(self, reg: Reg | None, values, mask: int) -> None:
+        self._set(reg, values, mask)
+
+    def set_u64(self, reg: Reg | None, values, mask: int) -> None:
+        self._set(reg, values, mask)
+
+    def set_values(self, target: Operand, values: np.ndarray, bits: int, mask: int) -> None:
+        """Write unsigned values of the given width to a register (zero-extended) or, piecewise, to a vector of them."""
+        if isinstance(target, Vec):
+            part = bits // len(target.items)
+            for position, item in enumerate(target.items):
+                piece = values >> values.dtype.type(position * part) & values.dtype.type((1 << part) - 1)
+                self.set_values(item, piece, part, mask)
+        elif target is not None:
+            self._set(target, values.astype(_DTYPE[self._bits[target.name]]), mask)
+
+    def set_pred(self, reg: Reg | None, bits: int, mask: int) -> None:
+        if reg is None:
+            return
+        at = self._offset[reg.name] >> 2
+        self._u32[at] = (int(self._u32[at]) & ~mask & FULL_MASK) | (bits & mask)
+
+    # ---- threads ----------------------------------------------------------------------------------------------
+
+    @property
+    def converged(self) -> bool:
+        return len(self.groups) == 1
+
+    def merge(self) -> None:
+        """Join groups that have come to the same block and are free to run."""
+        if len(self.groups) < 2:
+            return
+        self.groups.sort(key=lambda g: g.block)
+        merged = [self.groups[0]]
+        for group in self.groups[1:]:
+            last = merged[-1]
+            if group.block == last.block and group.wait is None and last.wait is None:
+                last.mask |= group.mask
+                last.converge = False
+                last.timed_out = last.timed_out and group.timed_out
+            else:
+                merged.append(group)
+        self.groups = merged
+
+    def runnable(self) -> Group | None:
+        """The group to run: the one furthest behind that is not blocked; None when all are."""
+        for group in self.groups:
+            if group.wait is None and not group.converge:
+                return group
+        return None
