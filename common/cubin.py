@@ -49,7 +49,7 @@ class KernelResources:
     """One kernel as compiled. Sizes in bytes.
 
     registers: 32-bit registers per thread. static_smem: shared memory declared in the kernel, without the
-    1024 bytes that the system keeps. local_bytes: stack frame per thread (spills and local arrays; 0: neither).
+    1024 bytes that the system keeps. local_bytes: stack frame per thread (spills, local arrays).
     max_threads: most threads a CTA may have. required_threads: its exact shape, where the kernel demands one.
     parameters: (offset, size) of each parameter in the parameter block.
     """

@@ -56,8 +56,8 @@ class Allocation:
 class HostRegion:
     """Caller's bytes `low` to `high` (host addresses) that an argument can reach.
 
-    storage: host address at which the tensor's storage begins, None if not known. holds_pointers: 8-byte words
-    in it that point into a staged region are translated on the way in and out. keep: whatever keeps it alive.
+    storage: host address at which the tensor's storage begins, None if not known. holds_pointers: translate
+    8-byte words in it that point into a staged region, on the way in and out. keep: whatever keeps it alive.
     """
 
     low: int
@@ -246,7 +246,7 @@ class GlobalMemory:
     def device_address(self, host_address: int) -> int | None:
         """Simulated address of a staged byte of the caller's memory; None if it was not staged.
 
-        The ends of a region (one past its last byte, the start of an empty one) count if no region holds them.
+        The ends of a region (past its last byte, the start of an empty one) count if no region holds them.
         """
         edge = None
         for staged in self._staged:
@@ -284,7 +284,7 @@ class GlobalMemory:
 
 
 def _translate_words(data: np.ndarray, lows: np.ndarray, highs: np.ndarray, targets: np.ndarray) -> None:
-    """Move each 8-byte word of `data` (uint8) that lies in [lows[i], highs[i]) to the same place from targets[i]."""
+    """Move each 8-byte word of uint8 `data` that lies in [lows[i], highs[i]) by targets[i] - lows[i]."""
     words = data[: data.size // POINTER_BYTES * POINTER_BYTES].view(np.uint64)
     at = np.searchsorted(lows, words, side="right").astype(np.int64) - 1
     safe = np.maximum(at, 0)
