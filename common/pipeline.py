@@ -1,0 +1,101 @@
+"""mbarriers and rings of buffers between warp roles.
+
+A role never keeps a phase bit. It counts its uses of a buffer (0, 1, 2, ...) and passes the count; which stage and
+which parity that is follows from the count. PTX ISA: "mbarrier", parity waits (mbarrier.try_wait.parity): waiting
+with parity P returns once the phase with parity P is complete, and at once on a fresh barrier for P = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import tcgen05
+
+MBARRIER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """One row of a kernel's barrier table: what stands in shared memory and in ARCHITECTURE.md alike.
+
+    stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase (TMA bytes come on top).
+    producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.
+    """
+
+    name: str
+    stages: int
+    arrivals: int
+    producer: str
+    consumer: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Device side of one ``Barrier``: its mbarriers, addressed by use count.
+
+    base: pointer to the first mbarrier (shared memory, Int64). stages: as in the table.
+    """
+
+    base: cute.Pointer
+    stages: int
+
+    def stage(self, use):
+        """Buffer that the use-th fill lies in."""
+        return use % self.stages if self.stages > 1 else 0
+
+    def barrier(self, use):
+        """mbarrier of the use-th fill."""
+        return self.base + self.stage(use) if self.stages > 1 else self.base
+
+    def wait(self, use):
+        """Until the use-th completion (counting from 0)."""
+        cute.arch.mbarrier_wait(self.barrier(use), (use // self.stages) % 2)
+
+    def wait_previous(self, use):
+        """Until the completion before the use-th on the same buffer; at once where there is none."""
+        cute.arch.mbarrier_wait(self.barrier(use), (use // self.stages + 1) % 2)
+
+    def arrive(self, use):
+        """One arrival by each calling thread, releasing what the thread wrote before."""
+        cute.arch.mbarrier_arrive(self.barrier(use))
+
+    def expect_bytes(self, use, transaction_bytes):
+        """The producer's arrival, by one elected thread of the warp: the phase also waits for these TMA bytes."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(use), transaction_bytes)
+
+    def commit_mma(self, use):
+        """One arrival when every tcgen05.mma this warp has issued so far is complete (tcgen05.commit)."""
+        with cute.arch.elect_one():
+            tcgen05.commit(self.barrier(use))
+
+
+def init_barriers(table: tuple[Barrier, ...], base: cute.Pointer) -> dict[str, Channel]:
+    """Initialise every mbarrier of a table, laid out one after another from ``base``; name -> Channel.
+
+    Called by all threads; thread 0 initialises. The caller synchronises the CTA before anyone waits or arrives.
+    """
+    channels, offset = {}, 0
+    for barrier in table:
+        channels[barrier.name] = Channel(base + offset, barrier.stages)
+        offset += barrier.stages
+    _init(table, channels)
+    return channels
+
+
+@cute.jit
+def _init(table: cutlass.Constexpr, channels: cutlass.Constexpr):
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        for barrier in table:
+            for stage in cutlass.range_constexpr(barrier.stages):
+                cute.arch.mbarrier_init(channels[barrier.name].base + stage, barrier.arrivals)
+        cute.arch.mbarrier_init_fence()
+
+
+def barrier_count(table: tuple[Barrier, ...]) -> int:
+    """mbarriers a table needs."""
+    return sum(barrier.stages for barrier in table)

@@ -1,0 +1,80 @@
+"""TMA tile loads: tensors whose rows are one swizzle span, into the layout tcgen05.mma reads.
+
+A tile is (D, rows...) with D contiguous and D * element bytes = 128: one row fills one span of the 128-byte
+swizzle, so rows lie 128 bytes apart in shared memory whatever they are. tcgen05.mma can read such a tile K-major
+(rows as M or N, D the reduction) and MN-major (D as N, rows the reduction): the two canonical layouts coincide.
+PTX ISA: "Tensors", "Swizzling modes"; "Shared memory layout and matrix descriptor" of tcgen05.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+ROW_BYTES = 128  # one row of a tile: the span of the 128-byte swizzle
+TILE_ALIGNMENT = 1024  # bytes: the 128-byte swizzle repeats every 8 rows
+SWIZZLE_128B = (3, 4, 3)  # bits, base, shift
+
+
+def tile_bytes(box: tuple[int, ...]) -> int:
+    """Shared memory of a tile, and what its load adds to an mbarrier: rows out of bounds count too."""
+    rows = 1
+    for extent in box[1:]:
+        rows *= extent
+    return rows * ROW_BYTES
+
+
+def swizzled_layout(box: tuple[int, ...], stages: int | None = None) -> cute.ComposedLayout:
+    """Shared memory layout of a tile (D, rows...), or of a ring of them (D, rows..., STAGE)."""
+    layout = cute.make_layout(box if stages is None else (*box, stages))
+    return cute.make_composed_layout(cute.make_swizzle(*SWIZZLE_128B), 0, layout)
+
+
+def shared_tiles(base: cute.Pointer, dtype, box: tuple[int, ...], stages: int) -> cute.Tensor:
+    """Ring of tiles at ``base`` in shared memory, (D, rows..., STAGE). base: aligned to TILE_ALIGNMENT."""
+    layout = swizzled_layout(box, stages)
+    return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+
+
+def make_load(tensor: cute.Tensor, box: tuple[int, ...]) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """Descriptor that loads boxes of ``tensor`` (D, rows..., rest...), 16-bit elements. Host side.
+
+    box: (D, rows...). Returns the copy atom that carries the descriptor and the tensor of TMA coordinates. The
+    extents of ``tensor`` bound each load: what lies outside arrives as zeros.
+    """
+    if box[0] * tensor.element_type.width // 8 != ROW_BYTES:
+        raise ValueError(f"a row must be {ROW_BYTES} bytes, got {box[0]} of {tensor.element_type}")
+    padded = box + (1,) * (cute.rank(tensor) - len(box))
+    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    return cpasync.make_tiled_tma_atom(op, tensor, swizzled_layout(padded), padded)
+
+
+@dataclass(frozen=True)
+class TileRing:
+    """A ring of tiles in shared memory and the descriptor that fills it. Device side.
+
+    atom: from ``make_load``. shared: (TMA, STAGE). tiles: TMA coordinates (TMA, TILE).
+    """
+
+    atom: cute.CopyAtom
+    shared: cute.Tensor
+    tiles: cute.Tensor
+
+    @classmethod
+    def make(cls, atom, tensor, shared):
+        """tensor: coordinates (D, rows..., TILE...) already cut into tiles; shared: (D, rows..., STAGE)."""
+        modes = cute.rank(shared) - 1
+        shared, tiles = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(shared, 0, modes),
+            cute.group_modes(tensor, 0, modes),
+        )
+        return cls(atom, shared, tiles)
+
+    def load(self, tile, stage, mbarrier: cute.Pointer) -> None:
+        """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. By a whole warp."""
+        cute.copy(self.atom, self.tiles[None, tile], self.shared[None, stage], tma_bar_ptr=mbarrier)

@@ -1,0 +1,87 @@
+"""Tensor memory: allocation sizes, row-wise loads and stores, fences (PTX ISA, "Tensor Memory", tcgen05.ld/st).
+
+Tensor memory is 128 lanes by 512 columns of 32 bits. An address is lane * 2**16 + column. In the 32x32b shape,
+warp w of a warpgroup reaches lanes 32 w to 32 w + 31, and lane t of the warp reads or writes whole rows: one
+thread, one row, register i the i-th column.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
+
+TMEM_LANES = 128
+TMEM_COLUMNS = 512
+TMEM_COLUMN_BYTES = 4
+LANE_STRIDE = 1 << 16
+MIN_ALLOCATION = 32
+
+
+def allocation(columns: int) -> int:
+    """Columns to allocate for ``columns`` used: the next power of two, at least 32. ValueError above 512."""
+    if not 0 < columns <= TMEM_COLUMNS:
+        raise ValueError(f"tensor memory has {TMEM_COLUMNS} columns, asked for {columns}")
+    return max(MIN_ALLOCATION, 1 << (columns - 1).bit_length())
+
+
+@dsl_user_op
+def fence_before_arrive(*, loc=None, ip=None):
+    """Order this thread's finished tcgen05 work before the arrival that follows (tcgen05.fence::before_thread_sync)."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fence_after_wait(*, loc=None, ip=None):
+    """Order tcgen05 work that follows after the wait just done (tcgen05.fence::after_thread_sync)."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
+
+
+def load_row(columns: cute.Pointer, registers: cute.Tensor, thread) -> None:
+    """Issue tcgen05.ld of this thread's row: ``registers`` (n) 32-bit, n a power of two up to 128.
+
+    columns: TMEM pointer to lane 0, first column. thread: 0..127 in the warpgroup. Asynchronous: the registers hold
+    the row after ``wait_loads``.
+    """
+    count = cute.size(registers)
+    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(_REPETITIONS[count]), registers.element_type)
+    source, row = _row_partition(atom, columns, count, thread, loading=True)
+    cute.copy(atom, source, cute.make_tensor(registers.iterator, row))
+
+
+def store_row(registers: cute.Tensor, columns: cute.Pointer, thread) -> None:
+    """Issue tcgen05.st of ``registers`` (n) 32-bit to this thread's row; complete after ``wait_stores``."""
+    count = cute.size(registers)
+    atom = cute.make_copy_atom(tcgen05.St32x32bOp(_REPETITIONS[count]), registers.element_type)
+    target, row = _row_partition(atom, columns, count, thread, loading=False)
+    cute.copy(atom, cute.make_tensor(registers.iterator, row), target)
+
+
+def wait_loads() -> None:
+    """Until this thread's tcgen05.ld are complete (tcgen05.wait::ld)."""
+    cute.arch.fence_view_async_tmem_load()
+
+
+def wait_stores() -> None:
+    """Until this thread's tcgen05.st are complete (tcgen05.wait::st)."""
+    cute.arch.fence_view_async_tmem_store()
+
+
+_REPETITIONS = {int(r.value): r for r in tcgen05.Repetition}
+
+
+def _row_partition(atom, columns, count, thread, *, loading):
+    """This thread's part of (128 lanes, count columns), and the register layout that matches it."""
+    block = cute.make_tensor(
+        columns, cute.make_layout((TMEM_LANES, count), stride=(LANE_STRIDE, 1))
+    )  # (LANE, COLUMN)
+    mine = tcgen05.make_tmem_copy(atom, block).get_slice(thread)
+    part = mine.partition_S(block) if loading else mine.partition_D(block)
+    coordinates = cute.make_identity_tensor((TMEM_LANES, count))
+    row = mine.partition_D(coordinates) if loading else mine.partition_S(coordinates)
+    shape = row.shape
+    if cutlass.const_expr(cute.size(shape) != count):
+        raise ValueError(f"a row of {count} columns does not make one tcgen05 access")
+    return part, cute.make_layout(shape)

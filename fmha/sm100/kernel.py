@@ -1,0 +1,198 @@
+"""The attention kernel for sm_100a at D = 64: host side, storage, role dispatch. ARCHITECTURE.md has the picture."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common import tma, tmem
+from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.scheduler import TileGrid, key_span
+from warpspec.fmha.mask import key_range
+from warpspec.fmha.sm100 import mma as tensor_core
+from warpspec.fmha.sm100.config import HEAD_DIM, TILE_M, AttentionConfig
+from warpspec.fmha.sm100.epilogue import Place, epilogue
+from warpspec.fmha.sm100.load import load
+from warpspec.fmha.sm100.softmax_warps import Row, softmax
+
+# Of an SM's L1 and shared memory, all it can have as shared memory: two CTAs fill it.
+SMEM_CARVEOUT_PERCENT = 100
+
+
+class Operands(NamedTuple):
+    """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; sink [Hq]; kv_lengths, q_start
+    [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    sink: cute.Tensor | None
+    kv_lengths: cute.Tensor | None
+    q_start: cute.Tensor | None
+    lse: cute.Tensor | None
+    row_max: cute.Tensor | None
+    row_sum: cute.Tensor | None
+
+
+class Attention:
+    """``cute.compile(Attention(config), ...)`` makes one kernel; the arguments are those of ``__call__``."""
+
+    def __init__(self, config: AttentionConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        sink: cute.Tensor | None,
+        kv_lengths: cute.Tensor | None,
+        q_start: cute.Tensor | None,
+        lse: cute.Tensor | None,
+        row_max: cute.Tensor | None,
+        row_sum: cute.Tensor | None,
+        scale_log2: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        stream: CUstream,
+    ):
+        """Host side: TMA descriptors, grid, launch. scale_log2: |scale| * log2(e). window: 0 where unbounded."""
+        config = self.config
+        # (D, HEAD, QUERY, KV_HEAD, BATCH)
+        batch, seq_q, heads_q, _ = q.shape
+        heads_kv = k.shape[2]
+        group = heads_q // heads_kv
+        q_view = cute.make_tensor(
+            q.iterator,
+            cute.make_layout(
+                (HEAD_DIM, group, seq_q, heads_kv, batch),
+                stride=(1, q.stride[2], q.stride[1], q.stride[2] * group, q.stride[0]),
+            ),
+        )
+        # (D, KEY, KV_HEAD, BATCH)
+        k_view, v_view = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0])) for t in (k, v))
+        q_atom, q_coordinates = tma.make_load(q_view, config.q_box)
+        k_atom, k_coordinates = tma.make_load(k_view, config.kv_box)
+        v_atom, v_coordinates = tma.make_load(v_view, config.kv_box)
+        grid = TileGrid(cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch)
+        self.kernel(
+            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum),
+            (q_atom, k_atom, v_atom),
+            (q_coordinates, k_coordinates, v_coordinates),
+            (grid.query_tiles, grid.head_tiles),
+            scale_log2,
+            window_left,
+            window_right,
+        ).launch(
+            grid=(grid.size, 1, 1),
+            block=(config.threads, 1, 1),
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, atoms, coordinates, tiles, scale_log2, window_left, window_right):
+        config = self.config
+        dtype = operands.q.element_type
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # 1. Shared memory: barriers, the TMEM address, Q, K and V.
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
+            tmem_address: Int32
+            q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
+            k: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes], tma.TILE_ALIGNMENT
+            ]
+            v: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes], tma.TILE_ALIGNMENT
+            ]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+
+        # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
+        if warp == 0:
+            cute.arch.alloc_tmem(config.tmem_allocation, storage.tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == config.load_warp:
+            for atom in atoms:
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+
+        # 3. This CTA's tile.
+        batch_size, seq_q, heads_q, _ = operands.q.shape
+        heads_kv = operands.k.shape[2]
+        group = heads_q // heads_kv
+        index, _, _ = cute.arch.block_idx()
+        grid = TileGrid(tiles[0], tiles[1], heads_kv, batch_size)
+        query_tile, head_tile, kv_head, batch = grid.decode(index, longest_first=config.causal)
+        length = operands.k.shape[1]
+        if cutlass.const_expr(config.has_kv_lengths):
+            length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
+        start = operands.q_start[batch] if cutlass.const_expr(config.has_q_start) else length - seq_q
+        bounds = dict(
+            causal=config.causal,
+            left=window_left if config.has_left else None,
+            right=window_right if config.has_right else None,
+        )
+        first_query = query_tile * config.queries
+        last_query = cutlass.min(first_query + config.queries, seq_q) - 1
+        span = key_span(start + first_query, start + last_query, length, config.kv_box[1], bounds)
+
+        # 4. Roles.
+        if warp < len(config.softmax_warps):
+            cute.arch.setmaxregister_increase(config.softmax_registers)
+            head = head_tile * config.pack + thread % config.pack
+            query = first_query + thread // config.pack
+            place = Place(
+                batch,
+                kv_head * group + head,
+                query,
+                Boolean(head < group) & Boolean(query < seq_q) & Boolean(thread < config.pack * config.queries),
+            )
+            first, end = key_range(
+                start + query, length, **bounds, minimum=cutlass.min, maximum=cutlass.max
+            )
+            row = Row(thread, first, end, length)
+            p = cute.recast_ptr(columns + config.tmem_p, dtype=Int32)
+            o = columns + config.tmem_o
+            state = softmax(
+                config, channels, row, span, columns + config.tmem_s, p, o, storage.v.data_ptr(), scale_log2, dtype
+            )
+            epilogue(config, channels, row, place, span, state, o, operands, scale_log2)
+            cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
+            if warp == 0:
+                cute.arch.dealloc_tmem(columns, config.tmem_allocation)
+        else:
+            cute.arch.setmaxregister_decrease(config.other_registers)
+            q_smem, k_smem, v_smem = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
+            if warp == config.load_warp:
+                # (D, HEAD, QUERY, TILE), (D, KEY, TILE)
+                q_tiles = cute.local_tile(
+                    coordinates[0][None, None, None, kv_head, batch], config.q_box, (0, head_tile, None)
+                )
+                k_tiles, v_tiles = (
+                    cute.local_tile(c[None, None, kv_head, batch], config.kv_box, (0, None)) for c in coordinates[1:]
+                )
+                rings = (
+                    tma.TileRing.make(atoms[0], q_tiles, tma.shared_tiles(q_smem, dtype, config.q_box, 1)),
+                    tma.TileRing.make(atoms[1], k_tiles, tma.shared_tiles(k_smem, dtype, config.kv_box, config.kv_stages)),
+                    tma.TileRing.make(atoms[2], v_tiles, tma.shared_tiles(v_smem, dtype, config.kv_box, config.kv_stages)),
+                )
+                load(config, channels, rings, query_tile, span)
+            if warp == config.mma_warp:
+                tensor_core.mma(
+                    config, channels, tensor_core.fragments(config, dtype, q_smem, k_smem, v_smem, columns), span, dtype
+                )

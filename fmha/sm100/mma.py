@@ -1,0 +1,113 @@
+"""The MMA warp: S = Q K^T and O += P V on tcgen05."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
+from cutlass import Boolean, Float32
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+from warpspec.common import tmem
+
+
+def make_qk(config, dtype) -> cute.TiledMma:
+    """S [M, N] = Q [M, K] K [N, K]^T: both operands from shared memory, D contiguous."""
+    return blackwell.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, tcgen05.CtaGroup.ONE, config.qk_tiler[:2]
+    )
+
+
+def make_pv(config, dtype) -> cute.TiledMma:
+    """O [M, N] += P [M, K] V [K, N]: P from tensor memory, V from shared memory with N (that is D) contiguous."""
+    return blackwell.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, tcgen05.CtaGroup.ONE, config.pv_tiler[:2],
+        tcgen05.OperandSource.TMEM,
+    )
+
+
+class Fragments(NamedTuple):
+    """Operands of both products. q (MMA, MMA_M, MMA_K), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of shared
+    memory. p (MMA, MMA_M, MMA_K), s, o (MMA, MMA_M, MMA_N): tensor memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    s: cute.Tensor
+    o: cute.Tensor
+
+
+def fragments(config, dtype, q_base, k_base, v_base, columns) -> Fragments:
+    """q_base, k_base, v_base: shared memory regions. columns: TMEM pointer to the first column, fp32."""
+    qk, pv = make_qk(config, dtype), make_pv(config, dtype)
+    qk_tile, pv_tile = qk.get_slice(0), pv.get_slice(0)
+    stages = config.kv_stages
+
+    def shared(base, layout):
+        return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+
+    def accumulator(tile, tiler, column):
+        layout = tile.make_fragment_C(tile.partition_shape_C(tiler[:2])).layout
+        return cute.make_tensor(columns + column, layout)
+
+    q = shared(q_base, blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1))
+    k = shared(k_base, blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages))
+    v = shared(v_base, blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages))
+    # Only the shape of P's layout counts: in tensor memory it is row by lane, two keys to a column.
+    p_shape = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1).outer
+    p = pv_tile.make_fragment_A(cute.make_tensor(columns, p_shape))[None, None, None, 0]
+    return Fragments(
+        q=qk_tile.make_fragment_A(q)[None, None, None, 0],
+        k=qk_tile.make_fragment_B(k),
+        v=pv_tile.make_fragment_B(v),
+        p=cute.make_tensor(cute.recast_ptr(columns + config.tmem_p, dtype=dtype), p.layout),
+        s=accumulator(qk_tile, config.qk_tiler, config.tmem_s),
+        o=accumulator(pv_tile, config.pv_tiler, config.tmem_o),
+    )
+
+
+@cute.jit
+def mma(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, span, dtype: cutlass.Constexpr):
+    """QK of the next tile is issued before PV of this one, so the tensor core has work while softmax makes P.
+
+    operands: ``Fragments``. dtype: of q, k, v and P.
+    Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
+    k_empty and s_full after QK; v_empty and pv_done after PV.
+    """
+    if span.count > 0:
+        channels["q_full"].wait(0)
+        score(config, channels, operands, 0, dtype)
+    for step in cutlass.range(span.count, unroll=1):
+        if step + 1 < span.count:
+            score(config, channels, operands, step + 1, dtype)
+        channels["v_full"].wait(step)
+        channels["p_full"].wait(step)
+        tmem.fence_after_wait()
+        v = operands.v[None, None, None, channels["v_full"].stage(step)]
+        multiply(make_pv(config, dtype), operands.o, operands.p, v, step > 0)
+        channels["v_empty"].commit_mma(step)
+        channels["pv_done"].commit_mma(step)
+
+
+@cute.jit
+def score(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, step, dtype: cutlass.Constexpr):
+    """S of one KV tile, once its K is there and the S before it has been read."""
+    channels["k_full"].wait(step)
+    channels["s_empty"].wait_previous(step)
+    tmem.fence_after_wait()
+    qk = make_qk(config, dtype)
+    qk.set(tcgen05.Field.NEGATE_A, config.negate)
+    k = operands.k[None, None, None, channels["k_full"].stage(step)]
+    multiply(qk, operands.s, operands.q, k, False)
+    channels["k_empty"].commit_mma(step)
+    channels["s_full"].commit_mma(step)
+
+
+def multiply(tiled_mma, d, a, b, accumulate):
+    """D = A B, plus D where ``accumulate``: one tcgen05.mma for every MMA_K."""
+    for k_block in range(cute.size(a, mode=[2])):
+        tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) if k_block == 0 else True)
+        cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)

@@ -1,0 +1,102 @@
+"""The softmax warps: S to P, the correction of O, and keys past the KV length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from warpspec.common import tma, tmem
+from warpspec.fmha.device_mask import hide
+from warpspec.fmha.sm100.config import HEAD_DIM, RESCALE_THRESHOLD, TILE_N
+from warpspec.fmha.softmax import exponentiate, maximum, move_reference
+
+O_PART = 32  # columns of O in registers at a time while it is rescaled
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one thread knows of its row.
+
+    thread: 0..127, the row of the M tile and the lane of tensor memory. first, end: keys it sees, [first, end).
+    length: KV length of the batch row.
+    """
+
+    thread: Int32
+    first: Int32
+    end: Int32
+    length: Int32
+
+
+@cute.jit
+def softmax(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, span, s, p, o, v_base, scale_log2, dtype: cutlass.Constexpr):
+    """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's reference.
+
+    s, p, o: tensor memory, pointers to the first column of S (fp32), P (32 bits, two keys) and O (fp32).
+    v_base: first V stage. Returns (reference, maximum, row_sum) of the row, raw score units.
+    Consumes: s_full; pv_done of the tile before, before it touches O or P; v_full when it clears rows of V.
+    Produces: s_empty once S is in registers; p_full once P, O and V are as PV of this tile wants them.
+    """
+    reference, row_maximum, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
+    for step in cutlass.range(span.count, unroll=1):
+        first_key = span.tile(step) * TILE_N
+        scores = cute.make_rmem_tensor(TILE_N, Float32)  # (KEY)
+        channels["s_full"].wait(step)
+        tmem.fence_after_wait()
+        tmem.load_row(s, scores, row.thread)
+        tmem.wait_loads()
+        tmem.fence_before_arrive()
+        channels["s_empty"].arrive(step)
+
+        if span.needs_mask(span.tile(step), TILE_N):
+            hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
+        row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
+        reference, factor, moved = move_reference(reference, row_maximum, scale_log2, RESCALE_THRESHOLD)
+        row_sum = row_sum * factor + exponentiate(scores, reference, scale_log2)
+        weights = cute.make_rmem_tensor(TILE_N, dtype)  # (KEY)
+        weights.store(scores.load().to(dtype))
+
+        channels["pv_done"].wait_previous(step)
+        tmem.fence_after_wait()
+        if step > 0:
+            if cute.arch.vote_any_sync(moved):
+                rescale(o, factor, row.thread)
+        tmem.store_row(cute.recast_tensor(weights, Int32), p, row.thread)
+        if cutlass.const_expr(config.has_kv_lengths):
+            if first_key + TILE_N > row.length:
+                channels["v_full"].wait(step)
+                clear_past(row, first_key, v_base + channels["v_full"].stage(step) * config.kv_tile_bytes)
+        tmem.wait_stores()
+        tmem.fence_before_arrive()
+        channels["p_full"].arrive(step)
+    return reference, row_maximum, row_sum
+
+
+@cute.jit
+def rescale(o, factor, thread):
+    """O of every row of the warp times its factor (1 where the reference stayed), in tensor memory."""
+    for part in cutlass.range_constexpr(HEAD_DIM // O_PART):
+        values = cute.make_rmem_tensor(O_PART, Float32)  # (D part)
+        tmem.load_row(o + part * O_PART, values, thread)
+        tmem.wait_loads()
+        for i in cutlass.range_constexpr(0, O_PART, 2):
+            values[i], values[i + 1] = cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
+        tmem.store_row(values, o + part * O_PART, thread)
+
+
+@cute.jit
+def clear_past(row, first_key, tile: cute.Pointer):
+    """Zero the V rows of a tile that lie at or past the KV length: 0 times a NaN left there would be NaN.
+
+    tile: Uint8 pointer to the stage. Thread t does row t; the fence makes it visible to tcgen05.mma.
+    """
+    if first_key + row.thread >= row.length:
+        words = cute.make_tensor(
+            cute.recast_ptr((tile + row.thread * tma.ROW_BYTES).align(tma.ROW_BYTES), dtype=Int32),
+            cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
+        )  # (WORD)
+        words.fill(0)
+    cute.arch.fence_view_async_shared()
