@@ -5,6 +5,8 @@ heads to a KV head, sinks, YaRN, and a window of 128 on every other layer. Weigh
 that attention is far from uniform and that sinks take a good part of it.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import (
@@ -63,7 +65,7 @@ def weight_scale(name: str, parameter: torch.Tensor) -> float:
 
 def with_attention(model: GptOssForCausalLM, name: str, dtype=torch.float32) -> GptOssForCausalLM:
     """A copy of the model in `dtype` that uses the attention implementation `name`."""
-    copy = GptOssForCausalLM(model.config)
+    copy = GptOssForCausalLM(deepcopy(model.config))  # the implementation's name is kept in it
     copy.load_state_dict(model.state_dict())
     copy = copy.to(dtype).eval()
     copy.set_attn_implementation(name)
