@@ -10,16 +10,16 @@ from cutlass import Boolean, Float32, Int32
 
 from warpspec.common import tmem
 from warpspec.fmha.sm100.config import HEAD_DIM
+from warpspec.fmha.sm100.recompute import recompute, tainted
 from warpspec.fmha.softmax import LN_2, log_sum, sink_term
-
-STORE_BITS = 128
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row's results go: batch, query head, query; in_range: there is such a row in the problem."""
+    """Where a row belongs: batch, KV head, query head, query; in_range: there is such a row in the problem."""
 
     batch: Int32
+    kv_head: Int32
     head: Int32
     query: Int32
     in_range: Boolean
@@ -40,7 +40,8 @@ def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place,
         tmem.load_row(o, values, row.thread)
         tmem.wait_loads()
     if cutlass.const_expr(config.band):
-        pass
+        if place.in_range & tainted(values, row_sum):
+            recompute(config, row, place, operands, reference, scale_log2, values)
     if place.in_range:
         empty = Boolean(row_sum == Float32(0.0))
         if cutlass.const_expr(config.normalize):

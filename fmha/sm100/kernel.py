@@ -158,6 +158,7 @@ class Attention:
             query = first_query + thread // config.pack
             place = Place(
                 batch,
+                kv_head,
                 kv_head * group + head,
                 query,
                 Boolean(head < group) & Boolean(query < seq_q) & Boolean(thread < config.pack * config.queries),
