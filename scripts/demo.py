@@ -28,8 +28,8 @@ def main() -> int:
     start = time.perf_counter()
     console.print(
         f"[bold]warpspec demo[/]: attention of {options.model}, {options.batch} x {options.seq} tokens,\n"
-        "seeded weights and hidden states. CuTe DSL compiles the kernel for sm_100a (Blackwell); the simulator\n"
-        "executes what came out, instruction by instruction, on this CPU.\n"
+        "seeded weights and hidden states. CuTe DSL compiles the kernel for sm_100a (Blackwell); the\n"
+        "simulator executes what came out, instruction by instruction, on this CPU.\n"
     )
     results = validate_layer.run(options, console)
 
