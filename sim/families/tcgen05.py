@@ -1,0 +1,424 @@
+"""tcgen05: tensor memory and the 5th-generation tensor core. PTX ISA: "TensorCore 5th Generation
+Instructions".
+
+mma, cp, shift and commit of one warp enter one queue and take effect in order, later. ld and st touch tensor
+memory either at once or in the matching wait, as the seed decides; registers loaded hold poison until
+wait::ld.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
+from warpspec.sim.instruction import Imm, Instr, Mem, Vec
+from warpspec.sim.registry import Op, Wait, instruction, lanes
+from warpspec.sim.tcgen05 import copy as smem_copy
+from warpspec.sim.tcgen05 import instruction_descriptor, mma, transfer
+from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, address_parts
+from warpspec.sim.tcgen05.mma import Mma, MmaBatch
+from warpspec.sim.tcgen05.transfer import TransferMap
+
+EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
+SCALES_PER_ROW = {
+    ("mxf8f6f4", ""): 1,
+    ("mxf8f6f4", "scale_vec::1X"): 1,
+    ("mxf8f6f4", "block32"): 1,
+    ("mxf4", ""): 2,
+    ("mxf4", "scale_vec::2X"): 2,
+    ("mxf4", "block32"): 2,
+    ("mxf4nvf4", "scale_vec::2X"): 2,
+    ("mxf4nvf4", "block32"): 2,
+    ("mxf4nvf4", "scale_vec::4X"): 4,
+    ("mxf4nvf4", "block16"): 4,
+}
+
+
+@lru_cache(maxsize=256)
+def cta_group_of(parts: tuple[str, ...]) -> int:
+    return 2 if "cta_group::2" in parts else 1
+
+
+def group_ctas(w, cta_group: int) -> list:
+    """The CTAs an instruction works on, even rank first; notes the kernel's .cta_group."""
+    cta = w.cta
+    cta.tmem.use_cta_group(cta_group)
+    if cta_group == 1:
+        return [cta]
+    return [cta, peer] if cta.rank < (peer := peer_of(cta)).rank else [peer, cta]
+
+
+def peer_of(cta):
+    """The other CTA of a pair: ranks that differ in the lowest bit."""
+    rank = cta.rank ^ 1
+    if rank >= len(cta.cluster.ctas):
+        raise TmemFault(
+            f".cta_group::2 in a cluster of {len(cta.cluster.ctas)}: CTA rank {cta.rank} has no peer"
+        )
+    return cta.cluster.ctas[rank]
+
+
+# ---- allocation --------------------------------------------------------------------------------------------
+
+
+@instruction("tcgen05.alloc", collective=True)
+def alloc(m, w, ins: Instr, mask: int) -> Wait | None:
+    """tcgen05.alloc: reserve columns, write their address to shared memory; waits until they are free."""
+    cta_group = cta_group_of(ins.parts)
+    tmem = w.cta.tmem
+    tmem.use_cta_group(cta_group)
+    columns = w.scalar(ins.operands[1], mask)
+    if cta_group == 1:
+        address = tmem.allocate(columns)
+        if address is None:
+            return Wait(on=tmem, text=lambda: f"tcgen05.alloc of {columns} columns; {tmem.describe()}")
+    else:
+        waiting = _alloc_pair(m, w.cta, columns)
+        if waiting is not None:
+            return waiting
+        address, tmem.pair_grant = tmem.pair_grant, None
+    m.shared(w, w.shared_address(ins.operands[0], mask), 4).view(np.uint32)[0] = address
+    return None
+
+
+def _alloc_pair(m, cta, columns: int) -> Wait | None:
+    """Both CTAs of a pair must ask, for the same size; then both get theirs. Sets `pair_grant`."""
+    tmem, peer = cta.tmem, peer_of(cta).tmem
+    if tmem.pair_grant is not None:
+        return None
+    tmem.pair_request = columns
+    if peer.pair_request is None:
+        return Wait(
+            on=tmem, text=f"tcgen05.alloc.cta_group::2 of {columns} columns, for the peer CTA's to join"
+        )
+    if peer.pair_request != columns:
+        raise TmemFault(
+            f"tcgen05.alloc.cta_group::2 of {columns} columns, but {peer.pair_request} in the peer CTA"
+        )
+    grants = [t.allocate(columns) for t in (tmem, peer)]
+    if None in grants:
+        for t, grant in zip((tmem, peer), grants, strict=True):
+            if grant is not None:
+                t.deallocate(grant, columns)
+        return Wait(on=tmem, text=lambda: f"tcgen05.alloc of {columns} columns; {tmem.describe()}")
+    for t, grant in zip((tmem, peer), grants, strict=True):
+        t.pair_grant, t.pair_request = grant, None
+    m.notify(peer)
+    return None
+
+
+@instruction("tcgen05.dealloc", collective=True)
+def dealloc(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.dealloc: give columns back; wakes allocations that wait."""
+    cta_group = cta_group_of(ins.parts)
+    ctas = group_ctas(w, cta_group)
+    w.cta.tmem.deallocate(w.scalar(ins.operands[0], mask), w.scalar(ins.operands[1], mask))
+    for cta in ctas:
+        m.notify(cta.tmem)
+
+
+@instruction("tcgen05.relinquish_alloc_permit", collective=True)
+def relinquish(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.relinquish_alloc_permit: this CTA will not allocate again."""
+    w.cta.tmem.relinquish()
+
+
+# ---- the queue of mma, cp, shift and commit ----------------------------------------------------------------
+
+
+class MmaOp(Op):
+    """MMAs on one accumulator that were issued in a row."""
+
+    __slots__ = ("batch", "ctas")
+
+    def __init__(self, queue, ctas, first: Mma, text: str):
+        super().__init__(text, queue)
+        self.batch = MmaBatch(first)
+        self.ctas = ctas
+
+    def execute(self, m) -> None:
+        self.batch.execute(self.ctas)
+        m.stats.mma_flops += self.batch.flops
+
+
+class CopyOp(Op):
+    """tcgen05.cp in each CTA of the group, from its own shared memory."""
+
+    __slots__ = ("address", "ctas", "descriptor", "shape", "source_format")
+
+    def __init__(self, queue, ctas, descriptor, address, shape, source_format, text):
+        super().__init__(text, queue)
+        self.ctas, self.descriptor, self.address = ctas, descriptor, address
+        self.shape, self.source_format = shape, source_format
+
+    def execute(self, m) -> None:
+        for cta in self.ctas:
+            smem_copy.copy(cta.smem, cta.tmem, self.descriptor, self.address, self.shape, self.source_format)
+
+
+class ShiftOp(Op):
+    """tcgen05.shift in each CTA of the group."""
+
+    __slots__ = ("address", "ctas")
+
+    def __init__(self, queue, ctas, address, text):
+        super().__init__(text, queue)
+        self.ctas, self.address = ctas, address
+
+    def execute(self, m) -> None:
+        lane, column = address_parts(self.address)
+        for cta in self.ctas:
+            mma.shift_rows_down(cta.tmem, lane, PARTITION_LANES, column)
+
+
+class CommitOp(Op):
+    """tcgen05.commit: all before it in the queue is done; arrive on mbarriers, given as (CTA, shared
+    offset)."""
+
+    __slots__ = ("targets",)
+
+    def __init__(self, queue, targets, text):
+        super().__init__(text, queue)
+        self.targets = targets
+
+    def execute(self, m) -> None:
+        for cta, offset in self.targets:
+            m.mbarrier_arrive(cta, offset)
+
+
+def queue_of(w) -> tuple:
+    return ("tcgen05", w.cta.number, w.index)
+
+
+@dataclass(frozen=True, slots=True)
+class MmaForm:
+    """What the opcode of a tcgen05.mma says."""
+
+    kind: str
+    cta_group: int
+    weight_stationary: bool
+    shift_a: bool
+    scales_per_row: int
+
+
+@lru_cache(maxsize=256)
+def mma_form(parts: tuple[str, ...]) -> MmaForm:
+    """Raises UnsupportedInstruction for sparse forms and for scale vector sizes the kind does not have."""
+    if "sp" in parts:
+        raise UnsupportedInstruction("tcgen05.mma.sp is not supported")
+    kind = next((p[len("kind::") :] for p in parts if p.startswith("kind::")), "")
+    scaled = kind in instruction_descriptor.BLOCK_SCALED_KINDS
+    size = next((p for p in parts if p.startswith(("scale_vec::", "block")) and p != "block_scale"), "")
+    if scaled and (kind, size) not in SCALES_PER_ROW:
+        raise UnsupportedInstruction(
+            f"tcgen05.mma .kind::{kind} with scale vector size {size or 'unspecified'}"
+        )
+    return MmaForm(
+        kind=kind,
+        cta_group=cta_group_of(parts),
+        weight_stationary="ws" in parts,
+        shift_a="ashift" in parts,
+        scales_per_row=SCALES_PER_ROW[kind, size] if scaled else 0,
+    )
+
+
+@instruction("tcgen05.mma")
+def mma_issue(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.mma: each executing lane issues one."""
+    form = mma_form(ins.parts)
+    ctas = group_ctas(w, form.cta_group)
+    queue = queue_of(w)
+    for lane in lanes(mask):
+        one = read_mma(w, ins, form, 1 << lane)
+        waiting = m.queues.get(queue)
+        if waiting and isinstance(waiting[-1], MmaOp) and waiting[-1].batch.append(one):
+            continue
+        m.defer(MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}"))
+
+
+def read_mma(w, ins: Instr, form: MmaForm, lane: int) -> Mma:
+    """The instruction's operands in one lane (a mask of one bit)."""
+    d, a, b, idesc, *rest = ins.operands
+    a_in_tmem = isinstance(a, Mem)
+    scale_a = scale_b = disabled = scale_input_d = 0
+    if form.scales_per_row:
+        scale_a, scale_b = (w.address_scalar(rest.pop(0), lane) for _ in range(2))
+    elif rest and isinstance(rest[0], Vec):
+        words = (w.scalar(item, lane) & 0xFFFFFFFF for item in rest.pop(0).items)
+        disabled = sum(word << 32 * position for position, word in enumerate(words))
+    enable = bool(w.pred(rest.pop(0)) & lane)
+    if rest and form.weight_stationary:
+        if not (isinstance(rest[0], Imm) and rest[0].value == 0):
+            raise UnsupportedInstruction("tcgen05.mma.ws with a zero-column mask is not supported")
+    elif rest:
+        scale_input_d = w.scalar(rest[0], lane)
+        if form.kind not in ("f16", "tf32") or not 0 <= scale_input_d <= 15:
+            raise BadDescriptor(f"scale-input-d {scale_input_d} with .kind::{form.kind}")
+    bits = w.scalar(idesc, lane) & 0xFFFFFFFF
+    descriptor = instruction_descriptor.decode(bits, form.kind, form.cta_group, form.weight_stationary)
+    if form.scales_per_row == 2 and descriptor.scale_format == "ue4m3":
+        raise BadDescriptor("UE4M3 scales come four a row (.scale_vec::4X, .block16)")
+    if form.shift_a and not (a_in_tmem and descriptor.m // form.cta_group == LANES):
+        raise BadDescriptor(f".ashift needs A in tensor memory and M = 128 or 256; M is {descriptor.m}")
+    return Mma(
+        descriptor=descriptor,
+        cta_group=form.cta_group,
+        d=w.address_scalar(d, lane),
+        a=w.address_scalar(a, lane) if a_in_tmem else w.scalar(a, lane),
+        b=w.scalar(b, lane),
+        a_in_tmem=a_in_tmem,
+        enable_input_d=enable,
+        scale_input_d=scale_input_d,
+        disabled_lanes=disabled,
+        weight_stationary=form.weight_stationary,
+        shift_a=form.shift_a,
+        scales_per_row=form.scales_per_row,
+        scale_a=scale_a,
+        scale_b=scale_b,
+    )
+
+
+@lru_cache(maxsize=64)
+def copy_form(parts: tuple[str, ...]) -> tuple[smem_copy.CopyShape, str]:
+    """(shape, source format of a decompression or '')."""
+    shape = next((p for p in parts if p.endswith("b") and "x" in p and p[0].isdigit()), "")
+    multicast = next((p for p in parts if p.startswith("warpx")), "")
+    source_format = next((p for p in parts if p in smem_copy.DECOMPRESSIONS), "")
+    return smem_copy.copy_shape(shape, multicast), source_format
+
+
+@instruction("tcgen05.cp")
+def cp(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.cp: shared memory to tensor memory."""
+    ctas = group_ctas(w, cta_group_of(ins.parts))
+    shape, source_format = copy_form(ins.parts)
+    for lane in lanes(mask):
+        address = w.address_scalar(ins.operands[0], 1 << lane)
+        descriptor = w.scalar(ins.operands[1], 1 << lane)
+        m.defer(CopyOp(queue_of(w), ctas, descriptor, address, shape, source_format, "tcgen05.cp"))
+
+
+@instruction("tcgen05.shift")
+def shift(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.shift.down: within the 32 lanes at the address, row r takes row r + 1, 32 bytes wide."""
+    ctas = group_ctas(w, cta_group_of(ins.parts))
+    for lane in lanes(mask):
+        address = w.address_scalar(ins.operands[0], 1 << lane)
+        if address_parts(address)[0] % PARTITION_LANES:
+            raise TmemFault(
+                f"tcgen05.shift at 0x{address:08x}: the lane must be a multiple of {PARTITION_LANES}"
+            )
+        m.defer(ShiftOp(queue_of(w), ctas, address, "tcgen05.shift"))
+
+
+@instruction("tcgen05.commit")
+def commit(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.commit: arrive on an mbarrier when this warp's mma, cp and shift so far are done.
+
+    With .multicast::cluster, on the mbarrier at the same offset in every CTA of the mask.
+    """
+    group_ctas(w, cta_group_of(ins.parts))
+    for lane in lanes(mask):
+        cta, offset = m.cta_at(w, w.shared_address(ins.operands[0], 1 << lane))
+        targets = [(cta, offset)]
+        if ins.has("multicast::cluster"):
+            chosen = w.scalar(ins.operands[1], 1 << lane) & 0xFFFF
+            ctas = w.cta.cluster.ctas
+            if chosen >> len(ctas):
+                raise BadDescriptor(f"tcgen05.commit to CTA mask 0x{chosen:04x} in a cluster of {len(ctas)}")
+            targets = [(ctas[rank], offset) for rank in range(len(ctas)) if chosen >> rank & 1]
+        m.defer(CommitOp(queue_of(w), targets, "tcgen05.commit"))
+
+
+# ---- registers and tensor memory ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A tcgen05.ld or tcgen05.st between its issue and its wait. values: uint32[registers, 32], None if not
+    read."""
+
+    registers: object
+    lane: int
+    column: int
+    map: TransferMap
+    packed: bool
+    mask: int
+    values: np.ndarray | None
+
+
+@lru_cache(maxsize=512)
+def transfer_form(parts: tuple[str, ...]) -> tuple[str, int, bool]:
+    """(shape, repeat, packed)."""
+    if "red" in parts:
+        raise UnsupportedInstruction("tcgen05.ld.red needs sm_101a or sm_103a and is not supported")
+    shape = next((p for p in parts if p in transfer.REGISTERS_PER_REPEAT), "")
+    repeat = next((int(p[1:]) for p in parts if p[0] == "x" and p[1:].isdigit()), 1)
+    return shape, repeat, "pack::16b" in parts or "unpack::16b" in parts
+
+
+def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[TransferMap, bool, int, int]:
+    """(map, packed, lane, column) of a tcgen05.ld or .st."""
+    shape, repeat, packed = transfer_form(ins.parts)
+    tmap = transfer.transfer_map(shape, repeat, packed, split.value if split is not None else 0)
+    what = f"tcgen05.{ins.parts[1]}"
+    lane, column = transfer.place(w.cta.tmem, w.address_scalar(address, mask), w.index, tmap, what)
+    return tmap, packed, lane, column
+
+
+@instruction("tcgen05.ld", collective=True)
+def ld(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.ld: tensor memory to registers; they hold poison until tcgen05.wait::ld."""
+    registers, address = ins.operands[:2]
+    split = ins.operands[2] if len(ins.operands) > 2 else None
+    tmap, packed, lane, column = place(w, ins, address, split, mask)
+    values = None
+    if m.rng.random() < EARLY:
+        values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
+    w.write_vec(registers, np.full((len(tmap.lane), 32), POISON, np.uint32), mask)
+    pending = w.state.setdefault("tcgen05.ld", [])
+    pending.append(Transfer(registers, lane, column, tmap, packed, mask, values))
+
+
+@instruction("tcgen05.wait::ld", collective=True)
+def wait_ld(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.wait::ld: this warp's loads are in their registers."""
+    pending = w.state.get("tcgen05.ld")
+    if not pending:
+        return
+    for t in pending:
+        values = t.values
+        if values is None:
+            values = transfer.load(w.cta.tmem, t.lane, t.column, t.map, t.packed)
+        w.write_vec(t.registers, values, t.mask)
+    pending.clear()
+
+
+@instruction("tcgen05.st", collective=True)
+def st(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.st: registers to tensor memory, there at the latest after tcgen05.wait::st."""
+    address, *middle, registers = ins.operands
+    tmap, packed, lane, column = place(w, ins, address, middle[0] if middle else None, mask)
+    values = w.read_vec(registers)
+    if m.rng.random() < EARLY:
+        transfer.store(w.cta.tmem, lane, column, tmap, packed, values)
+        return
+    pending = w.state.setdefault("tcgen05.st", [])
+    pending.append(Transfer(None, lane, column, tmap, packed, mask, values))
+
+
+@instruction("tcgen05.wait::st", collective=True)
+def wait_st(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.wait::st: this warp's stores are in tensor memory."""
+    for t in w.state.get("tcgen05.st", ()):
+        transfer.store(w.cta.tmem, t.lane, t.column, t.map, t.packed, t.values)
+    w.state.pop("tcgen05.st", None)
+
+
+@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+def fence(m, w, ins: Instr, mask: int) -> None:
+    """tcgen05.fence: orders asynchronous tensor-memory accesses with thread synchronisation; memory is in
+    order here."""

@@ -1,0 +1,117 @@
+"""Tensor memory of one CTA: 128 lanes x 512 columns of 32-bit words, and its allocation rules.
+
+PTX ISA: "Tensor Memory", `tcgen05.alloc`. An address is lane << 16 | column.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from warpspec.sim.errors import TmemFault
+
+LANES = 128
+COLUMNS = 512
+ALLOCATION_UNIT = 32  # columns
+PARTITION_LANES = 32  # the lanes one warp of a warpgroup may touch
+POISON = 0xFFFFFFFF  # what memory holds that nobody wrote: a NaN in every floating-point format
+
+
+def address_parts(address: int) -> tuple[int, int]:
+    """(lane, column) of a 32-bit tensor-memory address; the top bits, a scale-factor byte index, are
+    dropped."""
+    return address >> 16 & 0x3FFF, address & 0xFFFF
+
+
+class Tmem:
+    """`data` is uint32[128, 512]. Columns outside an allocation may not be touched."""
+
+    def __init__(self):
+        self.data = np.full((LANES, COLUMNS), POISON, np.uint32)
+        self.blocks: dict[int, int] = {}  # first column -> columns
+        self.allocated = np.zeros(COLUMNS, bool)
+        self.cta_group: int | None = None  # the one value every tcgen05 instruction of a kernel uses
+        self.pair_request: int | None = (
+            None  # columns a .cta_group::2 allocation asks for, until both CTAs ask
+        )
+        self.pair_grant: int | None = None  # its address, until this CTA's warp takes it
+        self.peak_columns = 0
+        self.relinquished = False
+        self._last_request: int | None = None
+
+    def allocate(self, columns: int) -> int | None:
+        """The address of a new allocation, lowest first, or None when it does not fit now (tcgen05.alloc
+        waits)."""
+        self._check_size(columns)
+        if self.relinquished:
+            raise TmemFault("tcgen05.alloc after the CTA executed tcgen05.relinquish_alloc_permit")
+        if self._last_request is not None and columns > self._last_request:
+            raise TmemFault(
+                f"tcgen05.alloc of {columns} columns after one of {self._last_request}: "
+                "within a CTA the size must not increase from one allocation to the next"
+            )
+        for first in range(0, COLUMNS - columns + 1, ALLOCATION_UNIT):
+            if not self.allocated[first : first + columns].any():
+                break
+        else:
+            return None
+        self._last_request = columns
+        self.blocks[first] = columns
+        self.allocated[first : first + columns] = True
+        self.data[:, first : first + columns] = POISON
+        self.peak_columns = max(self.peak_columns, self.allocated_columns)
+        return first
+
+    def deallocate(self, address: int, columns: int) -> None:
+        """Free what `allocate` returned; address and size must be those of one allocation."""
+        self._check_size(columns)
+        held = self.blocks.get(address)
+        if held is None:
+            raise TmemFault(
+                f"tcgen05.dealloc of 0x{address:08x}, which no tcgen05.alloc returned; {self.describe()}"
+            )
+        if held != columns:
+            raise TmemFault(f"tcgen05.dealloc of {columns} columns at 0x{address:08x}, allocated with {held}")
+        del self.blocks[address]
+        self.allocated[address : address + columns] = False
+
+    def relinquish(self) -> None:
+        """tcgen05.relinquish_alloc_permit: later allocations by this CTA are faults."""
+        self.relinquished = True
+
+    def require(self, column: int, columns: int, what: str) -> None:
+        """Raise TmemFault unless [column, column + columns) lies in allocated columns."""
+        if column + columns > COLUMNS:
+            raise TmemFault(f"{what} reaches columns {column} to {column + columns - 1}; there are {COLUMNS}")
+        if not self.allocated[column : column + columns].all():
+            raise TmemFault(
+                f"{what} touches columns {column} to {column + columns - 1}, not all of them allocated; "
+                + self.describe()
+            )
+
+    def check_released(self) -> None:
+        """At the end of a CTA: everything must have been deallocated."""
+        if self.blocks:
+            raise TmemFault(f"the CTA ended without deallocating its tensor memory; {self.describe()}")
+
+    @property
+    def allocated_columns(self) -> int:
+        return sum(self.blocks.values())
+
+    def use_cta_group(self, cta_group: int) -> None:
+        """Every tcgen05 instruction of a kernel must name the same .cta_group."""
+        if self.cta_group is None:
+            self.cta_group = cta_group
+        elif self.cta_group != cta_group:
+            raise TmemFault(f".cta_group::{cta_group} after .cta_group::{self.cta_group} in the same kernel")
+
+    def describe(self) -> str:
+        """The live allocations, for messages."""
+        if not self.blocks:
+            return "nothing is allocated"
+        spans = (f"{first}-{first + count - 1}" for first, count in sorted(self.blocks.items()))
+        return f"allocated columns: {', '.join(spans)}"
+
+    @staticmethod
+    def _check_size(columns: int) -> None:
+        if not ALLOCATION_UNIT <= columns <= COLUMNS or columns & (columns - 1):
+            raise TmemFault(f"{columns} columns: tensor memory comes in powers of two from 32 to 512")

@@ -1,0 +1,306 @@
+"""tcgen05.mma: D = A * B + D, on one CTA or a pair. PTX ISA: "tcgen05.mma", "Data Path Layout Organization".
+
+Operands are decoded exactly; products accumulate in float32 (BLAS, order unspecified as on hardware).
+Consecutive instructions on one accumulator run as one matrix product along a longer K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
+from warpspec.sim.tcgen05 import operands
+from warpspec.sim.tcgen05.instruction_descriptor import WORDS_PER_OPERAND_ROW, InstructionDescriptor
+from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, Tmem, address_parts
+
+PARTITIONS = LANES // PARTITION_LANES
+# Scale exponents this far from 2**0 could leave float32's range before both scales are multiplied together.
+SAFE_SCALE = 2.0**40
+
+
+@dataclass(frozen=True, slots=True)
+class Mma:
+    """One instruction. a, b: descriptors, or for `a_in_tmem` a tensor-memory address.
+
+    scales_per_row: scale factors along one MMA's K (0: not block-scaled), at scale_a and scale_b.
+    disabled_lanes: 128 bits per CTA, CTA 0 low; set bits keep their lane of D.
+    """
+
+    descriptor: InstructionDescriptor
+    cta_group: int
+    d: int
+    a: int
+    b: int
+    a_in_tmem: bool = False
+    enable_input_d: bool = True
+    scale_input_d: int = 0
+    disabled_lanes: int = 0
+    weight_stationary: bool = False
+    shift_a: bool = False
+    scales_per_row: int = 0
+    scale_a: int = 0
+    scale_b: int = 0
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.descriptor.m * self.descriptor.n * self.descriptor.k
+
+    def continues(self, before: Mma) -> bool:
+        """Whether this MMA accumulates where `before` did, so that both may run as one product."""
+        one, two = before.descriptor, self.descriptor
+        return (
+            self.enable_input_d
+            and self.d == before.d
+            and self.scale_input_d == 0
+            and not (self.shift_a or before.shift_a)
+            and one.d_format != "f16"  # rounds after every instruction
+            and not one.saturate
+            and self.a_in_tmem == before.a_in_tmem
+            and self.disabled_lanes == before.disabled_lanes
+            and self.scales_per_row == before.scales_per_row
+            and self.weight_stationary == before.weight_stationary
+            and self.cta_group == before.cta_group
+            and (one is two or _arithmetic(one) == _arithmetic(two))
+        )
+
+
+def _arithmetic(d: InstructionDescriptor) -> InstructionDescriptor:
+    """What two fused instructions must share: all but the scale factor ids."""
+    return replace(d, scale_a_id=0, scale_b_id=0) if d.scale_format else d
+
+
+class MmaBatch:
+    """A run of MMAs on one accumulator, in issue order; `append` refuses what does not continue it."""
+
+    MAX_LENGTH = 16
+
+    def __init__(self, first: Mma):
+        self.mmas = [first]
+
+    def append(self, mma: Mma) -> bool:
+        if len(self.mmas) >= self.MAX_LENGTH or not mma.continues(self.mmas[-1]):
+            return False
+        self.mmas.append(mma)
+        return True
+
+    @property
+    def flops(self) -> int:
+        return sum(mma.flops for mma in self.mmas)
+
+    def execute(self, ctas: Sequence) -> None:
+        """Run on the CTAs of the group, even rank first; each has `.smem` (uint8 array) and `.tmem`
+        (Tmem)."""
+        run(self.mmas, ctas)
+
+
+def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
+    """Execute MMAs of which each continues the one before."""
+    with np.errstate(all="ignore"):
+        first = mmas[0]
+        d = first.descriptor
+        n_here = d.n // first.cta_group
+        descriptors = tuple(mma.b for mma in mmas)
+        parts = [
+            operands.smem_operand(cta.smem, descriptors, n_here, d.b_format, d.kind, d.k, d.b_mn_major)
+            for cta in ctas
+        ]
+        b = parts[0] if len(parts) == 1 else np.concatenate(parts)  # [N, K]
+        for rank, cta in enumerate(ctas):
+            _run_cta(mmas, cta, rank, b)
+
+
+def _run_cta(mmas: Sequence[Mma], cta, rank: int, b: np.ndarray) -> None:
+    first = mmas[0]
+    d = first.descriptor
+    layout = Accumulator(cta.tmem, first)
+    copies = [_read_a(mmas, cta, copy) for copy in range(layout.a_copies if first.a_in_tmem else 1)]
+    negate = d.negate_a != d.negate_b
+    if first.scales_per_row:
+        product = _scaled_product(mmas, cta.tmem, layout, copies, b)
+    elif len(copies) == 1:
+        product = copies[0] @ b.T
+    else:  # each group of lanes reads its own copy of A and makes its own columns
+        product = np.concatenate(
+            [a @ part.T for a, part in zip(copies, np.split(b, len(copies)), strict=True)], axis=1
+        )
+    if negate:
+        product = -product
+    layout.accumulate(product, first, first.disabled_lanes >> rank * LANES & ((1 << LANES) - 1))
+    if first.shift_a:
+        _shift_a(first, cta.tmem)
+
+
+class Accumulator:
+    """Where D's rows and columns stand in one CTA's tensor memory.
+
+    One partition layout covers all: lane group g (of `groups`) holds columns [g * N / groups, (g + 1) * N /
+    groups) of every row. Layouts A and D: one group of 128 lanes; B and E: two of 64; G: four of 32; F (M =
+    64): one of 64 rows, 16 lanes of each warp's 32.
+    """
+
+    def __init__(self, tmem: Tmem, mma: Mma):
+        d = mma.descriptor
+        self.tmem = tmem
+        self.rows = d.m // mma.cta_group
+        self.lane, self.column = address_parts(mma.d)
+        self.half_lanes = self.rows == 64 and mma.cta_group == 1 and not mma.weight_stationary
+        self.groups = 1 if self.half_lanes else LANES // self.rows
+        self.columns = d.n // self.groups
+        self.a_copies = self.groups
+        allowed = (0, 16) if self.half_lanes else (0,)
+        if self.lane not in allowed:
+            raise TmemFault(
+                f"D at lane {self.lane}: for this shape it must be {' or '.join(map(str, allowed))}"
+            )
+        tmem.require(self.column, self.columns, "tcgen05.mma, matrix D,")
+
+    def accumulate(self, product: np.ndarray, mma: Mma, disabled: int) -> None:
+        """Add float32 [rows, N] to D (or replace D), lanes set in `disabled` excepted."""
+        d = mma.descriptor
+        span = slice(self.column, self.column + self.columns)
+        if self.half_lanes:
+            shape, moved = (4, 16, d.n), product.reshape(4, 16, d.n)
+            lanes = slice(self.lane, self.lane + 16)
+            words = self.tmem.data.reshape(4, 32, -1)[:, lanes, span]
+        else:
+            shape = (self.groups, self.rows, self.columns)
+            moved = product.reshape(self.rows, self.groups, self.columns).transpose(1, 0, 2)
+            words = self.tmem.data.reshape(self.groups, self.rows, -1)[:, :, span]
+        if disabled:
+            keep = np.array([disabled >> lane & 1 for lane in range(LANES)], bool)
+            keep = keep.reshape(4, 32)[:, lanes] if self.half_lanes else keep.reshape(shape[:2])
+            before = words[keep]
+        if d.d_format == "f32":
+            values = words.view(np.float32)
+            if not mma.enable_input_d:
+                values[...] = moved
+            elif mma.scale_input_d:
+                values[...] = values * np.float32(2.0**-mma.scale_input_d) + moved
+            else:
+                np.add(values, moved, out=values)
+        elif d.d_format == "f16":
+            if mma.enable_input_d:
+                old = words.astype(np.uint16).view(np.float16).astype(np.float32)
+                moved = old * np.float32(2.0**-mma.scale_input_d) + moved
+            words[...] = moved.astype(np.float16).view(np.uint16)
+        else:
+            total = moved.astype(np.int64)
+            if mma.enable_input_d:
+                total = total + words.view(np.int32)
+            if d.saturate:
+                total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+            words[...] = total.astype(np.uint32)
+        if disabled:
+            words[keep] = before
+
+
+def _read_a(mmas: Sequence[Mma], cta, copy: int) -> np.ndarray:
+    """float32[rows of this CTA, K]. `copy`: which of the lane groups that hold A again (tensor memory
+    only)."""
+    first = mmas[0]
+    d = first.descriptor
+    rows = d.m // first.cta_group
+    if not first.a_in_tmem:
+        descriptors = tuple(mma.a for mma in mmas)
+        return operands.smem_operand(cta.smem, descriptors, rows, d.a_format, d.kind, d.k, d.a_mn_major)
+    if d.a_mn_major:
+        raise UnsupportedInstruction("tcgen05.mma with A in tensor memory needs a K-major A")
+    half_lanes = rows == 64 and first.cta_group == 1 and not first.weight_stationary
+    parts = []
+    for mma in mmas:
+        lane, column = address_parts(mma.a)
+        cta.tmem.require(column, WORDS_PER_OPERAND_ROW, "tcgen05.mma, matrix A,")
+        expected = address_parts(mma.d)[0] if half_lanes else 0
+        if lane != expected:
+            raise TmemFault(
+                f"A in tensor memory at lane {lane}: for this shape it must be {expected}, as for D"
+            )
+        words = cta.tmem.data[:, column : column + WORDS_PER_OPERAND_ROW]
+        if half_lanes:
+            parts.append(words.reshape(4, 32, -1)[:, lane : lane + 16].reshape(64, -1))
+        else:
+            parts.append(words[copy * rows : (copy + 1) * rows])
+    return operands.decode_tmem(np.concatenate(parts, axis=1), d.a_format, d.kind)
+
+
+def _shift_a(mma: Mma, tmem: Tmem) -> None:
+    """.ashift: after the MMA, rows of A move down by one within each warp's 32 lanes; the last stays."""
+    _, column = address_parts(mma.a)
+    shift_rows_down(tmem, 0, LANES, column)
+
+
+def shift_rows_down(tmem: Tmem, lane: int, lanes: int, column: int) -> None:
+    """Row r takes what row r + 1 held, within each 32 lanes, 32 bytes wide; row 31 keeps its own."""
+    tmem.require(column, WORDS_PER_OPERAND_ROW, "a shift of rows")
+    span = slice(column, column + WORDS_PER_OPERAND_ROW)
+    block = tmem.data[lane : lane + lanes, span].reshape(-1, PARTITION_LANES, WORDS_PER_OPERAND_ROW)
+    block = block.copy()
+    block[:, :-1] = block[:, 1:]
+    tmem.data[lane : lane + lanes, span] = block.reshape(lanes, -1)
+
+
+def _scaled_product(
+    mmas: Sequence[Mma], tmem: Tmem, layout: Accumulator, copies: list, b: np.ndarray
+) -> np.ndarray:
+    """(A * scale_A) (B * scale_B): float32 [rows, N]."""
+    scale_a = np.concatenate([_scales(mma, tmem, mma.scale_a, layout.rows, "A") for mma in mmas], axis=2)
+    n = layout.columns  # columns made by one lane group; its scales stand in that group's own partitions
+    scale_b = np.concatenate([_scales(mma, tmem, mma.scale_b, n, "B") for mma in mmas], axis=2)
+    per_group = PARTITIONS // layout.groups
+    product = np.empty((layout.rows, b.shape[0]), np.float32)
+    for group in range(layout.groups):
+        a = copies[group] if len(copies) > 1 else copies[0]
+        columns = slice(group * n, (group + 1) * n)
+        own = slice(group * per_group, (group + 1) * per_group)
+        own_a, own_b = scale_a[own], scale_b[own]
+        # partition p of the group makes rows [32 p, 32 p + 32) with the scales of its own lanes
+        if _same(own_a) and _same(own_b):
+            product[:, columns] = _scaled_matmul(a, own_a[0], b[columns], own_b[0])
+            continue
+        for p in range(per_group):
+            rows = slice(p * PARTITION_LANES, (p + 1) * PARTITION_LANES)
+            product[rows, columns] = _scaled_matmul(a[rows], own_a[p, rows], b[columns], own_b[p])
+    return product
+
+
+def _scales(mma: Mma, tmem: Tmem, address: int, rows: int, name: str) -> np.ndarray:
+    """float32[4 partitions, rows, scales_per_row]."""
+    d = mma.descriptor
+    lane, column = address_parts(address)
+    first_byte = d.scale_a_id if name == "A" else d.scale_b_id
+    if lane:
+        raise TmemFault(f"scale factors of {name} at lane {lane}; they start at lane 0")
+    if first_byte % mma.scales_per_row:
+        raise BadDescriptor(f"scale factor id {first_byte} of {name} with {mma.scales_per_row} factors a row")
+    columns = -(-rows // PARTITION_LANES)
+    tmem.require(column, columns, f"tcgen05.mma, scale factors of {name},")
+    words = tmem.data[:, column : column + columns]
+    return operands.scale_factors(words, first_byte, mma.scales_per_row, d.scale_format)[:, :rows]
+
+
+def _same(copies: np.ndarray) -> bool:
+    """Whether all partitions hold the same scale factors (NaN equals NaN)."""
+    bits = copies.view(np.uint32)
+    return bool((bits == bits[:1]).all())
+
+
+def _scaled_matmul(a: np.ndarray, scale_a: np.ndarray, b: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
+    """a [m, K], scale_a [m, blocks], b [n, K], scale_b [n, blocks] -> [m, n] in float32."""
+    wide = not (_in_safe_range(scale_a) and _in_safe_range(scale_b))
+    dtype = np.float64 if wide else np.float32
+    left = _apply(a.astype(dtype, copy=False), scale_a.astype(dtype, copy=False))
+    right = _apply(b.astype(dtype, copy=False), scale_b.astype(dtype, copy=False))
+    return (left @ right.T).astype(np.float32, copy=False)
+
+
+def _in_safe_range(scale: np.ndarray) -> bool:
+    low, high = scale.min(), scale.max()
+    return bool(high <= SAFE_SCALE and (low >= 1 / SAFE_SCALE or low == 0))
+
+
+def _apply(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    blocks = scale.shape[1]
+    return (values.reshape(len(values), blocks, -1) * scale[:, :, None]).reshape(values.shape)
