@@ -125,6 +125,9 @@ def main() -> None:
     if not PYTHON.exists():
         print(f"warpspec: creating .venv with Python {platform.python_version()}", flush=True)
         venv.create(VENV, with_pip=True)
+    check = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
+    if subprocess.run([PYTHON, "-c", check], stderr=subprocess.DEVNULL, check=False).returncode != 0:
+        sys.exit(f"warpspec: {VENV} has no pip, or a Python before 3.11; remove it and try again")
     LOG.unlink(missing_ok=True)
     constraints = ["-c", "constraints.txt"]
     install("1/3 torch", *torch_source(), *constraints, TORCH_PIN)
