@@ -49,7 +49,9 @@ class Group:
 class Cta:
     """A thread block: shared memory, tensor memory, barriers, warps."""
 
-    def __init__(self, cluster: Cluster, rank: int, coords: tuple[int, int, int], number: int, smem: np.ndarray):
+    def __init__(
+        self, cluster: Cluster, rank: int, coords: tuple[int, int, int], number: int, smem: np.ndarray
+    ):
         self.cluster = cluster
         self.rank = rank
         self.coords = coords
@@ -213,7 +215,9 @@ class Warp:
         else:
             base, offset = operand, 0
         if isinstance(base, Reg) and self._bits[base.name] == 32:
-            return ((self._view(base.name) + np.uint32(offset & 0xFFFFFFFF)) & np.uint32(FULL_MASK)).astype(np.uint64)
+            return ((self._view(base.name) + np.uint32(offset & 0xFFFFFFFF)) & np.uint32(FULL_MASK)).astype(
+                np.uint64
+            )
         return self.values(base, 64) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
 
     def address_scalar(self, operand: Operand, mask: int) -> int:

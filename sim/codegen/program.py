@@ -115,6 +115,14 @@ class Program:
                 self._native[key] = False
         return self._native[key]
 
+    def branch(self, block: int, last: Instr) -> tuple[int, int]:
+        """(target, fall-through) blocks of the conditional branch or exit that ends a block."""
+        through = self.block_at.get(self.blocks[block].end, self.exit_index)
+        if last.parts[0] != "bra":
+            return self.exit_index, through
+        (label,) = (o for o in last.operands if isinstance(o, Label))
+        return self.block_at.get(self.kernel.labels[label.name], self.exit_index), through
+
     # ---- native code ------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
@@ -190,18 +198,12 @@ class Program:
         """Store live registers, then return the next block's index or the reason to stop."""
         live = self.live.names(self.live.live_out[block.index])
         e.guard = None
-        through = self.block_at.get(block.end, self.exit_index)
-        word = last.parts[0] if last is not None else ""
-        if word not in BRANCHES:
+        if last is None or last.parts[0] not in BRANCHES:
             e.store_live(live)
-            return f"  ret i32 {through}"
-        if word == "trap":
+            return f"  ret i32 {self.block_at.get(block.end, self.exit_index)}"
+        target, through = self.branch(block.index, last)
+        if last.parts[0] == "trap":
             target = None
-        elif word == "bra":
-            (label,) = (o for o in last.operands if isinstance(o, Label))
-            target = self.block_at.get(self.kernel.labels[label.name], self.exit_index)
-        else:
-            target = self.exit_index
         if last.guard is None:
             e.store_live(live)
             if target is None:

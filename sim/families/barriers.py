@@ -1,0 +1,237 @@
+"""Named barriers, warp barriers, cluster barriers and cluster launch control (PTX ISA 9.7.13.1 to 9.7.13.4, 9.7.13.17)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from warpspec.sim.errors import BarrierFault, UnsupportedInstruction
+from warpspec.sim.instruction import Instr, Not, Reg
+from warpspec.sim.registry import FULL_MASK, WARP_SIZE, CallOp, Wait, instruction
+from warpspec.sim.warp import Cluster, Cta, Warp
+
+NAMED_BARRIERS = 16
+
+
+@dataclass(eq=False)
+class NamedBarrier:
+    """A CTA barrier 0 to 15. `expected` is None while nobody has arrived, or the thread count of this use."""
+
+    cta: Cta
+    number: int
+    expected: int | None = None
+    all_threads: bool = False
+    arrived: int = 0
+    generation: int = 0
+    votes: list[int] = field(default_factory=list)  # set predicate bits of each arriving group, for .red
+    results: list = field(default_factory=list)  # groups to which a reduction is delivered
+
+    def describe(self) -> str:
+        return (
+            f"waits at named barrier {self.number} of CTA {self.cta.coords}: {self.arrived} of {self.expected} threads"
+        )
+
+
+def _barrier(cta: Cta, number: int) -> NamedBarrier:
+    if not 0 <= number < NAMED_BARRIERS:
+        raise BarrierFault(f"named barrier {number}; 0 to {NAMED_BARRIERS - 1} exist")
+    if number not in cta.named_barriers:
+        cta.named_barriers[number] = NamedBarrier(cta, number)
+    return cta.named_barriers[number]
+
+
+def _live_threads(cta: Cta) -> int:
+    return sum(w.alive.bit_count() for w in cta.warps)
+
+
+def _arrive(m, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> bool:
+    """Arrive with a warp's lanes; True if that completes the barrier. Threads count by whole warps."""
+    if count is not None and (count % WARP_SIZE or count <= 0):
+        raise BarrierFault(f"named barrier {barrier.number} with {count} threads; a multiple of {WARP_SIZE} is needed")
+    expected = _live_threads(w.cta) if count is None else count
+    if barrier.expected is None:
+        barrier.expected, barrier.all_threads = expected, count is None
+    elif count is not None and barrier.expected != count:
+        raise BarrierFault(
+            f"named barrier {barrier.number}: {count} threads here, but {barrier.expected} where others arrived"
+        )
+    barrier.arrived += WARP_SIZE if count is not None else mask.bit_count()
+    m.progress += 1
+    if barrier.arrived > barrier.expected:
+        raise BarrierFault(f"named barrier {barrier.number}: {barrier.arrived} threads arrived, {barrier.expected} expected")
+    return barrier.arrived == barrier.expected
+
+
+def _complete(m, barrier: NamedBarrier) -> None:
+    barrier.expected, barrier.arrived, barrier.all_threads = None, 0, False
+    barrier.generation += 1
+    for w, target, kind, mask in barrier.results:
+        _deliver(w, target, kind, mask, barrier.votes)
+    barrier.votes, barrier.results = [], []
+    m.notify(barrier)
+
+
+def _deliver(w: Warp, target: Reg, kind: str, mask: int, votes: list) -> None:
+    total = sum(bits.bit_count() for bits, _ in votes)
+    threads = sum(group.bit_count() for _, group in votes)
+    if kind == "popc":
+        w.set_u32(target, total, mask)
+    else:
+        value = total == threads if kind == "and" else total > 0
+        w.set_pred(target, FULL_MASK if value else 0, mask)
+
+
+def threads_left(m, cta: Cta, count: int) -> None:
+    """Threads exited: barriers that wait for all threads of the CTA expect fewer; the cluster barrier too."""
+    for barrier in list(cta.named_barriers.values()):
+        if barrier.expected is not None and barrier.all_threads:
+            barrier.expected -= count
+            if barrier.arrived and barrier.arrived == barrier.expected:
+                _complete(m, barrier)
+    state = cta.cluster.barrier
+    if state is not None:
+        _cluster_complete_if_done(m, cta.cluster)
+
+
+def _operands(ins: Instr) -> tuple[str, list]:
+    """('sync' | 'arrive' | 'red', operands) of bar/barrier[.cta].kind."""
+    kind = next((p for p in ins.parts[1:] if p in ("sync", "arrive", "red")), None)
+    if kind is None:
+        raise UnsupportedInstruction(f"`{ins.opcode}`")
+    return kind, list(ins.operands)
+
+
+@instruction("bar", "barrier", collective=True)
+def named_barrier(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """bar/barrier[.cta].sync|arrive|red. Lanes of a warp arrive together."""
+    kind, operands = _operands(ins)
+    if kind == "red":
+        return _reduce(m, w, ins, operands, mask)
+    barrier = _barrier(w.cta, w.scalar(operands[0], mask))
+    count = w.scalar(operands[1], mask) if len(operands) > 1 else None
+    if _arrive(m, w, barrier, count, mask):
+        _complete(m, barrier)
+        return None
+    return None if kind == "arrive" else Wait(on=barrier, text=barrier.describe, resume_after=True)
+
+
+def _reduce(m, w: Warp, ins: Instr, operands: list, mask: int) -> Wait | None:
+    """barrier.red.popc|and|or d, a[, b], c: every thread gets the reduction of predicate c over all threads."""
+    target, number, *rest = operands
+    predicate = w.pred(rest[-1])
+    if isinstance(rest[-1], Not) or isinstance(rest[-1], Reg):
+        predicate &= mask
+    count = w.scalar(rest[0], mask) if len(rest) > 1 else None
+    barrier = _barrier(w.cta, w.scalar(number, mask))
+    operation = next(p for p in ins.parts if p in ("popc", "and", "or"))
+    barrier.votes.append((predicate & mask, mask))
+    barrier.results.append((w, target, operation, mask))
+    if _arrive(m, w, barrier, count, mask):
+        _complete(m, barrier)
+        return None
+    return Wait(on=barrier, text=barrier.describe, resume_after=True)
+
+
+@instruction("bar.warp", collective=True)
+def warp_barrier(m, w: Warp, ins: Instr, mask: int) -> None:
+    """bar.warp.sync: the machine has gathered the lanes of the membermask."""
+
+
+# ---- cluster barrier ----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ClusterBarrier:
+    """barrier.cluster: every live thread of the cluster arrives; `arrived` maps warps to lanes of this phase."""
+
+    arrived: int = 0
+    phase: int = 0
+
+
+def _cluster(cluster: Cluster) -> ClusterBarrier:
+    if cluster.barrier is None:
+        cluster.barrier = ClusterBarrier()
+    return cluster.barrier
+
+
+def _cluster_complete_if_done(m, cluster: Cluster) -> None:
+    state = _cluster(cluster)
+    alive = sum(_live_threads(cta) for cta in cluster.ctas)
+    if state.arrived and state.arrived >= alive:
+        state.arrived = 0
+        state.phase += 1
+        m.notify(state)
+
+
+@instruction("barrier.cluster.arrive", collective=True)
+def cluster_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
+    state = _cluster(w.cta.cluster)
+    if w.state.get("cluster_arrived", -1) == state.phase:
+        raise BarrierFault("barrier.cluster.arrive twice without barrier.cluster.wait between")
+    w.state["cluster_arrived"] = state.phase
+    state.arrived += mask.bit_count()
+    m.progress += 1
+    _cluster_complete_if_done(m, w.cta.cluster)
+
+
+@instruction("barrier.cluster.wait", collective=True)
+def cluster_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    state = _cluster(w.cta.cluster)
+    arrived = w.state.get("cluster_arrived")
+    if arrived is None:
+        raise BarrierFault("barrier.cluster.wait without barrier.cluster.arrive before it")
+    if state.phase > arrived:
+        del w.state["cluster_arrived"]
+        return None
+    threads = sum(_live_threads(cta) for cta in w.cta.cluster.ctas)
+    return Wait(on=state, text=lambda: f"waits at the cluster barrier: {state.arrived} of {threads} threads")
+
+
+# ---- cluster launch control ---------------------------------------------------------------------------------------
+
+RESPONSE_BYTES = 16
+CANCELED = 1  # flag word of the simulator's response format
+
+
+@instruction("clusterlaunchcontrol.try_cancel")
+def try_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
+    """Ask for the next cluster's place in the grid: 16 bytes to shared memory, and as many to an mbarrier."""
+    address, bar = w.shared_address(ins.operands[0], mask), w.shared_address(ins.operands[1], mask)
+    ctas = w.cta.cluster.ctas if ins.has("multicast::cluster::all") else [m.cta_at(w, address)[0]]
+    _, offset = m.cta_at(w, address)
+    _, bar_offset = m.cta_at(w, bar)
+    m.shared(w, address, RESPONSE_BYTES)
+
+    def respond() -> None:
+        first = m.factory.cancel()
+        words = np.array([*(first or (0, 0, 0)), CANCELED if first else 0], np.uint32)
+        for cta in ctas:
+            cta.smem[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
+            m.mbarrier_complete_tx(cta, bar_offset, RESPONSE_BYTES)
+
+    m.defer(CallOp(respond, "clusterlaunchcontrol.try_cancel"))
+
+
+def _response(w: Warp, operand) -> np.ndarray:
+    """The four 32-bit words of a 128-bit response register, uint32 [32, 4]."""
+    return np.ascontiguousarray(w._view(operand.name)).view(np.uint32).reshape(WARP_SIZE, 4)
+
+
+@instruction("clusterlaunchcontrol.query_cancel")
+def query_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
+    """is_canceled -> predicate; get_first_ctaid.v4 -> {x, y, z, _}; get_first_ctaid::x|y|z -> one coordinate."""
+    words = _response(w, ins.operands[1])
+    if ins.has("is_canceled"):
+        bits = sum(1 << lane for lane in range(WARP_SIZE) if words[lane, 3] == CANCELED)
+        w.set_pred(ins.operands[0], bits, mask)
+        return
+    axis = next((p for p in ins.parts if p.startswith("get_first_ctaid::")), None)
+    if axis is not None:
+        w.set_u32(ins.operands[0], words[:, "xyz".index(axis[-1])].copy(), mask)
+        return
+    rows = words.T.copy()
+    rows[3] = 0
+    w.write_vec(ins.operands[0], rows, mask)
+
+

@@ -1,0 +1,229 @@
+"""mbarrier objects (PTX ISA 9.7.13.15): init, inval, arrive, expect_tx, complete_tx, test_wait, try_wait.
+
+The state lives beside the shared memory, keyed by its offset; the eight bytes in shared memory hold a marker, so that
+a program which overwrites or reuses the location is caught.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from warpspec.sim.errors import BarrierFault, MemoryFault
+from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
+from warpspec.sim.memory import CTA_RANK_SHIFT
+from warpspec.sim.registry import Wait, instruction, lanes
+from warpspec.sim.warp import Cta, Warp
+
+MAX_COUNT = (1 << 20) - 1
+MAX_TX = (1 << 20) - 1
+SIZE = 8  # bytes, and the alignment
+
+
+@dataclass(eq=False)
+class Mbarrier:
+    """One mbarrier: `pending` arrivals and `tx` bytes outstanding in the current phase, `phase` counts completions."""
+
+    cta: Cta
+    offset: int
+    count: int
+    pending: int
+    tx: int = 0
+    phase: int = 0
+    arrivals: int = 0  # in all phases, for reports
+    marker: bytes = field(default=b"", repr=False)
+
+    def describe(self, text: str) -> str:
+        return (
+            f"{text} mbarrier at shared offset {self.offset:#x} of CTA {self.cta.coords}: phase {self.phase} "
+            f"(parity {self.phase & 1}), {self.pending} of {self.count} arrivals pending, {self.tx} bytes pending"
+        )
+
+
+def lookup(cta: Cta, offset: int) -> Mbarrier:
+    """The mbarrier at an offset of a CTA's shared memory; BarrierFault if none was initialised there."""
+    barrier = cta.mbarriers.get(offset)
+    if barrier is None:
+        raise BarrierFault(f"no mbarrier is initialised at shared offset {offset:#x} of CTA {cta.coords}")
+    if cta.smem[offset : offset + SIZE].tobytes() != barrier.marker:
+        raise BarrierFault(f"the mbarrier at shared offset {offset:#x} of CTA {cta.coords} was overwritten")
+    return barrier
+
+
+def initialise(cta: Cta, offset: int, count: int) -> None:
+    if not 1 <= count <= MAX_COUNT:
+        raise BarrierFault(f"mbarrier.init with count {count}; 1 to {MAX_COUNT} are allowed")
+    if offset % SIZE:
+        raise MemoryFault(f"mbarrier at shared offset {offset:#x} is not aligned to {SIZE} bytes")
+    marker = (0x6D62_6172_0000_0000 | offset).to_bytes(SIZE, "little")
+    cta.smem[offset : offset + SIZE] = np.frombuffer(marker, np.uint8)
+    cta.mbarriers[offset] = Mbarrier(cta, offset, count, count, marker=marker)
+
+
+def _complete_if_done(m, barrier: Mbarrier) -> None:
+    if barrier.pending == 0 and barrier.tx == 0:
+        barrier.phase += 1
+        barrier.pending = barrier.count
+        m.notify(barrier)
+
+
+def arrive(m, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbarrier:
+    """Count arrivals; completes the phase when none and no bytes are pending."""
+    barrier = lookup(cta, offset)
+    if count > barrier.pending:
+        raise BarrierFault(barrier.describe(f"{count} arrivals are more than are pending at the"))
+    barrier.pending -= count
+    barrier.arrivals += count
+    if drop:
+        barrier.count -= count
+    m.progress += 1
+    _complete_if_done(m, barrier)
+    return barrier
+
+
+def expect_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
+    barrier = lookup(cta, offset)
+    barrier.tx += nbytes
+    if abs(barrier.tx) > MAX_TX:
+        raise BarrierFault(barrier.describe(f"the transaction count leaves its range of +-{MAX_TX} at the"))
+    m.progress += 1
+
+
+def complete_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
+    """Count bytes that arrived. Bytes may arrive before they are expected: the phase cannot end before its arrivals."""
+    barrier = lookup(cta, offset)
+    barrier.tx -= nbytes
+    m.progress += 1
+    _complete_if_done(m, barrier)
+
+
+# ---- instructions -------------------------------------------------------------------------------------------------
+
+
+def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[int, Cta, int]]:
+    """(lane, CTA, offset) for each executing lane's barrier address."""
+    addresses = w.address(operand)
+    own_only = "shared::cluster" not in ins.parts and "shared::cta" in ins.parts
+    found = []
+    for lane in lanes(mask):
+        address = int(addresses[lane]) & 0xFFFFFFFF
+        if own_only and address >> CTA_RANK_SHIFT != w.cta.rank:
+            raise MemoryFault(f"shared::cta address {address:#x} names CTA rank {address >> CTA_RANK_SHIFT}")
+        m.shared(w, address, SIZE)
+        if address % SIZE:
+            raise MemoryFault(f"mbarrier address {address:#x} is not aligned to {SIZE} bytes")
+        cta, offset = m.cta_at(w, address)
+        found.append((lane, cta, offset))
+    return found
+
+
+@instruction("mbarrier.init")
+def mbarrier_init(m, w: Warp, ins: Instr, mask: int) -> None:
+    counts = w.u32(ins.operands[1])
+    for lane, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        initialise(cta, offset, int(counts[lane]))
+
+
+@instruction("mbarrier.inval")
+def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
+    for _, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        barrier = lookup(cta, offset)
+        if barrier in m.waiters:
+            raise BarrierFault(barrier.describe("mbarrier.inval while lanes wait on the"))
+        del cta.mbarriers[offset]
+        cta.smem[offset : offset + SIZE] = 0xFF
+
+
+def _token(barrier: Mbarrier) -> int:
+    """The opaque state that arrive returns and test_wait takes: here the phase."""
+    return barrier.phase
+
+
+@instruction("mbarrier.arrive", "mbarrier.arrive_drop")
+def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
+    """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none)."""
+    operands = list(ins.operands)
+    state = None
+    if not isinstance(operands[0], Mem):
+        state = operands.pop(0)
+    places = _places(m, w, ins, operands[0], mask)
+    amounts = w.u32(operands[1]) if len(operands) > 1 else np.ones(32, np.uint32)
+    tokens = np.zeros(32, np.uint64)
+    drop = ins.parts[1] == "arrive_drop"
+    for lane, cta, offset in places:
+        tokens[lane] = _token(lookup(cta, offset))
+        amount = int(amounts[lane])
+        if ins.has("expect_tx"):
+            expect_tx(m, cta, offset, amount)
+            arrive(m, cta, offset, 1, drop)
+        else:
+            arrive(m, cta, offset, amount, drop)
+    if state is not None:
+        w.set_values(state, tokens, 64, mask)
+
+
+@instruction("mbarrier.expect_tx")
+def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
+    amounts = w.u32(ins.operands[1])
+    for lane, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        expect_tx(m, cta, offset, int(amounts[lane]))
+
+
+@instruction("mbarrier.complete_tx")
+def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
+    amounts = w.u32(ins.operands[1])
+    for lane, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        complete_tx(m, cta, offset, int(amounts[lane]))
+
+
+@instruction("mbarrier.pending_count")
+def mbarrier_pending_count(m, w: Warp, ins: Instr, mask: int) -> None:
+    raise BarrierFault("mbarrier.pending_count: the simulator's state tokens do not carry the pending count")
+
+
+def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
+    """(lanes whose phase has completed, a barrier that the others wait for)."""
+    parity = ins.has("parity")
+    wanted = w.values(ins.operands[2], 32 if parity else 64)
+    done, missing = 0, None
+    for lane, cta, offset in _places(m, w, ins, ins.operands[1], mask):
+        barrier = lookup(cta, offset)
+        value = int(wanted[lane])
+        if parity and value > 1:
+            raise BarrierFault(barrier.describe(f"phase parity {value} (0 or 1 is allowed) for the"))
+        completed = (barrier.phase & 1) != value if parity else barrier.phase > value
+        if completed:
+            done |= 1 << lane
+        else:
+            missing = barrier
+    return done, missing
+
+
+@instruction("mbarrier.test_wait")
+def mbarrier_test_wait(m, w: Warp, ins: Instr, mask: int) -> None:
+    done, _ = _wait_state(m, w, ins, mask)
+    w.set_pred(ins.operands[0], done, mask)
+
+
+@instruction("mbarrier.try_wait")
+def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """Waits until the phase completes, or returns false when the machine says that the time limit has passed."""
+    done, missing = _wait_state(m, w, ins, mask)
+    if missing is not None and not w.current.timed_out:
+        return Wait(on=missing, text=lambda: describe_wait(m, w, ins, mask), poll=True)
+    w.set_pred(ins.operands[0], done, mask)
+    return None
+
+
+def describe_wait(m, w: Warp, ins: Instr, mask: int) -> str:
+    """What lanes at an mbarrier wait are waiting for; '' if they are at another instruction."""
+    if not ins.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+        return ""
+    _, missing = _wait_state(m, w, ins, mask)
+    if missing is None:
+        return ""
+    operand = ins.operands[2]
+    shown = w.scalar(operand, mask) if isinstance(operand, (Reg, Imm)) else "?"
+    kind = "parity" if ins.has("parity") else "state"
+    return missing.describe(f"waits for {kind} {shown} of the")

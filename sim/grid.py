@@ -1,0 +1,205 @@
+"""A launch's grid: makes clusters of CTAs with their memories and special registers, and hands them out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpspec.sim.codegen.layout import Ctx
+from warpspec.sim.errors import HostError
+from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET
+from warpspec.sim.registry import WARP_SIZE
+from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
+
+if TYPE_CHECKING:
+    from warpspec.sim.machine import Machine
+
+MAX_SHARED_BYTES = 227 * 1024  # a CTA's own, besides the reserved SHARED_BASE_OFFSET (CUDA programming guide, 9.0 and 10.0)
+SHARED_BYTES_PER_SM = 228 * 1024
+MAX_THREADS_PER_SM = 2048
+MAX_CTAS_PER_SM = 32
+MAX_CLUSTER_CTAS = 16
+DEPOT = "__local_depot"
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the machine needs of a kernel launch."""
+
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_smem: int
+    params: int  # address of the parameter buffer
+    sm_count: int
+    symbol_addresses: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
+    share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+
+def unravel(index: int, shape: Dim3) -> Dim3:
+    """x-fastest coordinates of a linear index."""
+    return index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1])
+
+
+class ClusterFactory:
+    """Makes the grid's clusters in order of their number, as many at a time as the device holds."""
+
+    def __init__(self, m: Machine):
+        self.m = m
+        launch = m.launch
+        self.clusters_shape = tuple(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
+        if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
+            raise HostError(f"grid {launch.grid} is not a multiple of the cluster {launch.cluster}")
+        self.total = self.clusters_shape[0] * self.clusters_shape[1] * self.clusters_shape[2]
+        self.smem_end = m.program.tables.static_shared_end + launch.dynamic_smem
+        own = self.smem_end - SHARED_BASE_OFFSET
+        if own > MAX_SHARED_BYTES:
+            raise HostError(f"{own} bytes of shared memory a CTA; the limit is {MAX_SHARED_BYTES}")
+        if not 1 <= launch.threads <= 1024:
+            raise HostError(f"block {launch.block} has {launch.threads} threads; 1 to 1024 are allowed")
+        if launch.cluster_size > MAX_CLUSTER_CTAS:
+            raise HostError(f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER_CTAS}")
+        per_sm = min(
+            SHARED_BYTES_PER_SM // max(self.smem_end, 1), MAX_THREADS_PER_SM // launch.threads, MAX_CTAS_PER_SM
+        )
+        self.capacity = max(1, launch.sm_count * max(per_sm, 1) // launch.cluster_size)
+        self.following = launch.share[0]
+        self._free_smem: list[np.ndarray] = []
+        self.ranges = np.ascontiguousarray(m.gmem.ranges)
+        self._local_size = m.program.tables.local_size
+
+    def cancel(self) -> Dim3 | None:
+        """Take the next cluster that has not started off the grid (clusterlaunchcontrol); its first CTA's ctaid."""
+        if self.following >= self.total:
+            return None
+        at = unravel(self.following, self.clusters_shape)
+        self.following += self.m.launch.share[1]
+        return tuple(a * c for a, c in zip(at, self.m.launch.cluster, strict=True))
+
+    def next(self, resident: int) -> Cluster | None:
+        """The next cluster, or None if none is left or the device holds no more than are resident."""
+        if self.following >= self.total or resident >= self.capacity:
+            return None
+        number = self.following
+        self.following += self.m.launch.share[1]
+        return self._make(number)
+
+    def retire(self, cluster: Cluster) -> None:
+        """Take back a finished cluster's memory."""
+        for cta in cluster.ctas:
+            self._free_smem.append(cta.smem)
+            cta.warps.clear()
+
+    def _make(self, number: int) -> Cluster:
+        launch = self.m.launch
+        cluster = Cluster(number, launch.cluster)
+        first = unravel(number, self.clusters_shape)
+        for rank in range(launch.cluster_size):
+            inside = unravel(rank, launch.cluster)
+            coords = tuple(f * c + i for f, c, i in zip(first, launch.cluster, inside, strict=True))
+            linear = coords[0] + launch.grid[0] * (coords[1] + launch.grid[1] * coords[2])
+            cluster.ctas.append(Cta(cluster, rank, coords, linear, self._shared_memory()))
+        cluster.live_ctas = len(cluster.ctas)
+        cluster.smem_table = np.array([cta.smem.ctypes.data for cta in cluster.ctas], np.uint64)
+        for cta in cluster.ctas:
+            self._add_warps(cta, first)
+        return cluster
+
+    def _shared_memory(self) -> np.ndarray:
+        if self._free_smem:
+            smem = self._free_smem.pop()
+            smem.fill(POISON)
+            return smem
+        return aligned_bytes(self.smem_end, 1024, POISON)
+
+    def _add_warps(self, cta: Cta, cluster_id: Dim3) -> None:
+        m, launch = self.m, self.m.launch
+        count = -(-launch.threads // WARP_SIZE)
+        for index in range(count):
+            threads = min(WARP_SIZE, launch.threads - index * WARP_SIZE)
+            w = Warp(m, cta, index, threads, self._special(cta, index, cluster_id))
+            w.counters = m.stats.counters(index, len(m.program.blocks))
+            fields = {
+                Ctx.SMEM_TABLE: cta.cluster.smem_table.ctypes.data,
+                Ctx.SMEM_SIZE: self.smem_end,
+                Ctx.CLUSTER_SIZE: launch.cluster_size,
+                Ctx.CTA_RANK: cta.rank,
+                Ctx.RANGES: self.ranges.ctypes.data,
+                Ctx.RANGE_COUNT: len(self.ranges),
+                Ctx.COUNTERS: w.counters.ctypes.data,
+                Ctx.ALIVE: w.alive,
+                Ctx.PARAMS: launch.params,
+                Ctx.SYMBOLS: launch.symbol_addresses.ctypes.data,
+            }
+            if self._local_size:
+                w.local = aligned_bytes(self._local_size * WARP_SIZE, 64, POISON)
+                fields[Ctx.LOCAL_BASE] = w.local.ctypes.data
+                fields[Ctx.LOCAL_SIZE] = self._local_size
+            for field_, value in fields.items():
+                w.ctx[field_] = value
+            cta.warps.append(w)
+        cta.live_warps = count
+
+    def _special(self, cta: Cta, index: int, cluster_id: Dim3) -> dict[str, object]:
+        """Values of the special registers the kernel reads (PTX ISA chapter 10)."""
+        launch = self.m.launch
+        thread = LANE_NUMBERS + index * WARP_SIZE
+        bx, by = launch.block[0], launch.block[1]
+        inside = unravel(cta.rank, launch.cluster)
+        values: dict[str, object] = {
+            "%laneid": LANE_NUMBERS,
+            "%warpid": index,
+            "%nwarpid": MAX_THREADS_PER_SM // WARP_SIZE,
+            "%smid": cta.number % launch.sm_count,
+            "%nsmid": launch.sm_count,
+            "%gridid": 1,
+            "%cluster_ctarank": cta.rank,
+            "%cluster_nctarank": launch.cluster_size,
+            "%is_explicit_cluster": launch.cluster_size > 1,
+            "%total_smem_size": self.smem_end,
+            "%aggr_smem_size": self.smem_end,
+            "%dynamic_smem_size": launch.dynamic_smem,
+            "%reserved_smem_offset_begin": 0,
+            "%reserved_smem_offset_end": SHARED_BASE_OFFSET,
+            "%lanemask_eq": np.uint32(1) << LANE_NUMBERS,
+            "%lanemask_lt": (np.uint32(1) << LANE_NUMBERS) - np.uint32(1),
+            "%lanemask_le": (np.uint32(2) << LANE_NUMBERS) - np.uint32(1),
+            "%lanemask_gt": ~((np.uint32(2) << LANE_NUMBERS) - np.uint32(1)),
+            "%lanemask_ge": ~((np.uint32(1) << LANE_NUMBERS) - np.uint32(1)),
+        }
+        triples = {
+            "%tid": (thread % bx, thread // bx % by, thread // (bx * by)),
+            "%ntid": launch.block,
+            "%ctaid": cta.coords,
+            "%nctaid": launch.grid,
+            "%clusterid": cluster_id,
+            "%nclusterid": self.clusters_shape,
+            "%cluster_ctaid": inside,
+            "%cluster_nctaid": launch.cluster,
+        }
+        for name, triple in triples.items():
+            for axis, value in zip("xyz", triple, strict=True):
+                values[f"{name}.{axis}"] = value
+        wanted = {}
+        for name in self.m.program.registers.special:
+            if name.startswith("%envreg"):
+                wanted[name] = 0
+            elif name == "%SP" or name == "%SPL":
+                wanted[name] = LOCAL_WINDOW
+            elif name in values:
+                wanted[name] = values[name]
+            else:
+                raise HostError(f"special register {name} is not simulated")
+        return wanted

@@ -1,0 +1,427 @@
+"""The machine: runs one launch by interleaving warps and asynchronous operations in an order drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Hashable
+
+import numpy as np
+
+from warpspec.sim.codegen.layout import Ctx, Fault, Stop, guard_text
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.errors import Deadlock, MemoryFault, SimError, TmemFault, Where, format_lanes
+from warpspec.sim.families import barriers, mbarrier
+from warpspec.sim.grid import ClusterFactory, Launch
+from warpspec.sim.instruction import Instr
+from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
+from warpspec.sim.registry import FULL_MASK, Handler, Op, Wait, handler_for, lanes, require_handler
+from warpspec.sim.report import LaunchStats
+from warpspec.sim.warp import Cluster, Cta, Group, Warp
+
+BLOCK_BUDGET = 64  # native blocks a converged warp runs before the scheduler looks at others
+SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
+FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
+IDLE_TURNS = 400_000  # turns without any event that end a run that only spins
+STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
+ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
+
+
+class Machine:
+    """One launch of one kernel."""
+
+    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int, stats: LaunchStats):
+        self.program = program
+        self.launch = launch
+        self.gmem = gmem
+        self.stats = stats
+        self.rng = random.Random(seed)
+        self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
+        self.clock = 0
+        self.progress = 0  # counts events that can unblock somebody
+        self.symbol_addresses = launch.symbol_addresses
+        self.ready: list[Warp] = []
+        self.waiters: dict[Hashable, list[tuple[Warp, Group]]] = {}
+        self.queues: dict[Hashable, deque[Op]] = {}
+        self.queue_keys: list[Hashable] = []  # keys of non-empty queues
+        self._unordered = 0
+        kernel = program.kernel
+        self.system_instr: list[Instr | None] = [
+            kernel.instrs[b.start] if program.system[b.index] else None for b in program.blocks
+        ]
+        self.handlers: list[Handler | None] = [
+            None if ins is None else handler_for(ins.opcode) for ins in self.system_instr
+        ]
+        self.factory = ClusterFactory(self)
+        self.resident: list[Cluster] = []
+        self.idle_turns = 0
+        self.done = 0  # clusters finished
+        self.on_cluster_done = None  # called with `done`
+
+    # ---- services for instruction handlers --------------------------------------------------------------------
+
+    def defer(self, op: Op) -> None:
+        """Add asynchronous work; it takes effect when the scheduler picks it."""
+        key = op.queue
+        if key is None:
+            self._unordered += 1
+            key = ("unordered", self._unordered)
+        op.origin = self._executing
+        self.progress += 1
+        queue = self.queues.get(key)
+        if queue is None:
+            self.queues[key] = deque((op,))
+            self.queue_keys.append(key)
+        else:
+            queue.append(op)
+
+    def notify(self, on: Hashable) -> None:
+        """Wake every group that waits on an object."""
+        self.progress += 1
+        for warp, group in self.waiters.pop(on, ()):
+            wait, group.wait = group.wait, None
+            self.stats.waited(self, warp, group, wait)
+            if wait is not None and wait.resume_after:
+                group.block += 1
+            self.wake(warp)
+
+    def wake(self, warp: Warp) -> None:
+        if not warp.ready and warp.alive:
+            warp.ready = True
+            self.ready.append(warp)
+
+    def shared(self, w: Warp, address: int, nbytes: int) -> np.ndarray:
+        """uint8 view of shared memory at a 32-bit shared or shared::cluster address, bounds-checked."""
+        rank, offset = address >> CTA_RANK_SHIFT & 0xFF, address & ((1 << CTA_RANK_SHIFT) - 1)
+        ctas = w.cta.cluster.ctas
+        if rank >= len(ctas):
+            raise MemoryFault(
+                f"shared address {address:#x} names CTA rank {rank} of a cluster of {len(ctas)}"
+            )
+        smem = ctas[rank].smem
+        if offset < SHARED_BASE_OFFSET or offset + nbytes > len(smem):
+            raise MemoryFault(
+                f"{nbytes}-byte access at shared offset {offset:#x} (rank {rank}): the CTA's shared memory is "
+                f"{SHARED_BASE_OFFSET:#x} to {len(smem):#x}"
+            )
+        return smem[offset : offset + nbytes]
+
+    def cta_at(self, w: Warp, address: int) -> tuple[Cta, int]:
+        """(CTA, offset) of a shared::cluster address."""
+        self.shared(w, address, 1)
+        return w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF], address & ((1 << CTA_RANK_SHIFT) - 1)
+
+    def mbarrier_arrive(self, cta: Cta, offset: int, count: int = 1) -> None:
+        """Arrive on the mbarrier at a shared offset of a CTA (asynchronous agents)."""
+        mbarrier.arrive(self, cta, offset, count)
+
+    def mbarrier_complete_tx(self, cta: Cta, offset: int, nbytes: int) -> None:
+        """Count bytes of a transaction as arrived on the mbarrier at a shared offset of a CTA."""
+        mbarrier.complete_tx(self, cta, offset, nbytes)
+
+    # ---- the run ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Execute the whole grid."""
+        self._executing = None
+        for _ in range(FIRST_CLUSTERS):
+            self.admit()
+        rng = self.rng
+        stuck_at, stuck_rounds = -1, 0
+        while self.resident:
+            if self.queue_keys and (not self.ready or rng.random() < self.eagerness):
+                self.complete_one()
+            elif self.ready:
+                position = rng.randrange(len(self.ready))
+                warp = self.ready[position]
+                before = self.progress
+                if not self.turn(warp):
+                    warp.ready = False
+                    self.ready[position] = self.ready[-1]
+                    self.ready.pop()
+                if self.progress == before:
+                    self.idle_turns += 1
+                    if self.idle_turns > IDLE_TURNS:
+                        if not self.admit():
+                            raise self.deadlock("warps spin, and nothing that they wait for can still happen")
+                        self.idle_turns = 0
+                else:
+                    self.idle_turns = 0
+            else:
+                stuck_rounds = stuck_rounds + 1 if self.progress == stuck_at else 0
+                stuck_at = self.progress
+                if self.admit():
+                    continue
+                if stuck_rounds >= STUCK_ROUNDS or not self.release_timed_waits():
+                    raise self.deadlock("nothing can make progress")
+
+    def admit(self) -> bool:
+        """Make one more cluster resident; False if the grid has none left or the device is full."""
+        cluster = self.factory.next(len(self.resident))
+        if cluster is None:
+            return False
+        self.progress += 1
+        self.resident.append(cluster)
+        for cta in cluster.ctas:
+            self.ready.extend(cta.warps)
+        return True
+
+    def complete_one(self) -> None:
+        """Let one pending asynchronous operation take effect."""
+        position = self.rng.randrange(len(self.queue_keys))
+        key = self.queue_keys[position]
+        queue = self.queues[key]
+        op = queue.popleft()
+        self.clock += 1
+        self.progress += 1
+        try:
+            op.execute(self)
+        except SimError as error:
+            raise self.locate(error, *(op.origin or (None, None))) from None
+        self.stats.completed(self, op)
+        if not queue:
+            del self.queues[key]
+            self.queue_keys[position] = self.queue_keys[-1]
+            self.queue_keys.pop()
+
+    def turn(self, w: Warp) -> bool:
+        """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
+        program = self.program
+        quota = self.rng.randint(1, SYSTEM_QUOTA)
+        while quota > 0:
+            group = w.groups[0] if len(w.groups) == 1 else w.runnable()
+            if group is None or group.wait is not None or group.converge:
+                return self._all_blocked(w)
+            block = group.block
+            ins = self.system_instr[block] if block < len(self.system_instr) else None
+            if ins is not None:
+                quota -= 1
+                self.clock += 1
+                if not self.execute(w, group, block, ins):
+                    return bool(w.alive) and w.runnable() is not None
+                continue
+            single = len(w.groups) == 1
+            w.ctx[Ctx.CLOCK] = self.clock
+            why, at = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, BLOCK_BUDGET if single else 1)
+            self.clock += 1
+            group.block = at
+            if why == Stop.PYTHON:
+                if not single:
+                    w.merge()
+            elif why == Stop.BUDGET:
+                if single:
+                    return True
+                w.merge()
+            elif why == Stop.DIVERGED:
+                self.diverge(w, group, at)
+            elif why == Stop.EXIT:
+                self.exit(w, group)
+                if not w.alive:
+                    return False
+            elif why == Stop.COLLECTIVE:
+                if not self.gathered(w, group, program.kernel.instrs[program.blocks[at].start]):
+                    continue
+                w.ctx[Ctx.FORCE] = 1
+            else:
+                raise self.fault(w, group)
+        return True
+
+    def _all_blocked(self, w: Warp) -> bool:
+        """No group can run. If none of them waits for an event, lanes miss each other at collective instructions."""
+        if all(g.converge for g in w.groups):
+            raise self.deadlock("lanes of one warp wait for each other at different collective instructions")
+        return False
+
+    def diverge(self, w: Warp, group: Group, block: int) -> None:
+        """Split a group at a branch that only the lanes in the context's TAKEN field take."""
+        taken = int(w.ctx[Ctx.TAKEN])
+        last = self.program.kernel.instrs[self.program.blocks[block].end - 1]
+        target, through = self.program.branch(block, last)
+        w.groups.remove(group)
+        w.groups += [Group(target, taken), Group(through, group.mask & ~taken)]
+        w.merge()
+
+    def exit(self, w: Warp, group: Group) -> None:
+        """The lanes of a group leave the kernel."""
+        w.groups.remove(group)
+        w.alive &= ~group.mask
+        w.ctx[Ctx.ALIVE] = w.alive
+        self.progress += 1
+        for other in w.groups:
+            other.converge = False
+        cta = w.cta
+        barriers.threads_left(self, cta, group.mask.bit_count())
+        if w.alive:
+            return
+        cta.live_warps -= 1
+        self.stats.warp_done(self, w)
+        if cta.live_warps == 0:
+            self.cta_done(cta)
+
+    def cta_done(self, cta: Cta) -> None:
+        if cta.uses_tmem:
+            self.stats.peak_tmem_columns = max(self.stats.peak_tmem_columns, cta.tmem.peak_columns)
+            leaked = cta.tmem.allocated_columns
+            if leaked:
+                raise TmemFault(
+                    f"{leaked} columns of tensor memory are still allocated at the end of the CTA",
+                    Where(self.program.kernel.name, cta.coords),
+                )
+        cluster = cta.cluster
+        cluster.live_ctas -= 1
+        if cluster.live_ctas == 0:
+            self.resident.remove(cluster)
+            self.factory.retire(cluster)
+            self.done += 1
+            if self.on_cluster_done is not None:
+                self.on_cluster_done(self.done)
+            self.admit()
+
+    # ---- one system instruction -------------------------------------------------------------------------------
+
+    def execute(self, w: Warp, group: Group, block: int, ins: Instr) -> bool:
+        """Execute a system instruction for a group; False if the warp's turn ends here."""
+        handler = self.handlers[block]
+        try:
+            if handler is None:
+                handler = require_handler(ins.opcode)
+            if handler.collective and group.mask != w.alive and not self.gathered(w, group, ins):
+                return w.runnable() is not None
+            mask = group.mask
+            if ins.guard is not None:
+                allowed = w.pred(ins.guard)
+                mask &= ~allowed if ins.guard_negated else allowed
+            if mask:
+                w.current = group
+                self._executing = (w, ins)
+                wait = handler.function(self, w, ins, mask)
+                if wait is not None:
+                    self.block(w, group, wait)
+                    return False
+                group.timed_out = False
+        except SimError as error:
+            raise self.locate(error, w, ins, group.mask) from None
+        w.counters[block] += 1
+        group.block = block + 1
+        if len(w.groups) > 1:
+            w.merge()
+        return True
+
+    def block(self, w: Warp, group: Group, wait: Wait) -> None:
+        """Park a group until its wait's object is notified."""
+        if wait.resume_after:
+            w.counters[group.block] += 1
+        group.wait = wait
+        group.since = self.clock
+        self.waiters.setdefault(wait.on, []).append((w, group))
+
+    def gathered(self, w: Warp, group: Group, ins: Instr) -> bool:
+        """Whether all lanes that a collective instruction names are in the group; else the group waits for them."""
+        named = FULL_MASK
+        if "aligned" not in ins.parts and ins.operands:
+            operand = ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
+            if isinstance(operand, (Reg, Imm)) and ins.parts[0] in (
+                "shfl",
+                "vote",
+                "redux",
+                "elect",
+                "match",
+                "bar",
+            ):
+                named = w.scalar(operand, group.mask) & FULL_MASK
+        if named & w.alive & ~group.mask == 0:
+            return True
+        group.converge = True
+        w.merge()
+        return False
+
+    # ---- trouble ----------------------------------------------------------------------------------------------
+
+    def release_timed_waits(self) -> bool:
+        """Let waits that the hardware bounds in time return without their event; whether there were any."""
+        released = False
+        for on in list(self.waiters):
+            keep = []
+            for warp, group in self.waiters[on]:
+                if group.wait is not None and group.wait.poll:
+                    group.wait, group.timed_out = None, True
+                    self.wake(warp)
+                    released = True
+                else:
+                    keep.append((warp, group))
+            if keep:
+                self.waiters[on] = keep
+            else:
+                del self.waiters[on]
+        return released
+
+    def deadlock(self, headline: str) -> Deadlock:
+        """A report of every warp that is not done and what it waits for."""
+        rows = []
+        for cluster in self.resident:
+            for cta in cluster.ctas:
+                for warp in cta.warps:
+                    rows += [self._stuck(warp, group) for group in warp.groups]
+        pending = sum(len(q) for q in self.queues.values())
+        tail = f"\n  {pending} asynchronous operations pending" if pending else ""
+        return Deadlock(f"{headline}:\n  " + "\n  ".join(rows) + tail, Where(self.program.kernel.name))
+
+    def _stuck(self, w: Warp, group: Group) -> str:
+        block = self.program.blocks[min(group.block, len(self.program.blocks) - 1)]
+        ins = self.program.kernel.instrs[min(block.start, len(self.program.kernel.instrs) - 1)]
+        if group.wait is not None:
+            what = group.wait.describe()
+        elif group.converge:
+            what = f"waits for lanes {[x for x in lanes(w.alive & ~group.mask)]} at `{ins.opcode}`"
+        elif group.timed_out:
+            what = mbarrier.describe_wait(self, w, ins, group.mask) or "runs"
+        else:
+            what = "runs without effect"
+        where = self.where(w, ins, group.mask)
+        source = f" from {where.source}" if where.source else ""
+        return f"CTA {w.cta.coords} warp {w.index} lanes {where_lanes(group.mask)}: {what} (PTX line {ins.line}{source})"
+
+    def where(self, w: Warp | None, ins: Instr | None, mask: int | None = None) -> Where:
+        return Where(
+            kernel=self.program.kernel.name,
+            cta=None if w is None else w.cta.coords,
+            warp=None if w is None else w.index,
+            lanes=None if mask is None else tuple(lanes(mask)),
+            ptx_line=None if ins is None else ins.line,
+            ptx_text=None if ins is None else guard_text(ins) + (ins.text or ins.opcode),
+            source=None if ins is None else ins.source,
+        )
+
+    def locate(self, error: SimError, w: Warp | None, ins: Instr | None, mask: int | None = None) -> SimError:
+        """Add the place to an error that lacks it."""
+        if error.where is None:
+            error.where = self.where(w, ins, mask)
+        return error
+
+    def fault(self, w: Warp, group: Group) -> SimError:
+        """The error that generated code stopped with."""
+        kind, address, size = (int(w.ctx[f]) for f in (Ctx.FAULT_KIND, Ctx.FAULT_ADDRESS, Ctx.FAULT_SIZE))
+        ins = self.program.kernel.instrs[int(w.ctx[Ctx.FAULT_INSTR])]
+        lane = int(w.ctx[Ctx.FAULT_LANE])
+        if kind == Fault.TRAP:
+            return SimError("the kernel executed trap", self.where(w, ins, group.mask))
+        write = ins.parts[0] != "ld"
+        if kind == Fault.MISALIGNED:
+            text = f"{size}-byte access at {address:#x} is not aligned to its size"
+        elif kind == Fault.REMOTE_SHARED:
+            text = f"shared::cta access with the address {address:#x} of another CTA (own rank {w.cta.rank})"
+        elif "shared" in ins.opcode or address >> 56 == 1:
+            low = address & ((1 << CTA_RANK_SHIFT) - 1)
+            text = (
+                f"{size}-byte access at shared offset {low:#x} (address {address:#x}): the CTA's shared memory is "
+                f"{SHARED_BASE_OFFSET:#x} to {len(w.cta.smem):#x}"
+            )
+        elif ".local" in ins.opcode or address >> 56 == 2:
+            text = f"{size}-byte access at local offset {address & 0xFFFFFFFF:#x} of {int(w.ctx[Ctx.LOCAL_SIZE])}"
+        else:
+            text = self.gmem.describe(address, size, write)
+        return MemoryFault(text, self.where(w, ins, 1 << lane))
+
+
+def where_lanes(mask: int) -> str:
+    return format_lanes(tuple(lanes(mask)))

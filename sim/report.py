@@ -1,0 +1,211 @@
+"""What a simulated run reports: resources, instruction counts, bytes, FLOPs, waits, a timeline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpspec.sim.registry import handler_for
+
+if TYPE_CHECKING:
+    from warpspec.sim.codegen.program import Program
+    from warpspec.sim.machine import Machine
+    from warpspec.sim.registry import Op, Wait
+    from warpspec.sim.warp import Group, Warp
+
+TIMELINE_CTAS = 4  # the timeline shows the grid's first CTAs
+TIMELINE_EVENTS = 200_000
+
+_NATIVE_FAMILY = {
+    **dict.fromkeys(("bra", "ret", "exit", "trap"), "control"),
+    **dict.fromkeys(("ld", "st", "atom", "red", "cvta", "mapa", "isspacep", "prefetch"), "memory"),
+    **dict.fromkeys(("shfl", "vote", "redux", "elect", "activemask"), "warp"),
+    **dict.fromkeys(("fence", "membar"), "fence"),
+    "cvt": "convert",
+    "mov": "move",
+    "selp": "select",
+    "setp": "compare",
+}
+
+
+def family(ins) -> str:
+    """The family under which an instruction is counted."""
+    named = _NATIVE_FAMILY.get(ins.parts[0])
+    if named is not None:
+        return named
+    handler = handler_for(ins.opcode)
+    if handler is not None and handler.family not in ("alu", "convert"):
+        return f"{handler.family}: {'.'.join(ins.parts[:2])}" if ins.parts[0] == "tcgen05" else handler.family
+    type_ = ins.parts[-1]
+    if ins.parts[0] in ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"):
+        return "special function"
+    if type_.startswith(("f", "bf", "tf")):
+        return "float packed" if "x2" in type_ else "float"
+    return "integer"
+
+
+@dataclass
+class LaunchStats:
+    """Counters of one launch, filled in by the machine and by instruction handlers."""
+
+    tma_bytes_loaded: int = 0
+    tma_bytes_stored: int = 0
+    mma_flops: int = 0
+    peak_tmem_columns: int = 0
+    barrier_waits: dict[int, int] = field(default_factory=dict)  # warp index -> times blocked
+    block_counts: dict[int, np.ndarray] = field(default_factory=dict)  # warp index -> executions of each block
+    events: list[tuple] = field(default_factory=list)  # (cta, warp or None, name, start, end)
+
+    def counters(self, warp: int, blocks: int) -> np.ndarray:
+        """Execution counts of blocks, shared by the warps of one index in all CTAs."""
+        if warp not in self.block_counts:
+            self.block_counts[warp] = np.zeros(blocks + 1, np.uint64)
+        return self.block_counts[warp]
+
+    def waited(self, m: Machine, w: Warp, group: Group, wait: Wait | None) -> None:
+        """A wait has ended."""
+        self.barrier_waits[w.index] = self.barrier_waits.get(w.index, 0) + 1
+        if w.cta.number < TIMELINE_CTAS and len(self.events) < TIMELINE_EVENTS:
+            ins = m.program.kernel.instrs[m.program.blocks[group.block].start]
+            self.events.append((w.cta.number, w.index, f"wait {ins.opcode}", group.since, m.clock))
+
+    def completed(self, m: Machine, op: Op) -> None:
+        """An asynchronous operation has taken effect."""
+        if op.origin is not None and len(self.events) < TIMELINE_EVENTS:
+            cta = op.origin[0].cta.number
+            if cta < TIMELINE_CTAS:
+                self.events.append((cta, None, op.text or op.origin[1].opcode, m.clock, m.clock + 1))
+
+    def warp_done(self, m: Machine, w: Warp) -> None:
+        """A warp has exited."""
+        if w.cta.number < TIMELINE_CTAS:
+            self.events.append((w.cta.number, w.index, "run", 0, m.clock))
+
+    def merge(self, other: LaunchStats) -> None:
+        """Add the counters of another process's share of the launch."""
+        self.tma_bytes_loaded += other.tma_bytes_loaded
+        self.tma_bytes_stored += other.tma_bytes_stored
+        self.mma_flops += other.mma_flops
+        self.peak_tmem_columns = max(self.peak_tmem_columns, other.peak_tmem_columns)
+        for warp, count in other.barrier_waits.items():
+            self.barrier_waits[warp] = self.barrier_waits.get(warp, 0) + count
+        for warp, counts in other.block_counts.items():
+            if warp in self.block_counts:
+                self.block_counts[warp] += counts
+            else:
+                self.block_counts[warp] = counts
+        self.events += other.events
+
+
+@dataclass
+class LaunchReport:
+    """One launch as it ran. `instructions`: warp index -> family -> warp-instructions."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    block: tuple[int, int, int]
+    registers: int | None
+    local_bytes: int | None  # stack and spills a thread
+    static_smem: int
+    dynamic_smem: int
+    tmem_columns: int
+    instructions: dict[int, dict[str, int]]
+    opcodes: dict[str, int]
+    tma_bytes_loaded: int
+    tma_bytes_stored: int
+    mma_flops: int
+    barrier_waits: dict[int, int]
+    seconds: float
+    events: list[tuple] = field(repr=False, default_factory=list)
+
+    @property
+    def warp_instructions(self) -> int:
+        """Instructions executed, one for each warp that executed it."""
+        return sum(sum(f.values()) for f in self.instructions.values())
+
+
+def count_instructions(program: Program, stats: LaunchStats) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+    """Counts by warp index and family, and by opcode over all warps."""
+    families = [family(ins) for ins in program.kernel.instrs]
+    by_warp: dict[int, dict[str, int]] = {}
+    by_opcode: dict[str, int] = {}
+    for warp, counts in sorted(stats.block_counts.items()):
+        mine = by_warp.setdefault(warp, {})
+        for block in program.blocks:
+            executed = int(counts[block.index])
+            if executed:
+                for ins in program.kernel.instrs[block.start : block.end]:
+                    name = families[ins.index]
+                    mine[name] = mine.get(name, 0) + executed
+                    by_opcode[ins.opcode] = by_opcode.get(ins.opcode, 0) + executed
+    return by_warp, by_opcode
+
+
+@dataclass
+class SimReport:
+    """All launches of one `run`; prints as a table. `roles` may name warp indices for printing."""
+
+    launches: list[LaunchReport] = field(default_factory=list)
+    seconds: float = 0.0
+    seed: int = 0
+    roles: dict[int, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._table(launch) for launch in self.launches) or "no launches"
+
+    def _table(self, launch: LaunchReport) -> str:
+        lines = [
+            f"kernel {launch.kernel}",
+            f"  grid {launch.grid}  cluster {launch.cluster}  block {launch.block}",
+            f"  registers {launch.registers}  stack and spills {launch.local_bytes} B  "
+            f"shared {launch.static_smem} + {launch.dynamic_smem} B  TMEM {launch.tmem_columns} columns",
+            f"  TMA {launch.tma_bytes_loaded:,} B in, {launch.tma_bytes_stored:,} B out  "
+            f"MMA {launch.mma_flops:,} FLOP",
+            f"  {launch.warp_instructions:,} warp instructions in {launch.seconds:.2f} s",
+        ]
+        names = sorted({f for counts in launch.instructions.values() for f in counts})
+        columns = self._columns(launch)
+        width = max([len(n) for n in names] + [14]) + 2
+        heads = [title for title, _ in columns]
+        lines.append("  " + "family".ljust(width) + "".join(h.rjust(max(len(h) + 2, 12)) for h in heads))
+        for name in names:
+            row = [sum(launch.instructions[w].get(name, 0) for w in warps) for _, warps in columns]
+            cells = "".join(f"{v:,}".rjust(max(len(h) + 2, 12)) for v, h in zip(row, heads, strict=True))
+            lines.append("  " + name.ljust(width) + cells)
+        waits = [sum(launch.barrier_waits.get(w, 0) for w in warps) for _, warps in columns]
+        cells = "".join(f"{v:,}".rjust(max(len(h) + 2, 12)) for v, h in zip(waits, heads, strict=True))
+        lines.append("  " + "times blocked".ljust(width) + cells)
+        return "\n".join(lines)
+
+    def _columns(self, launch: LaunchReport) -> list[tuple[str, list[int]]]:
+        """Columns of the table: roles where they are named, else warp indices (at most eight)."""
+        columns: dict[str, list[int]] = {}
+        many = len(launch.instructions) > 8 and not self.roles
+        for warp in sorted(launch.instructions):
+            columns.setdefault("all warps" if many else self.roles.get(warp, f"warp {warp}"), []).append(warp)
+        return list(columns.items())
+
+    def timeline(self, path: str | Path) -> Path:
+        """Write a Chrome/Perfetto trace: CTAs as processes, warps as threads, scheduler steps as microseconds."""
+        events = []
+        for number, launch in enumerate(self.launches):
+            for cta, warp, name, start, end in launch.events:
+                pid, tid = number * TIMELINE_CTAS + cta, 99 if warp is None else warp
+                events.append({"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start})
+            for cta in {e[0] for e in launch.events}:
+                pid = number * TIMELINE_CTAS + cta
+                title = {"name": f"launch {number} {launch.kernel[:40]} CTA {cta}"}
+                events.append({"name": "process_name", "ph": "M", "pid": pid, "args": title})
+                threads = {w: self.roles.get(w, f"warp {w}") for w in launch.instructions}
+                for tid, label in {**threads, 99: "asynchronous"}.items():
+                    args = {"name": f"{tid} {label}" if tid != 99 else label}
+                    events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": args})
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return path

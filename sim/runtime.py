@@ -1,0 +1,243 @@
+"""Running launches: programs by PTX text, independent clusters on several processes, progress, reports."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import time
+import traceback
+from functools import lru_cache
+
+import numpy as np
+
+from warpspec.common.cubin import parse_cubin
+from warpspec.sim import families, ptx
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.errors import HostError, SimError
+from warpspec.sim.grid import Launch
+from warpspec.sim.instruction import Kernel, PtxModule
+from warpspec.sim.machine import Machine
+from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
+
+SHARES = 2  # parts an independent grid is cut into; fixed, so that a seed means the same run on every machine
+SHARE_MIN_CLUSTERS = 4  # smaller grids run in one part
+PROGRESS_AFTER = 5.0  # seconds of expected run time from which progress is shown
+SM_COUNT = {"sm_100": 148, "sm_103": 148, "sm_90": 132}
+
+families.load_all()
+
+
+@lru_cache(maxsize=64)
+def _parse(digest: str, text: "_Text") -> PtxModule:
+    return ptx.parse(text.value)
+
+
+class _Text:
+    """A string that hashes by a digest computed once."""
+
+    def __init__(self, value: str):
+        self.value = value
+        self.digest = hashlib.sha256(value.encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other) -> bool:
+        return self.digest == other.digest
+
+
+@lru_cache(maxsize=64)
+def _program(text: _Text, kernel: str) -> Program:
+    module = _parse(text.digest, text)
+    if kernel not in module.kernels:
+        raise HostError(f"no kernel {kernel} in the PTX; it has {', '.join(module.kernels)}")
+    return Program(module, module.kernels[kernel])
+
+
+def load_program(text: str, kernel: str) -> Program:
+    """The translated program of one kernel of a PTX module (cached)."""
+    return _program(_Text(text), kernel)
+
+
+def kernel_names(text: str) -> list[str]:
+    """Names of the kernels in a PTX module."""
+    wrapped = _Text(text)
+    return list(_parse(wrapped.digest, wrapped).kernels)
+
+
+def sm_count(target: str) -> int:
+    """Multiprocessors of the device that stands for a PTX target."""
+    return next((n for prefix, n in SM_COUNT.items() if target.startswith(prefix)), 132)
+
+
+_COMMUNICATES = ("atom", "red", "multimem", "clusterlaunchcontrol", "cp.reduce.async")
+_ORDERED = frozenset({"volatile", "acquire", "relaxed", "release", "acq_rel", "mmio"})
+
+
+def independent(kernel: Kernel) -> bool:
+    """Whether clusters cannot see each other through global memory: no atomics, no ordered or volatile accesses."""
+    for ins in kernel.instrs:
+        shared = any(p.startswith("shared") for p in ins.parts)
+        if ins.opcode.startswith(_COMMUNICATES) and not (shared and ins.parts[0] in ("atom", "red")):
+            return False
+        if ins.parts[0] in ("ld", "st") and not shared and _ORDERED & set(ins.parts):
+            return False
+    return True
+
+
+class Progress:
+    """A line on stderr once the run is expected to take longer than PROGRESS_AFTER seconds."""
+
+    def __init__(self, name: str, total: int):
+        self.name, self.total = name[:40], total
+        self.start = self.last = time.monotonic()
+        self.shown = False
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        elapsed = now - self.start
+        if elapsed < 1 or now - self.last < (0.2 if sys.stderr.isatty() else 10):
+            return
+        expected = elapsed * self.total / max(done, 1)
+        if not self.shown and expected < PROGRESS_AFTER:
+            return
+        self.last, self.shown = now, True
+        ending = "" if sys.stderr.isatty() else "\n"
+        start = "\r" if sys.stderr.isatty() else ""
+        text = f"{start}sim {self.name}: {done}/{self.total} clusters, {elapsed:.0f} s of about {expected:.0f} s "
+        print(text, end=ending, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.shown and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def execute(
+    text: str,
+    kernel: str,
+    *,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    dynamic_smem: int = 0,
+    params: bytes = b"",
+    gmem: GlobalMemory,
+    seed: int = 0,
+    cubin: bytes | None = None,
+) -> LaunchReport:
+    """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it."""
+    start = time.monotonic()
+    program = load_program(text, kernel)
+    module = program.module
+    buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
+    tables = [
+        gmem.allocate(max(v.size, 1), f"variable {v.name}", writable=v.space == "global", data=v.init or bytes(v.size))
+        for v in program.tables.table
+    ]
+    addresses = np.array([t.address for t in tables] or [0], np.uint64)
+    if 0 in grid:
+        raise HostError(f"grid {grid} of kernel {kernel} has no CTA")
+    declared = program.kernel.cluster_dims
+    if declared and cluster == (1, 1, 1):
+        cluster = declared
+    clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
+    shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and independent(program.kernel) else 1
+
+    def launch(share: int) -> Launch:
+        count = sm_count(module.target)
+        return Launch(grid, block, cluster, dynamic_smem, buffer.address, count, addresses, (share, shares))
+
+    try:
+        stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
+    finally:
+        gmem.free(buffer.address)
+        for table in tables:
+            gmem.free(table.address)
+    by_warp, by_opcode = count_instructions(program, stats)
+    resources = parse_cubin(cubin).get(kernel) if cubin else None
+    return LaunchReport(
+        kernel=kernel,
+        grid=grid,
+        cluster=cluster,
+        block=block,
+        registers=resources.registers if resources else None,
+        local_bytes=resources.local_bytes if resources else None,
+        static_smem=resources.static_smem if resources else 0,
+        dynamic_smem=dynamic_smem,
+        tmem_columns=stats.peak_tmem_columns,
+        instructions=by_warp,
+        opcodes=by_opcode,
+        tma_bytes_loaded=stats.tma_bytes_loaded,
+        tma_bytes_stored=stats.tma_bytes_stored,
+        mma_flops=stats.mma_flops,
+        barrier_waits=stats.barrier_waits,
+        seconds=time.monotonic() - start,
+        events=stats.events,
+    )
+
+
+def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, progress=None) -> LaunchStats:
+    stats = LaunchStats()
+    machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats)
+    machine.on_cluster_done = progress
+    machine.run()
+    return stats
+
+
+def _run_shares(program, launches: list[Launch], gmem, seed: int, clusters: int) -> LaunchStats:
+    """Run the shares of a launch: on forked processes where there are cores for it, else one after the other."""
+    progress = Progress(program.kernel.name, -(-clusters // len(launches)))
+    try:
+        if len(launches) == 1 or len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1":
+            parts = [_run_share(program, launch, gmem, seed, progress) for launch in launches]
+        else:
+            children = [_fork(program, launch, gmem, seed) for launch in launches[1:]]
+            try:
+                parts = [_run_share(program, launches[0], gmem, seed, progress)]
+            finally:
+                answers = [_join(child) for child in children]
+            parts += [_unwrap(answer) for answer in answers]
+    finally:
+        progress.close()
+    total = parts[0]
+    for part in parts[1:]:
+        total.merge(part)
+    return total
+
+
+def _fork(program, launch: Launch, gmem, seed: int) -> tuple[int, int]:
+    """Run a share in a child process; (pid, pipe to read its pickled answer from)."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    os.close(reading)
+    try:
+        try:
+            answer: object = _run_share(program, launch, gmem, seed)
+        except SimError as error:
+            answer = error
+        except BaseException:  # the parent re-raises what the child cannot handle
+            answer = RuntimeError(f"in a simulator process:\n{traceback.format_exc()}")
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(answer, pipe)
+    finally:
+        os._exit(0)
+
+
+def _join(child: tuple[int, int]) -> object:
+    pid, reading = child
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(pid, 0)
+    return pickle.loads(data) if data else RuntimeError("a simulator process died without an answer")
+
+
+def _unwrap(answer: object) -> LaunchStats:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
