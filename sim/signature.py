@@ -1,7 +1,7 @@
 """What the host part of a compiled CuTe DSL function takes: types from MLIR, memory layout from LLVM.
 
 The lowered module inside a compiled function says how many argument slots there are and how each lies in
-memory, but no longer which element types, static sizes and divisibilities the function was compiled for. Those
+memory, but no longer for which element types, static sizes and divisibilities it was compiled. Those
 stand in the module before lowering, which the DSL drops; `record_signatures` keeps the function type of each
 compilation, so this module must be imported before `cute.compile` for arguments to be checked in full.
 """
@@ -45,7 +45,7 @@ ELEMENT_BITS = {
 
 @dataclass(frozen=True)
 class Extent:
-    """One entry of a shape or stride: its compiled-in `value`, or None and the width (bits) and divisibility."""
+    """One entry of a shape or stride: its compiled-in `value`, or None, width in bits and divisibility."""
 
     value: int | None
     width: int = 32
@@ -114,6 +114,13 @@ class Slot:
     nbytes: int
     leaves: tuple[Leaf, ...]
     type: ArgumentType | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(leaf.kind for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        return str(self.type) if self.type is not None else f"LLVM ({', '.join(self.kinds)})"
 
 
 _MEMREF = re.compile(r'!cute\.memref<(?P<element>\w+), \w+(?:, align<(?P<align>\d+)>)?, "(?P<layout>[^"]*)">')

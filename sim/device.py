@@ -1,0 +1,82 @@
+"""The device that host code believes to run on: limits and attributes of H200 and B200 as CUDA has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import HostError
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_BLOCK = (1024, 1024, 64)
+MAX_PORTABLE_CLUSTER = 8
+MAX_CLUSTER = 16
+REGISTERS_PER_SM = 65536
+REGISTERS_PER_WARP_STEP = 256  # registers are given to a warp in steps of this many
+SHARED_PER_SM = 228 * 1024
+SHARED_PER_CTA = 227 * 1024  # with opt-in; static and dynamic together
+SHARED_PER_CTA_DEFAULT = 48 * 1024
+SHARED_RESERVED = 1024
+THREADS_PER_SM = 2048
+CTAS_PER_SM = 32
+WARP_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Device:
+    """What cudaDeviceGetAttribute tells about the pretended device."""
+
+    name: str
+    major: int
+    minor: int
+    sms: int
+    l2_bytes: int
+    clock_khz: int
+
+    def attribute(self, number: int) -> int:
+        """Value of a cudaDeviceAttr."""
+        own = {13: self.clock_khz, 16: self.sms, 38: self.l2_bytes, 75: self.major, 76: self.minor}
+        value = own.get(number, DEVICE_ATTRIBUTES.get(number))
+        if value is None:
+            raise HostError(
+                f"the host function asks for cudaDeviceAttr {number}, which the simulator does not know"
+            )
+        return value
+
+
+DEVICES = {
+    "sm_90": Device("H200", 9, 0, 132, 60 << 20, 1_980_000),
+    "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000),
+}
+
+# cudaDeviceAttr values that Hopper and Blackwell data-centre devices share.
+DEVICE_ATTRIBUTES = {
+    1: 1024,  # MaxThreadsPerBlock
+    2: MAX_BLOCK[0],
+    3: MAX_BLOCK[1],
+    4: MAX_BLOCK[2],
+    5: MAX_GRID[0],
+    6: MAX_GRID[1],
+    7: MAX_GRID[2],
+    8: SHARED_PER_CTA_DEFAULT,
+    9: 65536,  # TotalConstantMemory
+    10: WARP_SIZE,
+    12: REGISTERS_PER_SM,  # MaxRegistersPerBlock
+    15: 1,  # GpuOverlap
+    17: 0,  # KernelExecTimeout
+    18: 0,  # Integrated
+    20: 0,  # ComputeMode
+    31: 1,  # ConcurrentKernels
+    39: THREADS_PER_SM,
+    41: 1,  # UnifiedAddressing
+    78: 1,  # StreamPrioritiesSupported
+    81: SHARED_PER_SM,
+    82: REGISTERS_PER_SM,
+    83: 1,  # ManagedMemory
+    84: 0,  # IsMultiGpuBoard
+    95: 1,  # CooperativeLaunch
+    97: SHARED_PER_CTA,
+    106: CTAS_PER_SM,
+    111: SHARED_RESERVED,
+    115: 1,  # MemoryPoolsSupported
+    120: 1,  # ClusterLaunch
+}

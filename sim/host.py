@@ -1,0 +1,223 @@
+"""The host part of a compiled CuTe DSL function, run on this CPU.
+
+`HostModule.of(compiled).call(args, on_launch)` stages the tensors, packs the arguments, runs the compiled host
+code and hands every kernel launch it makes to `on_launch`. LLVM (llvmlite) loads the object the DSL exports; the
+CUDA runtime it calls is `cuda_runtime`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import llvmlite.binding as llvm
+from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError, DSLUserCodeError
+
+from .arguments import PackedArguments, Value, flatten, plain
+from .cuda_runtime import Launch, Session, require_symbols, running
+from .device import DEVICES
+from .errors import HostError
+from .memory import GlobalMemory
+from .signature import slots
+
+__all__ = ["HostModule", "Launch"]
+
+COMPILE_OPTIONS = 'cute.compile(..., options="--gpu-arch sm_100a --keep-ptx --keep-cubin")'
+OBJECT_SYMBOL = struct.Struct("<IBBHQQ")
+OBJECT_SECTION = struct.Struct("<IIQQQQIIQQ")
+SYMBOL_TABLE = 2  # section type SHT_SYMTAB
+LINKER_SYMBOLS = ("", "_GLOBAL_OFFSET_TABLE_")
+
+_prefixes = itertools.count()
+_modules: weakref.WeakKeyDictionary[object, HostModule] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def undefined_symbols(image: bytes) -> list[str]:
+    """Names that a relocatable 64-bit ELF object imports."""
+    (offset,) = struct.unpack_from("<Q", image, 40)
+    (count,) = struct.unpack_from("<H", image, 60)
+    table = image[offset : offset + count * OBJECT_SECTION.size]
+    sections = list(OBJECT_SECTION.iter_unpack(table))
+    names = []
+    for _, kind, _, _, start, size, strings, *_ in sections:
+        if kind == SYMBOL_TABLE:
+            base = sections[strings][4]
+            for name, _, _, section, _, _ in OBJECT_SYMBOL.iter_unpack(image[start : start + size]):
+                if section == 0:
+                    text = image[base + name : image.index(b"\0", base + name)].decode()
+                    if text not in LINKER_SYMBOLS:
+                        names.append(text)
+    return names
+
+
+class HostModule:
+    """A compiled function's host code, loaded. Raises HostError for what the simulator cannot run.
+
+    ptx: the text of its kernels; target: as in `.target` (sm_90a, sm_100a); name: the host function's.
+    """
+
+    @classmethod
+    def of(cls, compiled: object) -> HostModule:
+        """The module of `compiled`, loaded once as long as `compiled` lives."""
+        with _lock:
+            module = _modules.get(compiled)
+            if module is None:
+                module = _modules[compiled] = cls(compiled)
+            return module
+
+    def __init__(self, compiled: object):
+        _require_native(compiled)
+        self.ptx: str = _require_ptx(compiled)
+        self.target: str = _target(self.ptx)
+        self.name: str = compiled.function_name
+        self.slots = slots(compiled)
+        self._execution_args = compiled.execution_args
+        cubin = compiled.artifacts.CUBIN
+        self.session = Session(DEVICES[re.match(r"sm_\d+", self.target)[0]], cubin)
+        self._prefix = f"warpspec{next(_prefixes)}"
+        try:
+            image = compiled.dump_to_object(self._prefix)
+        except (DSLBaseError, DSLRuntimeError, RuntimeError) as error:
+            raise HostError(f"the DSL does not export {self.name}: {error}") from error
+        self._engine = _load(image)
+        self._entry = self._function(f"_mlir_{self._prefix}__mlir_ciface_{self.name}")
+        if compiled.has_gpu_module:
+            self._load_kernels()
+
+    def _function(self, name: str) -> Callable[[ctypes.Array], None]:
+        address = self._engine.get_function_address(name)
+        if not address:
+            raise HostError(f"the exported object has no function {name}")
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(address)
+
+    def _load_kernels(self) -> None:
+        """What the generated header's Kernel_Module_Load does: load the library, look up each kernel."""
+        library, result, device = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32(0)
+        indirect = ctypes.pointer(ctypes.pointer(library))
+        self._call(
+            self._function(f"_mlir_{self._prefix}_cuda_init"), [indirect, ctypes.pointer(result)], result
+        )
+        load = self._function(f"_mlir_{self._prefix}_cuda_load_to_device")
+        self._call(load, [indirect, ctypes.pointer(device), ctypes.pointer(result)], result)
+        self._library = library
+
+    def _call(self, function, pointers: Sequence[object], result: ctypes.c_int32) -> None:
+        """Call packed host code; raise what a callback kept, or HostError for an error code."""
+        addresses = [p if isinstance(p, int) else ctypes.cast(p, ctypes.c_void_p).value for p in pointers]
+        packed = (ctypes.c_void_p * len(addresses))(*addresses)
+        session = self.session
+        session.error = None
+        with running(session):
+            function(ctypes.cast(packed, ctypes.c_void_p), len(addresses))
+        error, session.error = session.error, None
+        if error is not None:
+            raise error
+        if result.value:
+            raise HostError(f"the host function {self.name} returned cudaError {result.value}")
+
+    def call(
+        self,
+        args: Sequence[object],
+        on_launch: Callable[[Launch], None],
+        *,
+        kwargs: dict[str, object] | None = None,
+        memory: Sequence[object] = (),
+    ) -> GlobalMemory:
+        """Run the host function on `args`, those that the compiled function takes, in order.
+
+        on_launch is called with each kernel launch before the host code goes on. memory: further CPU tensors,
+        those that kernels reach through addresses in int64 tensors or pointer arguments. Tensors are copied to
+        simulated device memory first and back afterwards, also when something raises. Returns the simulated
+        memory. HostError for arguments that do not fit; what on_launch raises comes through.
+        """
+        values = self._bind(args, kwargs or {})
+        with _lock:
+            session = self.session
+            if session.memory is not None:
+                raise HostError(f"{self.name} is running already")
+            session.memory, session.on_launch = GlobalMemory(), on_launch
+            try:
+                packed = PackedArguments(self.slots, values, session.memory, memory)
+                result = ctypes.c_int32()
+                try:
+                    self._call(self._entry, [*packed.pointers, ctypes.pointer(result)], result)
+                finally:
+                    session.memory.check_guards()
+                    session.memory.copy_back()
+                return session.memory
+            finally:
+                session.memory = session.on_launch = None
+
+    def _bind(self, args: Sequence[object], kwargs: dict[str, object]) -> list[Value]:
+        """Flattened arguments in signature order."""
+        execution = self._execution_args
+        parameters = list(execution.signature.parameters.values())
+        if len(args) > len(parameters):
+            constexpr = [a["argument_name"] for a in execution.get_constexpr_args()]
+            fixed = f"; {', '.join(constexpr)} were fixed when it was compiled" if constexpr else ""
+            names = ", ".join(p.name for p in parameters)
+            raise HostError(
+                f"{self.name} takes {len(parameters)} arguments ({names}), got {len(args)}{fixed}"
+            )
+        try:
+            bound = execution.get_rectified_args(tuple(args), kwargs)
+        except DSLUserCodeError as error:
+            raise HostError(f"{self.name}: {error}") from error
+        values: list[Value] = []
+        for i, (parameter, value) in enumerate(zip(parameters, bound, strict=True)):
+            was_none = execution._compiled_with_none[i]
+            if was_none is True and value is not None:
+                raise HostError(f"argument `{parameter.name}`: {plain(value)}; it was None when compiled")
+            found = list(flatten(parameter.name, value, parameter.annotation))
+            if was_none is False and value is None and not found:
+                raise HostError(f"argument `{parameter.name}`: None; it was not None when compiled")
+            values += found
+        return values
+
+
+def _require_native(compiled: object) -> None:
+    kind = type(compiled).__name__
+    if "TVMFFI" in kind:
+        raise HostError(f"{kind}: compile without --enable-tvm-ffi to run in the simulator")
+    needed = ("ir_module", "execution_args", "artifacts", "dump_to_object", "function_name")
+    if not all(hasattr(compiled, n) for n in needed) or compiled.ir_module is None:
+        raise HostError(f"{kind} is not what cute.compile returns; compile with {COMPILE_OPTIONS}")
+    if getattr(compiled, "total_added_arguments", 0):
+        raise HostError(
+            f"{compiled.function_name} takes workspace arguments, which the simulator does not supply"
+        )
+
+
+def _require_ptx(compiled) -> str:
+    ptx = compiled.artifacts.PTX if compiled.artifacts is not None else None
+    if not ptx:
+        raise HostError(f"{compiled.function_name} was compiled without its PTX; use {COMPILE_OPTIONS}")
+    return ptx
+
+
+def _target(ptx: str) -> str:
+    found = re.search(r"^\s*\.target\s+(sm_\d+\w?)", ptx, re.MULTILINE)
+    if found is None or re.match(r"sm_\d+", found[1])[0] not in DEVICES:
+        raise HostError(
+            f"the simulator runs sm_90a and sm_100a, not {found[1] if found else 'PTX without .target'}"
+        )
+    return found[1]
+
+
+def _load(image: bytes) -> llvm.ExecutionEngine:
+    """Link a host object into this process."""
+    require_symbols(undefined_symbols(image))
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    # The large code model: callbacks may lie further than 2 GiB from where LLVM puts the code.
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True, codemodel="large")
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(image))
+    engine.finalize_object()
+    return engine
