@@ -1,1 +1,90 @@
-"""Functional simulator of sm_90a and sm_100a kernels compiled by CuTe DSL."""
+"""Functional simulator: runs kernels that CuTe DSL compiled for sm_100a or sm_90a on any x86-64 CPU.
+
+>>> compiled = cute.compile(host_function, *fake_tensors, options="--gpu-arch sm_100a --keep-ptx --keep-cubin")
+>>> report = warpspec.sim.run(compiled, a, b, c)     # CPU torch tensors; c is written in place
+>>> print(report)
+"""
+
+from __future__ import annotations
+
+import time
+
+from warpspec.sim import errors
+from warpspec.sim.errors import (
+    BadDescriptor,
+    BarrierFault,
+    Deadlock,
+    HostError,
+    MemoryFault,
+    SimError,
+    TmemFault,
+    UnsupportedInstruction,
+)
+from warpspec.sim.host import HostModule
+from warpspec.sim.report import LaunchReport, SimReport
+from warpspec.sim.runtime import execute
+
+__all__ = [
+    "BadDescriptor",
+    "BarrierFault",
+    "Deadlock",
+    "HostError",
+    "LaunchReport",
+    "MemoryFault",
+    "SimError",
+    "SimReport",
+    "TmemFault",
+    "UnsupportedInstruction",
+    "errors",
+    "last_report",
+    "run",
+]
+
+_last: SimReport | None = None
+
+
+def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
+    """Run a compiled host function; every kernel it launches executes functionally on this CPU.
+
+    compiled: what `cute.compile` returned for sm_100a or sm_90a, with the options --keep-ptx --keep-cubin.
+    args: the host function's arguments in order: CPU torch tensors (written in place), ints, floats, bools, None,
+    a stream or None where it takes one.
+    seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
+    same run bit for bit.
+
+    Returns a SimReport; prints progress to stderr when the run is expected to take more than 5 seconds.
+    Raises a SimError: HostError (arguments do not fit), UnsupportedInstruction, Deadlock, MemoryFault, TmemFault,
+    BarrierFault, BadDescriptor; tensors then hold what the run had written until it stopped.
+    """
+    global _last
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
+    start = time.monotonic()
+    module = HostModule.of(compiled)
+    report = SimReport(seed=seed)
+
+    def on_launch(launch) -> None:
+        report.launches.append(
+            execute(
+                module.ptx,
+                launch.kernel_name,
+                grid=launch.grid,
+                block=launch.block,
+                cluster=launch.cluster,
+                dynamic_smem=launch.smem_bytes,
+                params=launch.params,
+                gmem=launch.memory,
+                seed=seed,
+                resources=launch.resources,
+            )
+        )
+
+    module.call(args, on_launch)
+    report.seconds = time.monotonic() - start
+    _last = report
+    return report
+
+
+def last_report() -> SimReport | None:
+    """The report of the latest successful `run` in this process, or None."""
+    return _last

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from warpspec.common.cubin import parse_cubin
+from warpspec.common.cubin import KernelResources
 from warpspec.sim import families, ptx
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import HostError, SimError
@@ -126,7 +126,7 @@ def execute(
     params: bytes = b"",
     gmem: GlobalMemory,
     seed: int = 0,
-    cubin: bytes | None = None,
+    resources: KernelResources | None = None,
 ) -> LaunchReport:
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it."""
     start = time.monotonic()
@@ -157,7 +157,6 @@ def execute(
         for table in tables:
             gmem.free(table.address)
     by_warp, by_opcode = count_instructions(program, stats)
-    resources = parse_cubin(cubin).get(kernel) if cubin else None
     return LaunchReport(
         kernel=kernel,
         grid=grid,
