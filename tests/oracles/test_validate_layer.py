@@ -23,14 +23,11 @@ def scripts(monkeypatch):
     return validate_layer
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPT, "--backend", "reference", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_json_and_plot(tmp_path):
     picture = tmp_path / "new folder" / "error.png"
-    done = run("--model", "gpt-oss-120b", "--seq", 140, "--batch", 2, "--json", "--plot", picture)
+    command = [sys.executable, SCRIPT, "--backend", "reference", "--model", "gpt-oss-120b"]
+    command += ["--seq", "140", "--batch", "2", "--json", "--plot", picture]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["passed"] is True
@@ -52,6 +49,12 @@ def test_decode_reads_the_cache(scripts):
     assert sliding.passed and full.passed
 
 
+def main(scripts, monkeypatch, *arguments) -> int:
+    """Exit status of the command line."""
+    monkeypatch.setattr(sys, "argv", ["validate_layer.py", "--backend", "reference", *map(str, arguments)])
+    return scripts.main()
+
+
 @pytest.mark.parametrize("damage", ["one head", "lse", "nan"])
 def test_wrong_results_fail(scripts, monkeypatch, damage):
     run_kernel = scripts.run_kernel
@@ -67,8 +70,7 @@ def test_wrong_results_fail(scripts, monkeypatch, damage):
         return o, lse, seconds, report
 
     monkeypatch.setattr(scripts, "run_kernel", damaged)
-    monkeypatch.setattr(sys, "argv", ["validate_layer.py", "--backend", "reference", "--seq", "64"])
-    assert scripts.main() == 1
+    assert main(scripts, monkeypatch, "--seq", "64") == 1
 
 
 @pytest.mark.parametrize("layout", ["file", "folder", "sharded"])
@@ -119,11 +121,9 @@ def write_checkpoint(folder: Path, tensors: dict, layout: str) -> Path:
     return folder
 
 
-def test_missing_checkpoint_and_tensor_are_named(tmp_path):
-    done = run("--checkpoint", tmp_path / "nowhere.safetensors")
-    assert done.returncode == 2
-    assert "nowhere.safetensors" in done.stdout
+def test_missing_checkpoint_and_tensor_are_named(scripts, monkeypatch, capsys, tmp_path):
+    assert main(scripts, monkeypatch, "--checkpoint", tmp_path / "nowhere.safetensors") == 2
+    assert "nowhere.safetensors" in capsys.readouterr().out
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
-    done = run("--checkpoint", tmp_path)
-    assert done.returncode == 2
-    assert "model.layers.0.self_attn" in done.stdout
+    assert main(scripts, monkeypatch, "--checkpoint", tmp_path) == 2
+    assert "model.layers.0.self_attn" in capsys.readouterr().out
