@@ -60,4 +60,4 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None) -> torch.T
     )
     key = torch.arange(problem.seq_k, device=device)
     first, end = (bound[..., None] if isinstance(bound, torch.Tensor) else bound for bound in (first, end))
-    return (key >= first) & (key < end)
+    return ((key >= first) & (key < end)).expand(problem.batch, problem.seq_q, problem.seq_k)

@@ -1,0 +1,149 @@
+"""Compile cache and what a cubin says: no GPU, nothing left behind."""
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from warpspec.common.compile import compile_cached, compile_host, resources
+
+THREADS = 128
+REGISTERS = 65536  # of an SM
+MAX_THREADS_THAT_SPILLS = 1024  # 64 registers each
+LIVE_VALUES = 200  # more than those hold
+
+
+@cute.kernel
+def double_kernel(source: cute.Tensor, target: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * THREADS + thread
+    target[i] = source[i] * 2.0
+
+
+@cute.jit
+def double(source: cute.Tensor, target: cute.Tensor):
+    double_kernel(source, target).launch(grid=[cute.size(source) // THREADS, 1, 1], block=[THREADS, 1, 1])
+
+
+@cute.kernel
+def crowded_kernel(source: cute.Tensor, target: cute.Tensor):
+    """Holds LIVE_VALUES values at once: all are loaded before any is used, twice, in different orders."""
+    thread, _, _ = cute.arch.thread_idx()
+    values = cute.make_rmem_tensor(cute.make_layout(LIVE_VALUES), cutlass.Float32)
+    for i in cutlass.range(LIVE_VALUES, unroll_full=True):
+        values[i] = source[thread + i]
+    cute.arch.sync_threads()
+    total = cutlass.Float32(0.0)
+    for i in cutlass.range(LIVE_VALUES, unroll_full=True):
+        total = total * values[i] + values[(i * 7) % LIVE_VALUES]
+    target[thread] = total
+
+
+@cute.jit
+def crowded(source: cute.Tensor, target: cute.Tensor, max_threads: cutlass.Constexpr):
+    crowded_kernel(source, target).launch(
+        grid=[1, 1, 1], block=[THREADS, 1, 1], max_number_threads=[max_threads, 1, 1]
+    )
+
+
+def fake():
+    return make_fake_compact_tensor(cutlass.Float32, (1024,))
+
+
+def only(compiled):
+    (kernel,) = resources(compiled).values()
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def doubled():
+    return compile_host(double, fake(), fake(), arch="sm_100a")
+
+
+def test_artifacts_are_there_and_carry_source_lines(doubled):
+    assert ".target sm_100a" in doubled.artifacts.PTX
+    assert doubled.artifacts.CUBIN[:4] == b"\x7fELF"
+    assert "\t.loc\t" in doubled.artifacts.PTX and Path(__file__).name in doubled.artifacts.PTX
+
+
+def test_resources_of_a_small_kernel(doubled):
+    kernel = only(doubled)
+    assert 4 <= kernel.registers <= 32
+    assert kernel.local_bytes == 0 and kernel.static_smem == 0
+
+
+def test_spills_show():
+    """ptxas -v (CUDA 13.0) of the same PTX says: 32 registers, 688 bytes stack frame, 752 bytes spill stores;
+    and of the roomy one: 126 registers, no stack frame, no spills."""
+    spilling = only(compile_host(crowded, fake(), fake(), MAX_THREADS_THAT_SPILLS, arch="sm_100a"))
+    assert spilling.registers <= REGISTERS // MAX_THREADS_THAT_SPILLS
+    assert spilling.local_bytes >= 256
+    roomy = only(compile_host(crowded, fake(), fake(), THREADS, arch="sm_100a"))
+    assert roomy.local_bytes == 0
+    assert REGISTERS // MAX_THREADS_THAT_SPILLS < roomy.registers <= REGISTERS // THREADS
+
+
+def test_hopper(doubled):
+    compiled = compile_host(double, fake(), fake(), arch="sm_90a")
+    assert ".target sm_90a" in compiled.artifacts.PTX
+    assert only(compiled).local_bytes == 0
+
+
+def test_compiles_once_per_key_arch_and_options():
+    calls = []
+
+    def build():
+        calls.append(1)
+        return double, fake(), fake()
+
+    key = ("test", "once")
+    first = compile_cached(key, build, arch="sm_100a")
+    assert compile_cached(key, build, arch="sm_100a") is first and len(calls) == 1
+    assert compile_cached(key, build, arch="sm_90a") is not first and len(calls) == 2
+    assert compile_cached(("test", "twice"), build, arch="sm_100a") is not first and len(calls) == 3
+    assert (
+        compile_cached(key, build, arch="sm_100a", options="--opt-level 2") is not first and len(calls) == 4
+    )
+
+
+def test_threads_share_one_compilation():
+    calls, results = [], []
+
+    def build():
+        calls.append(1)
+        return double, fake(), fake()
+
+    def work():
+        results.append(compile_cached(("test", "threads"), build, arch="sm_100a"))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(calls) == 1 and len(results) == 4 and all(result is results[0] for result in results)
+
+
+def test_failed_compilation_is_not_remembered():
+    def broken():
+        raise RuntimeError("cannot build")
+
+    with pytest.raises(RuntimeError, match="cannot build"):
+        compile_cached(("test", "broken"), broken, arch="sm_100a")
+    assert compile_cached(("test", "broken"), lambda: (double, fake(), fake()), arch="sm_100a") is not None
+
+
+def test_nothing_is_left_in_the_working_or_temporary_directory(tmp_path, monkeypatch):
+    work, temporary = tmp_path / "work", tmp_path / "temporary"
+    work.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    compile_host(double, fake(), fake(), arch="sm_100a")
+    assert os.listdir(work) == [] and os.listdir(temporary) == []

@@ -1,0 +1,91 @@
+"""The visibility rule against the contract's sentences, key by key."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpspec.fmha.mask import key_range, visible
+from warpspec.fmha.problem import AttentionProblem
+
+
+def sees(j, p, length, causal, left, right, key_stride):
+    """DESIGN 3, word for word."""
+    if j >= length:
+        return False
+    if causal and not (j + 1) * key_stride - 1 <= p:
+        return False
+    if left is not None and not p - left <= j:
+        return False
+    return right is None or j <= p + right
+
+
+reach = st.none() | st.integers(0, 12)
+
+
+@given(
+    position=st.integers(-20, 40),
+    length=st.integers(0, 20),
+    causal=st.booleans(),
+    left=reach,
+    right=reach,
+    key_stride=st.sampled_from([1, 1, 2, 4, 7]),
+)
+def test_key_range_is_the_set_of_visible_keys(position, length, causal, left, right, key_stride):
+    if key_stride != 1:
+        left = right = None
+    first, end = key_range(position, length, causal=causal, left=left, right=right, key_stride=key_stride)
+    keys = [j for j in range(25) if sees(j, position, length, causal, left, right, key_stride)]
+    assert [j for j in range(25) if first <= j < end] == keys
+    assert first >= 0
+    assert end <= length
+
+
+@given(
+    seq_q=st.integers(1, 6),
+    seq_k=st.integers(1, 9),
+    causal=st.booleans(),
+    window=st.none() | st.tuples(reach, reach),
+    lengths=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    starts=st.none() | st.tuples(st.integers(-9, 12), st.integers(-9, 12)),
+)
+def test_visible_with_default_and_given_positions(seq_q, seq_k, causal, window, lengths, starts):
+    tensors = {
+        "kv_lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int32).clamp(max=seq_k),
+        "q_start": None if starts is None else torch.tensor(starts, dtype=torch.int32),
+    }
+    q, k = torch.zeros(2, seq_q, 2, 64).half(), torch.zeros(2, seq_k, 1, 64).half()
+    problem = AttentionProblem.check(q, k, causal=causal, window=window, **tensors)
+    seen = visible(problem, **tensors)
+    assert seen.shape == (2, seq_q, seq_k)
+    left, right = window or (None, None)
+    for b in range(2):
+        length = seq_k if lengths is None else min(lengths[b], seq_k)
+        start = length - seq_q if starts is None else starts[b]
+        for i in range(seq_q):
+            for j in range(seq_k):
+                assert seen[b, i, j] == sees(j, start + i, length, causal, left, right, 1)
+
+
+def test_causal_and_window_make_one_band():
+    q, k = torch.zeros(1, 3, 1, 64).half(), torch.zeros(1, 3, 1, 64).half()
+    assert AttentionProblem.check(q, k, causal=True, window=(2, 5)).right == 0
+    assert AttentionProblem.check(q, k, window=(2, 5)).right == 5
+    assert AttentionProblem.check(q, k, causal=True).left is None
+
+
+def test_largest_window_and_position_do_not_wrap_around():
+    """A kernel computes in int32: so does this."""
+    limit = 2**30 - 1
+    position = torch.tensor([limit, -limit], dtype=torch.int32)
+    length = torch.tensor([5, 5], dtype=torch.int32)
+    first, end = key_range(
+        position,
+        length,
+        causal=False,
+        left=limit,
+        right=limit,
+        minimum=torch.minimum,
+        maximum=lambda low, value: value.clamp(min=low),
+    )
+    assert first.tolist() == [0, 0]
+    assert end.tolist() == [5, 1]
