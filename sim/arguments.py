@@ -24,10 +24,10 @@ from cutlass.base_dsl.typing import Numeric, NumericMeta
 from cutlass.cute import runtime as cute_runtime
 from cutlass.cutlass_dsl.cutlass import is_cute_algebra_type
 
-from .errors import HostError
-from .host_tensor import HostTensor, fit_tensor, host_tensor, is_tensor
-from .memory import GlobalMemory
-from .signature import PointerType, Slot, TensorType
+from warpspec.sim.errors import HostError
+from warpspec.sim.host_tensor import HostTensor, fit_tensor, host_tensor, is_tensor
+from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.signature import PointerType, Slot, TensorType
 
 FLOAT_FORMATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 POINTER_BITS = 64

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import llvmlite.binding as llvm
 
 from warpspec.common.cubin import FATBIN_HEADER, KernelResources, cubin_from_fatbin, parse_cubin
-
-from .device import (
+from warpspec.sim.device import (
     CTAS_PER_SM,
     MAX_BLOCK,
     MAX_CLUSTER,
@@ -32,8 +31,8 @@ from .device import (
     WARP_SIZE,
     Device,
 )
-from .errors import HostError
-from .memory import GlobalMemory
+from warpspec.sim.errors import HostError
+from warpspec.sim.memory import GlobalMemory
 
 CUDA_SUCCESS = 0
 CUDA_ERROR_LAUNCH_FAILURE = 719  # what host code gets after an exception; the caller sees the exception

@@ -1,8 +1,8 @@
 """The host part of a compiled CuTe DSL function, run on this CPU.
 
-`HostModule.of(compiled).call(args, on_launch)` stages the tensors, packs the arguments, runs the compiled host
-code and hands every kernel launch it makes to `on_launch`. LLVM (llvmlite) loads the object the DSL exports; the
-CUDA runtime it calls is `cuda_runtime`.
+`HostModule.of(compiled).call(args, on_launch)` stages the tensors, packs the arguments, runs the compiled
+host code and hands every kernel launch it makes to `on_launch`. LLVM (llvmlite) loads the object that the DSL
+exports; the CUDA runtime it calls is `cuda_runtime`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 import llvmlite.binding as llvm
 from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError, DSLUserCodeError
 
-from .arguments import PackedArguments, Value, flatten, plain
-from .cuda_runtime import Launch, Session, require_symbols, running
-from .device import DEVICES
-from .errors import HostError
-from .memory import GlobalMemory
-from .signature import slots
+from warpspec.sim.arguments import PackedArguments, Value, flatten, plain
+from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
+from warpspec.sim.device import DEVICES
+from warpspec.sim.errors import HostError
+from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.signature import slots
 
 __all__ = ["HostModule", "Launch"]
 
@@ -132,9 +132,9 @@ class HostModule:
         """Run the host function on `args`, those that the compiled function takes, in order.
 
         on_launch is called with each kernel launch before the host code goes on. memory: further CPU tensors,
-        those that kernels reach through addresses in int64 tensors or pointer arguments. Tensors are copied to
-        simulated device memory first and back afterwards, also when something raises. Returns the simulated
-        memory. HostError for arguments that do not fit; what on_launch raises comes through.
+        those that kernels reach through addresses in int64 tensors or pointer arguments. Tensors are copied
+        to simulated device memory first and back afterwards, also when something raises. Returns the
+        simulated memory. HostError for arguments that do not fit; what on_launch raises comes through.
         """
         values = self._bind(args, kwargs or {})
         with _lock:

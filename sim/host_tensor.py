@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from cutlass.cute import runtime as cute_runtime
 
-from .errors import HostError
-from .memory import HostRegion
-from .signature import ELEMENT_BITS, Extent, PointerType, Slot, TensorType
+from warpspec.sim.errors import HostError
+from warpspec.sim.memory import HostRegion
+from warpspec.sim.signature import ELEMENT_BITS, Extent, PointerType, Slot, TensorType
 
 BYTE_BITS = 8
 TORCH_ELEMENTS = {
@@ -181,29 +181,27 @@ def _fit_extent(value: int, extent: Extent, what: str, refuse: Callable[[str], N
 
 def _infer_type(tensor: HostTensor, slot: Slot, name: str) -> TensorType:
     """Which sizes and strides are dynamic, from the slot's layout alone: the compilation was not recorded."""
-    rank, dynamic = len(tensor.shape), len(slot.leaves) - 1
-    if slot.leaves[:1] == () or slot.leaves[0].kind != "ptr":
-        raise HostError(f"argument `{name}`: {tensor}; the compiled function takes {slot} here")
+    if slot.dynamic is None:
+        raise HostError(f"argument `{name}`: {tensor}; the compiled signature wants {slot}")
+    rank = len(tensor.shape)
     leading = [i for i, s in enumerate(tensor.stride) if s == 1]
     lead = max(leading, key=lambda i: (tensor.shape[i] > 1, i)) if leading else None
-    choices = [((0,) * rank, (0,) * rank), ((1,) * rank, (1,) * rank)]
-    choices.append(((1,) * rank, tuple(int(i != lead) for i in range(rank))))
+    every, none = (1,) * rank, (0,) * rank
+    choices = [(none, none), (every, every), (every, tuple(int(i != lead) for i in range(rank)))]
     if tensor.dynamic is not None:
         choices.insert(0, tensor.dynamic)
-    for shape_marks, stride_marks in choices:
-        if sum(shape_marks) + sum(stride_marks) == dynamic:
-            widths = iter([int(leaf.kind[1:]) for leaf in slot.leaves[1:]])
-            shape = tuple(
-                Extent(None, next(widths)) if m else Extent(n)
-                for m, n in zip(shape_marks, tensor.shape, strict=True)
-            )
-            stride = tuple(
-                Extent(None, next(widths)) if m else Extent(n)
-                for m, n in zip(stride_marks, tensor.stride, strict=True)
+    for marks in choices:
+        if (sum(marks[0]), sum(marks[1])) == slot.dynamic:
+            widths = iter([int(kind[1:]) for kind in slot.kinds[1:]])
+            shape, stride = (
+                tuple(
+                    Extent(None, next(widths)) if m else Extent(n) for m, n in zip(mark, sizes, strict=True)
+                )
+                for mark, sizes in zip(marks, (tensor.shape, tensor.stride), strict=True)
             )
             return TensorType(tensor.element, 1, shape, stride)
     raise HostError(
-        f"argument `{name}`: {tensor}; the compiled function takes {dynamic} dynamic sizes and strides here, "
-        "and which ones is not known: import warpspec.sim before calling cute.compile, or pass a CuTe tensor "
-        "marked as the one it was compiled with"
+        f"argument `{name}`: {tensor}; the compiled function takes {slot.dynamic[0]} dynamic sizes and "
+        f"{slot.dynamic[1]} dynamic strides here, and which ones is not known: import warpspec.sim before "
+        "calling cute.compile, or pass a CuTe tensor marked as the one it was compiled with"
     )

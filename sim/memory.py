@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .errors import MemoryFault
+from warpspec.sim.errors import MemoryFault
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + shared address
 LOCAL_WINDOW = 2 << 56  # generic address of local memory: LOCAL_WINDOW + local address

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cutlass.cutlass_dsl import cutlass as cutlass_dsl
 
-from .errors import HostError
+from warpspec.sim.errors import HostError
 
 RECORD_ATTRIBUTE = "_warpspec_argument_types"
 HOOK_MARK = "_warpspec_records"
@@ -109,11 +109,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Slot:
-    """One argument of the host function: its layout, and its type where the compilation was recorded."""
+    """One argument of the host function: its layout, and its type where the compilation was recorded.
+
+    dynamic: how many sizes and how many strides a tensor's slot holds; None if the layout is not a tensor's.
+    """
 
     nbytes: int
     leaves: tuple[Leaf, ...]
     type: ArgumentType | None
+    dynamic: tuple[int, int] | None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -205,7 +209,8 @@ def slots(compiled) -> tuple[Slot, ...]:
             f"{name}: {len(types)} argument types recorded, {len(layouts)} argument slots compiled"
         )
     return tuple(
-        Slot(layout.size, tuple(layout.leaves), kind) for layout, kind in zip(layouts, types, strict=True)
+        Slot(layout.size, tuple(layout.leaves), kind, layout.tensor_counts())
+        for layout, kind in zip(layouts, types, strict=True)
     )
 
 
@@ -214,6 +219,14 @@ class _Layout:
     size: int
     align: int
     leaves: list[Leaf]
+    members: list[_Layout] = field(default_factory=list)  # of a struct
+
+    def tensor_counts(self) -> tuple[int, int] | None:
+        """A tensor is struct<(ptr, struct<(sizes, strides)>)>."""
+        if len(self.members) != 2 or self.leaves[0].kind != "ptr" or len(self.members[1].members) != 2:
+            return None
+        sizes, strides = self.members[1].members
+        return len(sizes.leaves), len(strides.leaves)
 
 
 _TOKEN = re.compile(r"\s*(struct|array|vector|packed|ptr|bf16|[fi]\d+|\d+|\S)")
@@ -265,7 +278,9 @@ def _llvm_type(tokens: list[str]) -> _Layout:
         if packed:
             tokens.pop()
         _expect(tokens, "(")
-        size, align, leaves = 0, 1, []
+        size, align = 0, 1
+        leaves: list[Leaf] = []
+        members: list[_Layout] = []
         while tokens[-1] != ")":
             member = _llvm_type(tokens)
             if tokens[-1] == ",":
@@ -275,9 +290,10 @@ def _llvm_type(tokens: list[str]) -> _Layout:
                 align = max(align, member.align)
             leaves += [Leaf(leaf.kind, leaf.offset + size) for leaf in member.leaves]
             size += member.size
+            members.append(member)
         _expect(tokens, ")")
         _expect(tokens, ">")
-        return _Layout(-(-size // align) * align, align, leaves)
+        return _Layout(-(-size // align) * align, align, leaves, members)
     raise HostError(f"LLVM type {token!r} in a host argument is not supported")
 
 
