@@ -1,8 +1,9 @@
 """mbarriers and rings of buffers between warp roles.
 
-A role never keeps a phase bit. It counts its uses of a buffer (0, 1, 2, ...) and passes the count; which stage and
-which parity that is follows from the count. PTX ISA: "mbarrier", parity waits (mbarrier.try_wait.parity): waiting
-with parity P returns once the phase with parity P is complete, and at once on a fresh barrier for P = 1.
+A role never keeps a phase bit. It counts its uses of a buffer (0, 1, 2, ...) and passes the count; which
+stage and which parity that is follows from the count. PTX ISA: "mbarrier", parity waits
+(mbarrier.try_wait.parity): waiting with parity P returns once the phase with parity P is complete, and at
+once on a fresh barrier for P = 1.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MBARRIER_BYTES = 8
 class Barrier:
     """One row of a kernel's barrier table: what stands in shared memory and in ARCHITECTURE.md alike.
 
-    stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase (TMA bytes come on top).
-    producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.
+    stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase (TMA bytes come on
+    top). producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Channel:
         cute.arch.mbarrier_arrive(self.barrier(use))
 
     def expect_bytes(self, use, transaction_bytes):
-        """The producer's arrival, by one elected thread of the warp: the phase also waits for these TMA bytes."""
+        """The producer's arrival, by one elected thread: the phase also waits for these TMA bytes."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(use), transaction_bytes)
 
@@ -76,7 +77,8 @@ class Channel:
 def init_barriers(table: tuple[Barrier, ...], base: cute.Pointer) -> dict[str, Channel]:
     """Initialise every mbarrier of a table, laid out one after another from ``base``; name -> Channel.
 
-    Called by all threads; thread 0 initialises. The caller synchronises the CTA before anyone waits or arrives.
+    Called by all threads; thread 0 initialises. The caller synchronises the CTA before anyone waits or
+    arrives.
     """
     channels, offset = {}, 0
     for barrier in table:

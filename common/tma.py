@@ -1,9 +1,9 @@
 """TMA tile loads: tensors whose rows are one swizzle span, into the layout tcgen05.mma reads.
 
 A tile is (D, rows...) with D contiguous and D * element bytes = 128: one row fills one span of the 128-byte
-swizzle, so rows lie 128 bytes apart in shared memory whatever they are. tcgen05.mma can read such a tile K-major
-(rows as M or N, D the reduction) and MN-major (D as N, rows the reduction): the two canonical layouts coincide.
-PTX ISA: "Tensors", "Swizzling modes"; "Shared memory layout and matrix descriptor" of tcgen05.
+swizzle, so rows lie 128 bytes apart in shared memory whatever they are. tcgen05.mma can read such a tile
+K-major (rows as M or N, D the reduction) and MN-major (D as N, rows the reduction): the two canonical layouts
+coincide. PTX ISA: "Tensors", "Swizzling modes"; "Shared memory layout and matrix descriptor" of tcgen05.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def shared_tiles(base: cute.Pointer, dtype, box: tuple[int, ...], stages: int) -
 def make_load(tensor: cute.Tensor, box: tuple[int, ...]) -> tuple[cute.CopyAtom, cute.Tensor]:
     """Descriptor that loads boxes of ``tensor`` (D, rows..., rest...), 16-bit elements. Host side.
 
-    box: (D, rows...). Returns the copy atom that carries the descriptor and the tensor of TMA coordinates. The
-    extents of ``tensor`` bound each load: what lies outside arrives as zeros.
+    box: (D, rows...). Returns the copy atom that carries the descriptor and the tensor of TMA coordinates.
+    The extents of ``tensor`` bound each load: what lies outside arrives as zeros.
     """
     if box[0] * tensor.element_type.width // 8 != ROW_BYTES:
         raise ValueError(f"a row must be {ROW_BYTES} bytes, got {box[0]} of {tensor.element_type}")

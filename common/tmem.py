@@ -1,8 +1,9 @@
-"""Tensor memory: allocation sizes, row-wise loads and stores, fences (PTX ISA, "Tensor Memory", tcgen05.ld/st).
+"""Tensor memory: allocation sizes, row-wise loads and stores, fences (PTX ISA, "Tensor Memory",
+tcgen05.ld/st).
 
-Tensor memory is 128 lanes by 512 columns of 32 bits. An address is lane * 2**16 + column. In the 32x32b shape,
-warp w of a warpgroup reaches lanes 32 w to 32 w + 31, and lane t of the warp reads or writes whole rows: one
-thread, one row, register i the i-th column.
+Tensor memory is 128 lanes by 512 columns of 32 bits. An address is lane * 2**16 + column. In the 32x32b
+shape, warp w of a warpgroup reaches lanes 32 w to 32 w + 31, and lane t of the warp reads or writes whole
+rows: one thread, one row, register i the i-th column.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ def allocation(columns: int) -> int:
 
 @dsl_user_op
 def fence_before_arrive(*, loc=None, ip=None):
-    """Order this thread's finished tcgen05 work before the arrival that follows (tcgen05.fence::before_thread_sync)."""
+    """Order this thread's tcgen05 work before the arrival that follows (fence::before_thread_sync)."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fence_after_wait(*, loc=None, ip=None):
-    """Order tcgen05 work that follows after the wait just done (tcgen05.fence::after_thread_sync)."""
+    """Order tcgen05 work that follows after the wait just done (fence::after_thread_sync)."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
 def load_row(columns: cute.Pointer, registers: cute.Tensor, thread) -> None:
     """Issue tcgen05.ld of this thread's row: ``registers`` (n) 32-bit, n a power of two up to 128.
 
-    columns: TMEM pointer to lane 0, first column. thread: 0..127 in the warpgroup. Asynchronous: the registers hold
-    the row after ``wait_loads``.
+    columns: TMEM pointer to lane 0, first column. thread: 0..127 in the warpgroup. Asynchronous: the
+    registers hold the row after ``wait_loads``.
     """
     count = cute.size(registers)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(_REPETITIONS[count]), registers.element_type)

@@ -10,14 +10,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 
-@cute.jit
 def hide(scores: cute.Tensor, first, end):
     """scores (n) fp32 registers: those outside [first, end), counted from the first score, become -inf.
 
     first: Int32, or None where rows are not bounded on that side.
     """
-    for i in cutlass.range_constexpr(cute.size(scores)):
+    for i in range(cute.size(scores)):
         seen = Boolean(end > i)
-        if cutlass.const_expr(first is not None):
+        if first is not None:
             seen = seen & Boolean(first <= i)
         scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))

@@ -1,32 +1,30 @@
 """Which CTA does which tile, in what order, and which KV tiles it visits.
 
-The grid is one-dimensional and holds every (query tile, head tile, KV head, batch) once: one launch for everything,
-one tile a CTA. Not persistent: two CTAs share an SM, so one's prologue and epilogue lie under the other's main loop,
-and the hardware hands out CTAs in order as slots come free, which balances uneven tiles without a queue in memory.
+The grid is one-dimensional and holds every (query tile, head tile, KV head, batch) once: one launch for
+everything, one tile a CTA. Not persistent: two CTAs share an SM, so one's prologue and epilogue lie under the
+other's main loop, and the hardware hands out CTAs in order as slots come free, which balances uneven tiles
+without a queue in memory.
 
-Order: where a row's work grows with its position (causal), query tiles run slowest and last ones first, so the long
-tiles of all heads start first and short ones fill the end. Otherwise query tiles run fastest: CTAs that run at the
-same time share the K and V of one head in L2.
+Order: where a row's work grows with its position (causal), query tiles run slowest and last ones first, so
+the long tiles of all heads start first and short ones fill the end. Otherwise query tiles run fastest: CTAs
+that run at the same time share the K and V of one head in L2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass
-from cutlass import Int32
-
 from warpspec.fmha.mask import key_range
 
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Extents of the grid; ints or Int32."""
+    """Extents of the grid. Ints on the host, Int32 in a kernel; likewise below."""
 
-    query_tiles: Int32
-    head_tiles: Int32
-    heads_kv: Int32
-    batch: Int32
+    query_tiles: int
+    head_tiles: int
+    heads_kv: int
+    batch: int
 
     @property
     def size(self):
@@ -47,17 +45,19 @@ class TileGrid:
 
 @dataclass(frozen=True)
 class KeySpan:
-    """KV tiles of one M tile. A row's interval [first, end) of visible keys moves up with its position, so the
-    lowest and the highest position of the tile bound them all.
+    """KV tiles of one M tile. A row's interval [first, end) of visible keys moves up with its position, so
+    the lowest and the highest position of the tile bound them all.
 
-    begin, count: KV tiles to visit, begin to begin + count - 1; each has a key that some row sees. latest_first,
-    earliest_end: keys from the one to before the other are visible to every row.
+    begin, count: KV tiles to visit, begin to begin + count - 1; each has a key that some row sees.
+    first, end: the keys that some row sees, [first, end). inner_first, inner_end: those that every row sees.
     """
 
-    begin: Int32
-    count: Int32
-    latest_first: Int32
-    earliest_end: Int32
+    begin: int
+    count: int
+    first: int
+    end: int
+    inner_first: int
+    inner_end: int
 
     def tile(self, step):
         """KV tile of the step-th visit: from the last down, so that under a causal mask the tiles that hold a
@@ -66,22 +66,22 @@ class KeySpan:
 
     def needs_mask(self, tile, tile_keys: int):
         """True where some row does not see some key of the tile."""
-        return (tile * tile_keys < self.latest_first) | ((tile + 1) * tile_keys > self.earliest_end)
+        return (tile * tile_keys < self.inner_first) | ((tile + 1) * tile_keys > self.inner_end)
+
+    def has_unseen(self, tile, tile_keys: int):
+        """True where no row sees some key of the tile."""
+        return (tile * tile_keys < self.first) | ((tile + 1) * tile_keys > self.end)
 
 
-def key_span(lowest, highest, length, tile_keys: int, bounds: dict) -> KeySpan:
-    """Span of the rows at positions lowest..highest; bounds: arguments of ``mask.key_range``."""
-    order = {"minimum": cutlass.min, "maximum": cutlass.max}
-    begin, earliest_end = key_range(lowest, length, **bounds, **order)
-    latest_first, end = key_range(highest, length, **bounds, **order)
-    begin = Int32(begin)
-    first_tile = begin // tile_keys
-    end_tile = (cutlass.max(Int32(end), 0) + (tile_keys - 1)) // tile_keys
-    count = end_tile - first_tile
-    return KeySpan(first_tile, select(Int32(end) > begin, count, 0), Int32(latest_first), Int32(earliest_end))
+def key_span(lowest, highest, length, tile_keys: int, bounds: dict, minimum=min, maximum=max) -> KeySpan:
+    """Span of the rows at positions lowest..highest; bounds: the compile-time arguments of
+    ``mask.key_range``.
 
-
-def select(condition, yes, no) -> Int32:
-    """yes where condition, else no."""
-    return Int32(cutlass.select_(condition, Int32(yes), Int32(no)))
-
+    Ints, or Int32 with the matching ``minimum`` and ``maximum``.
+    """
+    first, inner_end = key_range(lowest, length, **bounds, minimum=minimum, maximum=maximum)
+    inner_first, end = key_range(highest, length, **bounds, minimum=minimum, maximum=maximum)
+    first_tile = first // tile_keys
+    end_tile = (maximum(end, 0) + tile_keys - 1) // tile_keys
+    some_key = minimum(maximum(end - first, 0), 1)
+    return KeySpan(first_tile, (end_tile - first_tile) * some_key, first, end, inner_first, inner_end)

@@ -1,10 +1,10 @@
-"""Online softmax of one row held by one thread, in the base-2 domain (Milakov and Gimelshein 2018; the rescale
-rule is FlashAttention-4's).
+"""Online softmax of one row held by one thread, in the base-2 domain (Milakov and Gimelshein 2018; the
+rescale rule is FlashAttention-4's).
 
-State: ``reference`` (raw score units, not scaled) and ``row_sum`` = sum of 2**(scale_log2 * (s - reference)) over the
-scores seen so far; O is accumulated in the same units. The reference need not be the maximum: any value gives the same
-quotient O / row_sum. So it moves only when the maximum has outgrown it by more than a threshold, and only then must
-O be rescaled. Before any score is seen both are -inf and 0.
+State: ``reference`` (raw score units, not scaled) and ``row_sum`` = sum of 2**(scale_log2 * (s - reference))
+over the scores seen so far; O is accumulated in the same units. The reference need not be the maximum: any
+value gives the same quotient O / row_sum. So it moves only when the maximum has outgrown it by more than a
+threshold, and only then must O be rescaled. Before any score is seen both are -inf and 0.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
-@cute.jit
 def maximum(scores: cute.Tensor) -> Float32:
     """Largest of ``scores`` (n) fp32; NaN is passed over (it comes back through the exponential)."""
     chains = 4  # independent, so that one's latency hides under another's
     partial = [scores[i] for i in range(chains)]
-    for i in cutlass.range_constexpr(chains, cute.size(scores)):
+    for i in range(chains, cute.size(scores)):
         partial[i % chains] = cute.arch.fmax(partial[i % chains], scores[i])
     return cute.arch.fmax(cute.arch.fmax(partial[0], partial[1]), cute.arch.fmax(partial[2], partial[3]))
 
 
-@cute.jit
 def move_reference(reference, row_maximum, scale_log2, threshold):
     """-> (new reference, factor for O and row_sum, whether it moved).
 
-    row_maximum: over all scores so far. The reference follows it only when it lags by more than ``threshold`` powers of two.
-    From -inf it moves as soon as there is a score, with factor 0: nothing was summed before.
+    row_maximum: over all scores so far. The reference follows it only when it lags by more than ``threshold``
+    powers of two. From -inf it moves as soon as there is a score, with factor 0: nothing was summed before.
     """
     lag = (row_maximum - reference) * scale_log2
     moved = Boolean(lag > threshold)  # -inf - -inf is NaN: not moved
@@ -42,15 +40,16 @@ def move_reference(reference, row_maximum, scale_log2, threshold):
     return Float32(cutlass.select_(moved, row_maximum, reference)), factor, moved
 
 
-@cute.jit
 def exponentiate(scores: cute.Tensor, reference, scale_log2) -> Float32:
     """scores (n) fp32 become 2**(scale_log2 * (s - reference)) in place; returns their sum.
 
     With reference -inf every score is -inf, and becomes 0.
     """
-    offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * scale_log2))
+    offset = Float32(
+        cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * scale_log2)
+    )
     sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
-    for i in cutlass.range_constexpr(0, cute.size(scores), 2):
+    for i in range(0, cute.size(scores), 2):
         low, high = cute.arch.fma_packed_f32x2(
             (scores[i], scores[i + 1]), (scale_log2, scale_log2), (offset, offset)
         )
@@ -62,13 +61,18 @@ def exponentiate(scores: cute.Tensor, reference, scale_log2) -> Float32:
     return low + high
 
 
-@cute.jit
+def scale_by(values: cute.Tensor, factor) -> None:
+    """values (n) fp32 times ``factor``, in place."""
+    for i in range(0, cute.size(values), 2):
+        pair = (values[i], values[i + 1])
+        values[i], values[i + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
+
+
 def log_sum(reference, row_sum, scale_log2) -> Float32:
     """ln(sum of exp(scale s)): natural log, -inf where there was no score."""
     return (reference * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN_2
 
 
-@cute.jit
 def sink_term(sink, reference, scale_log2) -> Float32:
     """What a logit with no value row, in natural units, adds to ``row_sum``."""
     return cute.math.exp2(sink * LOG2_E - reference * scale_log2, fastmath=True)

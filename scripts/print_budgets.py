@@ -4,7 +4,8 @@
     python scripts/print_budgets.py --check FILE    exit 1 unless FILE holds them between its markers
     python scripts/print_budgets.py --write FILE    put them there
 
-The markers are the lines BEGIN and END below. Everything comes from the configuration the kernel is compiled from.
+The markers are the lines BEGIN and END below. Everything comes from the configuration the kernel is compiled
+from.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def attention_budgets(config: fmha.AttentionConfig) -> str:
             ("P", _columns(config.tmem_p, config.tmem_o), f"[{fmha.TILE_M}, {fmha.TILE_N}] 16 bits"),
             ("O", _columns(config.tmem_o, config.tmem_columns), f"[{fmha.TILE_M}, {fmha.HEAD_DIM}] fp32"),
             ("a CTA", config.tmem_allocation, "allocated"),
-            (f"{config.ctas_per_sm} CTAs an SM", config.ctas_per_sm * config.tmem_allocation, f"of {TMEM_COLUMNS}"),
+            (
+                f"{config.ctas_per_sm} CTAs an SM",
+                config.ctas_per_sm * config.tmem_allocation,
+                f"of {TMEM_COLUMNS}",
+            ),
         ],
     )
     registers = table(
@@ -85,7 +90,9 @@ def replaced(text: str, generated: str) -> str:
 
 
 def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--check", type=Path, metavar="FILE")
     target.add_argument("--write", type=Path, metavar="FILE")

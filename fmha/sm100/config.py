@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from warpspec.common import tma, tmem
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.problem import AttentionProblem
 
 WARP_THREADS = 32
@@ -26,8 +26,8 @@ TILE_M = 128  # query rows of a CTA: the lanes of tensor memory
 TILE_N = 128  # keys of a K or V tile
 MMA_K = 16  # reduction of one tcgen05.mma of kind f16
 
-# The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then stays
-# below 2**8, well within fp16 and bf16, and sums of it within fp32.
+# The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
+# stays below 2**8, well within fp16 and bf16, and sums of it within fp32.
 RESCALE_THRESHOLD = 8.0
 
 
@@ -35,8 +35,8 @@ RESCALE_THRESHOLD = 8.0
 class AttentionConfig:
     """Compile-time shape of one kernel.
 
-    dtype: "bfloat16" or "float16". pack: query heads of one KV group in an M tile; its row r is head r % pack of
-    query r // pack. causal, has_left, has_right: which sides of the band that a row sees are bounded.
+    dtype: "bfloat16" or "float16". pack: query heads of one KV group in an M tile; its row r is head r % pack
+    of query r // pack. causal, has_left, has_right: which sides of the band that a row sees are bounded.
     negate: scores are negated, for a negative scale. The rest: which optional operands there are.
     """
 
@@ -76,7 +76,9 @@ class AttentionConfig:
             ("num_splits", problem.num_splits, problem.num_splits not in (None, 1)),
         ):
             if wrong:
-                raise UnsupportedProblem(f"sm100 attention: {name}={value} is not supported by the D={HEAD_DIM} kernel")
+                raise UnsupportedProblem(
+                    f"sm100 attention: {name}={value} is not supported by the D={HEAD_DIM} kernel"
+                )
         return cls(
             dtype=str(problem.dtype).removeprefix("torch."),
             pack=choose_pack(problem.group, problem.seq_q),
@@ -91,7 +93,8 @@ class AttentionConfig:
             negate=problem.scale < 0,
         )
 
-    # Warp roles. The first four warps are one warpgroup: warp w reaches lanes 32 w to 32 w + 31 of tensor memory.
+    # Warp roles. The first four warps are one warpgroup: warp w reaches lanes 32 w to 32 w + 31 of tensor
+    # memory.
 
     @property
     def softmax_warps(self) -> range:
@@ -164,8 +167,8 @@ class AttentionConfig:
         others = self.threads - self.softmax_threads
         return self.softmax_registers * self.softmax_threads + self.other_registers * others
 
-    # Tensor memory, in 32-bit columns. S, P and O each have columns of their own: QK of the next tile overwrites S
-    # as soon as it has been read, while P of this one is still being made or used.
+    # Tensor memory, in 32-bit columns. S, P and O each have columns of their own: QK of the next tile
+    # overwrites S as soon as it has been read, while P of this one is still being made or used.
 
     @property
     def tmem_s(self) -> int:
@@ -214,7 +217,11 @@ class AttentionConfig:
         """(region, bytes, what stands in it), in order."""
         stages = self.kv_stages
         return (
-            ("barriers, TMEM address", tma.TILE_ALIGNMENT, f"{barrier_count(self.barriers)} mbarriers, 4 bytes"),
+            (
+                "barriers, TMEM address",
+                tma.TILE_ALIGNMENT,
+                f"{barrier_count(self.barriers)} mbarriers, 4 bytes",
+            ),
             ("Q", self.q_bytes, f"[{TILE_M}, {HEAD_DIM}], 128-byte swizzle"),
             ("K", stages * self.kv_tile_bytes, f"{stages} x [{TILE_N}, {HEAD_DIM}], 128-byte swizzle"),
             ("V", stages * self.kv_tile_bytes, f"{stages} x [{TILE_N}, {HEAD_DIM}], 128-byte swizzle"),
@@ -228,7 +235,7 @@ class AttentionConfig:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier: who arrives, how often, who waits, what then holds. Uses are counted per KV tile."""
+        """Every mbarrier: who arrives, how often, who waits, what then holds. One use a KV tile."""
         stages, threads = self.kv_stages, self.softmax_threads
         load, mma, softmax = "load warp", "MMA warp", "softmax warps"
         commit = f"{mma}, tcgen05.commit"
@@ -238,25 +245,35 @@ class AttentionConfig:
             Barrier("k_full", stages, 1, f"{load}, expect_tx + TMA bytes", mma, "K tile is in shared memory"),
             Barrier("k_empty", stages, 1, commit, load, "QK has read the K tile"),
             Barrier(
-                "v_full", stages, 1, f"{load}, expect_tx + TMA bytes", f"{mma}; {softmax} when they clear rows",
+                "v_full",
+                stages,
+                1,
+                f"{load}, expect_tx + TMA bytes",
+                f"{mma}; {softmax} when they clear rows",
                 "V tile is in shared memory",
             ),
             Barrier("v_empty", stages, 1, commit, load, "PV has read the V tile"),
             Barrier("s_full", 1, 1, commit, softmax, "S of the tile is in tensor memory"),
             Barrier("s_empty", 1, threads, every, mma, "S is in registers, its columns may be overwritten"),
             Barrier(
-                "p_full", 1, threads, every, mma,
-                "P is in tensor memory, O is rescaled, V rows past the KV length are zero",
+                "p_full",
+                1,
+                threads,
+                every,
+                mma,
+                "P is in tensor memory, O is rescaled, V rows that no query row sees are zero",
             ),
-            Barrier("pv_done", 1, 1, commit, softmax, "O holds the tile, the columns of P may be overwritten"),
+            Barrier(
+                "pv_done", 1, 1, commit, softmax, "O holds the tile, the columns of P may be overwritten"
+            ),
         )
 
 
 def choose_pack(group: int, seq_q: int) -> int:
     """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
 
-    More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more nearly the
-    same keys, so at equal tile count more heads never costs and often saves KV tiles.
+    More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more
+    nearly the same keys, so at equal tile count more heads never costs and often saves KV tiles.
     """
 
     def tiles(pack):

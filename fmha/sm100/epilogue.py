@@ -16,7 +16,7 @@ from warpspec.fmha.softmax import LN_2, log_sum, sink_term
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row belongs: batch, KV head, query head, query; in_range: there is such a row in the problem."""
+    """Where a row belongs: batch, KV head, query head, query; in_range: the problem has such a row."""
 
     batch: Int32
     kv_head: Int32
@@ -26,11 +26,13 @@ class Place:
 
 
 @cute.jit
-def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, span, state, o, operands, scale_log2):
+def epilogue(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, span, state, o, operands, scale_log2
+):
     """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
-    state: (reference, maximum, row_sum) from the softmax loop. o: TMEM pointer to O. operands: global tensors.
-    Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
+    state: (reference, maximum, row_sum) from the softmax loop. o: TMEM pointer to O. operands: global
+    tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
     reference, row_maximum, row_sum = state
     values = cute.make_rmem_tensor(HEAD_DIM, Float32)  # (D)
@@ -39,9 +41,8 @@ def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place,
         tmem.fence_after_wait()
         tmem.load_row(o, values, row.thread)
         tmem.wait_loads()
-    if cutlass.const_expr(config.band):
-        if place.in_range & tainted(values, row_sum):
-            recompute(config, row, place, operands, reference, scale_log2, values)
+    if config.band and place.in_range & tainted(values, row_sum):
+        recompute(config, row, place, operands, reference, scale_log2, values)
     if place.in_range:
         empty = Boolean(row_sum == Float32(0.0))
         if cutlass.const_expr(config.normalize):
@@ -56,11 +57,16 @@ def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place,
             operands.row_sum[place.batch, place.head, place.query] = Float32(
                 cutlass.select_(empty, Float32(0.0), row_sum * factor)
             )
-        for i in cutlass.range_constexpr(HEAD_DIM):
-            values[i] = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))
+        scale_or_zero(values, factor, empty)
         if cutlass.const_expr(config.has_lse):
             operands.lse[place.batch, place.head, place.query] = log_sum(reference, row_sum, scale_log2)
         target = operands.o[place.batch, place.query, place.head, None]  # (D)
         converted = cute.make_rmem_tensor(HEAD_DIM, target.element_type)
         converted.store(values.load().to(target.element_type))
         cute.autovec_copy(converted, target)
+
+
+def scale_or_zero(values: cute.Tensor, factor, empty) -> None:
+    """values (D) times ``factor``; zeros where ``empty``, whatever stood there."""
+    for i in range(HEAD_DIM):
+        values[i] = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))

@@ -1,4 +1,7 @@
-"""The attention kernel for sm_100a at D = 64: host side, storage, role dispatch. ARCHITECTURE.md has the picture."""
+"""The attention kernel for sm_100a at D = 64: host side, storage, role dispatch.
+
+ARCHITECTURE.md, "Attention on sm_100a", has the picture.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common import tma, tmem
+from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.fmha.scheduler import TileGrid, key_span
 from warpspec.fmha.mask import key_range
+from warpspec.fmha.scheduler import TileGrid, key_span
 from warpspec.fmha.sm100 import mma as tensor_core
-from warpspec.fmha.sm100.config import HEAD_DIM, TILE_M, AttentionConfig
+from warpspec.fmha.sm100.config import HEAD_DIM, TILE_N, AttentionConfig
 from warpspec.fmha.sm100.epilogue import Place, epilogue
 from warpspec.fmha.sm100.load import load
 from warpspec.fmha.sm100.softmax_warps import Row, softmax
@@ -24,8 +27,8 @@ SMEM_CARVEOUT_PERCENT = 100
 
 
 class Operands(NamedTuple):
-    """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; sink [Hq]; kv_lengths, q_start
-    [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32."""
+    """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; sink [Hq]; kv_lengths,
+    q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -63,7 +66,10 @@ class Attention:
         window_right: Int32,
         stream: CUstream,
     ):
-        """Host side: TMA descriptors, grid, launch. scale_log2: |scale| * log2(e). window: 0 where unbounded."""
+        """Host side: TMA descriptors, grid, launch.
+
+        scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded.
+        """
         config = self.config
         # (D, HEAD, QUERY, KV_HEAD, BATCH)
         batch, seq_q, heads_q, _ = q.shape
@@ -77,11 +83,15 @@ class Attention:
             ),
         )
         # (D, KEY, KV_HEAD, BATCH)
-        k_view, v_view = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0])) for t in (k, v))
+        k_view, v_view = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0])) for t in (k, v)
+        )
         q_atom, q_coordinates = tma.make_load(q_view, config.q_box)
         k_atom, k_coordinates = tma.make_load(k_view, config.kv_box)
         v_atom, v_coordinates = tma.make_load(v_view, config.kv_box)
-        grid = TileGrid(cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch)
+        grid = TileGrid(
+            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
+        )
         self.kernel(
             Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum),
             (q_atom, k_atom, v_atom),
@@ -112,10 +122,12 @@ class Attention:
             tmem_address: Int32
             q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
             k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes], tma.TILE_ALIGNMENT
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
+                tma.TILE_ALIGNMENT,
             ]
             v: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes], tma.TILE_ALIGNMENT
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
+                tma.TILE_ALIGNMENT,
             ]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
@@ -149,7 +161,8 @@ class Attention:
         )
         first_query = query_tile * config.queries
         last_query = cutlass.min(first_query + config.queries, seq_q) - 1
-        span = key_span(start + first_query, start + last_query, length, config.kv_box[1], bounds)
+        integers = {"minimum": cutlass.min, "maximum": cutlass.max}
+        span = key_span(start + first_query, start + last_query, length, TILE_N, bounds, **integers)
 
         # 4. Roles.
         if warp < len(config.softmax_warps):
@@ -161,16 +174,25 @@ class Attention:
                 kv_head,
                 kv_head * group + head,
                 query,
-                Boolean(head < group) & Boolean(query < seq_q) & Boolean(thread < config.pack * config.queries),
+                Boolean(head < group)
+                & Boolean(query < seq_q)
+                & Boolean(thread < config.pack * config.queries),
             )
-            first, end = key_range(
-                start + query, length, **bounds, minimum=cutlass.min, maximum=cutlass.max
-            )
-            row = Row(thread, first, end, length)
+            first, end = key_range(start + query, length, **bounds, **integers)
+            row = Row(thread, first, end)
             p = cute.recast_ptr(columns + config.tmem_p, dtype=Int32)
             o = columns + config.tmem_o
             state = softmax(
-                config, channels, row, span, columns + config.tmem_s, p, o, storage.v.data_ptr(), scale_log2, dtype
+                config,
+                channels,
+                row,
+                span,
+                columns + config.tmem_s,
+                p,
+                o,
+                storage.v.data_ptr(),
+                scale_log2,
+                dtype,
             )
             epilogue(config, channels, row, place, span, state, o, operands, scale_log2)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
@@ -185,15 +207,24 @@ class Attention:
                     coordinates[0][None, None, None, kv_head, batch], config.q_box, (0, head_tile, None)
                 )
                 k_tiles, v_tiles = (
-                    cute.local_tile(c[None, None, kv_head, batch], config.kv_box, (0, None)) for c in coordinates[1:]
+                    cute.local_tile(c[None, None, kv_head, batch], config.kv_box, (0, None))
+                    for c in coordinates[1:]
                 )
                 rings = (
                     tma.TileRing.make(atoms[0], q_tiles, tma.shared_tiles(q_smem, dtype, config.q_box, 1)),
-                    tma.TileRing.make(atoms[1], k_tiles, tma.shared_tiles(k_smem, dtype, config.kv_box, config.kv_stages)),
-                    tma.TileRing.make(atoms[2], v_tiles, tma.shared_tiles(v_smem, dtype, config.kv_box, config.kv_stages)),
+                    tma.TileRing.make(
+                        atoms[1], k_tiles, tma.shared_tiles(k_smem, dtype, config.kv_box, config.kv_stages)
+                    ),
+                    tma.TileRing.make(
+                        atoms[2], v_tiles, tma.shared_tiles(v_smem, dtype, config.kv_box, config.kv_stages)
+                    ),
                 )
                 load(config, channels, rings, query_tile, span)
             if warp == config.mma_warp:
                 tensor_core.mma(
-                    config, channels, tensor_core.fragments(config, dtype, q_smem, k_smem, v_smem, columns), span, dtype
+                    config,
+                    channels,
+                    tensor_core.fragments(config, dtype, q_smem, k_smem, v_smem, columns),
+                    span,
+                    dtype,
                 )

@@ -12,10 +12,10 @@ from warpspec.common import tma
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, query_tile, span):
     """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``span``, in its order.
 
-    rings: ``tma.TileRing`` of Q (one stage), K and V. query_tile: which of Q's tiles.
-    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: k_empty, v_empty, a stage of
-    each before it is filled again. Leaves only when every stage has been released, so no arrival is still on its
-    way to a barrier of a CTA that has ended.
+    rings: ``tma.TileRing`` of Q (one stage), K and V. query_tile: which of Q's tiles. Produces: q_full,
+    k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: k_empty, v_empty, a stage of each before
+    it is filled again. Leaves only when every stage has been released, so no arrival is still on its way to a
+    barrier of a CTA that has ended.
     """
     q, k, v = rings
     if span.count > 0:

@@ -16,21 +16,33 @@ from warpspec.common import tmem
 def make_qk(config, dtype) -> cute.TiledMma:
     """S [M, N] = Q [M, K] K [N, K]^T: both operands from shared memory, D contiguous."""
     return blackwell.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, tcgen05.CtaGroup.ONE, config.qk_tiler[:2]
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        tcgen05.CtaGroup.ONE,
+        config.qk_tiler[:2],
     )
 
 
 def make_pv(config, dtype) -> cute.TiledMma:
-    """O [M, N] += P [M, K] V [K, N]: P from tensor memory, V from shared memory with N (that is D) contiguous."""
+    """O [M, N] += P [M, K] V [K, N]: P from tensor memory, V from shared memory, N (that is D) contiguous."""
     return blackwell.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, tcgen05.CtaGroup.ONE, config.pv_tiler[:2],
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+        Float32,
+        tcgen05.CtaGroup.ONE,
+        config.pv_tiler[:2],
         tcgen05.OperandSource.TMEM,
     )
 
 
 class Fragments(NamedTuple):
-    """Operands of both products. q (MMA, MMA_M, MMA_K), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of shared
-    memory. p (MMA, MMA_M, MMA_K), s, o (MMA, MMA_M, MMA_N): tensor memory."""
+    """Operands of both products. q (MMA, MMA_M, MMA_K), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of
+    shared memory. p (MMA, MMA_M, MMA_K), s, o (MMA, MMA_M, MMA_N): tensor memory."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -70,7 +82,13 @@ def fragments(config, dtype, q_base, k_base, v_base, columns) -> Fragments:
 
 
 @cute.jit
-def mma(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, span, dtype: cutlass.Constexpr):
+def mma(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    operands: cutlass.Constexpr,
+    span,
+    dtype: cutlass.Constexpr,
+):
     """QK of the next tile is issued before PV of this one, so the tensor core has work while softmax makes P.
 
     operands: ``Fragments``. dtype: of q, k, v and P.
@@ -93,7 +111,13 @@ def mma(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlas
 
 
 @cute.jit
-def score(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, step, dtype: cutlass.Constexpr):
+def score(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    operands: cutlass.Constexpr,
+    step,
+    dtype: cutlass.Constexpr,
+):
     """S of one KV tile, once its K is there and the S before it has been read."""
     channels["k_full"].wait(step)
     channels["s_empty"].wait_previous(step)

@@ -1,10 +1,11 @@
 """The exact path for rows that a non-finite V value at a hidden key may have reached.
 
-PV multiplies every key of a tile with every row: a key hidden from a row has P = 0 there, but 0 times NaN or Inf is
-NaN. Rows past the KV length are cleared in shared memory before PV (softmax_warps.clear_past). Within the length a
-key may be hidden from one row of a tile (causal, window) and visible to another, which must get its NaN. So the
-epilogue looks at the finished O: a row whose O is not finite although its row sum is was reached by a non-finite V
-value; it is summed again from global memory over exactly the keys it sees. Finite data never comes here.
+PV multiplies every key of a tile with every row: a key hidden from a row has P = 0 there, but 0 times NaN or
+Inf is NaN. Keys that no row of the M tile sees are cleared in shared memory before PV
+(softmax_warps.clear_unseen). Of the others, one may be hidden from one row (causal, window) and visible to
+another, which must get its NaN. So the epilogue looks at the finished O: a row whose O is not finite although
+its row sum is was reached by a non-finite V value; it is summed again from global memory over exactly the
+keys it sees. Finite data never comes here.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.fmha.sm100.config import HEAD_DIM
 
 
-@cute.jit
 def tainted(values: cute.Tensor, row_sum) -> Boolean:
     """True where some of values (D) fp32 is NaN or Inf and the row has a finite, positive sum."""
     probe = Float32(0.0)
-    for i in cutlass.range_constexpr(HEAD_DIM):
+    for i in range(HEAD_DIM):
         probe = probe + values[i] * Float32(0.0)  # 0, or NaN from the first that is not finite
     finite_sum = Boolean(row_sum > Float32(0.0)) & Boolean(row_sum < Float32.inf)
     return Boolean(probe != probe) & finite_sum
@@ -29,20 +29,14 @@ def tainted(values: cute.Tensor, row_sum) -> Boolean:
 @cute.jit
 def recompute(config: cutlass.Constexpr, row, place, operands, reference, scale_log2, values: cute.Tensor):
     """values (D) = sum over the row's visible keys of 2**(scale_log2 * (q.k - reference)) v, in fp32."""
-    q = operands.q[place.batch, place.query, place.head, None]  # (D)
-    q_values = _load(q)
+    q = _load(operands.q[place.batch, place.query, place.head, None])
     values.fill(0.0)
     for key in cutlass.range(Int32(row.first), row.end, unroll=1):
-        k_values = _load(operands.k[place.batch, key, place.kv_head, None])
-        score = Float32(0.0)
-        for i in cutlass.range_constexpr(HEAD_DIM):
-            score = score + q_values[i].to(Float32) * k_values[i].to(Float32)
+        score = _dot(q, _load(operands.k[place.batch, key, place.kv_head, None]))
         if cutlass.const_expr(config.negate):
             score = -score
         weight = cute.math.exp2((score - reference) * scale_log2, fastmath=True)
-        v_values = _load(operands.v[place.batch, key, place.kv_head, None])
-        for i in cutlass.range_constexpr(HEAD_DIM):
-            values[i] = values[i] + weight * v_values[i].to(Float32)
+        _accumulate(values, weight, _load(operands.v[place.batch, key, place.kv_head, None]))
 
 
 def _load(source: cute.Tensor) -> cute.Tensor:
@@ -50,3 +44,15 @@ def _load(source: cute.Tensor) -> cute.Tensor:
     registers = cute.make_rmem_tensor(HEAD_DIM, source.element_type)
     cute.autovec_copy(source, registers)
     return registers
+
+
+def _dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
+    total = Float32(0.0)
+    for i in range(HEAD_DIM):
+        total = total + a[i].to(Float32) * b[i].to(Float32)
+    return total
+
+
+def _accumulate(values: cute.Tensor, weight, v: cute.Tensor) -> None:
+    for i in range(HEAD_DIM):
+        values[i] = values[i] + weight * v[i].to(Float32)

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from warpspec.common import tma, tmem
 from warpspec.fmha.device_mask import hide
 from warpspec.fmha.sm100.config import HEAD_DIM, RESCALE_THRESHOLD, TILE_N
-from warpspec.fmha.softmax import exponentiate, maximum, move_reference
+from warpspec.fmha.softmax import exponentiate, maximum, move_reference, scale_by
 
 O_PART = 32  # columns of O in registers at a time while it is rescaled
 WORD_BYTES = 4
@@ -21,19 +21,30 @@ WORD_BYTES = 4
 class Row:
     """What one thread knows of its row.
 
-    thread: 0..127, the row of the M tile and the lane of tensor memory. first, end: keys it sees, [first, end).
-    length: KV length of the batch row.
+    thread: 0..127, the row of the M tile and the lane of tensor memory. first, end: keys it sees,
+    [first, end).
     """
 
     thread: Int32
     first: Int32
     end: Int32
-    length: Int32
 
 
 @cute.jit
-def softmax(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, span, s, p, o, v_base, scale_log2, dtype: cutlass.Constexpr):
-    """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's reference.
+def softmax(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    row,
+    span,
+    s,
+    p,
+    o,
+    v_base,
+    scale_log2,
+    dtype: cutlass.Constexpr,
+):
+    """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's
+    reference.
 
     s, p, o: tensor memory, pointers to the first column of S (fp32), P (32 bits, two keys) and O (fp32).
     v_base: first V stage. Returns (reference, maximum, row_sum) of the row, raw score units.
@@ -42,7 +53,8 @@ def softmax(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, span, s
     """
     reference, row_maximum, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
     for step in cutlass.range(span.count, unroll=1):
-        first_key = span.tile(step) * TILE_N
+        tile = span.tile(step)
+        first_key = tile * TILE_N
         scores = cute.make_rmem_tensor(TILE_N, Float32)  # (KEY)
         channels["s_full"].wait(step)
         tmem.fence_after_wait()
@@ -51,7 +63,7 @@ def softmax(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, span, s
         tmem.fence_before_arrive()
         channels["s_empty"].arrive(step)
 
-        if span.needs_mask(span.tile(step), TILE_N):
+        if span.needs_mask(tile, TILE_N):
             hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
         row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
         reference, factor, moved = move_reference(reference, row_maximum, scale_log2, RESCALE_THRESHOLD)
@@ -61,14 +73,14 @@ def softmax(config: cutlass.Constexpr, channels: cutlass.Constexpr, row, span, s
 
         channels["pv_done"].wait_previous(step)
         tmem.fence_after_wait()
-        if step > 0:
-            if cute.arch.vote_any_sync(moved):
-                rescale(o, factor, row.thread)
+        if (step > 0) & cute.arch.vote_any_sync(moved):
+            rescale(o, factor, row.thread)
         tmem.store_row(cute.recast_tensor(weights, Int32), p, row.thread)
-        if cutlass.const_expr(config.has_kv_lengths):
-            if first_key + TILE_N > row.length:
-                channels["v_full"].wait(step)
-                clear_past(row, first_key, v_base + channels["v_full"].stage(step) * config.kv_tile_bytes)
+        # Where every row sees every key up to Sk there is nothing to clear: past Sk TMA fills in zeros.
+        if (config.band or config.has_kv_lengths) and span.has_unseen(tile, TILE_N):
+            channels["v_full"].wait(step)
+            stage = channels["v_full"].stage(step)
+            clear_unseen(row, span, first_key, v_base + stage * config.kv_tile_bytes)
         tmem.wait_stores()
         tmem.fence_before_arrive()
         channels["p_full"].arrive(step)
@@ -82,18 +94,18 @@ def rescale(o, factor, thread):
         values = cute.make_rmem_tensor(O_PART, Float32)  # (D part)
         tmem.load_row(o + part * O_PART, values, thread)
         tmem.wait_loads()
-        for i in cutlass.range_constexpr(0, O_PART, 2):
-            values[i], values[i + 1] = cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
+        scale_by(values, factor)
         tmem.store_row(values, o + part * O_PART, thread)
 
 
 @cute.jit
-def clear_past(row, first_key, tile: cute.Pointer):
-    """Zero the V rows of a tile that lie at or past the KV length: 0 times a NaN left there would be NaN.
+def clear_unseen(row, span, first_key, tile: cute.Pointer):
+    """Zero the V rows of a tile that no row of the M tile sees: 0 times a NaN left there would be NaN.
 
-    tile: Uint8 pointer to the stage. Thread t does row t; the fence makes it visible to tcgen05.mma.
+    tile: Uint8 pointer to the stage. Thread t does V row t; the fence makes it visible to tcgen05.mma.
     """
-    if first_key + row.thread >= row.length:
+    key = first_key + row.thread
+    if (key < span.first) | (key >= span.end):
         words = cute.make_tensor(
             cute.recast_ptr((tile + row.thread * tma.ROW_BYTES).align(tma.ROW_BYTES), dtype=Int32),
             cute.make_layout(tma.ROW_BYTES // WORD_BYTES),

@@ -1,0 +1,168 @@
+"""The sm100 attention kernel as compiled: spills, registers, budgets, and the arithmetic of its tiles."""
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from warpspec.common import tma
+from warpspec.common.compile import resources
+from warpspec.fmha.mask import key_range
+from warpspec.fmha.scheduler import TileGrid, key_span
+from warpspec.fmha.sm100 import AttentionConfig, compiled
+from warpspec.fmha.sm100.config import TILE_M, TILE_N, choose_pack
+
+ROOT = Path(__file__).parents[2]
+BAND = [
+    dict(causal=causal, has_left=left, has_right=right)
+    for causal, left, right in itertools.product((False, True), repeat=3)
+]
+OPERANDS = [
+    dict(),
+    dict(has_sink=True, has_lse=True),
+    dict(has_kv_lengths=True, has_q_start=True, has_sink=True),
+    dict(has_kv_lengths=True, normalize=False),
+    dict(has_q_start=True, has_lse=True, negate=True),
+]
+PACKS = (1, 7, 8, 128)
+# Every mask with every set of operands; dtype and packing take turns.
+VARIANTS = [
+    AttentionConfig(("bfloat16", "float16")[i % 2], pack=PACKS[i % len(PACKS)], **band, **operands)
+    for i, (band, operands) in enumerate(itertools.product(BAND, OPERANDS))
+]
+
+
+def label(config):
+    changed = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    ]
+    return ",".join(changed)
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=label)
+def test_compiles_without_spills(config):
+    (kernel,) = resources(compiled(config)).values()
+    assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
+    assert kernel.required_threads == (config.threads, 1, 1)
+    assert kernel.registers == config.launch_registers
+    assert kernel.static_smem == 0
+
+
+def test_instructions_are_those_of_the_design():
+    config = AttentionConfig("bfloat16", causal=True)
+    ptx = compiled(config).artifacts.PTX
+    assert f"setmaxnreg.inc.sync.aligned.u32 \t{config.softmax_registers}" in ptx
+    assert f"setmaxnreg.dec.sync.aligned.u32 \t{config.other_registers}" in ptx
+    for instruction in ("alloc", "relinquish_alloc_permit", "dealloc"):
+        assert len(re.findall(rf"tcgen05\.{instruction}\b", ptx)) == 1
+    a_operands = re.findall(r"tcgen05\.mma\.\S+ \[%\w+\], (\S+),", ptx)
+    qk = [a for a in a_operands if not a.startswith("[")]
+    pv = [a for a in a_operands if a.startswith("[")]
+    # QK stands twice, for the first tile and in the loop.
+    assert len(qk) == 2 * config.qk_tiler[2] // 16
+    assert len(pv) == config.pv_tiler[2] // 16, "P is not read from tensor memory"
+    assert "cp.async.bulk.tensor.5d" in ptx and "cp.async.bulk.tensor.4d" in ptx
+    assert "st.local" not in ptx and "ld.local" not in ptx
+
+
+def test_budgets_are_asserted():
+    config = AttentionConfig("bfloat16")
+    assert config.smem_bytes == sum(size for _, size, _ in config.smem_regions)
+    for change in (dict(kv_stages=4), dict(kv_stages=1), dict(ctas_per_sm=3), dict(softmax_registers=216)):
+        with pytest.raises(AssertionError):
+            dataclasses.replace(config, **change)
+    assert dataclasses.replace(config, kv_stages=4, ctas_per_sm=1).tmem_allocation == config.tmem_allocation
+
+
+@pytest.mark.parametrize("seq_q", [1, 2, 17, 127, 128, 129, 1000])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 64, 65, 128, 200])
+def test_pack_covers_every_row_with_the_fewest_tiles(group, seq_q):
+    pack = choose_pack(group, seq_q)
+    rows = {
+        (head_tile * pack + row % pack, query_tile * (TILE_M // pack) + row // pack)
+        for head_tile in range(-(-group // pack))
+        for query_tile in range(-(-seq_q // (TILE_M // pack)))
+        for row in range(pack * (TILE_M // pack))
+    }
+    assert rows >= set(itertools.product(range(group), range(seq_q)))
+    tiles = [-(-group // p) * -(-seq_q // (TILE_M // p)) for p in range(1, min(group, TILE_M) + 1)]
+    assert tiles[pack - 1] == min(tiles)
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_grid_holds_every_tile_once(longest_first):
+    grid = TileGrid(query_tiles=5, head_tiles=2, heads_kv=3, batch=4)
+    tiles = [grid.decode(index, longest_first=longest_first) for index in range(grid.size)]
+    assert sorted(tiles) == sorted(itertools.product(range(5), range(2), range(3), range(4)))
+    if longest_first:
+        assert [tile[0] for tile in tiles] == sorted((tile[0] for tile in tiles), reverse=True)
+
+
+@pytest.mark.parametrize("left", [None, 0, 3, 9])
+@pytest.mark.parametrize("right", [None, 0, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_key_span_visits_tiles_some_row_sees_and_masks_only_where_needed(causal, left, right):
+    keys, rows = 4, 3
+    bounds = dict(causal=causal, left=left, right=right)
+    for length, lowest in itertools.product((0, 1, 4, 5, 11), range(-6, 20)):
+        seen = []
+        for position in range(lowest, lowest + rows):
+            first, end = key_range(position, length, **bounds)
+            seen.append(set(range(first, end)))
+        span = key_span(lowest, lowest + rows - 1, length, keys, bounds)
+        visited = [span.tile(step) for step in range(span.count)]
+        assert visited == sorted({key // keys for key in set.union(*seen)}, reverse=True)
+        for tile in visited:
+            tile_keys = set(range(tile * keys, (tile + 1) * keys))
+            assert span.needs_mask(tile, keys) == any(not tile_keys <= row for row in seen)
+            assert span.has_unseen(tile, keys) == (not tile_keys <= set.union(*seen))
+
+
+def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads():
+    """Row r of a tile starts r * 128 bytes into it for TMA, for Q, for K, and for V read with D as N."""
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.utils.blackwell_helpers as blackwell
+
+    from warpspec.fmha.sm100 import mma
+
+    config = AttentionConfig("float16")
+    offsets = {}
+
+    @cute.jit
+    def trace():
+        dtype, stages = cutlass.Float16, config.kv_stages
+        qk, pv = mma.make_qk(config, dtype), mma.make_pv(config, dtype)
+        layouts = {
+            "tma": tma.swizzled_layout(config.kv_box, stages),
+            "q": blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1),
+            "k": blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages),
+            "v": blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages),
+        }
+        for name, layout in layouts.items():
+            offsets[name] = (str(layout.inner), layout.outer.shape, layout.outer.stride)
+
+    cute.compile(trace, options="--gpu-arch sm_100a")
+    rows, depth, k = TILE_N, 64, 16
+    stage = rows * depth
+    swizzle = offsets["tma"][0]
+    assert offsets["tma"] == (swizzle, (depth, rows, config.kv_stages), (1, depth, stage))
+    assert offsets["q"] == (swizzle, ((rows, k), 1, depth // k, 1), ((depth, 1), 0, k, 0))
+    assert offsets["k"] == (swizzle, ((rows, k), 1, depth // k, config.kv_stages), ((depth, 1), 0, k, stage))
+    assert offsets["v"] == (
+        swizzle,
+        ((depth, k), 1, rows // k, config.kv_stages),
+        ((1, depth), 0, k * depth, stage),
+    )
+
+
+def test_architecture_has_the_current_budgets():
+    command = [sys.executable, ROOT / "scripts/print_budgets.py", "--check", ROOT / "ARCHITECTURE.md"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
