@@ -1,4 +1,4 @@
-"""`make demo` and `make test` on a bare machine: what is missing is named, and the command that installs it."""
+"""`make demo` and `make test` on a bare machine: what is missing is named, with what installs it."""
 
 import importlib.util
 import os
@@ -89,7 +89,7 @@ def bootstrap(monkeypatch, tmp_path):
 
 
 def test_torch_source(bootstrap, monkeypatch):
-    """The index that is asked for, else what pip is configured with, else CPU builds where there is no GPU."""
+    """The index asked for, else what pip is configured with, else CPU builds where there is no GPU."""
     has_gpu = Path("/proc/driver/nvidia/version").exists()
     assert bootstrap.torch_source() == ([] if has_gpu else ["--extra-index-url", bootstrap.CPU_TORCH_INDEX])
     monkeypatch.setenv("PIP_FIND_LINKS", "/somewhere")
