@@ -194,6 +194,8 @@ class Machine:
                 return self._all_blocked(w)
             block = group.block
             ins = self.system_instr[block] if block < len(self.system_instr) else None
+            if w.flying and block < len(program.blocks):
+                w.settle(program.live.uses[block] | program.live.defs[block])
             if ins is not None:
                 quota -= 1
                 self.clock += 1
@@ -201,17 +203,19 @@ class Machine:
                     return bool(w.alive) and w.runnable() is not None
                 continue
             single = len(w.groups) == 1
+            budget = BLOCK_BUDGET if single and not w.flying else 1
             w.ctx[Ctx.CLOCK] = self.clock
-            why, at = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, BLOCK_BUDGET if single else 1)
+            why, at = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, budget)
             self.clock += 1
             group.block = at
             if why == Stop.PYTHON:
                 if not single:
                     w.merge()
             elif why == Stop.BUDGET:
-                if single:
+                if not single:
+                    w.merge()
+                elif budget > 1:
                     return True
-                w.merge()
             elif why == Stop.DIVERGED:
                 self.diverge(w, group, at)
             elif why == Stop.EXIT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -110,7 +111,7 @@ class Warp:
         self.groups = [Group(0, self.alive)]
         self.current = self.groups[0]
         self.ready = True
-        self.pending: list = []  # this warp's asynchronous tcgen05.ld/st, bulk groups and the like, by family
+        self.flying: list[tuple[int, Callable[[], None]]] = []  # (registers as a bitset, how to fill them)
         self.state: dict[str, object] = {}  # per-warp state of instruction families
         for name, value in special.items():
             self._preset(name, value)
@@ -282,6 +283,22 @@ class Warp:
             return
         at = self._offset[reg.name] >> 2
         self._u32[at] = (int(self._u32[at]) & ~mask & FULL_MASK) | (bits & mask)
+
+    def in_flight(self, vec: Operand, fill: Callable[[], None]) -> None:
+        """Mark registers as filled later: `fill` runs before the first instruction that touches one of them."""
+        items = vec.items if isinstance(vec, Vec) else (vec,)
+        bits = self.program.live.bits(item.name for item in items if item is not None)
+        self.flying.append((bits, fill))
+
+    def settle(self, touched: int = -1) -> None:
+        """Fill registers in flight: those in the bitset `touched`, or all."""
+        keep = []
+        for bits, fill in self.flying:
+            if bits & touched:
+                fill()
+            else:
+                keep.append((bits, fill))
+        self.flying = keep
 
     # ---- threads ----------------------------------------------------------------------------------------------
 

@@ -371,7 +371,11 @@ def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[Tr
 
 @instruction("tcgen05.ld", collective=True)
 def ld(m, w, ins: Instr, mask: int) -> None:
-    """tcgen05.ld: tensor memory to registers; they hold poison until tcgen05.wait::ld."""
+    """tcgen05.ld: tensor memory to registers, which are scoreboarded: the data is there at their first use.
+
+    When tensor memory is read is open until then or until tcgen05.wait::ld: a kernel that lets others overwrite it
+    without that wait reads what they wrote.
+    """
     registers, address = ins.operands[:2]
     split = ins.operands[2] if len(ins.operands) > 2 else None
     tmap, packed, lane, column = place(w, ins, address, split, mask)
@@ -379,22 +383,22 @@ def ld(m, w, ins: Instr, mask: int) -> None:
     if m.rng.random() < EARLY:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
     w.write_vec(registers, np.full((len(tmap.lane), 32), POISON, np.uint32), mask)
-    pending = w.state.setdefault("tcgen05.ld", [])
-    pending.append(Transfer(registers, lane, column, tmap, packed, mask, values))
+    load = Transfer(registers, lane, column, tmap, packed, mask, values)
+    w.in_flight(registers, lambda: finish_load(w, load))
+
+
+def finish_load(w, load: Transfer) -> None:
+    """Put a load's data into its registers."""
+    values = load.values
+    if values is None:
+        values = transfer.load(w.cta.tmem, load.lane, load.column, load.map, load.packed)
+    w.write_vec(load.registers, values, load.mask)
 
 
 @instruction("tcgen05.wait::ld", collective=True)
 def wait_ld(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.wait::ld: this warp's loads are in their registers."""
-    pending = w.state.get("tcgen05.ld")
-    if not pending:
-        return
-    for t in pending:
-        values = t.values
-        if values is None:
-            values = transfer.load(w.cta.tmem, t.lane, t.column, t.map, t.packed)
-        w.write_vec(t.registers, values, t.mask)
-    pending.clear()
+    w.settle()
 
 
 @instruction("tcgen05.st", collective=True)
