@@ -38,7 +38,7 @@ class GlobalMemory(Protocol):
 Combine = Callable[[np.ndarray, np.ndarray], None]
 
 
-def _assign(destination: np.ndarray, source: np.ndarray) -> None:
+def assign(destination: np.ndarray, source: np.ndarray) -> None:
     destination[...] = source
 
 
@@ -207,9 +207,9 @@ def store_box(
     coords: tuple[int, ...],
     data: np.ndarray,
     gmem: GlobalMemory,
-    combine: Combine = _assign,
+    combine: Combine = assign,
 ) -> int:
-    """Write a box in box order (uint8 [shared_bytes]) to global memory, skipping what lies outside the tensor.
+    """Write a box (uint8 [shared_bytes], box order) to global memory, skipping what lies outside the tensor.
 
     `combine` is how source and destination meet: assignment, or a reduction. Returns the bytes written.
     """
@@ -234,7 +234,7 @@ def _check_rows(tensor_map: TensorMap, rows: tuple[int, ...]) -> None:
 
 
 def load_rows(tensor_map: TensorMap, column: int, rows: tuple[int, ...], gmem: GlobalMemory) -> np.ndarray:
-    """.tile::gather4: four rows of a rank-2 tensor, `box[0]` wide from `column`. Returns uint8, in box order."""
+    """.tile::gather4: four rows of a rank-2 tensor from `column` on. Returns uint8 in box order."""
     _check_rows(tensor_map, rows)
     return np.concatenate([load_box(tensor_map, (column, row), gmem) for row in rows])
 
@@ -245,7 +245,7 @@ def store_rows(
     rows: tuple[int, ...],
     data: np.ndarray,
     gmem: GlobalMemory,
-    combine: Combine = _assign,
+    combine: Combine = assign,
 ) -> int:
     """.tile::scatter4: the inverse of `load_rows`. Returns the bytes written."""
     _check_rows(tensor_map, rows)
@@ -263,9 +263,7 @@ def _chunks(
     if offset % SHARED_ALIGN:
         raise MemoryFault(f"shared address {offset:#x} of a tensor copy is not {SHARED_ALIGN}-byte aligned")
     if offset + nbytes > smem.size:
-        raise MemoryFault(
-            f"{nbytes} bytes at {offset:#x} run past the end of shared memory at {smem.size:#x}"
-        )
+        raise MemoryFault(f"{nbytes} bytes at {offset:#x} run past the end of shared memory, {smem.size:#x}")
     if tensor_map.swizzle == Swizzle.NONE:
         return smem, slice(offset, offset + nbytes)
     phase = offset % PERIOD

@@ -1,0 +1,495 @@
+"""Bulk and tensor copies, their completion groups, and tensor maps changed on the device.
+
+A copy takes effect when its operation is scheduled, not when it is issued. Loads write shared memory and then
+complete-tx their mbarrier; a multicast does so in each destination at a time of its own. Stores read shared
+memory in one scheduled step and write global memory in a later one, so that `wait_group.read` waits for less
+than `wait_group`. PTX ISA 9.7.9.25 (Asynchronous copy), 9.7.9.27 (Tensor copy), 9.7.9.28 (tensormap.replace).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpspec.sim import tma
+from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
+from warpspec.sim.instruction import Instr, Mem, Operand
+from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, SHARED_WINDOW
+from warpspec.sim.registry import CallOp, Op, Wait, instruction, lanes
+from warpspec.sim.tma import copy, reduction
+
+if TYPE_CHECKING:
+    from warpspec.sim.machine import Machine
+    from warpspec.sim.warp import Cta, Warp
+
+TENSOR_MAP_ALIGN = 64  # bytes
+BULK_ALIGN = 16  # bytes: addresses and sizes of bulk copies
+OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
+BYTE_MASK_PERIOD = 16  # bytes: what a bit mask of .cp_mask covers
+COMPLETE_TX = "mbarrier::complete_tx::bytes"
+CACHE_HINT = "L2::cache_hint"
+MULTICAST = "multicast::cluster"
+IM2COL = ("im2col", "im2col::w", "im2col::w::128", "im2col_no_offs", "im2col_no_offs::w")
+COMMON_MODIFIERS = {"cp", "async", "bulk", "global", "shared::cta", "shared::cluster", "bulk_group"}
+COMMON_MODIFIERS |= {COMPLETE_TX, CACHE_HINT, MULTICAST}
+TENSOR_MODIFIERS = COMMON_MODIFIERS | {"tensor", "1d", "2d", "3d", "4d", "5d", "tile", "tile::gather4"}
+TENSOR_MODIFIERS |= {"tile::scatter4", "cta_group::1", "cta_group::2"}
+TENSOR_REDUCE_MODIFIERS = TENSOR_MODIFIERS | {"reduce", *reduction.OPERATIONS}
+BULK_REDUCE_MODIFIERS = COMMON_MODIFIERS | {"reduce", "noftz", *reduction.OPERATIONS}
+BULK_REDUCE_TYPES = ("f16", "bf16", "b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")
+
+
+# ---- operands and places -----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _check_modifiers(opcode: str, parts: tuple[str, ...], known: frozenset[str]) -> None:
+    for part in parts:
+        if part in IM2COL:
+            raise UnsupportedInstruction(f"im2col tensor copy `{opcode}`")
+        if part not in known:
+            raise UnsupportedInstruction(f"modifier .{part} of `{opcode}`")
+
+
+def located(w: Warp, address: int, own: bool) -> tuple[Cta, int]:
+    """The CTA and the offset of a shared address. `own`: the state space is .shared::cta."""
+    address &= 0xFFFFFFFF
+    rank, offset = address >> CTA_RANK_SHIFT, address & OFFSET_MASK
+    if rank >= len(w.cta.cluster.ctas):
+        size = len(w.cta.cluster.ctas)
+        raise MemoryFault(f"shared address {address:#x} is in CTA {rank} of a cluster of {size}")
+    if own and rank != w.cta.rank:
+        raise MemoryFault(
+            f".shared::cta address {address:#x} is in CTA {rank}, not in the executing {w.cta.rank}"
+        )
+    return w.cta.cluster.ctas[rank], offset
+
+
+def shared_view(cta: Cta, offset: int, nbytes: int) -> np.ndarray:
+    """uint8 view of a CTA's shared memory; MemoryFault outside it, or once all its warps have exited."""
+    if cta.live_warps == 0:
+        raise MemoryFault(f"asynchronous access to shared memory of CTA {cta.coords}, which has exited")
+    if offset < SHARED_BASE_OFFSET or offset + nbytes > cta.smem.size:
+        limits = f"{SHARED_BASE_OFFSET:#x} to {cta.smem.size:#x}"
+        raise MemoryFault(f"{nbytes} bytes at shared offset {offset:#x}: shared memory is {limits}")
+    return cta.smem[offset : offset + nbytes]
+
+
+def _box_memory(cta: Cta, offset: int) -> np.ndarray:
+    """All of a CTA's shared memory, in which a box lies at `offset`; the copy checks its end."""
+    shared_view(cta, offset, 0)
+    return cta.smem
+
+
+def _aligned(value: int, what: str) -> int:
+    if value % BULK_ALIGN:
+        raise MemoryFault(f"{what} {value:#x} of a bulk copy is not a multiple of {BULK_ALIGN}")
+    return value
+
+
+def _tensor_map(m: Machine, address: int) -> tma.TensorMap:
+    if address % TENSOR_MAP_ALIGN:
+        raise BadDescriptor(f"tensor map address {address:#x} is not a multiple of {TENSOR_MAP_ALIGN}")
+    try:
+        raw = m.gmem.view(address, tma.DESCRIPTOR_BYTES)
+    except MemoryFault as fault:
+        raise BadDescriptor(f"no tensor map at {address:#x}: {fault.message}") from fault
+    return tma.decode(raw)
+
+
+def _coordinates(w: Warp, mem: Mem, lane: int) -> tuple[int, ...]:
+    """Signed coordinates, dimension 0 first."""
+    return tuple(int(w.u32(item)[lane].astype(np.int32)) for item in mem.coords)
+
+
+def _lane_addresses(w: Warp, operand: Operand) -> np.ndarray:
+    return w.address(operand)
+
+
+# ---- bulk async-groups -------------------------------------------------------------------------------------
+
+
+class BulkGroup:
+    """Operations that one thread committed together. Machine waits on the object itself."""
+
+    __slots__ = ("reads", "writes")
+
+    def __init__(self) -> None:
+        self.reads = 0  # operations that have not read their source yet
+        self.writes = 0  # operations that are not complete
+
+
+class BulkGroups:
+    """The bulk async-groups of one thread, oldest first."""
+
+    __slots__ = ("committed", "open")
+
+    def __init__(self) -> None:
+        self.open = BulkGroup()
+        self.committed: deque[BulkGroup] = deque()
+
+
+def _groups(w: Warp, lane: int) -> BulkGroups:
+    by_lane = w.state.setdefault("bulk_groups", {})
+    if lane not in by_lane:
+        by_lane[lane] = BulkGroups()
+    return by_lane[lane]
+
+
+class BulkStore(Op):
+    """shared::cta to global: reads when executed and defers the write."""
+
+    __slots__ = ("group", "read", "write")
+
+    def __init__(self, group: BulkGroup, read: Callable, write: Callable, text: str):
+        super().__init__(text)
+        self.group, self.read, self.write = group, read, write
+        group.reads += 1
+        group.writes += 1
+
+    def execute(self, m: Machine) -> None:
+        data = self.read(m)
+        self.group.reads -= 1
+        m.notify(self.group)
+        then = CallOp(lambda: self._finish(m, data), f"{self.text}: write")
+        m.defer(then)
+        then.origin = self.origin
+
+    def _finish(self, m: Machine, data: np.ndarray) -> None:
+        self.write(m, data)
+        self.group.writes -= 1
+        m.notify(self.group)
+
+
+@instruction("cp.async.bulk.commit_group")
+def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """cp.async.bulk.commit_group: an empty group is complete at once."""
+    for lane in lanes(mask):
+        groups = _groups(w, lane)
+        groups.committed.append(groups.open)
+        groups.open = BulkGroup()
+
+
+@instruction("cp.async.bulk.wait_group")
+def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """cp.async.bulk.wait_group{.read} N: until at most the N newest groups are pending."""
+    newest = w.scalar(ins.operands[0], mask)
+    reads_only = ins.has("read")
+    by_lane = w.state.get("bulk_groups", {})
+    for lane in lanes(mask):
+        groups = by_lane.get(lane)
+        if groups is None:
+            continue
+        committed = groups.committed
+        while committed and committed[0].writes == 0:
+            committed.popleft()
+        for i in range(len(committed) - newest):
+            pending = committed[i].reads if reads_only else committed[i].writes
+            if pending:
+                what = "read" if reads_only else "complete"
+                text = f"bulk async-group of lane {lane} to {what}: {pending} operations pending"
+                return Wait(on=committed[i], text=text)
+    return None
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+
+class BulkLoad(Op):
+    """One destination of a load: writes shared memory and completes the transaction on an mbarrier."""
+
+    __slots__ = ("barrier", "load", "nbytes", "place", "target")
+
+    def __init__(self, load: Callable, place: Callable, target: Cta, barrier: tuple[Cta, int], text: str):
+        super().__init__(text)
+        self.load, self.place, self.target, self.barrier = load, place, target, barrier
+
+    def execute(self, m: Machine) -> None:
+        data, nbytes = self.load(m)
+        self.place(self.target, data)
+        m.mbarrier_complete_tx(*self.barrier, nbytes)
+
+
+def _once(function: Callable) -> Callable:
+    """Read the source for the first destination that asks and hand the same data to the others."""
+    result = []
+
+    def call(m: Machine):
+        if not result:
+            result.append(function(m))
+        return result[0]
+
+    return call
+
+
+def _destinations(
+    w: Warp, ins: Instr, target: tuple[Cta, int], barrier: tuple[Cta, int], cta_mask: int | None
+) -> list[tuple[Cta, tuple[Cta, int]]]:
+    """(CTA written, mbarrier to signal) of each destination, by .multicast::cluster and .cta_group."""
+    ctas = w.cta.cluster.ctas
+    barrier_cta, barrier_offset = barrier
+    pair = ins.has("cta_group::2")
+    if cta_mask is None:
+        cta = target[0]
+        allowed = (cta.rank, cta.rank ^ 1) if pair else (cta.rank,)
+        if barrier_cta.rank not in allowed:
+            group = "" if pair else " without .cta_group::2"
+            raise BarrierFault(f"mbarrier in CTA {barrier_cta.rank}, destination in CTA {cta.rank}{group}")
+        return [(cta, barrier)]
+    if cta_mask >> len(ctas):
+        raise MemoryFault(f"multicast mask {cta_mask:#x} names CTAs outside a cluster of {len(ctas)}")
+    found = []
+    for rank in range(len(ctas)):
+        if cta_mask >> rank & 1:
+            signalled = (rank & ~1) | (barrier_cta.rank & 1) if pair else rank
+            if signalled >= len(ctas):
+                raise BarrierFault(f"mbarrier in CTA {signalled}, the cluster has {len(ctas)}")
+            found.append((ctas[rank], (ctas[signalled], barrier_offset)))
+    return found
+
+
+def _issue_load(
+    m: Machine,
+    w: Warp,
+    ins: Instr,
+    dst: int,
+    mbar: int,
+    cta_mask: int | None,
+    load: Callable,
+    place: Callable,
+    what: str,
+) -> None:
+    own = not ins.has("shared::cluster")
+    target, barrier = located(w, dst, own), located(w, mbar, own)
+    load = _once(load)
+    for cta, signalled in _destinations(w, ins, target, barrier, cta_mask):
+        m.defer(BulkLoad(load, place, cta, signalled, f"{what} to CTA {cta.rank} +{target[1]:#x}"))
+
+
+def _trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
+    """The CTA mask of a load whose optional operands begin at `first`."""
+    expected = ins.has(MULTICAST) + ins.has(CACHE_HINT)
+    if len(ins.operands) != first + expected:
+        raise UnsupportedInstruction(f"`{ins.opcode}` with {len(ins.operands)} operands")
+    return int(w.u16(ins.operands[first])[lane]) if ins.has(MULTICAST) else None
+
+
+def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    dst, tensor, mbar = ins.operands[:3]
+    rows = ins.has("tile::gather4")
+    boxes = copy.GATHER_ROWS if rows else 1
+    dsts, maps, mbars = (_lane_addresses(w, operand) for operand in (dst, tensor, mbar))
+    for lane in lanes(mask):
+        coords = _coordinates(w, tensor, lane)
+        map_address = int(maps[lane])
+        offset = int(dsts[lane]) & OFFSET_MASK
+
+        def load(m: Machine, map_address=map_address, coords=coords):
+            tensor_map = _tensor_map(m, map_address)
+            if rows:
+                data = tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
+            else:
+                data = tma.load_box(tensor_map, coords, m.gmem)
+            nbytes = copy.transfer_bytes(tensor_map, boxes)
+            m.stats.tma_bytes_loaded += nbytes
+            return (tensor_map, data), nbytes
+
+        def place(cta: Cta, loaded, offset=offset):
+            tma.write_shared(loaded[0], _box_memory(cta, offset), offset, loaded[1])
+
+        cta_mask = _trailing(w, ins, 3, lane)
+        what = f"tensor load at {coords}"
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what)
+
+
+def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """global or shared::cta to shared::cluster or shared::cta."""
+    dst, src, size, mbar = ins.operands[:4]
+    from_global = ins.has("global")
+    dsts, srcs, mbars = (_lane_addresses(w, operand) for operand in (dst, src, mbar))
+    sizes = w.u32(size)
+    for lane in lanes(mask):
+        nbytes = _aligned(int(sizes[lane]), "size")
+        source = _aligned(int(srcs[lane]), "source")
+        offset = _aligned(int(dsts[lane]), "destination") & OFFSET_MASK
+
+        if from_global:
+
+            def load(m: Machine, source=source, nbytes=nbytes):
+                m.stats.tma_bytes_loaded += nbytes
+                return m.gmem.view(source, nbytes), nbytes
+
+        else:
+            origin = located(w, source, True)
+
+            def load(m: Machine, origin=origin, nbytes=nbytes):
+                return shared_view(*origin, nbytes), nbytes
+
+        def place(cta: Cta, data: np.ndarray, offset=offset):
+            shared_view(cta, offset, data.size)[:] = data
+
+        cta_mask = _trailing(w, ins, 4, lane)
+        what = f"bulk copy of {nbytes} bytes"
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what)
+
+
+# ---- stores ------------------------------------------------------------------------------------------------
+
+
+def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | None) -> None:
+    tensor, src = ins.operands[:2]
+    rows = ins.has("tile::scatter4")
+    boxes = copy.GATHER_ROWS if rows else 1
+    maps, srcs = _lane_addresses(w, tensor), _lane_addresses(w, src)
+    for lane in lanes(mask):
+        coords = _coordinates(w, tensor, lane)
+        cta, offset = located(w, int(srcs[lane]), True)
+
+        def read(m: Machine, map_address=int(maps[lane]), cta=cta, offset=offset):
+            tensor_map = _tensor_map(m, map_address)
+            return tensor_map, tma.read_shared(tensor_map, _box_memory(cta, offset), offset, boxes)
+
+        def write(m: Machine, taken, coords=coords):
+            tensor_map, data = taken
+            meet = copy.assign if operation is None else reduction.combine(operation, tensor_map.element.name)
+            if rows:
+                nbytes = tma.store_rows(tensor_map, coords[0], coords[1:], data, m.gmem, meet)
+            else:
+                nbytes = tma.store_box(tensor_map, coords, data, m.gmem, meet)
+            m.stats.tma_bytes_stored += nbytes
+
+        text = f"tensor {operation or 'store'} at {coords}"
+        m.defer(BulkStore(_groups(w, lane).open, read, write, text))
+
+
+def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> None:
+    """shared::cta to global; `meet(destination, source)` assigns or reduces."""
+    dst, src, size = ins.operands[:3]
+    dsts, srcs, sizes = _lane_addresses(w, dst), _lane_addresses(w, src), w.u32(size)
+    byte_masks = w.u16(ins.operands[-1]) if ins.has("cp_mask") else None
+    for lane in lanes(mask):
+        nbytes = _aligned(int(sizes[lane]), "size")
+        target = _aligned(int(dsts[lane]), "destination")
+        cta, offset = located(w, _aligned(int(srcs[lane]), "source"), True)
+        chosen = None if byte_masks is None else _bytes_chosen(int(byte_masks[lane]), nbytes)
+
+        def read(m: Machine, cta=cta, offset=offset, nbytes=nbytes):
+            return shared_view(cta, offset, nbytes).copy()
+
+        def write(m: Machine, data: np.ndarray, target=target, chosen=chosen):
+            view = m.gmem.view(target, data.size, write=True)
+            if chosen is None:
+                meet(view, data)
+            else:
+                view[chosen] = data[chosen]
+            m.stats.tma_bytes_stored += data.size
+
+        m.defer(BulkStore(_groups(w, lane).open, read, write, f"bulk store of {nbytes} bytes"))
+
+
+def _bytes_chosen(byte_mask: int, nbytes: int) -> np.ndarray:
+    """.cp_mask: which bytes are copied; bit i stands for byte i of every 16."""
+    bits = (byte_mask >> np.arange(BYTE_MASK_PERIOD) & 1).astype(bool)
+    return np.tile(bits, nbytes // BYTE_MASK_PERIOD)
+
+
+# ---- instructions ------------------------------------------------------------------------------------------
+
+
+@instruction("cp.async.bulk.tensor")
+def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """cp.async.bulk.tensor, loads and stores."""
+    _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_MODIFIERS))
+    if ins.has(COMPLETE_TX):
+        _tensor_load(m, w, ins, mask)
+    else:
+        _tensor_store(m, w, ins, mask, None)
+
+
+@instruction("cp.reduce.async.bulk.tensor")
+def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """cp.reduce.async.bulk.tensor: the element type is the tensor map's."""
+    _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_REDUCE_MODIFIERS))
+    operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
+    _tensor_store(m, w, ins, mask, operation)
+
+
+@instruction("cp.async.bulk")
+def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """cp.async.bulk in its four directions."""
+    _check_modifiers(ins.opcode, ins.parts, frozenset(COMMON_MODIFIERS | {"cp_mask"}))
+    if ins.has(COMPLETE_TX):
+        _bulk_load(m, w, ins, mask)
+    else:
+        _bulk_store(m, w, ins, mask, copy.assign)
+
+
+@instruction("cp.reduce.async.bulk")
+def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """cp.reduce.async.bulk to global memory or, with an mbarrier, to another CTA's shared memory."""
+    _check_modifiers(ins.opcode, ins.parts, frozenset(BULK_REDUCE_MODIFIERS.union(BULK_REDUCE_TYPES)))
+    operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
+    meet = reduction.combine(operation, ins.parts[-1])
+    if not ins.has(COMPLETE_TX):
+        _bulk_store(m, w, ins, mask, meet)
+        return
+    dst, src, size, mbar = ins.operands
+    dsts, srcs, mbars = (_lane_addresses(w, operand) for operand in (dst, src, mbar))
+    sizes = w.u32(size)
+    for lane in lanes(mask):
+        nbytes = _aligned(int(sizes[lane]), "size")
+        origin = located(w, _aligned(int(srcs[lane]), "source"), True)
+        offset = _aligned(int(dsts[lane]), "destination") & OFFSET_MASK
+
+        def load(m: Machine, origin=origin, nbytes=nbytes):
+            return shared_view(*origin, nbytes), nbytes
+
+        def place(cta: Cta, data: np.ndarray, offset=offset):
+            meet(shared_view(cta, offset, data.size), data)
+
+        what = f"bulk {operation} of {nbytes} bytes"
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what)
+
+
+@instruction("cp.async.bulk.prefetch", "prefetch", "prefetchu")
+def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """Prefetches change nothing that a program can see."""
+
+
+def _tensor_map_bytes(m: Machine, w: Warp, ins: Instr, address: int) -> np.ndarray:
+    """The 128 bytes of a tensor map in shared, global or generic address space, writable."""
+    if address % TENSOR_MAP_ALIGN:
+        raise BadDescriptor(f"tensor map address {address:#x} is not a multiple of {TENSOR_MAP_ALIGN}")
+    generic = not ins.has("global") and not ins.has("shared::cta") and not ins.has("shared")
+    if ins.has("global") or (generic and address < SHARED_WINDOW):
+        return m.gmem.view(address, tma.DESCRIPTOR_BYTES, write=True)
+    return shared_view(*located(w, address, True), tma.DESCRIPTOR_BYTES)
+
+
+@instruction("tensormap.replace")
+def tensormap_replace(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """tensormap.replace.tile.field: a generic-proxy write, done at once."""
+    field = ins.parts[3]
+    if ins.parts[2] != "tile":
+        raise UnsupportedInstruction(f"`{ins.opcode}` in mode .{ins.parts[2]}")
+    addresses = w.address(ins.operands[0])
+    ordinals = w.u32(ins.operands[1]) if len(ins.operands) == 3 else None
+    values = w.u64(ins.operands[-1]) if ins.has("b64") else w.u32(ins.operands[-1])
+    for lane in lanes(mask):
+        raw = _tensor_map_bytes(m, w, ins, int(addresses[lane]))
+        tma.replace_field(raw, field, 0 if ordinals is None else int(ordinals[lane]), int(values[lane]))
+
+
+@instruction("tensormap.cp_fenceproxy", collective=True)
+def tensormap_cp_fenceproxy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """tensormap.cp_fenceproxy: copies a tensor map from shared to global memory, once for the warp."""
+    dst, src, size = ins.operands
+    lane = lanes(mask)[0]
+    if w.scalar(size, mask) != tma.DESCRIPTOR_BYTES:
+        raise BadDescriptor(f"tensormap.cp_fenceproxy of {w.scalar(size, mask)} bytes")
+    source = shared_view(*located(w, int(w.address(src)[lane]), True), tma.DESCRIPTOR_BYTES)
+    m.gmem.view(int(w.address(dst)[lane]), tma.DESCRIPTOR_BYTES, write=True)[:] = source
