@@ -19,7 +19,7 @@ from transformers import (
 
 import warpspec.fmha.transformers
 
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "sim"]
 ATTENTION_TOLERANCE = (
     4e-3  # on logits, relative, when nothing but attention is bf16: that of attention itself
 )
