@@ -17,7 +17,19 @@ from error_plot import draw
 from rich.console import Console
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "demo"
-SEQ = 256  # tokens: two query tiles and two key tiles a head, so masks, rescaling and pipelines all have work
+SEQ = 512  # tokens: four tiles of queries and of keys a head; the window skips some, causality others
+
+
+def warp_roles() -> dict[int, str]:
+    """Warp index to role of the attention kernel, for reports."""
+    from warpspec.fmha.sm100 import AttentionConfig
+
+    config = AttentionConfig("bfloat16")
+    return {
+        **dict.fromkeys(config.softmax_warps, "softmax"),
+        config.mma_warp: "MMA",
+        config.load_warp: "load",
+    }
 
 
 def main() -> int:
@@ -38,7 +50,8 @@ def main() -> int:
     for result in results:
         if result.report is None:
             continue
-        console.print(f"[bold]What ran: {result.kind}[/]")
+        result.report.roles = warp_roles()
+        console.print(f"\n[bold]What ran: {result.kind}[/]")
         console.print(str(result.report), markup=False)
         trace = OUT / f"{result.kind}.trace.json"
         result.report.timeline(trace)
