@@ -1,9 +1,8 @@
 """Which keys a query row may see.
 
 The keys a row sees are always one interval, whatever the combination of causality, window, compressed keys
-and
-KV length, so the mask is two integers per row: kernels compare a key's index with them, tile loops clip to
-them.
+and KV length, so the mask is two integers per row: kernels compare a key's index with them, tile loops clip
+to them.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ def key_range(position, length, *, causal, left=None, right=None, key_stride=1, 
     """Interval [first, end) of the keys that the row at ``position`` sees; empty where end <= first.
 
     position: p, the row's place among the keys (negative for rows before the first key); length: L, keys of
-    the batch row. Both ints, int32 tensors or DSL Int32 values, with the matching ``minimum`` and ``maximum``
-    of two.
+    the batch row. Both ints, int32 tensors or DSL Int32 values, with the matching ``minimum`` and ``maximum``.
     causal, left, right, key_stride: compile-time; None on a side leaves it unbounded. Key j stands for
     positions j * key_stride to (j + 1) * key_stride - 1, and a causal row sees it once the last of them is
     not after p.
     """
     first, end = 0, length
     if causal:
-        # (j + 1) * key_stride - 1 <= p. For p < -1, rounding to zero gives 0 where the floor is negative:
-        # both empty.
+        # (j + 1) * key_stride - 1 <= p. Where p < -1 a quotient rounded to zero is 0, a floor negative: both
+        # mean no key.
         end = minimum(end, position + 1 if key_stride == 1 else (position + 1) // key_stride)
     if right is not None:
         end = minimum(end, position + right + 1)
@@ -40,12 +38,11 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None) -> torch.T
 
     kv_lengths, q_start: int32 [B] or None, as given to ``attention``. Returns bool [B, Sq, Sk].
     """
-    device = problem.device if kv_lengths is None else kv_lengths.device
-    length = (
-        torch.full((problem.batch,), problem.seq_k, device=device)
-        if kv_lengths is None
-        else kv_lengths.long()
-    )
+    device = problem.device
+    if kv_lengths is None:
+        length = torch.full((problem.batch,), problem.seq_k, device=device)
+    else:
+        length = kv_lengths.long().clamp(0, problem.seq_k)  # as kernels do where values went unchecked
     start = length - problem.seq_q if q_start is None else q_start.long()
     position = start[:, None] + torch.arange(problem.seq_q, device=device)  # [B, Sq]
     first, end = key_range(

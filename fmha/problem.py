@@ -5,38 +5,9 @@
 it was and what is allowed, and returns a frozen, hashable record without tensors. Nothing has been launched
 or written when it raises, and no argument is ever modified.
 
-What a kernel may rely on once it holds a problem and the tensors it was made from:
-
-===================  =======================================================================================
-``batch``            B >= 0
-``seq_q, seq_k``     Sq, Sk >= 0; with a page table Sk = max_pages * page_size
-``heads_q``          Hq >= 1, a multiple of ``heads_kv``
-``heads_kv``         Hkv >= 1; ``group`` = Hq / Hkv; query head h reads KV head h // group
-``head_dim``         D, one of ``HEAD_DIMS``, of q, k and v alike
-``dtype``            of q, k and v: torch.bfloat16 or torch.float16; o has it too, or fp32 if not
-``normalize`` ``device``           of every tensor
-``scale``            finite float; logit = scale * q.k + bias
-``causal``           as given
-``window_left``      None (unbounded) or int in 0..POSITION_LIMIT, as given; likewise ``window_right``
-``left, right``      the band that causal and window make together where ``key_stride`` is 1: row at position
-                     p sees p - left <= j <= p + right, None where a side is unbounded
-``key_stride``       int >= 1; above 1 there is no window
-``normalize``        False: write o un-normalised in fp32, row_max and row_sum
-``return_lse``       True: write lse; always False where ``normalize`` is False
-``shared_kv``        v was None: K is V too
-``has_sink``         a sink was given (never with ``normalize`` False)
-``has_bias``, ``bias_broadcast``   a bias was given; (its batch size is 1 of B > 1, its head count is 1 of Hq
-> 1) ``has_kv_lengths``   kv_lengths was given; otherwise L = Sk for every batch row
-``has_q_start``      q_start was given; otherwise query i of batch row b stands at L[b] - Sq + i
-``page_size``        None without a page table; ``paged`` says the same
-``num_splits``       None (kernel chooses) or int >= 1
-``is_empty``         some row count or Sk is 0: the result needs no kernel (none is launched)
-===================  =======================================================================================
-
-Which keys a row sees is ``mask.key_range``. Values held by tensors (kv_lengths, q_start, page_table) are
-checked
-on CPU tensors only: looking at a CUDA tensor's values would stop the host until the device has caught up.
-Native kernels clamp a device's kv_lengths to 0..Sk; a page number out of range there is undefined behaviour.
+Values held by tensors (kv_lengths, q_start, page_table) are checked on CPU tensors only: looking at a CUDA
+tensor's values would stop the host until the device has caught up. There, kernels clamp kv_lengths to 0..Sk;
+a page number out of range is undefined behaviour.
 """
 
 from __future__ import annotations
@@ -57,46 +28,41 @@ SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Sizes and switches of one attention call; the table above says what each means."""
+    """Sizes and switches of one attention call: what a kernel may rely on.
 
-    batch: int
-    seq_q: int
-    seq_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    scale: float
-    causal: bool = False
-    window_left: int | None = None
-    window_right: int | None = None
-    key_stride: int = 1
-    normalize: bool = True
-    return_lse: bool = False
-    shared_kv: bool = False
-    has_sink: bool = False
+    With it a kernel gets the tensors the problem was made from: q, k and v (k again where shared) with TMA's
+    alignment, sink as contiguous fp32, kv_lengths and q_start contiguous, and outputs of the shapes below to
+    write completely: o, lse with return_lse, row_max and row_sum without normalize. Which keys a row sees is
+    ``mask.key_range``. Where ``is_empty``, no kernel is called.
+    """
+
+    batch: int  # B >= 0
+    seq_q: int  # Sq >= 0
+    seq_k: int  # Sk >= 0; with a page table max_pages * page_size
+    heads_q: int  # Hq >= 1, a multiple of heads_kv; query head h reads KV head h // group
+    heads_kv: int  # Hkv >= 1
+    head_dim: int  # D, one of HEAD_DIMS, of q, k and v alike
+    dtype: torch.dtype  # of q, k and v: bfloat16 or float16
+    device: torch.device  # of every tensor
+    scale: float  # finite; logit = scale * q.k + bias
+    causal: bool = False  # key j visible when (j + 1) * key_stride - 1 <= p
+    window_left: int | None = None  # p - left <= j; None: unbounded, otherwise 0..POSITION_LIMIT
+    window_right: int | None = None  # j <= p + right; likewise
+    key_stride: int = 1  # >= 1; above 1 there is no window
+    normalize: bool = True  # False: o in fp32 un-normalised, row_max and row_sum
+    return_lse: bool = False  # never where normalize is False
+    shared_kv: bool = False  # v was None: V is K
+    has_sink: bool = False  # never where normalize is False
     has_bias: bool = False
-    bias_broadcast: tuple[bool, bool] = (False, False)
-    has_kv_lengths: bool = False
-    has_q_start: bool = False
-    page_size: int | None = None
-    num_splits: int | None = None
+    has_kv_lengths: bool = False  # otherwise L = Sk for every batch row
+    has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
+    page_size: int | None = None  # keys to a page; None: no page table
+    num_splits: int | None = None  # >= 1; None: the kernel chooses
 
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.heads_q // self.heads_kv
-
-    @property
-    def left(self) -> int | None:
-        """Keys before its own position that a row sees; None: all."""
-        return self.window_left
-
-    @property
-    def right(self) -> int | None:
-        """Keys after its own position that a row sees, causality included; None: all. Needs key_stride 1."""
-        return 0 if self.causal else self.window_right
 
     @property
     def paged(self) -> bool:
@@ -226,9 +192,8 @@ class AttentionProblem:
                     "sink: must be None with normalize=False (give it to merge(), which applies it once), "
                     f"got shape {_shape(sink)}"
                 )
-        bias_broadcast = (False, False)
         if bias is not None:
-            bias_broadcast = _check_bias(bias, (batch, heads_q, seq_q, seq_k), q.device)
+            _check_bias(bias, (batch, heads_q, seq_q, seq_k), q.device)
         _check_per_batch("kv_lengths", kv_lengths, batch, q.device)
         _check_per_batch("q_start", q_start, batch, q.device)
         if memory:
@@ -255,7 +220,6 @@ class AttentionProblem:
             shared_kv=v is None,
             has_sink=sink is not None,
             has_bias=bias is not None,
-            bias_broadcast=bias_broadcast,
             has_kv_lengths=kv_lengths is not None,
             has_q_start=q_start is not None,
             page_size=page_size,
@@ -380,7 +344,6 @@ def _check_bias(bias, full, device):
             f"bias: shape must be [B={batch} or 1, Hq={heads_q} or 1, Sq={seq_q}, Sk={seq_k}], "
             f"got {_shape(bias)}"
         )
-    return (shape[0] != batch, shape[1] != heads_q)
 
 
 def _check_per_batch(name, tensor, batch, device):

@@ -66,11 +66,13 @@ def test_visible_with_default_and_given_positions(seq_q, seq_k, causal, window, 
                 assert seen[b, i, j] == sees(j, start + i, length, causal, left, right, 1)
 
 
-def test_causal_and_window_make_one_band():
-    q, k = torch.zeros(1, 3, 1, 64).half(), torch.zeros(1, 3, 1, 64).half()
-    assert AttentionProblem.check(q, k, causal=True, window=(2, 5)).right == 0
-    assert AttentionProblem.check(q, k, window=(2, 5)).right == 5
-    assert AttentionProblem.check(q, k, causal=True).left is None
+def test_lengths_out_of_range_are_clamped():
+    """Where values go unchecked (a CUDA tensor's), the definition is what kernels do: clamp."""
+    q, k = torch.zeros(2, 3, 1, 64).half(), torch.zeros(2, 5, 1, 64).half()
+    problem = AttentionProblem.check(q, k, causal=True)
+    wild = torch.tensor([9, -4], dtype=torch.int32)
+    tame = torch.tensor([5, 0], dtype=torch.int32)
+    assert torch.equal(visible(problem, wild), visible(problem, tame))
 
 
 def test_largest_window_and_position_do_not_wrap_around():
