@@ -1,0 +1,258 @@
+"""Records what a GPU (sm_90) does with tensor copies, as the data of tests/sim/test_tma_silicon.py.
+
+    python scripts/record_tma.py cases CASES.json            # here: writes the cases
+    python scripts/record_tma.py run CASES.json OUT.json     # on the GPU: needs its driver and numpy
+
+Each case is one tensor map, encoded by the driver (cuTensorMapEncodeTiled), and one copy made with it by a
+kernel of tests/tma_kernels.py. OUT.json holds the cases, the driver's bytes or its refusal, and a digest of what
+the copy wrote. With --dumps DIR the changed bytes themselves are kept too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import tma_kernels
+
+MEMORY_BYTES = 1 << 20
+DUMP_BYTES = 24 << 10
+DRIVER_TYPES = (
+    *("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32.ftz", "tf32", "tf32.ftz"),
+    *("b4x16", "b4x16_p64", "b6x16_p32"),
+)
+DRIVER_SWIZZLE = {(0, 0): 0, (1, 0): 1, (2, 0): 2, (3, 0): 3, (3, 1): 4, (3, 2): 5, (3, 3): 6}
+CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+def pattern(nbytes: int, seed: int) -> np.ndarray:
+    """Reproducible bytes with no regard to numpy's version."""
+    words = (np.arange(nbytes, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
+    words ^= words >> np.uint64(29)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    return (words >> np.uint64(56)).astype(np.uint8)
+
+
+def make_cases() -> list[dict]:
+    """Loads of every rank, swizzle and type; stores; reductions; encodings that the driver may refuse."""
+    from dataclasses import replace
+
+    from tma_model import BASE, random_coordinates, random_map, valid_map
+
+    from warpspec.sim.tma import Swizzle, SwizzleAtomicity, TensorMap, copy
+    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME, ELEMENT_TYPES
+
+    cases = []
+
+    def add(operation: str, t: TensorMap, coords, offset: int) -> None:
+        fields = {name: getattr(t, name) for name in TensorMap.__dataclass_fields__}
+        fields |= {"element": t.element.name, "address": t.address - BASE}
+        case = {"operation": operation, "map": fields, "coords": list(coords), "offset": offset}
+        cases.append({**case, "expected": copy.transfer_bytes(t)})
+
+    swizzles = (Swizzle.NONE, Swizzle.BYTES_32, Swizzle.BYTES_64, Swizzle.BYTES_128)
+    sm90 = [(swizzle, SwizzleAtomicity.BYTES_16) for swizzle in swizzles]
+    plain = [e for e in ELEMENT_TYPES if e.bits >= 8]
+    for number in range(260):
+        rng = random.Random(number)
+        rank, swizzle = 1 + number % 5, sm90[number // 5 % 4]
+        operation = "store" if number % 4 == 3 else "load"
+        offset = 128 * rng.randint(0, 16)
+        while True:
+            t = random_map(rng, rank, *swizzle, element=plain[number % len(plain)])
+            if copy.shared_bytes(t) + offset <= DUMP_BYTES:
+                break
+        add(operation, t, random_coordinates(rng, t, low=0 if operation == "store" else -4), offset)
+    reductions = [
+        ("add", "u32 s32 u64 s64 f16 bf16 f32 f32.ftz f64 tf32"),
+        ("min", "u32 s32 u64 s64 f16 bf16"),
+        ("max", "u32 s32 u64 s64 f16 bf16"),
+        *((name, "u32 s32 u64 s64") for name in ("and", "or", "xor")),
+        ("inc", "u32"),
+        ("dec", "u32"),
+    ]
+    for operation, names in reductions:
+        for name in names.split():
+            element = ELEMENT_BY_NAME[name]
+            width = 1024 // element.bits
+            t = TensorMap(
+                BASE,
+                element,
+                (width * 3 // 2, 70),
+                (width * 2 * element.bits // 8,),
+                (width, 64),
+                (1, 1),
+                swizzle=Swizzle.BYTES_128,
+                l2_promotion=0,
+            )
+            add(operation, t, (4, 10), 0)
+    v = valid_map()
+    odd = [
+        replace(v, box=(128, 8)),
+        replace(v, box=(60, 8)),
+        replace(v, box=(64, 257)),
+        replace(v, element_strides=(1, 9)),
+        replace(v, element_strides=(2, 1)),
+        replace(v, address=BASE + 8),
+        replace(v, strides=(136,)),
+        replace(v, strides=(0,)),
+        replace(v, strides=(64,)),
+        replace(v, strides=(1 << 40,)),
+        replace(v, dims=(64, 1 << 32)),
+        replace(v, dims=(64, 0)),
+        replace(v, element=ELEMENT_BY_NAME["u16"], nan_fill=True),
+        *(replace(v, atomicity=a) for a in SwizzleAtomicity if a),
+        replace(v, element=ELEMENT_BY_NAME["b4x16"], dims=(128, 64)),
+        replace(v, element=ELEMENT_BY_NAME["b4x16_p64"], dims=(128, 64), box=(128, 8)),
+        replace(v, element=ELEMENT_BY_NAME["b6x16_p32"], dims=(128, 64), box=(128, 8)),
+    ]
+    for t in odd:
+        add("encode", t, (0, 0), 0)
+    return cases
+
+
+class Gpu:
+    """The CUDA driver through ctypes."""
+
+    def __init__(self) -> None:
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.check(self.cuda.cuInit(0))
+        device, context, module = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        self.check(self.cuda.cuDeviceGet(ctypes.byref(device), 0))
+        self.check(self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self.check(self.cuda.cuCtxSetCurrent(context))
+        text = tma_kernels.module().encode() + b"\0"
+        self.check(self.cuda.cuModuleLoadData(ctypes.byref(module), text))
+        self.module = module
+        self.memory = self.allocate(MEMORY_BYTES)
+        self.buffer = self.allocate(DUMP_BYTES + tma_kernels.STATUS_BYTES)
+
+    def check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"CUDA driver error {status}")
+
+    def allocate(self, nbytes: int) -> ctypes.c_uint64:
+        address = ctypes.c_uint64()
+        self.check(self.cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)))
+        return address
+
+    def put(self, address: ctypes.c_uint64, data: np.ndarray) -> None:
+        source = data.ctypes.data_as(ctypes.c_void_p)
+        self.check(self.cuda.cuMemcpyHtoD_v2(address, source, ctypes.c_size_t(data.nbytes)))
+
+    def get(self, address: ctypes.c_uint64, nbytes: int) -> np.ndarray:
+        data = np.empty(nbytes, np.uint8)
+        target = data.ctypes.data_as(ctypes.c_void_p)
+        self.check(self.cuda.cuMemcpyDtoH_v2(target, address, ctypes.c_size_t(nbytes)))
+        return data
+
+    def encode(self, fields: dict, address: int) -> tuple[int, bytes]:
+        """(driver status, 128 bytes)."""
+        raw = (ctypes.c_uint8 * 256)()
+        at = -ctypes.addressof(raw) % 64
+        rank = len(fields["dims"])
+
+        def u64(values):
+            return (ctypes.c_uint64 * max(len(values), 1))(*values)
+
+        def u32(values):
+            return (ctypes.c_uint32 * len(values))(*values)
+
+        status = self.cuda.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(ctypes.addressof(raw) + at),
+            DRIVER_TYPES.index(fields["element"]),
+            rank,
+            ctypes.c_void_p(address),
+            u64(fields["dims"]),
+            u64(fields["strides"]),
+            u32(fields["box"]),
+            u32(fields["element_strides"]),
+            fields["interleave"],
+            DRIVER_SWIZZLE[fields["swizzle"], fields["atomicity"]],
+            fields["l2_promotion"],
+            int(fields["nan_fill"]),
+        )
+        return status, bytes(raw[at : at + 128])
+
+    def launch(self, name: str, shared: int, *params) -> None:
+        function = ctypes.c_void_p()
+        self.check(self.cuda.cuModuleGetFunction(ctypes.byref(function), self.module, name.encode()))
+        self.check(
+            self.cuda.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        )
+        pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
+        size = (1, 1, 1, tma_kernels.THREADS, 1, 1)
+        self.check(self.cuda.cuLaunchKernel(function, *size, shared, None, pointers, None))
+        self.check(self.cuda.cuCtxSynchronize())
+
+
+class Map(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_uint8 * 128),)
+
+
+def run_case(gpu: Gpu, case: dict) -> tuple[dict, np.ndarray | None]:
+    """Adds what the driver and the device answered to a case; also the bytes written."""
+    fields, u32 = case["map"], ctypes.c_uint32
+    status, _ = gpu.encode(fields, gpu.memory.value + fields["address"])
+    answer = {**case, "encode_status": status}
+    if status:
+        return answer, None
+    # Encoded at a fixed address too, so that the recorded bytes do not depend on where the GPU's memory lies.
+    answer["descriptor"] = gpu.encode(fields, (1 << 40) + fields["address"])[1].hex()
+    if case["operation"] == "encode":
+        return answer, None
+    encoded = Map((ctypes.c_uint8 * 128)(*gpu.encode(fields, gpu.memory.value + fields["address"])[1]))
+    coords = (ctypes.c_int32 * 5)(*case["coords"])
+    gpu.put(gpu.memory, pattern(MEMORY_BYTES, 1))
+    rank, shared = len(fields["dims"]), DUMP_BYTES + tma_kernels.RESERVED
+    offset, dump = u32(case["offset"]), u32(DUMP_BYTES)
+    if case["operation"] == "load":
+        gpu.launch(f"load_{rank}", shared, encoded, coords, offset, u32(case["expected"]), gpu.buffer, dump)
+        out = gpu.get(gpu.buffer, DUMP_BYTES + tma_kernels.STATUS_BYTES)
+        answer["arrived"], answer["shared_base"] = (int(x) for x in out[:8].view(np.uint32))
+        result = changed = out[tma_kernels.STATUS_BYTES :]
+    else:
+        gpu.put(gpu.buffer, pattern(DUMP_BYTES, 2))
+        gpu.launch(f"{case['operation']}_{rank}", shared, encoded, coords, offset, gpu.buffer, dump)
+        result = gpu.get(gpu.memory, MEMORY_BYTES)
+        changed = result ^ pattern(MEMORY_BYTES, 1)
+    answer["digest"] = hashlib.sha256(result.tobytes()).hexdigest()
+    return answer, changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Record tensor copies of a GPU.")
+    parser.add_argument("step", choices=("cases", "run"))
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--dumps", type=Path, help="keep the bytes as DIR/dumps.npz")
+    arguments = parser.parse_args()
+    if arguments.step == "cases":
+        arguments.cases.write_text(json.dumps(make_cases()))
+        return
+    gpu, answers, dumps = Gpu(), [], {}
+    for number, case in enumerate(json.loads(arguments.cases.read_text())):
+        try:
+            answer, result = run_case(gpu, case)
+        except RuntimeError as error:
+            print(f"case {number} {case}: {error}", flush=True)
+            break  # an error of the device ends its context
+        answers.append(answer)
+        if result is not None:
+            dumps[str(number)] = result
+    arguments.out.write_text("[\n" + ",\n".join(json.dumps(a) for a in answers) + "\n]\n")
+    if arguments.dumps:
+        np.savez_compressed(arguments.dumps / "dumps.npz", **dumps)
+    print(f"{len(answers)} cases, {sum('digest' in a for a in answers)} copies")
+
+
+if __name__ == "__main__":
+    main()
