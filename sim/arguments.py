@@ -238,10 +238,11 @@ def pack_scalar(kind: str, value: object) -> bytes | None:
     if kind == "bf16" or kind in FLOAT_FORMATS:
         with np.errstate(over="ignore"):
             if kind == "bf16":
-                return torch.tensor(float(value), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+                return torch.tensor([float(value)]).bfloat16().view(torch.uint8).numpy().tobytes()
             return FLOAT_FORMATS[kind](value).tobytes()
     bits = POINTER_BITS if kind == "ptr" else int(kind[1:])
-    if not isinstance(value, (bool, numbers.Integral, np.bool_)) or not -(1 << bits - 1) <= value < 1 << bits:
+    lowest = 0 if bits == 1 else -(1 << bits - 1)
+    if not isinstance(value, (bool, numbers.Integral, np.bool_)) or not lowest <= int(value) < 1 << bits:
         return None
     return (int(value) & (1 << bits) - 1).to_bytes(-(-bits // 8), "little")
 

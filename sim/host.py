@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import llvmlite.binding as llvm
-from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError, DSLUserCodeError
+from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError
 
 from warpspec.sim.arguments import PackedArguments, Value, flatten, plain
 from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
@@ -56,6 +56,9 @@ def undefined_symbols(image: bytes) -> list[str]:
     return names
 
 
+HOST_ONLY_TARGET = "sm_100a"  # whose device attributes a function without kernels would see
+
+
 class HostModule:
     """A compiled function's host code, loaded. Raises HostError for what the simulator cannot run.
 
@@ -73,8 +76,8 @@ class HostModule:
 
     def __init__(self, compiled: object):
         _require_native(compiled)
-        self.ptx: str = _require_ptx(compiled)
-        self.target: str = _target(self.ptx)
+        self.ptx: str = _require_ptx(compiled) if compiled.has_gpu_module else ""
+        self.target: str = _target(self.ptx) if self.ptx else HOST_ONLY_TARGET
         self.name: str = compiled.function_name
         self.slots = slots(compiled)
         self._execution_args = compiled.execution_args
@@ -157,21 +160,27 @@ class HostModule:
     def _bind(self, args: Sequence[object], kwargs: dict[str, object]) -> list[Value]:
         """Flattened arguments in signature order."""
         execution = self._execution_args
-        parameters = list(execution.signature.parameters.values())
+        parameters = execution.signature.parameters
         if len(args) > len(parameters):
-            constexpr = [a["argument_name"] for a in execution.get_constexpr_args()]
+            constexpr = [
+                a["argument_name"] for a in execution.get_constexpr_args() if a["argument_name"] != "self"
+            ]
             fixed = f"; {', '.join(constexpr)} were fixed when it was compiled" if constexpr else ""
-            names = ", ".join(p.name for p in parameters)
+            names = ", ".join(parameters)
             raise HostError(
                 f"{self.name} takes {len(parameters)} arguments ({names}), got {len(args)}{fixed}"
             )
-        try:
-            bound = execution.get_rectified_args(tuple(args), kwargs)
-        except DSLUserCodeError as error:
-            raise HostError(f"{self.name}: {error}") from error
+        bound = dict(zip(parameters, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in parameters or name in bound:
+                reason = "given twice" if name in bound else "not an argument of the compiled function"
+                raise HostError(f"argument `{name}`: {reason}")
+            bound[name] = value
         values: list[Value] = []
-        for i, (parameter, value) in enumerate(zip(parameters, bound, strict=True)):
-            was_none = execution._compiled_with_none[i]
+        for parameter, was_none in zip(parameters.values(), execution._compiled_with_none, strict=True):
+            value = bound.get(parameter.name, parameter.default)
+            if value is parameter.empty:
+                raise HostError(f"argument `{parameter.name}` is missing")
             if was_none is True and value is not None:
                 raise HostError(f"argument `{parameter.name}`: {plain(value)}; it was None when compiled")
             found = list(flatten(parameter.name, value, parameter.annotation))

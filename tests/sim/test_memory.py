@@ -1,10 +1,11 @@
-"""Global memory of the simulator: bounds, guard zones, staging of overlapping and strided tensors, sharing."""
+"""Global memory of the simulator: bounds, guard zones, staging of overlapping and strided tensors."""
 
 import os
 
 import numpy as np
 import pytest
 import torch
+
 from warpspec.sim.errors import MemoryFault
 from warpspec.sim.host_tensor import host_tensor
 from warpspec.sim.memory import (
@@ -51,7 +52,7 @@ def test_view_writes_reach_the_allocation():
     a = memory.allocate(64, "x")
     memory.view(a.address + 8, 4, write=True)[:] = 7
     assert a.array[7:13].tolist() == [POISON_BYTE, 7, 7, 7, 7, POISON_BYTE]
-    assert memory.view(np.uint64(a.address + 8), 4).tolist() == [7] * 4  # addresses come as NumPy integers too
+    assert memory.view(np.uint64(a.address + 8), 4).tolist() == [7] * 4  # addresses come as NumPy integers
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_read_only():
     memory = GlobalMemory()
     a = memory.allocate(16, "kernel parameters", writable=False, data=bytes(16))
     assert not memory.view(a.address, 16).any()
-    with pytest.raises(MemoryFault, match="write at .* kernel parameters is read-only"):
+    with pytest.raises(MemoryFault, match=r"write at .* kernel parameters is read-only"):
         memory.view(a.address, 4, write=True)
 
 
@@ -213,7 +214,7 @@ def test_strided_view_spans_first_to_last_element():
 def test_offset_in_storage_is_kept():
     storage = torch.zeros(1000)
     for start in (0, 1, 4, 63, 64, 100):
-        memory, at = stage(x=storage[start:])
+        _, at = stage(x=storage[start:])
         assert at["x"] % DEVICE_ALIGNMENT == start * 4 % DEVICE_ALIGNMENT
 
 
