@@ -16,7 +16,7 @@ def key_range(position, length, *, causal, left=None, right=None, key_stride=1, 
     """Interval [first, end) of the keys that the row at ``position`` sees; empty where end <= first.
 
     position: p, the row's place among the keys (negative for rows before the first key); length: L, keys of
-    the batch row. Both ints, int32 tensors or DSL Int32 values, with the matching ``minimum`` and ``maximum``.
+    the batch row. Both ints, int32 tensors or DSL Int32 values, with their ``minimum`` and ``maximum``.
     causal, left, right, key_stride: compile-time; None on a side leaves it unbounded. Key j stands for
     positions j * key_stride to (j + 1) * key_stride - 1, and a causal row sees it once the last of them is
     not after p.
