@@ -398,7 +398,9 @@ class _Parser:
 
     def target_list(self, label: str) -> bool:
         """`name: .branchtargets a, b;` and `name: .callprototype ...;`; False when it is a plain label."""
-        match = re.compile(r"\s*\.(branchtargets|calltargets|callprototype)\b([^;]*);").match(self.text, self.pos)
+        match = re.compile(r"\s*\.(branchtargets|calltargets|callprototype)\b([^;]*);").match(
+            self.text, self.pos
+        )
         if match is None:
             return False
         if match.group(1) == "branchtargets":
@@ -536,7 +538,9 @@ class _Parser:
         operands = []
         for item in items:
             if item.startswith("("):
-                inner = tuple(self.value(part.strip(), instr, at) for part in item[1:-1].split(",") if part.strip())
+                inner = tuple(
+                    self.value(part.strip(), instr, at) for part in item[1:-1].split(",") if part.strip()
+                )
                 operands.append(Vec(inner))
             else:
                 known = self.scope.lookup(item)

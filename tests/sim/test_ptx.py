@@ -10,9 +10,7 @@ from warpspec.sim.instruction import Imm, Label, Mem, Not, Pair, Param, Reg, Sym
 from warpspec.sim.ptx import constant_expression, integer, parse
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
-REGISTERS = (
-    ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;\n.reg .f32 %f<9>; .reg .b128 %rq;\n"
-)
+REGISTERS = ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;\n.reg .f32 %f<9>; .reg .b128 %rq;\n"
 
 
 def kernel(body, before="", params="", directives=""):
@@ -78,7 +76,11 @@ def test_opcode_parts_keep_double_colons():
 
 def test_guards():
     instrs = kernel("@%p1 mov.b32 %r1, 1;\n@!%p2 mov.b32 %r1, 2;\nmov.b32 %r1, 3;").instrs
-    assert [(i.guard, i.guard_negated) for i in instrs] == [(Reg("%p1"), False), (Reg("%p2"), True), (None, False)]
+    assert [(i.guard, i.guard_negated) for i in instrs] == [
+        (Reg("%p1"), False),
+        (Reg("%p2"), True),
+        (None, False),
+    ]
 
 
 INLINE_WAIT = """
@@ -252,7 +254,15 @@ def test_unclosed_body():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3*(4+1)", 15), ("-7/2", -3), ("1<<4|1", 17), ("~0", -1), ("0x10+010", 24), ("7%4", 3), ("WARP_SZ*2", 64)],
+    [
+        ("3*(4+1)", 15),
+        ("-7/2", -3),
+        ("1<<4|1", 17),
+        ("~0", -1),
+        ("0x10+010", 24),
+        ("7%4", 3),
+        ("WARP_SZ*2", 64),
+    ],
 )
 def test_constant_expressions(text, value):
     assert constant_expression(text) == value
