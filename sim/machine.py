@@ -68,6 +68,8 @@ class Machine:
             key = ("unordered", self._unordered)
         op.origin = self._executing
         self.progress += 1
+        if op.origin is not None:
+            op.origin[0].cta.pending += 1
         queue = self.queues.get(key)
         if queue is None:
             self.queues[key] = deque((op,))
@@ -174,6 +176,7 @@ class Machine:
         op = queue.popleft()
         self.clock += 1
         self.progress += 1
+        self._executing = op.origin  # what it defers in turn belongs to the same instruction
         try:
             op.execute(self)
         except SimError as error:
@@ -183,6 +186,11 @@ class Machine:
             del self.queues[key]
             self.queue_keys[position] = self.queue_keys[-1]
             self.queue_keys.pop()
+        if op.origin is not None:
+            cta = op.origin[0].cta
+            cta.pending -= 1
+            if cta.exited:
+                self.cta_done(cta)
 
     def turn(self, w: Warp) -> bool:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
@@ -259,8 +267,13 @@ class Machine:
             return
         cta.live_warps -= 1
         self.stats.warp_done(self, w)
-        if cta.live_warps == 0:
+        if cta.exited:
             self.cta_done(cta)
+        elif cta.live_warps == 0:
+            self.stats.warn(
+                f"CTAs exit before asynchronous operations that they issued have completed, {cta.coords} the first; "
+                "hardware keeps their shared memory until then, the programming model does not promise it"
+            )
 
     def cta_done(self, cta: Cta) -> None:
         if cta.uses_tmem:

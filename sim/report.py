@@ -59,6 +59,11 @@ class LaunchStats:
     barrier_waits: dict[int, int] = field(default_factory=dict)  # warp index -> times blocked
     block_counts: dict[int, np.ndarray] = field(default_factory=dict)  # warp index -> executions of each block
     events: list[tuple] = field(default_factory=list)  # (cta, warp or None, name, start, end)
+    warnings: dict[str, str] = field(default_factory=dict)  # first words -> what the kernel does that it should not
+
+    def warn(self, text: str) -> None:
+        """Record something that hardware tolerates and the programming model does not; once for each kind."""
+        self.warnings.setdefault(text.split(",")[0], text)
 
     def counters(self, warp: int, blocks: int) -> np.ndarray:
         """Execution counts of blocks, shared by the warps of one index in all CTAs."""
@@ -99,6 +104,7 @@ class LaunchStats:
             else:
                 self.block_counts[warp] = counts
         self.events += other.events
+        self.warnings = {**other.warnings, **self.warnings}
 
 
 @dataclass
@@ -121,6 +127,7 @@ class LaunchReport:
     mma_flops: int
     barrier_waits: dict[int, int]
     seconds: float
+    warnings: list[str] = field(default_factory=list)
     events: list[tuple] = field(repr=False, default_factory=list)
 
     @property
@@ -168,6 +175,7 @@ class SimReport:
             f"MMA {launch.mma_flops:,} FLOP",
             f"  {launch.warp_instructions:,} warp instructions in {launch.seconds:.2f} s",
         ]
+        lines += [f"  warning: {text}" for text in launch.warnings]
         names = sorted({f for counts in launch.instructions.values() for f in counts})
         columns = self._columns(launch)
         width = max([len(n) for n in names] + [14]) + 2

@@ -174,6 +174,7 @@ def execute(
         mma_flops=stats.mma_flops,
         barrier_waits=stats.barrier_waits,
         seconds=time.monotonic() - start,
+        warnings=list(stats.warnings.values()),
         events=stats.events,
     )
 

@@ -60,6 +60,7 @@ class Cta:
         self.smem = smem
         self.warps: list[Warp] = []
         self.live_warps = 0
+        self.pending = 0  # asynchronous operations that its warps issued and that have not taken effect
         self.mbarriers: dict[int, object] = {}
         self.named_barriers: dict[int, object] = {}
         self._tmem: Tmem | None = None
@@ -69,6 +70,11 @@ class Cta:
         if self._tmem is None:
             self._tmem = Tmem()
         return self._tmem
+
+    @property
+    def exited(self) -> bool:
+        """Whether its shared memory is gone: no warp lives and nothing it issued is outstanding."""
+        return self.live_warps == 0 and self.pending == 0
 
     @property
     def uses_tmem(self) -> bool:

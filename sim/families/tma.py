@@ -71,7 +71,7 @@ def located(w: Warp, address: int, own: bool) -> tuple[Cta, int]:
 
 def shared_view(cta: Cta, offset: int, nbytes: int) -> np.ndarray:
     """uint8 view of a CTA's shared memory; MemoryFault outside it, or once all its warps have exited."""
-    if cta.live_warps == 0:
+    if cta.exited:
         raise MemoryFault(f"asynchronous access to shared memory of CTA {cta.coords}, which has exited")
     if offset < SHARED_BASE_OFFSET or offset + nbytes > cta.smem.size:
         limits = f"{SHARED_BASE_OFFSET:#x} to {cta.smem.size:#x}"

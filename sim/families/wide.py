@@ -1,0 +1,75 @@
+"""128-bit registers: mov.b128, ld.b128, st.b128 (PTX ISA 9.7.9.? mov, ld, st with type .b128)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from warpspec.sim.codegen.memory import space_of
+from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
+from warpspec.sim.instruction import Instr, Operand, Reg, Vec
+from warpspec.sim.memory import LOCAL_WINDOW, SHARED_WINDOW
+from warpspec.sim.registry import instruction, lanes
+from warpspec.sim.warp import Warp
+
+BYTES = 16
+
+
+def read(w: Warp, operand: Operand) -> np.ndarray:
+    """A 128-bit operand, a register or a pair of 64-bit ones, as uint64 [32, 2], low half first."""
+    if isinstance(operand, Vec):
+        return np.stack([w.u64(item) for item in operand.items], axis=1)
+    return w._view(operand.name).copy()
+
+
+def write(w: Warp, operand: Operand, values: np.ndarray, mask: int) -> None:
+    if isinstance(operand, Vec):
+        for position, item in enumerate(operand.items):
+            w.set_u64(item, values[:, position], mask)
+        return
+    view = w._view(operand.name)
+    for lane in lanes(mask):
+        view[lane] = values[lane]
+
+
+@instruction("mov.b128")
+def mov(m, w: Warp, ins: Instr, mask: int) -> None:
+    write(w, ins.operands[0], read(w, ins.operands[1]), mask)
+
+
+def _place(m, w: Warp, ins: Instr, address: int, store: bool) -> np.ndarray:
+    """The 16 bytes at an address of the instruction's state space."""
+    if address % BYTES:
+        raise MemoryFault(f"{BYTES}-byte access at {address:#x} is not aligned to its size")
+    space = space_of(ins)
+    if space in ("shared", "cluster"):
+        return m.shared(w, address & 0xFFFFFFFF, BYTES)
+    if space == "generic" and address >> 56 == SHARED_WINDOW >> 56:
+        return m.shared(w, address & 0xFFFFFFFF, BYTES)
+    if space == "local" or address >> 56 == LOCAL_WINDOW >> 56:
+        raise MemoryFault("128-bit access to local memory")
+    return m.gmem.view(address, BYTES, write=store)
+
+
+@instruction("ld")
+def ld(m, w: Warp, ins: Instr, mask: int) -> None:
+    """Loads that have no native translation: type .b128."""
+    require_b128(ins)
+    addresses = w.address(ins.operands[1])
+    values = np.zeros((32, 2), np.uint64)
+    for lane in lanes(mask):
+        values[lane] = _place(m, w, ins, int(addresses[lane]), False).view(np.uint64)
+    write(w, ins.operands[0], values, mask)
+
+
+@instruction("st")
+def st(m, w: Warp, ins: Instr, mask: int) -> None:
+    """Stores that have no native translation: type .b128."""
+    require_b128(ins)
+    addresses, values = w.address(ins.operands[0]), read(w, ins.operands[1])
+    for lane in lanes(mask):
+        _place(m, w, ins, int(addresses[lane]), True).view(np.uint64)[:] = values[lane]
+
+
+def require_b128(ins: Instr) -> None:
+    if ins.parts[-1] != "b128" or not isinstance(ins.operands[0 if ins.parts[0] == "ld" else 1], (Reg, Vec)):
+        raise UnsupportedInstruction(f"`{ins.opcode}`")
