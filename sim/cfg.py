@@ -1,7 +1,7 @@
 """Basic blocks and register liveness of a kernel.
 
-A block is the unit the simulator schedules: native blocks are translated to LLVM, a system instruction is a block of
-its own that a Python handler executes. `read_write` says which registers an instruction touches.
+A block is the unit the simulator schedules: native blocks are translated to LLVM, a system instruction is a
+block of its own that a Python handler executes. `reads_writes` says which registers an instruction touches.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Instr, Kernel, Label, Mem, Not, Operand, Pair, Reg, Vec
+from warpspec.sim.ptx_lexis import is_special
 
 CARRY = "%cc"  # the condition code register of add.cc and its kin (PTX ISA 9.7.2), a pseudo register
 FULL_MEMBERMASKS = (-1, 0xFFFFFFFF)
 
-# Operands that are destinations, by longest dotted prefix. An opcode not listed has one, its first operand, unless
-# that is an address: st, red, cp.async, prefetch, mbarrier.init, tcgen05.mma and their kin write no register.
+# Operands that are destinations, by longest dotted prefix. An opcode not listed has one, its first operand,
+# unless that is an address: st, red, cp.async, prefetch, mbarrier.init, tcgen05.mma and their kin have none.
 DESTINATIONS = {
     **dict.fromkeys(
         (
@@ -59,24 +60,6 @@ DESTINATIONS = {
 ACCUMULATES = ("wgmma.mma_async",)  # the destination is read too
 ENDS = ("ret", "exit", "trap")
 
-SPECIAL_REGISTERS = frozenset(
-    [
-        "%tid", "%ntid", "%ctaid", "%nctaid", "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid",
-        "%clusterid", "%nclusterid", "%cluster_ctaid", "%cluster_nctaid", "%cluster_ctarank", "%cluster_nctarank",
-        "%is_explicit_cluster", "%lanemask_eq", "%lanemask_le", "%lanemask_lt", "%lanemask_ge", "%lanemask_gt",
-        "%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi",
-        "%total_smem_size", "%aggr_smem_size", "%dynamic_smem_size", "%reserved_smem_offset_begin",
-        "%reserved_smem_offset_end", "%reserved_smem_offset_cap", "%current_graph_exec",
-        *(f"%envreg{i}" for i in range(32)),
-        *(f"%reserved_smem_offset_{i}" for i in range(2)),
-    ]
-)  # fmt: skip
-
-
-def is_special(name: str) -> bool:
-    """Whether a register name is one of PTX's special registers (chapter 10)."""
-    return name.partition(".")[0] in SPECIAL_REGISTERS
-
 
 def destination_count(instr: Instr) -> int:
     """How many leading operands the instruction writes."""
@@ -99,8 +82,8 @@ def destination_count(instr: Instr) -> int:
 def reads_writes(instr: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the registers an instruction reads and writes, special registers left out.
 
-    A guarded instruction keeps its destination in the lanes whose guard is false, so it reads it too. The carry
-    flag of extended-precision arithmetic is the register CARRY.
+    A guarded instruction keeps its destination in the lanes whose guard is false, so it reads it too. The
+    carry flag of extended-precision arithmetic is the register CARRY.
     """
     count = destination_count(instr)
     operands = instr.operands
@@ -145,8 +128,8 @@ def _registers(operand: Operand, found: list[str]) -> None:
 class Block:
     """Instructions start to end (exclusive). `successors` are block indices, taken branch first.
 
-    kind: 'system' (one instruction), 'collective' (its first instruction needs its lanes converged) or 'native'.
-    The last block may be empty: a branch to the closing brace ends the thread there.
+    kind: 'system' (one instruction), 'collective' (its first instruction needs its lanes converged) or
+    'native'. The last block may be empty: a branch to the closing brace ends the thread there.
     """
 
     index: int
@@ -161,9 +144,9 @@ def cut(
 ) -> list[Block]:
     """The blocks of a kernel, in textual order.
 
-    A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction, and at
-    a collective one. A collective with the immediate membermask -1 stays in a block that already holds such a one:
-    all lanes are there.
+    A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction,
+    and at a collective one. A collective with the immediate membermask -1 stays in a block that already
+    holds such a one: all lanes are there.
     """
     instrs = kernel.instrs
     starts = {0}
@@ -228,8 +211,8 @@ def membermask(instr: Instr) -> int | None:
 class Liveness:
     """Registers as bitsets (Python ints); `names` turns one back into register names.
 
-    live_in, live_out, uses, defs are indexed by block. `uses`: read before any write in the block. `homes`: registers
-    that need a place in memory: live across a block boundary, or touched by a system instruction.
+    live_in, live_out, uses, defs are indexed by block. `uses`: read before any write in the block. `homes`:
+    registers that need a place in memory: live across a block boundary, or touched by a system instruction.
     """
 
     registers: tuple[str, ...]

@@ -52,7 +52,7 @@ def float_to_integer(value: np.ndarray, rounding: str, width: int, is_signed: bo
 
 
 def nan_as_integer(from_: str, width: int) -> int:
-    """What float-to-integer conversions make of NaN: 0, or 1 << (width - 1) for .f64 sources and 64-bit results."""
+    """The result for NaN: 0, or 1 << (width - 1) for .f64 sources and 64-bit results."""
     return 1 << (width - 1) if from_ == "f64" or width == 64 else 0
 
 
@@ -153,10 +153,10 @@ def encode_small(value: np.ndarray, fmt: FloatFormat, mode: str, flags: frozense
 
 
 def stochastic(bits: np.ndarray, fmt: FloatFormat, random: np.ndarray, random_bits: int, flags) -> np.ndarray:
-    """Codes of f32 bit patterns, rounded .rs: `random` is added to the bits cut off; a carry moves away from zero.
+    """Codes of f32 bit patterns, rounded .rs: away from zero where bits cut off plus `random` carry over.
 
-    The `random_bits` stand right below the last bit kept, as the discarded bits do; results that are subnormal in
-    the format discard more bits, of which the uppermost take part.
+    The `random_bits` stand right below the last bit kept, as the discarded bits do; results that are
+    subnormal in the format discard more bits, of which the uppermost take part.
     """
     magnitude = bits & F32_MAGNITUDE
     finite = magnitude < F32_INFINITY

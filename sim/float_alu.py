@@ -1,7 +1,7 @@
 """Float instructions as functions on arrays of bit patterns (PTX ISA 9.7.3 to 9.7.5).
 
-`float_form(opcode)` gives the function of one opcode: it takes and returns unsigned arrays of the type's width;
-predicates are bool arrays. NaN results are the canonical NaN of their type.
+`float_form(opcode)` gives the function of one opcode: it takes and returns unsigned arrays of the type's
+width; predicates are bool arrays. NaN results are the canonical NaN of their type.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 class Form:
     """What one opcode computes.
 
-    function: arrays of `sources` bits each (1: bool arrays) -> one array of `dest` bits, or a tuple of arrays when
-    the instruction writes two destinations. signed: the destination is sign-extended into a wider register.
-    carry_in, carry_out: the condition code is one more source, or one more result, as a bool array.
+    function: arrays of `sources` bits each (1: bool arrays) -> one array of `dest` bits, or a tuple of
+    arrays when the instruction writes two destinations. signed: the destination is sign-extended into a
+    wider register. carry_in, carry_out: the condition code is one more source, or one more result, as a
+    bool array.
     """
 
     function: Callable
@@ -83,7 +84,7 @@ def store(value: np.ndarray, kind: str) -> np.ndarray:
 
 
 def finish(value: np.ndarray, kind: str, mods: Modifiers) -> np.ndarray:
-    """A float64 result, exact or rounded to odd, rounded to `kind`, with .ftz, .sat and .relu applied, as bits."""
+    """A float64 result, exact or rounded to odd, as bits of `kind` with .ftz, .sat and .relu applied."""
     if kind == "f32":
         return _store_f32(round_f32(value, mods.mode), mods)
     fmt = HALF_FORMATS[kind]

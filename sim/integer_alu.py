@@ -1,6 +1,7 @@
-"""Integer, logic and bit-field instructions as functions on arrays of bit patterns (PTX ISA 9.7.1, 9.7.2, 9.7.8).
+"""Integer, logic and bit-field instructions as functions on bit patterns (PTX ISA 9.7.1, 9.7.2, 9.7.8).
 
-`integer_form(opcode)` gives the function of one opcode; operands and results are unsigned arrays of the type's width.
+`integer_form(opcode)` gives the function of one opcode; operands and results are unsigned arrays of the
+type's width.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def sad(is_signed: bool) -> Callable:
 
 
 def divide(name: str, is_signed: bool) -> Callable:
-    """div and rem, rounding to zero. Division by zero: the quotient is all ones, the remainder the dividend."""
+    """div and rem, rounding to zero. By zero: the quotient is all ones, the remainder the dividend."""
 
     def function(a, b):
         x, y = exact(a, is_signed), exact(b, is_signed)
@@ -234,7 +235,7 @@ def bfind(is_signed: bool, shift_amount: bool) -> Callable:
 
 
 def fns(mask, base, offset):
-    """The position of the n-th set bit of `mask` from `base` on, upwards or downwards by the offset's sign."""
+    """The position of the n-th set bit of `mask` from `base` on, downwards when the offset is negative."""
     result = np.full(mask.shape, NOT_FOUND)
     for lane, (m, b, n) in enumerate(zip(mask.tolist(), base.tolist(), signed(offset).tolist(), strict=True)):
         if n == 0:
@@ -370,7 +371,7 @@ _PRMT_MODES = {
 
 
 def permute(mode: str | None) -> Callable:
-    """prmt: four bytes picked from b:a. Without a mode, nibble i of c picks byte i; its bit 3 replicates the sign."""
+    """prmt: four bytes of b:a. Without a mode nibble i of c picks byte i; its bit 3 replicates the sign."""
 
     def function(a, b, c):
         pool = np.stack([np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in (a, b)], 1)

@@ -1,8 +1,8 @@
 """Float arithmetic with every rounding mode of PTX, exact, on numpy arrays (PTX ISA 9.7.3).
 
-f32 results are computed in float64, where products of f32 values are exact, and rounded to odd there: the last bit
-says that something was cut off, so that one more rounding to 24 bits or fewer, in any mode, is the right one.
-f64 results in the directed modes are computed with exact rationals, lane by lane.
+f32 results are computed in float64, where products of f32 values are exact, and rounded to odd there: the
+last bit says that something was cut off, so that one more rounding to 24 bits or fewer, in any mode, is the
+right one. f64 results in the directed modes are computed with exact rationals, lane by lane.
 
 modes: rn (nearest, ties to even), rz (to zero), rm (down), rp (up).
 """
@@ -24,7 +24,8 @@ F32_MIN_NORMAL = np.float32(2.0**-126)
 F64_MANTISSA = 53
 F64_MIN_EXPONENT = -1074  # of the last bit of a subnormal
 F64_MAX = float(np.finfo(np.float64).max)
-# Quotients and roots are first cut to 26 bits: times a 24-bit divisor, or squared, that is still exact in float64.
+# Quotients and roots are first cut to 26 bits: times a 24-bit divisor, or squared, that is still exact in
+# float64.
 _CUT_BITS = np.int64((1 << (F64_MANTISSA - 26)) - 1)
 
 
@@ -166,7 +167,10 @@ _EXACT: dict[str, Callable] = {
 
 
 def _root_f64(value: float, mode: str) -> float:
-    """sqrt of a finite non-negative float64: a root cut to more bits than needed, made odd when it is inexact."""
+    """sqrt of a finite non-negative float64.
+
+    A root cut to more bits than needed, made odd when it is inexact.
+    """
     if value == 0:
         return value
     exact = Fraction(value)

@@ -7,7 +7,8 @@ import pytest
 
 from warpspec.sim.errors import PtxSyntaxError
 from warpspec.sim.instruction import Imm, Label, Mem, Not, Pair, Param, Reg, Sym, Variable, Vec
-from warpspec.sim.ptx import constant_expression, integer, parse
+from warpspec.sim.ptx import parse
+from warpspec.sim.ptx_lexis import constant_expression, integer
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 REGISTERS = ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;\n.reg .f32 %f<9>; .reg .b128 %rq;\n"
