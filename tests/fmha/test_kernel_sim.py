@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from attention_cases import CASES, PARTLY_POISONED, arguments, check, poisoned_out
+from attention_cases import CASES, PARTLY_POISONED, Case, arguments, check, poisoned_out
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from warpspec.fmha import attention
 
@@ -43,4 +45,41 @@ def test_nan_and_inf_reach_only_rows_that_see_them(case):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_with_other_data(case, seed):
+    run(case, seed)
+
+
+@st.composite
+def any_case(draw):
+    """A case of any sizes up to a few tiles, any masks and any data."""
+    batch = draw(st.integers(1, 3))
+    seq_q, seq_k = draw(st.integers(1, 200)), draw(st.integers(1, 400))
+    group, heads_kv = draw(st.integers(1, 9)), draw(st.integers(1, 2))
+    reach = st.none() | st.integers(0, 300)
+    per_batch_row = {"min_size": batch, "max_size": batch}
+    normalize = draw(st.booleans())
+    return Case(
+        id="any",
+        batch=batch,
+        seq_q=seq_q if group < 3 else min(seq_q, 60),
+        seq_k=seq_k,
+        heads_q=group * heads_kv,
+        heads_kv=heads_kv,
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        scale=draw(st.none() | st.floats(-0.3, 0.3)),
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(reach, reach)),
+        sink=normalize and draw(st.booleans()),
+        kv_lengths=draw(st.none() | st.lists(st.integers(0, seq_k), **per_batch_row).map(tuple)),
+        q_start=draw(st.none() | st.lists(st.integers(-250, 450), **per_batch_row).map(tuple)),
+        normalize=normalize,
+        shared_kv=draw(st.booleans()),
+        layout=draw(st.sampled_from(["bshd", "bhsd", "padded", "broadcast"])),
+        data=draw(st.sampled_from(["normal", "rising", "creeping", "falling", "equal", "outliers"])),
+    )
+
+
+@pytest.mark.long
+@settings(max_examples=60)
+@given(case=any_case(), seed=st.integers(0, 2**20))
+def test_any_case(case, seed):
     run(case, seed)
