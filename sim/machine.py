@@ -335,17 +335,9 @@ class Machine:
     def gathered(self, w: Warp, group: Group, ins: Instr) -> bool:
         """Whether all lanes that a collective instruction names are in the group; else the group waits for them."""
         named = FULL_MASK
-        if "aligned" not in ins.parts and ins.operands:
+        if ins.parts[0] in ("shfl", "vote", "redux", "elect", "match") or ins.opcode == "bar.warp.sync":
             operand = ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
-            if isinstance(operand, (Reg, Imm)) and ins.parts[0] in (
-                "shfl",
-                "vote",
-                "redux",
-                "elect",
-                "match",
-                "bar",
-            ):
-                named = w.scalar(operand, group.mask) & FULL_MASK
+            named = w.scalar(operand, group.mask) & FULL_MASK
         if named & w.alive & ~group.mask == 0:
             return True
         group.converge = True
