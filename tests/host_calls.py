@@ -1,4 +1,4 @@
-"""What the tests of the simulator's host side share: small host functions, calls that only record launches."""
+"""What tests of the simulator's host side share: small host functions, calls that only record launches."""
 
 import struct
 
