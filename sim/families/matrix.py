@@ -34,7 +34,7 @@ def form(parts: tuple[str, ...]) -> tuple[str, int, bool, int]:
 
 
 def row_view(m, w, operand, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(shared memory of a CTA, intp[rows, 16] byte indices): the rows that the first `rows` threads address."""
+    """(shared memory of a CTA, intp[rows, 16] byte indices): the rows that the first threads address."""
     address = w.address(operand)[:rows]
     first = int(address[0])
     if first >> 56 == SHARED_WINDOW >> 56:  # generic

@@ -1,7 +1,7 @@
-"""mma.sync: the warp-level matrix multiply of registers. PTX ISA: "Matrix multiply-accumulate operation: mma".
+"""mma.sync: the warp-level matrix multiply of registers. PTX ISA: "Multiply-and-Accumulate Instruction: mma".
 
 Supported: m16n8k8 and m16n8k16 of f16 and bf16, m16n8k4 and m16n8k8 of tf32, m16n8k16 and m16n8k32 of 8-bit
-floats and integers. Products are exact, sums float32 (int32 for integers); an f16 accumulator is rounded once.
+floats and integers. Products are exact, sums float32 (int32 for integers); an f16 accumulator rounds once.
 """
 
 from __future__ import annotations
