@@ -7,8 +7,7 @@ import torch
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.problem import check_kinds, check_window
-from warpspec.fmha.state import AttentionState, check_states, combine
-from warpspec.fmha.state import normalize as _normalize
+from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 
 __all__ = ["AttentionState", "UnsupportedProblem", "attention", "merge"]
 
@@ -146,4 +145,4 @@ def merge(
     """
     check_states(states, sink)
     union = combine(states)
-    return _normalize(union, sink), union.lse
+    return normalized_output(union, sink), union.lse

@@ -12,7 +12,7 @@ from warpspec.common.dispatch import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import reference
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.state import normalize
+from warpspec.fmha.state import normalized_output
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor? v, Tensor? sink, Tensor? bias, Tensor? kv_lengths, Tensor? page_table, "
@@ -81,7 +81,7 @@ def run(arguments, backend, out=None):
     v = k if v is None else v
     if backend == "reference":
         state = reference.forward(problem, q, k, v, bias, kv_lengths, page_table, q_start)
-        o.copy_(normalize(state, sink) if problem.normalize else state.o)
+        o.copy_(normalized_output(state, sink) if problem.normalize else state.o)
         for stat, value in ((lse, state.lse), (row_max, state.row_max), (row_sum, state.row_sum)):
             if stat is not None:
                 stat.copy_(value)

@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 ROW_ALIGNMENT = 16  # bytes: what TMA wants of a tensor's address and of every stride but the last
-POSITION_LIMIT = 2**30 - 1  # positions, windows: two of them add up within int32
+POSITION_LIMIT = 2**29  # of q_start, sequences, windows: one of each adds up within int32
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
 

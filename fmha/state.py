@@ -31,7 +31,7 @@ class AttentionState(NamedTuple):
         return torch.where(self.row_sum == 0, -torch.inf, self.row_sum.log() + self.row_max)
 
 
-def normalize(state: AttentionState, sink: torch.Tensor | None = None) -> torch.Tensor:
+def normalized_output(state: AttentionState, sink: torch.Tensor | None = None) -> torch.Tensor:
     """o [B, Sq, Hq, D] fp32 of a state: divided by the row sum, to which the sink adds exp(sink - row_max).
 
     sink: [Hq] floating or None. A row that sees no key gives 0, with or without a sink.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.fmha.mask import key_range, visible
-from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.problem import POSITION_LIMIT, AttentionProblem
 
 
 def sees(j, p, length, causal, left, right, key_stride):
@@ -77,17 +77,16 @@ def test_lengths_out_of_range_are_clamped():
 
 def test_largest_window_and_position_do_not_wrap_around():
     """A kernel computes in int32: so does this."""
-    limit = 2**30 - 1
-    position = torch.tensor([limit, -limit], dtype=torch.int32)
+    position = torch.tensor([2 * POSITION_LIMIT, -POSITION_LIMIT], dtype=torch.int32)
     length = torch.tensor([5, 5], dtype=torch.int32)
     first, end = key_range(
         position,
         length,
         causal=False,
-        left=limit,
-        right=limit,
+        left=POSITION_LIMIT,
+        right=POSITION_LIMIT,
         minimum=torch.minimum,
         maximum=lambda low, value: value.clamp(min=low),
     )
-    assert first.tolist() == [0, 0]
+    assert first.tolist() == [POSITION_LIMIT, 0]
     assert end.tolist() == [5, 1]
