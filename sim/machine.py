@@ -199,7 +199,7 @@ class Machine:
         while quota > 0:
             group = w.groups[0] if len(w.groups) == 1 else w.runnable()
             if group is None or group.wait is not None or group.converge:
-                return self._all_blocked(w)
+                return False
             block = group.block
             ins = self.system_instr[block] if block < len(self.system_instr) else None
             if w.flying and block < len(program.blocks):
@@ -237,12 +237,6 @@ class Machine:
             else:
                 raise self.fault(w, group)
         return True
-
-    def _all_blocked(self, w: Warp) -> bool:
-        """No group can run. If none of them waits for an event, lanes miss each other at collective instructions."""
-        if all(g.converge for g in w.groups):
-            raise self.deadlock("lanes of one warp wait for each other at different collective instructions")
-        return False
 
     def diverge(self, w: Warp, group: Group, block: int) -> None:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
@@ -381,7 +375,7 @@ class Machine:
         if group.wait is not None:
             what = group.wait.describe()
         elif group.converge:
-            what = f"waits for lanes {[x for x in lanes(w.alive & ~group.mask)]} at `{ins.opcode}`"
+            what = f"waits for lanes {where_lanes(w.alive & ~group.mask)} at `{ins.opcode}`"
         elif group.timed_out:
             what = mbarrier.describe_wait(self, w, ins, group.mask) or "runs"
         else:

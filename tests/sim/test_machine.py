@@ -124,7 +124,9 @@ def test_cluster_barrier_and_distributed_shared_memory(seed):
     assert (out.reshape(4, 32) == ((rank + 1) % 4 * 1000)[:, None] + np.arange(32)).all()
 
 
-MBARRIER_RING = INDEX + """
+MBARRIER_RING = (
+    INDEX
+    + """
   mov.b32 %r10, sm; add.s32 %r11, %r10, 8; add.s32 %r12, %r10, 64;
   setp.ne.u32 %p1, %r1, 0; @%p1 bra READY;
   mbarrier.init.shared::cta.b64 [%r10], 32; mbarrier.init.shared::cta.b64 [%r11], 32;
@@ -145,6 +147,7 @@ CWAIT: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r10], %r21; @!%p3 bra CWA
   st.global.b32 [%rd1], %r22;
 END:
 """
+)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,240 @@
+"""Each defect is provoked by a small kernel that has it; the error must name the place and the reason."""
+
+import numpy as np
+import pytest
+from ptx_launch import launch
+
+from warpspec.sim import (
+    BarrierFault,
+    Deadlock,
+    MemoryFault,
+    SimError,
+    TmemFault,
+    UnsupportedInstruction,
+)
+
+OUT = "ld.param.u64 %rd1, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;\n"
+INIT = """
+  mov.b32 %r10, sm; mov.u32 %r1, %tid.x;
+  setp.ne.u32 %p1, %r1, 0; @%p1 bra READY;
+  mbarrier.init.shared::cta.b64 [%r10], {count};
+READY: bar.sync 0;
+"""
+WAIT = "WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r10], {parity}; @!%p2 bra WAIT;\n"
+
+
+def run(body: str, **options) -> np.ndarray:
+    out = np.zeros(64, np.uint32)
+    launch(body, {"out": out}, **options)
+    return out
+
+
+def line_of(body: str, text: str) -> int:
+    """PTX line of the first line of the kernel that contains `text`."""
+    from ptx_launch import HEADER
+
+    whole = HEADER.format(
+        variables=".shared .align 128 .b8 sm[4096];", parameters=".param .u64 out", body=body
+    )
+    return next(i for i, line in enumerate(whole.splitlines(), 1) if text in line)
+
+
+def test_arrive_count_short_by_one_is_a_deadlock():
+    body = INIT.format(count=33) + "mbarrier.arrive.shared::cta.b64 _, [%r10];\n" + WAIT.format(parity=0)
+    with pytest.raises(Deadlock) as error:
+        run(body)
+    text = str(error.value)
+    assert "nothing can make progress" in text and "warp 0 lanes 0-31" in text
+    assert "1 of 33 arrivals pending" in text and "phase 0" in text and "parity 0" in text
+    assert f"PTX line {line_of(body, 'try_wait')}" in text
+
+
+def test_wrong_phase_is_a_deadlock():
+    body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 _, [%r10];\n" + WAIT.format(parity=1)
+    with pytest.raises(
+        Deadlock, match=r"waits for parity 1 of the mbarrier at shared offset 0x400 .*phase 1"
+    ):
+        run(body + WAIT.format(parity=1).replace("WAIT", "AGAIN").replace(", 1;", ", 1;"))
+
+
+def test_bytes_never_sent_are_a_deadlock():
+    body = (
+        INIT.format(count=32)
+        + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;\n"
+        + WAIT.format(parity=0)
+    )
+    with pytest.raises(Deadlock, match="128 bytes pending"):
+        run(body)
+
+
+def test_named_barrier_that_a_warp_misses():
+    body = OUT + "setp.ge.u32 %p1, %r1, 32; @%p1 bra SKIP; barrier.sync 2, 64;\nSKIP:"
+    with pytest.raises(Deadlock, match=r"waits at named barrier 2 of CTA \(0, 0, 0\): 32 of 64 threads"):
+        run(body, block=(64, 1, 1))
+
+
+def test_named_barrier_with_two_counts():
+    body = (
+        OUT
+        + "setp.ge.u32 %p1, %r1, 32; @%p1 bra B; barrier.sync 2, 64; bra.uni E;\nB: barrier.sync 2, 96;\nE:"
+    )
+    with pytest.raises(
+        BarrierFault, match=r"named barrier 2: \d+ threads here, but \d+ where others arrived"
+    ):
+        run(body, block=(64, 1, 1))
+
+
+def test_lanes_that_never_reach_a_shuffle():
+    body = (
+        OUT
+        + """
+      setp.ge.u32 %p1, %r1, 16; @%p1 bra B; shfl.sync.idx.b32 %r2, %r1, 0, 31, -1; bra.uni E;
+    B: bar.warp.sync -1;
+    E: st.global.b32 [%rd1], %r2;
+    """
+    )
+    with pytest.raises(Deadlock, match=r"lanes 0-15: waits for lanes 16-31 at `shfl.sync.idx.b32`"):
+        run(body)
+
+
+def test_more_arrivals_than_the_count():
+    body = (
+        INIT.format(count=16)
+        + "mbarrier.arrive.shared::cta.b64 _, [%r10];\nmbarrier.arrive.shared::cta.b64 _, [%r10], 17;"
+    )
+    with pytest.raises(BarrierFault, match="17 arrivals are more than are pending"):
+        run(body)
+
+
+def test_mbarrier_that_was_never_initialised():
+    with pytest.raises(BarrierFault, match="no mbarrier is initialised at shared offset 0x400"):
+        run("mov.b32 %r10, sm; mbarrier.arrive.shared::cta.b64 _, [%r10];")
+
+
+def test_mbarrier_that_was_overwritten():
+    body = (
+        INIT.format(count=32)
+        + "mov.b32 %r2, 5; st.shared.b32 [%r10], %r2; mbarrier.arrive.shared::cta.b64 _, [%r10];"
+    )
+    with pytest.raises(BarrierFault, match="was overwritten"):
+        run(body)
+
+
+def test_missing_wait_shows_as_poison_or_stale_data():
+    """Without the wait behind cp.async the destination is read before it was written, under some seed."""
+    body = (
+        OUT
+        + """
+      mov.b32 %r10, sm; shl.b32 %r2, %r1, 2; add.s32 %r3, %r10, %r2;
+      cp.async.ca.shared.global [%r3], [%rd1+128], 4;
+      {wait}
+      ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd1], %r4;
+    """
+    )
+    for wait, always in (("cp.async.wait_all;", True), ("", False)):
+        right = []
+        for seed in range(8):
+            out = np.arange(64, dtype=np.uint32)
+            launch(body.format(wait=wait), {"out": out}, seed=seed)
+            right.append((out[:32] == np.arange(32, 64)).all())
+        assert all(right) if always else not all(right)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("st.global.b32 [%rd1+256], %r1;", r"4-byte write at 0x\w+: 0 bytes past the end of out \(256 bytes\)"),
+        ("ld.global.b32 %r2, [%rd1+-132];", "before the start of out"),
+        ("add.s64 %rd1, %rd1, 2; ld.global.b32 %r2, [%rd1];", "4-byte access at 0x.* is not aligned to its size"),
+        ("mov.b32 %r3, sm; ld.shared.b32 %r2, [%r3+4096];", "4-byte access at shared offset 0x1400"),
+        ("mov.b64 %rd5, 0; ld.b32 %r2, [%rd5];", "null pointer"),
+        ("mov.b64 %rd5, out; st.b32 [%rd5], %r1;", "kernel parameters is read-only"),
+        ("mov.b32 %r3, sm; add.s32 %r3, %r3, 0x1000000; ld.shared.b32 %r2, [%r3];", "of another CTA"),
+    ],
+)  # fmt: skip
+def test_bad_addresses(code, message):
+    body = OUT + code + "\n st.global.b32 [%rd1], %r2;"
+    with pytest.raises(MemoryFault, match=message) as error:
+        run(body)
+    where = error.value.where
+    assert where.kernel == "kernel" and where.cta == (0, 0, 0) and where.warp == 0 and len(where.lanes) == 1
+    assert where.ptx_line == line_of(body, code.split(";")[-2].strip().split(" ")[0])
+
+
+def test_the_lane_that_faults_is_named():
+    with pytest.raises(MemoryFault) as error:
+        run(OUT + "mul.wide.u32 %rd3, %r1, 20; add.s64 %rd4, %rd1, %rd3; st.global.b32 [%rd4], %r1;")
+    assert error.value.where.lanes == (11,)
+
+
+def test_unsupported_instruction_names_itself():
+    with pytest.raises(UnsupportedInstruction, match="does not execute `tex.2d.v4.f32.f32`") as error:
+        run("tex.2d.v4.f32.f32 {%f1, %f2, %f3, %f4}, [%rd1, {%f5, %f6}];")
+    assert error.value.where.ptx_text.startswith("tex.2d")
+
+
+def test_unsupported_instruction_that_is_not_reached_does_no_harm():
+    run("bra.uni END; tex.2d.v4.f32.f32 {%f1, %f2, %f3, %f4}, [%rd1, {%f5, %f6}];\nEND:")
+
+
+def test_trap():
+    with pytest.raises(SimError, match="trap"):
+        run(OUT + "setp.eq.u32 %p1, %r1, 7; @%p1 trap;")
+
+
+ALLOCATE = "mov.b32 %r10, sm; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64; ld.shared.b32 %r11, [%r10];\n"
+FREE = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r11, 64;\n"
+
+
+def test_leaked_tensor_memory():
+    with pytest.raises(
+        TmemFault, match="64 columns of tensor memory are still allocated at the end of the CTA"
+    ):
+        run(ALLOCATE)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r12];", "column"),
+        ("add.s32 %r12, %r11, 0x400000; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r12];", "lane"),
+        ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 48;", "48"),
+        ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r11, 32;", "32"),
+    ],
+)  # fmt: skip
+def test_misuse_of_tensor_memory(code, message):
+    with pytest.raises(TmemFault, match=message):
+        run(ALLOCATE + "add.s32 %r12, %r11, 64;\n" + code + "\n" + FREE)
+
+
+def test_tensor_memory_that_was_never_written_is_poison():
+    out = run(ALLOCATE + OUT + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r11]; tcgen05.wait::ld.sync.aligned;\n"
+              "st.global.b32 [%rd1], %r20;\n" + FREE)  # fmt: skip
+    assert (out[:32] == 0xFFFFFFFF).all()
+
+
+def test_a_missing_wait_behind_a_tensor_memory_store_shows_under_some_seed():
+    body = ALLOCATE + OUT + """
+      tcgen05.st.sync.aligned.32x32b.x1.b32 [%r11], {{%r1}};
+      {wait}
+      tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r20}}, [%r11]; tcgen05.wait::ld.sync.aligned;
+      st.global.b32 [%rd1], %r20;
+    """ + "tcgen05.wait::st.sync.aligned;\n" + FREE  # fmt: skip
+    right = {
+        wait: [(run(body.format(wait=wait), seed=seed)[:32] == np.arange(32)).all() for seed in range(8)]
+        for wait in ("tcgen05.wait::st.sync.aligned;", "")
+    }
+    assert all(right["tcgen05.wait::st.sync.aligned;"]) and not all(right[""])
+
+
+def test_warps_that_spin_without_end():
+    with pytest.raises(Deadlock, match="spin"):
+        run(OUT + "SPIN: ld.volatile.global.b32 %r2, [%rd1]; setp.eq.u32 %p1, %r2, 0; @%p1 bra SPIN;")
+
+
+def test_source_lines_are_named_where_they_were_compiled_in():
+    body = ".loc 1 77 3\n st.global.b32 [%rd1+4], %r1;\n"
+    out = np.zeros(1, np.uint32)
+    with pytest.raises(MemoryFault) as error:
+        launch(OUT + body, {"out": out}, variables='.file 1 "/somewhere/my_kernel.py"')
+    assert "my_kernel.py:77" in str(error.value)
