@@ -34,6 +34,7 @@ from warpspec.sim.device import (
 from warpspec.sim.errors import HostError
 from warpspec.sim.memory import GlobalMemory
 
+CUDA_PREFIX = "_cu"  # of the entry points in host code
 CUDA_SUCCESS = 0
 CUDA_ERROR_LAUNCH_FAILURE = 719  # what host code gets after an exception; the caller sees the exception
 
@@ -177,16 +178,22 @@ def entry_point(name: str, *kinds: type):
 
 
 def require_symbols(names: Iterable[str]) -> None:
-    """HostError for a symbol of a host object that neither this module nor the C library has.
+    """Tell LLVM of the symbols a host object imports; on one that is missing it would end the process.
 
-    LLVM would end the process on it.
+    CUDA entry points are those of this module only: the DSL has its own in this process, for a real device. The
+    rest (printf, memcpy) is the C library's. HostError names what is missing.
     """
-    missing = [n for n in names if n not in _callbacks and not llvm.address_of_symbol(n)]
-    cuda = [n for n in missing if n.startswith("_cu")]
-    if cuda:
-        raise HostError(f"the host function calls {', '.join(cuda)}, which the simulator does not provide")
+    process = ctypes.CDLL(None)
+    missing = []
+    for name in names:
+        if name in _callbacks:
+            continue
+        if name.startswith(CUDA_PREFIX) or not hasattr(process, name):
+            missing.append(name)
+        else:
+            llvm.add_symbol(name, ctypes.cast(getattr(process, name), ctypes.c_void_p).value)
     if missing:
-        raise HostError(f"the host function needs {', '.join(missing)}, which this process does not have")
+        raise HostError(f"the host function calls {', '.join(missing)}, which the simulator does not provide")
 
 
 def _store(address: int, kind: type, value: int) -> None:
