@@ -180,8 +180,8 @@ def entry_point(name: str, *kinds: type):
 def require_symbols(names: Iterable[str]) -> None:
     """Tell LLVM of the symbols a host object imports; on one that is missing it would end the process.
 
-    CUDA entry points are those of this module only: the DSL has its own in this process, for a real device. The
-    rest (printf, memcpy) is the C library's. HostError names what is missing.
+    CUDA entry points are those of this module only: the DSL has its own in this process, for a real device.
+    The rest (printf, memcpy) is the C library's. HostError names what is missing.
     """
     process = ctypes.CDLL(None)
     missing = []
