@@ -8,6 +8,7 @@ exports; the CUDA runtime it calls is `cuda_runtime`.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import re
 import struct
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import llvmlite.binding as llvm
 from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError
+from cutlass.cutlass_dsl import CuTeDSL
 
 from warpspec.sim.arguments import PackedArguments, Value, flatten, plain
 from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
@@ -59,6 +61,17 @@ def undefined_symbols(image: bytes) -> list[str]:
 HOST_ONLY_TARGET = "sm_100a"  # whose device attributes a function without kernels would see
 
 
+@functools.cache
+def _load_dsl_runtime() -> None:
+    """Make the DSL's runtime library visible to the DSL's object exporter, which resolves symbols in the process.
+
+    The DSL loads it itself only when it compiles for the machine it is on; without a GPU that is sm_100a, and
+    the export of a function compiled for sm_90a would fail.
+    """
+    for path in CuTeDSL._get_dsl().get_shared_libs():
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+
 class HostModule:
     """A compiled function's host code, loaded. Raises HostError for what the simulator cannot run.
 
@@ -84,6 +97,7 @@ class HostModule:
         cubin = compiled.artifacts.CUBIN
         self.session = Session(DEVICES[re.match(r"sm_\d+", self.target)[0]], cubin)
         self._prefix = f"warpspec{next(_prefixes)}"
+        _load_dsl_runtime()
         try:
             image = compiled.dump_to_object(self._prefix)
         except (DSLBaseError, DSLRuntimeError, RuntimeError) as error:
