@@ -9,7 +9,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Binary:
-    """An IEEE-like format: significand bits with the hidden one, exponent of the smallest normal, largest value."""
+    """An IEEE-like format; `precision` counts the hidden bit, exponents are those of normal numbers."""
 
     bits: int
     precision: int

@@ -179,7 +179,7 @@ def test_half_arithmetic(operation, kind):
 
 
 def test_double_rounding_does_not_happen():
-    # 1 + 2**-11 + 2**-60 lies just above a tie of f16: rounding through f32 or f64 first would land on the tie.
+    # Just above a tie of f16: rounding in a wider format first would land on the tie.
     one, big, tiny = 0x3C00, 0x2C00, 0x0001  # 1, 2**-4, 2**-24
     half_ulp = 0x1800  # 2**-9; 2**-4 * 2**-7 is 2**-11
     assert run("fma.rn.f16", [big], [0x2000], [one]) == [one]  # 2**-4 * 2**-7: the tie goes to even
@@ -222,12 +222,12 @@ def test_packed_operations_are_two_scalars():
     low, high = ([[x >> s & 0xFFFFFFFF for x in w] for w in words] for s in (0, 32))
     for opcode in ("fma.rn.f32x2", "fma.rm.ftz.f32x2"):
         scalar = opcode.replace("f32x2", "f32")
-        want = [h << 32 | l for l, h in zip(run(scalar, *low), run(scalar, *high), strict=True)]
+        want = [high << 32 | low for low, high in zip(run(scalar, *low), run(scalar, *high), strict=True)]
         assert run(opcode, *words) == want
     for kind in ("f16", "bf16"):
         a, b = ([x & 0xFFFFFFFF for x in w] for w in words[:2])
         parts = [([x >> s & 0xFFFF for x in a], [x >> s & 0xFFFF for x in b]) for s in (0, 16)]
-        want = [h << 16 | l for l, h in zip(*(run(f"mul.{kind}", *p) for p in parts), strict=True)]
+        want = [high << 16 | low for low, high in zip(*(run(f"mul.{kind}", *p) for p in parts), strict=True)]
         assert run(f"mul.{kind}x2", a, b) == want
 
 

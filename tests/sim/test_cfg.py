@@ -8,11 +8,13 @@ from warpspec.sim.cfg import CARRY, Block, cut, liveness, membermask, reads_writ
 from warpspec.sim.instruction import Kernel
 from warpspec.sim.ptx import parse
 
+TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
 REGISTERS = ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b128 %rq<2>;\n"
 
 
 def kernel(body) -> Kernel:
-    text = f".version 9.0\n.target sm_100a\n.address_size 64\n.extern .shared .b8 smem[];\n.entry k(.param .u64 a)\n{{\n{REGISTERS}{body}\n}}\n"
+    head = ".version 9.0\n.target sm_100a\n.address_size 64\n.extern .shared .b8 smem[];\n"
+    text = f"{head}.entry k(.param .u64 a)\n{{\n{REGISTERS}{body}\n}}\n"
     return parse(text).kernels["k"]
 
 
@@ -66,11 +68,11 @@ def regs(text):
         ("mbarrier.try_wait.parity.shared.b64 %p1, [%r1], %r2, %r3;", "r1 r2 r3", "p1"),
         ("mbarrier.inval.shared.b64 [%r1];", "r1", ""),
         (
-            "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4], %rd2;",
+            f"{TMA_LOAD} [%r1], [%rd1, {{%r2, %r3}}], [%r4], %rd2;",
             "r1 rd1 r2 r3 r4 rd2",
             "",
         ),
-        ("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd1, {%r2, 0}], [%r4];", "rd1 r2 r4", ""),
+        ("cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%rd1, {%r2}], [%r4];", "rd1 r2 r4", ""),
         ("cp.async.bulk.wait_group.read 0;", "", ""),
         ("cp.async.wait_group %r1;", "r1", ""),
         ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], %r6;", "r5 r6", ""),
@@ -91,7 +93,11 @@ def regs(text):
             "r1 r2 r3 r4 r5",
             "r1 r2",
         ),
-        ("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2}, %rd1, %rd2, %p1, 1, 1, 0, 0;", "r1 r2 rd1 rd2 p1", "r1 r2"),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2}, %rd1, %rd2, %p1, 1, 1, 0, 0;",
+            "r1 r2 rd1 rd2 p1",
+            "r1 r2",
+        ),
         ("wgmma.wait_group.sync.aligned 0;", "", ""),
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r1, %r2}, [%r3];", "r3", "r1 r2"),
         ("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%r3], {%r1, %r2};", "r1 r2 r3", ""),
@@ -100,7 +106,7 @@ def regs(text):
         ("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r1], %rd1;", "r1 rd1", ""),
         ("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p1, %rq0;", "rq0", "p1"),
         (
-            "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r1], [%r2];",
+            "clusterlaunchcontrol.try_cancel.async.mbarrier::complete_tx::bytes.b128 [%r1], [%r2];",
             "r1 r2",
             "",
         ),
@@ -122,7 +128,8 @@ def test_calls_write_return_values_only():
     body = (
         "{ .param .b64 x; .param .b32 y; call.uni (y), vprintf, (x, x); call.uni done, (x); call.uni done; }"
     )
-    text = ".version 9.0\n.target sm_100a\n.extern .func (.param .b32 a) vprintf(.param .b64 b, .param .b64 c);\n"
+    text = ".version 9.0\n.target sm_100a\n"
+    text += ".extern .func (.param .b32 a) vprintf(.param .b64 b, .param .b64 c);\n"
     k = parse(f"{text}.extern .func done(.param .b64 a);\n.entry k()\n{{\n{body}\n}}\n").kernels["k"]
     assert [reads_writes(i) for i in k.instrs] == [((), ())] * 3
 

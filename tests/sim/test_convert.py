@@ -277,7 +277,7 @@ def test_small_formats(name):
 def test_small_formats_back_and_forth_with_halves(name):
     field, values = FIELD[name], small_values(name)
     sign = 1 << sum(SMALL[name][:2])
-    codes = [c for c in range(len(values))] + [c | sign for c in range(len(values))]
+    codes = list(range(len(values))) + [c | sign for c in range(len(values))]
     words = [c << field | codes[-1 - i] for i, c in enumerate(codes)]
     halves = run(f"cvt.rn.f16x2.{name}x2", words)
     for word, pair in zip(words, halves, strict=True):

@@ -11,7 +11,10 @@ from warpspec.sim.ptx import parse
 from warpspec.sim.ptx_lexis import constant_expression, integer
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
-REGISTERS = ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;\n.reg .f32 %f<9>; .reg .b128 %rq;\n"
+REGISTERS = """.reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;
+.reg .f32 %f<9>; .reg .b128 %rq;
+"""
+TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
 
 
 def kernel(body, before="", params="", directives=""):
@@ -40,7 +43,7 @@ def operands(text):
         ("mov.f32 %f1, 0f3F800000;", (Reg("%f1"), Imm(0x3F800000, True))),
         ("mov.f64 %rd1, 0d3FF0000000000000;", (Reg("%rd1"), Imm(0x3FF0000000000000, True))),
         ("mul.f32 %f1, %f2, -1.5;", (Reg("%f1"), Reg("%f2"), Imm(0xBFC00000, True))),
-        ("mul.f64 %rd1, %rd2, 1e3;", (Reg("%rd1"), Reg("%rd2"), Imm(struct.unpack("<Q", struct.pack("<d", 1e3))[0], True))),
+        ("mul.f64 %rd1, %rd2, 1e3;", (Reg("%rd1"), Reg("%rd2"), Imm(0x408F400000000000, True))),
         ("mov.b32 %r1, WARP_SZ;", (Reg("%r1"), Imm(32))),
         ("mov.b32 %r1, (3+4)*2;", (Reg("%r1"), Imm(14))),
         ("mov.b32 %r1, smem;", (Reg("%r1"), Sym("smem"))),
@@ -56,10 +59,18 @@ def operands(text):
         ("ld.shared.b32 %r1, [smem];", (Reg("%r1"), Mem(Sym("smem")))),
         ("ld.shared.b32 %r1, [smem+8];", (Reg("%r1"), Mem(Sym("smem"), 8))),
         ("ld.shared.b32 %r1, [64];", (Reg("%r1"), Mem(Imm(64)))),
-        ("st.shared.v4.b32 [%r1], {%r2, %r3, 0f00000000, 4};", (Mem(Reg("%r1")), Vec((Reg("%r2"), Reg("%r3"), Imm(0, True), Imm(4))))),
         (
-            "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1+64], [%rd1, {%r2, %r3}], [%r4], %rd2;",
-            (Mem(Reg("%r1"), 64), Mem(Reg("%rd1"), 0, (Reg("%r2"), Reg("%r3"))), Mem(Reg("%r4")), Reg("%rd2")),
+            "st.shared.v4.b32 [%r1], {%r2, %r3, 0f00000000, 4};",
+            (Mem(Reg("%r1")), Vec((Reg("%r2"), Reg("%r3"), Imm(0, True), Imm(4)))),
+        ),
+        (
+            f"{TMA_LOAD} [%r1+64], [%rd1, {{%r2, %r3}}], [%r4], %rd2;",
+            (
+                Mem(Reg("%r1"), 64),
+                Mem(Reg("%rd1"), 0, (Reg("%r2"), Reg("%r3"))),
+                Mem(Reg("%r4")),
+                Reg("%rd2"),
+            ),
         ),
         ("bar.sync 1, 128;", (Imm(1), Imm(128))),
         ("ret;", ()),
@@ -130,9 +141,11 @@ def test_label_on_the_line_of_its_instruction_and_at_the_end():
 def test_entry_directives_and_parameter_offsets():
     k = kernel(
         "ret;",
-        params=".param .u32 a, .param .align 64 .b8 map[128],\n.param .u64 .ptr .global .align 16 p, .param .u8 flag, .param .align 4 .b8 t[8]",
-        directives="\n.reqntid 192, 1, 1\n.maxntid 256\n.minnctapersm 1\n.explicitcluster\n.reqnctapercluster 2, 1, 1\n.maxnreg 128\n",
-    )  # fmt: skip
+        params=".param .u32 a, .param .align 64 .b8 map[128],\n"
+        ".param .u64 .ptr .global .align 16 p, .param .u8 flag, .param .align 4 .b8 t[8]",
+        directives="\n.reqntid 192, 1, 1\n.maxntid 256\n.minnctapersm 1\n"
+        ".explicitcluster\n.reqnctapercluster 2, 1, 1\n.maxnreg 128\n",
+    )
     assert k.params == [
         Param("a", 0, 4, 4),
         Param("map", 64, 128, 64),
@@ -166,7 +179,10 @@ def test_variables():
 
 
 def test_function_scope_variables():
-    k = kernel(".local .align 16 .b8 __local_depot0[64];\n{ .shared .b32 s; st.shared.b32 [s], 1; }\nmov.b64 %rd1, __local_depot0;")  # fmt: skip
+    k = kernel(
+        ".local .align 16 .b8 __local_depot0[64];\n"
+        "{ .shared .b32 s; st.shared.b32 [s], 1; }\nmov.b64 %rd1, __local_depot0;"
+    )
     assert k.variables["__local_depot0"] == Variable("__local_depot0", "local", 64, 16)
     (name,) = [n for n, v in k.variables.items() if v.space == "shared"]
     assert k.instrs[0].operands[0] == Mem(Sym(name))
