@@ -1,6 +1,6 @@
 """The attention kernel for sm_100a at D = 64: host side, storage, role dispatch.
 
-ARCHITECTURE.md, "Attention on sm_100a", has the picture.
+ARCHITECTURE.md, "Attention kernel (sm_100a)", has the picture.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Attention:
                 tma.TILE_ALIGNMENT,
             ]
 
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
 
         # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
