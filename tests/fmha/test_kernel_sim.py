@@ -6,7 +6,7 @@ from attention_cases import CASES, PARTLY_POISONED, Case, arguments, check, pois
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpspec.fmha import attention
+from warpspec.fmha import attention, merge
 
 BACKEND = "sim"
 
@@ -46,6 +46,36 @@ def test_nan_and_inf_reach_only_rows_that_see_them(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_with_other_data(case, seed):
     run(case, seed)
+
+
+def test_merged_states_of_two_caches_are_attention_over_both():
+    """The kernel's own row_max and row_sum, from different sets of keys, with a sink counted once."""
+    whole = Case("two-caches", batch=2, seq_q=9, seq_k=200, heads_q=4, heads_kv=2, causal=True, sink=True)
+    inputs = arguments(whole)
+    states = []
+    for first, end in ((0, 130), (130, 200)):
+        start = torch.full((2,), whole.seq_k - whole.seq_q - first, dtype=torch.int32)
+        part = {
+            "normalize": False,
+            "k": inputs["k"][:, first:end],
+            "v": inputs["v"][:, first:end],
+            "q_start": start,
+            "sink": None,
+        }
+        states.append(attention(**{**inputs, **part}, backend=BACKEND))
+    o, lse = merge(states, inputs["sink"])
+    check(whole, (o.to(whole.dtype), lse), inputs)
+
+
+def test_compiled_graph_calls_the_kernel():
+    case = Case("compiled", seq_q=3, seq_k=70, heads_q=2, heads_kv=1)
+    inputs = arguments(case)
+    layer = torch.compile(
+        lambda q, k, v: attention(q, k, v, return_lse=True, backend=BACKEND),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    check(case, layer(inputs["q"], inputs["k"], inputs["v"]), inputs)
 
 
 @st.composite
