@@ -107,6 +107,11 @@ def require_handler(opcode: str) -> Handler:
     return found
 
 
+@lru_cache(maxsize=4096)
+def _lane_tuple(mask: int) -> tuple[int, ...]:
+    return tuple(lane for lane in range(WARP_SIZE) if mask >> lane & 1)
+
+
 def lanes(mask: int) -> list[int]:
     """The lane numbers in a mask, ascending."""
-    return [lane for lane in range(WARP_SIZE) if mask >> lane & 1]
+    return list(_lane_tuple(mask))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from warpspec.sim.errors import BarrierFault, MemoryFault
+from warpspec.sim.errors import BarrierFault, MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
 from warpspec.sim.memory import CTA_RANK_SHIFT
 from warpspec.sim.registry import Wait, instruction, lanes
@@ -101,28 +101,34 @@ def complete_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
 # ---- instructions -------------------------------------------------------------------------------------------------
 
 
-def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[int, Cta, int]]:
-    """(lane, CTA, offset) for each executing lane's barrier address."""
+def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[list[int], Cta, int]]:
+    """(lanes, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
     addresses = w.address(operand)
+    chosen = lanes(mask)
+    first = int(addresses[chosen[0]])
+    if len(chosen) == 1 or (addresses[chosen] == first).all():
+        groups = {first & 0xFFFFFFFF: chosen}
+    else:
+        groups = {}
+        for lane in chosen:
+            groups.setdefault(int(addresses[lane]) & 0xFFFFFFFF, []).append(lane)
     own_only = "shared::cluster" not in ins.parts and "shared::cta" in ins.parts
     found = []
-    for lane in lanes(mask):
-        address = int(addresses[lane]) & 0xFFFFFFFF
+    for address, members in groups.items():
         if own_only and address >> CTA_RANK_SHIFT != w.cta.rank:
             raise MemoryFault(f"shared::cta address {address:#x} names CTA rank {address >> CTA_RANK_SHIFT}")
-        m.shared(w, address, SIZE)
         if address % SIZE:
             raise MemoryFault(f"mbarrier address {address:#x} is not aligned to {SIZE} bytes")
-        cta, offset = m.cta_at(w, address)
-        found.append((lane, cta, offset))
+        m.shared(w, address, SIZE)
+        found.append((members, *m.cta_at(w, address)))
     return found
 
 
 @instruction("mbarrier.init")
 def mbarrier_init(m, w: Warp, ins: Instr, mask: int) -> None:
     counts = w.u32(ins.operands[1])
-    for lane, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        initialise(cta, offset, int(counts[lane]))
+    for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        initialise(cta, offset, int(counts[members[0]]))
 
 
 @instruction("mbarrier.inval")
@@ -135,51 +141,59 @@ def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
         cta.smem[offset : offset + SIZE] = 0xFF
 
 
-def _token(barrier: Mbarrier) -> int:
-    """The opaque state that arrive returns and test_wait takes: here the phase."""
-    return barrier.phase
-
-
 @instruction("mbarrier.arrive", "mbarrier.arrive_drop")
 def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
-    """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none)."""
+    """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none).
+
+    The state that arrive returns and test_wait takes is opaque: here the phase.
+    """
     operands = list(ins.operands)
-    state = None
-    if not isinstance(operands[0], Mem):
-        state = operands.pop(0)
-    places = _places(m, w, ins, operands[0], mask)
-    amounts = w.u32(operands[1]) if len(operands) > 1 else np.ones(32, np.uint32)
+    state = None if isinstance(operands[0], Mem) else operands.pop(0)
+    amounts = w.u32(operands[1]) if len(operands) > 1 else None
     tokens = np.zeros(32, np.uint64)
     drop = ins.parts[1] == "arrive_drop"
-    for lane, cta, offset in places:
-        tokens[lane] = _token(lookup(cta, offset))
-        amount = int(amounts[lane])
-        if ins.has("expect_tx"):
-            expect_tx(m, cta, offset, amount)
-            arrive(m, cta, offset, 1, drop)
-        else:
-            arrive(m, cta, offset, amount, drop)
+    expects = ins.has("expect_tx")
+    for members, cta, offset in _places(m, w, ins, operands[0], mask):
+        if amounts is None:
+            _arrive_alone(m, lookup(cta, offset), members, tokens, drop)
+            continue
+        for lane in members:
+            tokens[lane] = lookup(cta, offset).phase
+            amount = int(amounts[lane])
+            if expects:
+                expect_tx(m, cta, offset, amount)
+            arrive(m, cta, offset, 1 if expects else amount, drop)
     if state is not None:
         w.set_values(state, tokens, 64, mask)
+
+
+def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
+    """One arrival a lane, in as few steps as there are phases that they end."""
+    while members:
+        now, members = members[: max(barrier.pending, 1)], members[max(barrier.pending, 1) :]
+        tokens[now] = barrier.phase
+        arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 
 @instruction("mbarrier.expect_tx")
 def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
     amounts = w.u32(ins.operands[1])
-    for lane, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        expect_tx(m, cta, offset, int(amounts[lane]))
+    for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        for lane in members:
+            expect_tx(m, cta, offset, int(amounts[lane]))
 
 
 @instruction("mbarrier.complete_tx")
 def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
     amounts = w.u32(ins.operands[1])
-    for lane, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        complete_tx(m, cta, offset, int(amounts[lane]))
+    for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
+        for lane in members:
+            complete_tx(m, cta, offset, int(amounts[lane]))
 
 
 @instruction("mbarrier.pending_count")
 def mbarrier_pending_count(m, w: Warp, ins: Instr, mask: int) -> None:
-    raise BarrierFault("mbarrier.pending_count: the simulator's state tokens do not carry the pending count")
+    raise UnsupportedInstruction("mbarrier.pending_count: state tokens do not carry the pending count here")
 
 
 def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
@@ -187,15 +201,16 @@ def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None
     parity = ins.has("parity")
     wanted = w.values(ins.operands[2], 32 if parity else 64)
     done, missing = 0, None
-    for lane, cta, offset in _places(m, w, ins, ins.operands[1], mask):
+    for members, cta, offset in _places(m, w, ins, ins.operands[1], mask):
         barrier = lookup(cta, offset)
-        value = int(wanted[lane])
-        if parity and value > 1:
-            raise BarrierFault(barrier.describe(f"phase parity {value} (0 or 1 is allowed) for the"))
-        completed = (barrier.phase & 1) != value if parity else barrier.phase > value
-        if completed:
-            done |= 1 << lane
+        values = wanted[members]
+        if parity and (values > 1).any():
+            raise BarrierFault(barrier.describe(f"phase parity {values.max()} (0 or 1 is allowed) for the"))
+        completed = (values != (barrier.phase & 1)) if parity else (values < barrier.phase)
+        if completed.all():
+            done |= sum(1 << lane for lane in members)
         else:
+            done |= sum(1 << lane for lane, ok in zip(members, completed, strict=True) if ok)
             missing = barrier
     return done, missing
 
