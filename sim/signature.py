@@ -1,23 +1,17 @@
 """What the host part of a compiled CuTe DSL function takes: types from MLIR, memory layout from LLVM.
 
 The lowered module inside a compiled function says how many argument slots there are and how each lies in
-memory, but no longer for which element types, static sizes and divisibilities it was compiled. Those
-stand in the module before lowering, which the DSL drops; `record_signatures` keeps the function type of each
-compilation, so this module must be imported before `cute.compile` for arguments to be checked in full.
+memory. For which element types, static sizes and divisibilities it was compiled is known only where
+`warpspec.common.argument_types` was imported before the compilation.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, field
 
-from cutlass.cutlass_dsl import cutlass as cutlass_dsl
-
+from warpspec.common.argument_types import argument_types
 from warpspec.sim.errors import HostError
-
-RECORD_ATTRIBUTE = "_warpspec_argument_types"
-HOOK_MARK = "_warpspec_records"
 
 # Bits of an element, by MLIR name.
 ELEMENT_BITS = {
@@ -165,32 +159,6 @@ def _extents(text: str) -> tuple[Extent, ...]:
     return tuple(extents)
 
 
-def record_signatures() -> None:
-    """From now on every compiled function remembers the MLIR types of its host arguments. Idempotent."""
-    base = cutlass_dsl.CutlassBaseDSL
-    compile_and_cache = base.compile_and_cache
-    if hasattr(compile_and_cache, HOOK_MARK):
-        return
-
-    @functools.wraps(compile_and_cache)
-    def recording(self, module, module_hash, function_name, *args, **kwargs):
-        types = _function_inputs(module, "func.func", function_name)
-        compiled = compile_and_cache(self, module, module_hash, function_name, *args, **kwargs)
-        if types is not None and hasattr(compiled, "__dict__"):
-            setattr(compiled, RECORD_ATTRIBUTE, types)
-        return compiled
-
-    setattr(recording, HOOK_MARK, True)
-    base.compile_and_cache = recording
-
-
-def _function_inputs(module, operation: str, name: str) -> tuple[str, ...] | None:
-    for op in module.body.operations:
-        if op.operation.name == operation and op.attributes["sym_name"].value == name:
-            return tuple(str(t) for t in op.attributes["function_type"].value.inputs)
-    return None
-
-
 def slots(compiled) -> tuple[Slot, ...]:
     """The argument slots of `compiled`'s host function, in order."""
     name = compiled.function_name
@@ -202,7 +170,7 @@ def slots(compiled) -> tuple[Slot, ...]:
     if function_type is None:
         raise HostError(f"the compiled module has no host function {name}")
     layouts = _llvm_inputs(function_type)
-    recorded = getattr(compiled, RECORD_ATTRIBUTE, None)
+    recorded = argument_types(compiled)
     types = [parse_argument_type(t) for t in recorded] if recorded is not None else [None] * len(layouts)
     if len(types) != len(layouts):
         raise HostError(
@@ -295,6 +263,3 @@ def _llvm_type(tokens: list[str]) -> _Layout:
         _expect(tokens, ">")
         return _Layout(-(-size // align) * align, align, leaves, members)
     raise HostError(f"LLVM type {token!r} in a host argument is not supported")
-
-
-record_signatures()

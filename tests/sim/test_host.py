@@ -28,11 +28,12 @@ from host_calls import (
     touch,
 )
 
+from warpspec.common.argument_types import RECORD_ATTRIBUTE
 from warpspec.common.compile import compile_host
 from warpspec.sim import cuda_runtime
 from warpspec.sim.errors import HostError, MemoryFault
 from warpspec.sim.host import HostModule, undefined_symbols
-from warpspec.sim.signature import RECORD_ATTRIBUTE, TensorType, parse_argument_type
+from warpspec.sim.signature import TensorType, parse_argument_type
 
 
 @pytest.fixture(scope="module")
@@ -400,6 +401,13 @@ class TestWhatIsRefused:
     def test_not_compiled(self):
         with pytest.raises(HostError, match=r"not what cute\.compile returns"):
             HostModule(rows_host)
+
+    def test_compiled_for_tvm_ffi(self):
+        class TVMFFIJitCompiledFunction:
+            pass
+
+        with pytest.raises(HostError, match="compile without --enable-tvm-ffi"):
+            HostModule(TVMFFIJitCompiledFunction())
 
     def test_other_architecture(self, tmp_path):
         options = f"--gpu-arch sm_80 --keep-ptx --dump-dir {tmp_path}"
