@@ -63,7 +63,7 @@ HOST_ONLY_TARGET = "sm_100a"  # whose device attributes a function without kerne
 
 @functools.cache
 def _load_dsl_runtime() -> None:
-    """Make the DSL's runtime library visible to the DSL's object exporter, which resolves symbols in the process.
+    """Make the DSL's runtime library visible to its object exporter, which resolves symbols in the process.
 
     The DSL loads it itself only when it compiles for the machine it is on; without a GPU that is sm_100a, and
     the export of a function compiled for sm_90a would fail.
