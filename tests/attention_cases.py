@@ -130,10 +130,12 @@ CASES = [
 # fmt: on
 
 # fmt: off
-# NaN and Inf at keys that some rows see and others do not: rows that do not see them must not be reached.
+# NaN and Inf that reach some rows: those show it, and no other row does.
 PARTLY_POISONED = [
     Case("poison-causal", seq_q=140, seq_k=140, causal=True, data="poisoned-tail"),
     Case("poison-window", seq_q=140, seq_k=140, window=(9, 0), data="poisoned-middle", sink=True),
+    Case("poison-query", seq_q=9, seq_k=140, heads_q=2, heads_kv=1, causal=True, data="nan-query"),
+    Case("poison-query-state", seq_q=9, seq_k=140, data="nan-query", normalize=False),
     Case("poison-decode", batch=2, seq_q=4, seq_k=150, heads_q=4, heads_kv=1, causal=True,
          data="poisoned-tail",
          dtype=FP16),
@@ -163,6 +165,8 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
         plain = {name: values[name].to(case.dtype) for name in "qkv"}
         problem = AttentionProblem.check(**{**result, **plain, "normalize": True})
         hidden = ~visible(problem, result["kv_lengths"], result["q_start"]).any(dim=1).cpu()  # [B, Sk]
+        if case.layout == "broadcast":  # batch rows share their keys
+            hidden = hidden.all(dim=0, keepdim=True).expand_as(hidden)
         for name, bad in (("k", (torch.nan, torch.inf)), ("v", (torch.inf, torch.nan))):
             for start in (0, 1):
                 values[name][:, start::2][hidden[:, start::2]] = bad[start]
@@ -210,6 +214,7 @@ def check(case: Case, result, inputs: dict) -> None:
     head_error, tolerance = relative_error(o, expected), O_TOLERANCE[case.dtype]
     assert head_error <= tolerance, f"worst head's error {head_error:.2e}, tolerance {tolerance:.0e}"
 
+    assert got_lse[lse.isnan()].isnan().all(), "lse of rows that see NaN"
     defined = ~undefined.transpose(1, 2)
     seen = defined & (lse != -torch.inf)
     assert (got_lse[defined & ~seen] == -torch.inf).all(), "lse of rows without a visible key"
@@ -254,7 +259,7 @@ def _normalized(state: AttentionState, sink) -> torch.Tensor:
     if sink is not None:
         total += torch.exp(sink.float()[None, :, None] - state.row_max)
     o = state.o / total.transpose(1, 2)[..., None]
-    return torch.where((state.row_max == -torch.inf).transpose(1, 2)[..., None], 0.0, o)
+    return torch.where((state.row_sum == 0).transpose(1, 2)[..., None], 0.0, o)
 
 
 def _normal(shape, generator):
@@ -271,7 +276,8 @@ def _values(case: Case, shapes, generator) -> dict[str, torch.Tensor]:
     rising: the row maximum grows by far more than any lazy-rescale threshold from tile to tile; creeping: by
     a little less than one each tile; falling: its largest stands in the first tile; equal: every key is the
     same one; peaked: logits spread over hundreds; negative: all logits near -500; outliers: single keys far
-    above the rest, in the middle of tiles; poisoned-*: NaN and Inf at keys that only some rows see.
+    above the rest, in the middle of tiles; poisoned-*: NaN and Inf at keys that only some rows see;
+    nan-query: one query holds a NaN.
     """
     values = {name: _normal(shape, generator) for name, shape in shapes.items()}
     q, k, v = values["q"], values["k"], values["v"]
@@ -296,6 +302,8 @@ def _values(case: Case, shapes, generator) -> dict[str, torch.Tensor]:
         k *= 8
     elif case.data == "poisoned-tail":
         k[:, -2], v[:, -2], v[:, -1] = torch.nan, torch.nan, torch.inf
+    elif case.data == "nan-query":
+        q[:, case.seq_q // 2, 0, 5] = torch.nan
     elif case.data == "poisoned-middle":
         k[:, 60], v[:, 60], v[:, 61] = torch.inf, torch.nan, -torch.inf
     else:
