@@ -38,6 +38,8 @@ def compile_host(host, *arguments, arch: str, options: str = ""):
     """``cute.compile`` of a host function for ``arch``, with PTX and cubin in ``artifacts``; not cached."""
     import cutlass.cute as cute  # here, so that importing warpspec does not load the DSL
 
+    import warpspec.common.argument_types  # noqa: F401  (remembers argument types, which the simulator needs)
+
     # The DSL writes the artifacts it keeps to this folder and has read them back when compile returns.
     with _lock, tempfile.TemporaryDirectory(prefix="warpspec-") as folder:
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir {folder}"

@@ -149,9 +149,9 @@ class Program:
         return answer >> 32, answer & 0xFFFFFFFF
 
     def _object_code(self) -> bytes:
-        key = hashlib.sha256(
-            "\0".join([repr(self.kernel), repr(self.module.variables), _generator_version(), _host_id()]).encode()
-        ).hexdigest()
+        cut = [(block.start, block.kind) for block in self.blocks]
+        parts = [repr(self.kernel), repr(self.module.variables), repr(cut), _generator_version(), _host_id()]
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         path = _cache_folder() / f"{key}.o"
         if path.exists():
             path.touch()
@@ -249,13 +249,19 @@ def _target_machine():
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=1, codemodel="large", jit=True
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=1,
+        codemodel="large",
+        jit=True,
     )
 
 
 @cache
 def _host_id() -> str:
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} llvmlite {llvmlite.__version__}"
+    return (
+        f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} llvmlite {llvmlite.__version__}"
+    )
 
 
 @cache
@@ -266,7 +272,6 @@ def _generator_version() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 
 
-@cache
 def _cache_folder() -> Path:
     """WARPSPEC_CACHE, else the user's cache folder."""
     root = os.environ.get("WARPSPEC_CACHE") or os.path.join(
