@@ -4,8 +4,8 @@
     python scripts/record_tma.py run CASES.json OUT.json     # on the GPU: needs its driver and numpy
 
 Each case is one tensor map, encoded by the driver (cuTensorMapEncodeTiled), and one copy made with it by a
-kernel of tests/tma_kernels.py. OUT.json holds the cases, the driver's bytes or its refusal, and a digest of what
-the copy wrote. With --dumps DIR the changed bytes themselves are kept too.
+kernel of tests/tma_kernels.py. OUT.json holds the cases, the driver's bytes or its refusal, and the digest of
+what the copy wrote or the device's error. With --dumps DIR the changed bytes themselves are kept too.
 """
 
 from __future__ import annotations
@@ -15,30 +15,23 @@ import ctypes
 import hashlib
 import json
 import random
+import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tma_kernels
+from tma_kernels import BULK_BYTES, DUMP_BYTES, MEMORY_BYTES, RECORDED_ADDRESS, pattern
 
-MEMORY_BYTES = 1 << 20
-DUMP_BYTES = 24 << 10
 DRIVER_TYPES = (
     *("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32.ftz", "tf32", "tf32.ftz"),
     *("b4x16", "b4x16_p64", "b6x16_p32"),
 )
 DRIVER_SWIZZLE = {(0, 0): 0, (1, 0): 1, (2, 0): 2, (3, 0): 3, (3, 1): 4, (3, 2): 5, (3, 3): 6}
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-
-
-def pattern(nbytes: int, seed: int) -> np.ndarray:
-    """Reproducible bytes with no regard to numpy's version."""
-    words = (np.arange(nbytes, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(29)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    return (words >> np.uint64(56)).astype(np.uint8)
 
 
 def make_cases() -> list[dict]:
@@ -52,10 +45,16 @@ def make_cases() -> list[dict]:
 
     cases = []
 
-    def add(operation: str, t: TensorMap, coords, offset: int) -> None:
+    def add(operation: str, t: TensorMap, coords, offset: int, memory: str = "bytes") -> None:
         fields = {name: getattr(t, name) for name in TensorMap.__dataclass_fields__}
         fields |= {"element": t.element.name, "address": t.address - BASE}
-        case = {"operation": operation, "map": fields, "coords": list(coords), "offset": offset}
+        case = {
+            "operation": operation,
+            "map": fields,
+            "coords": list(coords),
+            "offset": offset,
+            "memory": memory,
+        }
         cases.append({**case, "expected": copy.transfer_bytes(t)})
 
     swizzles = (Swizzle.NONE, Swizzle.BYTES_32, Swizzle.BYTES_64, Swizzle.BYTES_128)
@@ -72,10 +71,10 @@ def make_cases() -> list[dict]:
                 break
         add(operation, t, random_coordinates(rng, t, low=0 if operation == "store" else -4), offset)
     reductions = [
-        ("add", "u32 s32 u64 s64 f16 bf16 f32 f32.ftz f64 tf32"),
+        ("add", "u32 s32 u64 f16 bf16 f32 f32.ftz f64 tf32 tf32.ftz"),
         ("min", "u32 s32 u64 s64 f16 bf16"),
         ("max", "u32 s32 u64 s64 f16 bf16"),
-        *((name, "u32 s32 u64 s64") for name in ("and", "or", "xor")),
+        *((name, "u32 s32 u64") for name in ("and", "or", "xor")),
         ("inc", "u32"),
         ("dec", "u32"),
     ]
@@ -93,8 +92,34 @@ def make_cases() -> list[dict]:
                 swizzle=Swizzle.BYTES_128,
                 l2_promotion=0,
             )
-            add(operation, t, (4, 10), 0)
+            for memory in ("bytes", "ties" if element.bits == 32 else "subnormal halves"):
+                if memory == "bytes" or element.nan:
+                    add(operation, t, (128 // element.bits, 10), 0, memory)
+    for name in ("f32", "f32.ftz", "tf32", "tf32.ftz"):
+        t = TensorMap(BASE, ELEMENT_BY_NAME[name], (512, 8), (2048,), (256, 8), (1, 1))
+        add("load", t, (4, 0), 0, "ties")
+        add("store", t, (4, 0), 0, "ties")
+    for name, dim in (("u8", 21), ("u16", 9), ("f16", 9), ("u32", 5), ("u64", 3), ("f32", 6), ("bf16", 17)):
+        for nan_fill in (False, True):  # the tensor ends within 16 bytes
+            element = ELEMENT_BY_NAME[name]
+            if nan_fill <= (element.nan is not None):
+                t = TensorMap(
+                    BASE, element, (dim, 4), (64,), (256 // element.bits, 2), (1, 1), nan_fill=nan_fill
+                )
+                add("store", t, (0, 1), 0)
+                add("load", t, (0, 1), 0)
+    for name in tma_kernels.BULK:
+        for memory in ("bytes", "ties" if "f32" in name else "subnormal halves"):
+            cases.append({"operation": f"bulk_{name}", "memory": memory})
     v = valid_map()
+    add("load", v, (4, 0), 0)  # what follows is refused by the device
+    add("load", replace(v, swizzle=Swizzle.NONE), (8, 0), 64)
+    add("store", v, (0, -1), 0)
+    add("store", v, (-8, 0), 0)
+    add("min", replace(v, element=ELEMENT_BY_NAME["f32"], box=(32, 8)), (0, 0), 0)
+    add("add", replace(v, element=ELEMENT_BY_NAME["u16"]), (0, 0), 0)
+    add("add", replace(v, element=ELEMENT_BY_NAME["s64"], box=(16, 8)), (0, 0), 0)
+    add("and", replace(v, element=ELEMENT_BY_NAME["s64"], box=(16, 8)), (0, 0), 0)
     odd = [
         replace(v, box=(128, 8)),
         replace(v, box=(60, 8)),
@@ -194,63 +219,92 @@ class Gpu:
         self.check(self.cuda.cuCtxSynchronize())
 
 
+def run_bulk(gpu: Gpu, case: dict) -> tuple[dict, np.ndarray]:
+    """A bulk reduction of BULK_BYTES into the start of the memory."""
+    before = pattern(MEMORY_BYTES, 1, case["memory"])
+    gpu.put(gpu.memory, before)
+    gpu.put(gpu.buffer, pattern(DUMP_BYTES, 2, case["memory"]))
+    gpu.launch(case["operation"], DUMP_BYTES, gpu.memory, gpu.buffer, ctypes.c_uint32(BULK_BYTES))
+    result = gpu.get(gpu.memory, MEMORY_BYTES)
+    return {**case, "digest": hashlib.sha256(result.tobytes()).hexdigest()}, result ^ before
+
+
 class Map(ctypes.Structure):
     _fields_ = (("data", ctypes.c_uint8 * 128),)
 
 
 def run_case(gpu: Gpu, case: dict) -> tuple[dict, np.ndarray | None]:
     """Adds what the driver and the device answered to a case; also the bytes written."""
-    fields, u32 = case["map"], ctypes.c_uint32
+    u32 = ctypes.c_uint32
+    if case["operation"].startswith("bulk_"):
+        return run_bulk(gpu, case)
+    fields = case["map"]
     status, _ = gpu.encode(fields, gpu.memory.value + fields["address"])
-    answer = {**case, "encode_status": status}
     if status:
-        return answer, None
+        return {**case, "encode_status": status}, None
     # Encoded at a fixed address too, so that the recorded bytes do not depend on where the GPU's memory lies.
-    answer["descriptor"] = gpu.encode(fields, (1 << 40) + fields["address"])[1].hex()
+    # The second half is the driver's own notes.
+    descriptor = gpu.encode(fields, RECORDED_ADDRESS + fields["address"])[1][:64]
+    answer = {**case, "descriptor": descriptor.hex()}
     if case["operation"] == "encode":
         return answer, None
     encoded = Map((ctypes.c_uint8 * 128)(*gpu.encode(fields, gpu.memory.value + fields["address"])[1]))
     coords = (ctypes.c_int32 * 5)(*case["coords"])
-    gpu.put(gpu.memory, pattern(MEMORY_BYTES, 1))
+    before = pattern(MEMORY_BYTES, 1, case["memory"])
+    gpu.put(gpu.memory, before)
     rank, shared = len(fields["dims"]), DUMP_BYTES + tma_kernels.RESERVED
     offset, dump = u32(case["offset"]), u32(DUMP_BYTES)
     if case["operation"] == "load":
         gpu.launch(f"load_{rank}", shared, encoded, coords, offset, u32(case["expected"]), gpu.buffer, dump)
         out = gpu.get(gpu.buffer, DUMP_BYTES + tma_kernels.STATUS_BYTES)
-        answer["arrived"], answer["shared_base"] = (int(x) for x in out[:8].view(np.uint32))
+        if not out[0]:
+            answer["arrived"] = 0
         result = changed = out[tma_kernels.STATUS_BYTES :]
     else:
-        gpu.put(gpu.buffer, pattern(DUMP_BYTES, 2))
+        gpu.put(gpu.buffer, pattern(DUMP_BYTES, 2, case["memory"]))
         gpu.launch(f"{case['operation']}_{rank}", shared, encoded, coords, offset, gpu.buffer, dump)
         result = gpu.get(gpu.memory, MEMORY_BYTES)
-        changed = result ^ pattern(MEMORY_BYTES, 1)
+        changed = result ^ before
     answer["digest"] = hashlib.sha256(result.tobytes()).hexdigest()
     return answer, changed
 
 
+def record(cases: list[dict], start: int, dumps: Path | None) -> None:
+    """Run cases from `start` on and print an answer a line; ends after the first error of the device."""
+    gpu = Gpu()
+    for number, case in enumerate(cases[start:], start):
+        try:
+            answer, changed = run_case(gpu, case)
+        except RuntimeError as error:
+            print(json.dumps({**case, "device_error": str(error)}, separators=(",", ":")), flush=True)
+            return
+        print(json.dumps(answer, separators=(",", ":")), flush=True)
+        if dumps and changed is not None:
+            (dumps / f"{number}.z").write_bytes(zlib.compress(changed.tobytes()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Record tensor copies of a GPU.")
-    parser.add_argument("step", choices=("cases", "run"))
+    parser.add_argument("step", choices=("cases", "run", "from"))
     parser.add_argument("cases", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--dumps", type=Path, help="keep the bytes as DIR/dumps.npz")
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--dumps", type=Path, help="keep the changed bytes in this folder")
     arguments = parser.parse_args()
     if arguments.step == "cases":
         arguments.cases.write_text(json.dumps(make_cases()))
         return
-    gpu, answers, dumps = Gpu(), [], {}
-    for number, case in enumerate(json.loads(arguments.cases.read_text())):
-        try:
-            answer, result = run_case(gpu, case)
-        except RuntimeError as error:
-            print(f"case {number} {case}: {error}", flush=True)
-            break  # an error of the device ends its context
-        answers.append(answer)
-        if result is not None:
-            dumps[str(number)] = result
-    arguments.out.write_text("[\n" + ",\n".join(json.dumps(a) for a in answers) + "\n]\n")
-    if arguments.dumps:
-        np.savez_compressed(arguments.dumps / "dumps.npz", **dumps)
+    cases = json.loads(arguments.cases.read_text())
+    if arguments.step == "from":
+        record(cases, arguments.start, arguments.dumps)
+        return
+    answers: list[str] = []
+    while len(answers) < len(cases):  # an error of the device ends a process
+        command = [sys.executable, __file__, "from", str(arguments.cases), "--start", str(len(answers))]
+        command += ["--dumps", str(arguments.dumps)] if arguments.dumps else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        answers += done.stdout.splitlines()
+    arguments.out.write_text("[\n" + ",\n".join(answers) + "\n]\n")
     print(f"{len(answers)} cases, {sum('digest' in a for a in answers)} copies")
 
 

@@ -45,6 +45,20 @@ def swizzle_by_words(address: int, swizzle: Swizzle, atomicity: SwizzleAtomicity
     return row * 128 + cell * 16 + byte
 
 
+def converted(element: str, value: bytes) -> bytes:
+    """What a load makes of one element."""
+    if element in ("tf32", "tf32.ftz"):
+        bits = int.from_bytes(value, "little")
+        low, kept = bits & 0x1FFF, bits & ~0x1FFF
+        if bits & 0x7FFFFFFF > 0x7F800000:
+            kept = 0x7FFFE000
+        elif low > 0x1000 or (low == 0x1000 and kept & 0x2000):
+            kept += 0x2000
+        bits = kept
+        value = bits.to_bytes(4, "little")
+    return value
+
+
 def load_by_loops(t: TensorMap, coords, memory: Memory, smem: np.ndarray, offset: int) -> None:
     """The definition of a tiled load, one element at a time (whole-byte elements)."""
     size = t.element.bits // 8
@@ -55,11 +69,14 @@ def load_by_loops(t: TensorMap, coords, memory: Memory, smem: np.ndarray, offset
         index = [c + p * s for c, p, s in zip(coords, reversed(position), steps, strict=True)]
         if all(0 <= i < dim for i, dim in zip(index, t.dims, strict=True)):
             at = index[0] * size + sum(i * s for i, s in zip(index[1:], t.strides, strict=True))
-            value = memory.view(t.address + at, size).tobytes()
+            value = converted(t.element.name, memory.view(t.address + at, size).tobytes())
         else:
             value = fill
+        # A swizzle puts rows its span apart, however narrow they are.
+        row, column = divmod(number * size, t.box[0] * size)
+        at = offset + row * (t.swizzle.span or t.box[0] * size) + column
         for k, byte in enumerate(value):
-            smem[swizzle_by_words(offset + number * size + k, t.swizzle, t.atomicity)] = byte
+            smem[swizzle_by_words(at + k, t.swizzle, t.atomicity)] = byte
 
 
 def random_map(rng: random.Random, rank: int, swizzle, atomicity, element=None, strided=True) -> TensorMap:
@@ -91,8 +108,11 @@ def random_map(rng: random.Random, rank: int, swizzle, atomicity, element=None, 
 
 
 def random_coordinates(rng: random.Random, t: TensorMap, low: int = -4) -> tuple[int, ...]:
-    """Coordinates that hang over either end of some dimensions."""
-    return tuple(rng.randint(max(low, -b), d + 1) for d, b in zip(t.dims, t.box, strict=True))
+    """Coordinates that hang over either end of some dimensions; the inner one on a 16-byte boundary."""
+    coords = [rng.randint(max(low, -b), d + 1) for d, b in zip(t.dims, t.box, strict=True)]
+    per_chunk = 128 // t.element.bits
+    coords[0] = max(coords[0] // per_chunk, -1 if low < 0 else 0) * per_chunk
+    return tuple(coords)
 
 
 def valid_map() -> TensorMap:

@@ -17,14 +17,21 @@ from typing import Protocol
 import numpy as np
 
 from warpspec.sim.errors import BadDescriptor, MemoryFault, UnsupportedInstruction
-from warpspec.sim.tma.descriptor import Interleave, Swizzle, TensorMap
+from warpspec.sim.tma.descriptor import PADDED_BOX, Interleave, Swizzle, TensorMap
 from warpspec.sim.tma.layout import PERIOD, chunk_map
 
 ADDRESS_SPACE = 1 << 64
 GATHER_ROWS = 4
 GROUP = 16  # elements a padded sub-byte type spreads over 16 bytes
 PADDING = 0xFF  # what the uninitialised padding of sub-byte types holds: an unlikely value
+F32_MAGNITUDE = np.uint32(0x7FFFFFFF)
+F32_INFINITY = np.uint32(0x7F800000)
+TF32_NAN = np.uint32(0x7FFFE000)
+TF32_DROPPED_BITS = 13
 SHARED_ALIGN = 128  # bytes
+INNER_ALIGN = (
+    16  # bytes: where a box may begin in dimension 0 (an H200 raises "illegal instruction" elsewhere)
+)
 
 
 class GlobalMemory(Protocol):
@@ -48,8 +55,13 @@ def transfer_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
 
 
 def shared_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
-    """Bytes a box takes in shared memory."""
-    return boxes * math.prod(tensor_map.box_elements[1:]) * tensor_map.row_bytes
+    """Bytes of shared memory that boxes take up, gaps behind narrow rows included."""
+    return boxes * tensor_map.rows * tensor_map.row_pitch
+
+
+def box_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
+    """Bytes of boxes in box order, without gaps."""
+    return boxes * tensor_map.rows * tensor_map.row_bytes
 
 
 def _inner_bytes(tensor_map: TensorMap, elements: int) -> int:
@@ -65,7 +77,10 @@ def _check_coordinates(tensor_map: TensorMap, coords: tuple[int, ...], load: boo
         raise UnsupportedInstruction(f"interleaved tensor map: {tensor_map.describe()}")
     if len(coords) != tensor_map.rank:
         raise BadDescriptor(f"{len(coords)} coordinates for {tensor_map.describe()}")
-    if tensor_map.element.padded and coords[0] % 128:
+    if coords[0] * tensor_map.element.bits // 8 % INNER_ALIGN:
+        what = f"inner coordinate {coords[0]} is not on a {INNER_ALIGN}-byte boundary"
+        raise MemoryFault(f"{what}: {tensor_map.describe()}")
+    if tensor_map.element.padded and coords[0] % PADDED_BOX:
         raise BadDescriptor(f"first coordinate {coords[0]} is not a multiple of 128: {tensor_map.describe()}")
     if tensor_map.element.name == "b4x16_p64" and not load:
         raise UnsupportedInstruction("tensor store of b4x16_p64 elements, which the ISA does not have")
@@ -161,7 +176,7 @@ def _row_shape(tensor_map: TensorMap) -> tuple[int, ...]:
 
 
 def load_box(tensor_map: TensorMap, coords: tuple[int, ...], gmem: GlobalMemory) -> np.ndarray:
-    """Read the box at signed coordinates (dimension 0 first). Returns uint8 [shared_bytes], in box order."""
+    """Read the box at signed coordinates (dimension 0 first). Returns uint8 [box_bytes], in box order."""
     _check_coordinates(tensor_map, coords, load=True)
     shape = _row_shape(tensor_map)
     ranges = _inside(tensor_map, coords)
@@ -170,7 +185,7 @@ def load_box(tensor_map: TensorMap, coords: tuple[int, ...], gmem: GlobalMemory)
     )
     box = np.empty(shape, np.uint8) if full else _filled(tensor_map, shape)
     if ranges is not None:
-        _visit(tensor_map, coords, gmem, box, ranges, False, _read)
+        _visit(tensor_map, coords, gmem, box, ranges, False, READS.get(tensor_map.element.name, _read))
     if tensor_map.element.padded:
         return _pad(tensor_map, box)
     return box.reshape(-1)
@@ -178,6 +193,18 @@ def load_box(tensor_map: TensorMap, coords: tuple[int, ...], gmem: GlobalMemory)
 
 def _read(view: np.ndarray, part: np.ndarray) -> None:
     part[...] = view
+
+
+def _read_tf32(view: np.ndarray, part: np.ndarray) -> None:
+    """Loads of tf32 round f32 to nearest even. The out-of-bounds fill is not rounded."""
+    bits = view.view(np.uint32)
+    rounded = bits + np.uint32(0xFFF) + (bits >> np.uint32(TF32_DROPPED_BITS) & np.uint32(1))
+    rounded &= np.uint32(0xFFFFFFFF << TF32_DROPPED_BITS & 0xFFFFFFFF)
+    part.view(np.uint32)[...] = np.where(bits & F32_MAGNITUDE > F32_INFINITY, TF32_NAN, rounded)
+
+
+# How loads take their elements, where they are not copied as they are. `.ftz` flushes in reductions only.
+READS = {"tf32": _read_tf32, "tf32.ftz": _read_tf32}
 
 
 def _filled(tensor_map: TensorMap, shape: tuple[int, ...]) -> np.ndarray:
@@ -209,7 +236,7 @@ def store_box(
     gmem: GlobalMemory,
     combine: Combine = assign,
 ) -> int:
-    """Write a box (uint8 [shared_bytes], box order) to global memory, skipping what lies outside the tensor.
+    """Write a box (uint8 [box_bytes], box order) to global memory, skipping what lies outside the tensor.
 
     `combine` is how source and destination meet: assignment, or a reduction. Returns the bytes written.
     """
@@ -217,6 +244,9 @@ def store_box(
     ranges = _inside(tensor_map, coords)
     if ranges is None:
         return 0
+    # Stores are cut off at whole 16 bytes in dimension 0: the end of a row in between is overwritten (H200).
+    per_chunk = INNER_ALIGN * 8 // tensor_map.element.bits
+    ranges[0] = (0, min(-(-ranges[0][1] // per_chunk) * per_chunk, tensor_map.box[0]))
     if tensor_map.element.padded:
         data = _pack_sextets(data)
     box = data.reshape(_row_shape(tensor_map))
@@ -257,9 +287,10 @@ def store_rows(
 
 
 def _chunks(
-    tensor_map: TensorMap, smem: np.ndarray, offset: int, nbytes: int
+    tensor_map: TensorMap, smem: np.ndarray, offset: int, boxes: int
 ) -> tuple[np.ndarray, np.ndarray | slice]:
-    """Shared memory as an array of chunks and the chunks a box at `offset` occupies, in box order."""
+    """Shared memory as an array of chunks and the chunks that boxes at `offset` occupy, in box order."""
+    nbytes = shared_bytes(tensor_map, boxes)
     if offset % SHARED_ALIGN:
         raise MemoryFault(f"shared address {offset:#x} of a tensor copy is not {SHARED_ALIGN}-byte aligned")
     if offset + nbytes > smem.size:
@@ -267,7 +298,8 @@ def _chunks(
     if tensor_map.swizzle == Swizzle.NONE:
         return smem, slice(offset, offset + nbytes)
     phase = offset % PERIOD
-    chunks, size = chunk_map(tensor_map.swizzle, tensor_map.atomicity, phase, nbytes)
+    shape = (tensor_map.row_bytes, tensor_map.row_pitch, boxes * tensor_map.rows)
+    chunks, size = chunk_map(tensor_map.swizzle, tensor_map.atomicity, phase, *shape)
     base = offset - phase
     end = base + (nbytes + phase + 127) // 128 * 128
     # complex128 stands for "16 bytes": numpy moves it without looking inside.
@@ -276,11 +308,11 @@ def _chunks(
 
 def write_shared(tensor_map: TensorMap, smem: np.ndarray, offset: int, data: np.ndarray) -> None:
     """Place a box (uint8, box order) at byte `offset` of a CTA's shared memory (uint8), swizzled."""
-    array, where = _chunks(tensor_map, smem, offset, data.size)
+    array, where = _chunks(tensor_map, smem, offset, data.size // box_bytes(tensor_map))
     array[where] = data.view(array.dtype)
 
 
 def read_shared(tensor_map: TensorMap, smem: np.ndarray, offset: int, boxes: int = 1) -> np.ndarray:
     """Take a box at byte `offset` of a CTA's shared memory. Returns a copy, uint8, in box order."""
-    array, where = _chunks(tensor_map, smem, offset, shared_bytes(tensor_map, boxes))
+    array, where = _chunks(tensor_map, smem, offset, boxes)
     return array[where].copy().view(np.uint8)

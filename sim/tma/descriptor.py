@@ -6,7 +6,8 @@ shapes, strides, boxes, types and swizzles decode with it. Only the first 64 byt
 
     bytes     bits    field
     0x00-07           global address
-    0x08-0b   4-6     rank - 1
+    0x08-0b   0       im2col mode
+              4-6     rank - 1
               7-10    element type            (ELEMENT_TYPES: the hardware's code)
               11-12   interleave layout
               13-14   swizzle mode            (0 none, 1 32B, 2 64B, 3 128B)
@@ -27,6 +28,7 @@ PTX ISA 5.5 (Tensors), 9.7.9.28 (tensormap.replace); CUDA driver API, cuTensorMa
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -49,7 +51,8 @@ PADDED_ALIGN = 32  # bytes: address and strides of the padded sub-byte types
 # Bit positions in the 32-bit word at 0x08.
 RANK_SHIFT, ELEMENT_SHIFT, INTERLEAVE_SHIFT, SWIZZLE_SHIFT = 4, 7, 11, 13
 FILL_SHIFT, TF32_SHIFT, L2_SHIFT, ATOMICITY_SHIFT, SWIZZLE_96B_SHIFT = 15, 16, 17, 19, 22
-ALWAYS_SET = 0x2  # every descriptor seen has this bit
+IM2COL = 0x1
+CUTE_DSL_SETS = 0x2  # a bit that CuTe DSL sets and the driver does not; an H200 does not look at it
 
 
 class Interleave(IntEnum):
@@ -109,13 +112,13 @@ ELEMENT_TYPES = (
     ElementType("s32", 3, 32),
     ElementType("u64", 4, 64),
     ElementType("s64", 5, 64),
-    ElementType("f16", 6, 16, nan=0x7FFF),
-    ElementType("f32", 7, 32, nan=0x7FFFFFFF),
-    ElementType("f32.ftz", 8, 32, nan=0x7FFFFFFF),
-    ElementType("f64", 9, 64, nan=0x7FFFFFFFFFFFFFFF),
-    ElementType("bf16", 10, 16, nan=0x7FFF),
-    ElementType("tf32", 11, 32, nan=0x7FFFFFFF),
-    ElementType("tf32.ftz", 12, 32, nan=0x7FFFFFFF),
+    ElementType("f16", 6, 16, nan=0x7FF7),
+    ElementType("f32", 7, 32, nan=0x7FF77FF7),
+    ElementType("f32.ftz", 8, 32, nan=0x7FF77FF7),
+    ElementType("f64", 9, 64, nan=0x7FF77FF77FF77FF7),
+    ElementType("bf16", 10, 16, nan=0x7FF7),
+    ElementType("tf32", 11, 32, nan=0x7FF77FF7),
+    ElementType("tf32.ftz", 12, 32, nan=0x7FF77FF7),
     ElementType("b4x16", 13, 4),
     ElementType("b4x16_p64", 14, 4, padded=True),
     ElementType("b6x16_p32", 15, 6, padded=True),
@@ -161,6 +164,16 @@ class TensorMap:
     def row_bytes(self) -> int:
         """Bytes of the inner box dimension in shared memory."""
         return self.box[0] * self.element.shared_bits // 8
+
+    @property
+    def row_pitch(self) -> int:
+        """Bytes between box rows in shared memory: a swizzle puts narrow rows its span apart."""
+        return self.swizzle.span or self.row_bytes
+
+    @property
+    def rows(self) -> int:
+        """Rows of a box: the elements of all dimensions but the inner one."""
+        return math.prod(self.box_elements[1:])
 
     def describe(self) -> str:
         """One line for error messages."""
@@ -231,11 +244,9 @@ def _decode(raw: bytes) -> TensorMap:
     rank = (flags >> RANK_SHIFT & 7) + 1
     if not any(raw):
         raise BadDescriptor("tensor map is all zeros: it was never written")
-    if not flags & ALWAYS_SET:
-        raise BadDescriptor(f"not a tensor map: word at byte 8 is {flags:#010x}")
     if rank > MAX_RANK:
         raise BadDescriptor(f"tensor map of rank {rank}")
-    if flags & 0x1 or words[12]:
+    if flags & IM2COL:
         raise UnsupportedInstruction("tensor map in im2col mode")
     boxes = (steps_and_box0 >> 24, *(box_rest >> 8 * i & 0xFF for i in range(4)))
     atomicity = SwizzleAtomicity(flags >> ATOMICITY_SHIFT & 3)
@@ -276,7 +287,9 @@ def encode(tensor_map: TensorMap) -> bytes:
     """The 128 bytes of a tensor map. Nothing is checked: `decode` does that."""
     t = tensor_map
     code, tf32 = HARDWARE_ELEMENT[t.element.code]
-    flags = ALWAYS_SET | (t.rank - 1) << RANK_SHIFT | code << ELEMENT_SHIFT | t.interleave << INTERLEAVE_SHIFT
+    flags = (
+        CUTE_DSL_SETS | (t.rank - 1) << RANK_SHIFT | code << ELEMENT_SHIFT | t.interleave << INTERLEAVE_SHIFT
+    )
     flags |= int(t.nan_fill) << FILL_SHIFT | (tf32 or 0) << TF32_SHIFT | t.l2_promotion << L2_SHIFT
     flags |= t.atomicity << ATOMICITY_SHIFT
     flags |= 1 << SWIZZLE_96B_SHIFT if t.swizzle == Swizzle.BYTES_96 else t.swizzle << SWIZZLE_SHIFT

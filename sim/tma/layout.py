@@ -44,12 +44,12 @@ def swizzled(address: np.ndarray | int, swizzle: Swizzle, atomicity: SwizzleAtom
 
 @lru_cache(maxsize=512)
 def chunk_map(
-    swizzle: Swizzle, atomicity: SwizzleAtomicity, phase: int, nbytes: int
+    swizzle: Swizzle, atomicity: SwizzleAtomicity, phase: int, row_bytes: int, row_pitch: int, rows: int
 ) -> tuple[np.ndarray, int]:
-    """Where each chunk of a box of `nbytes` goes, for a box at an address with `address % PERIOD == phase`.
+    """Where each chunk of a box goes, for a box at an address with `address % PERIOD == phase`.
 
     Returns (map, chunk bytes): chunk i of the box lies at chunk map[i], counted from address - phase.
     """
     size = HALF_CHUNK if atomicity == SwizzleAtomicity.BYTES_32_FLIP_8 else CHUNK
-    linear = phase + size * np.arange(nbytes // size)
-    return swizzled(linear, swizzle, atomicity) // size, size
+    linear = phase + row_pitch * np.arange(rows)[:, None] + size * np.arange(row_bytes // size)
+    return swizzled(linear.reshape(-1), swizzle, atomicity) // size, size

@@ -18,8 +18,9 @@ INTEGERS = {"u32": "<u4", "s32": "<i4", "u64": "<u8", "s64": "<i8", "b32": "<u4"
 HALF_NAN = np.uint16(0x7FFF)
 F32_SIGN = np.uint32(0x80000000)
 F32_EXPONENT = np.uint32(0x7F800000)
-FLUSHED = ("f32", "f32.ftz")  # what the ISA says of bulk .add.f32; tensor maps of either type do the same
-ALIASES = {"tf32": "f32", "tf32.ftz": "f32.ftz"}
+F32_NAN = np.uint32(0x7FFFFFFF)
+BITWISE_TYPES = ("u32", "s32", "u64", "b32", "b64")
+ALIASES = {"tf32": "f32", "tf32.ftz": "f32.ftz"}  # a reduction does not round to tf32
 
 
 @cache
@@ -30,17 +31,17 @@ def combine(operation: str, element: str) -> Callable[[np.ndarray, np.ndarray], 
     Raises UnsupportedInstruction for a pair that the ISA does not have.
     """
     element = ALIASES.get(element, element)
-    if operation in BITWISE and element in INTEGERS:
+    if operation in BITWISE and element in BITWISE_TYPES:
         function = BITWISE[operation]
     elif element in ("f16", "bf16") and operation in ("add", "min", "max"):
         function = partial(_half, operation, element)
         return partial(_apply, np.dtype("<u2"), function)
-    elif element in FLUSHED and operation == "add":
-        function = _add_f32
-    elif element == "f64" and operation == "add":
+    elif element in FLOAT_ADD and operation == "add":
+        function = FLOAT_ADD[element]
+    elif element in ("u32", "s32", "u64") and operation == "add":
         function = np.add
-    elif element in ("u32", "s32", "u64", "s64") and operation in ("add", "min", "max"):
-        function = {"add": np.add, "min": np.minimum, "max": np.maximum}[operation]
+    elif element in ("u32", "s32", "u64", "s64") and operation in ("min", "max"):
+        function = np.minimum if operation == "min" else np.maximum
     elif element == "u32" and operation in ("inc", "dec"):
         function = _increment if operation == "inc" else _decrement
     else:
@@ -69,8 +70,18 @@ def _flush(values: np.ndarray) -> np.ndarray:
     return np.where(bits & F32_EXPONENT, bits, bits & F32_SIGN).view(np.float32)
 
 
+def _add_f64(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    # A NaN stays as it is, signalling or not.
+    return np.where(np.isnan(old), old, np.where(np.isnan(new), new, old + new))
+
+
 def _add_f32(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return _flush(_flush(np.ascontiguousarray(old)) + _flush(new))
+    total = old + new
+    return np.where(np.isnan(total), F32_NAN.view(np.float32), total)
+
+
+def _add_f32_ftz(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return _flush(_add_f32(_flush(np.ascontiguousarray(old)), _flush(new)))
 
 
 def _widen(bits: np.ndarray, element: str) -> np.ndarray:
@@ -101,3 +112,6 @@ def _half(operation: str, element: str, old: np.ndarray, new: np.ndarray) -> np.
     picked = np.where(first, old, new)
     picked = np.where(np.isnan(a), new, np.where(np.isnan(b), old, picked))
     return np.where(np.isnan(a) & np.isnan(b), HALF_NAN, picked)
+
+
+FLOAT_ADD = {"f32": _add_f32, "f32.ftz": _add_f32_ftz, "f64": _add_f64}

@@ -126,8 +126,14 @@ def test_bad_descriptors_are_named(change, words):
 def test_bytes_that_are_no_descriptor_are_refused():
     with pytest.raises(BadDescriptor, match="all zeros"):
         tma.decode(bytes(128))
-    with pytest.raises(BadDescriptor, match="not a tensor map"):
+    with pytest.raises(BadDescriptor, match="rank 8"):
         tma.decode(bytes([0xF0]) * 128)
+    with pytest.raises(BadDescriptor, match="element type code 15"):
+        tma.decode(bytes([0x80]) * 9 + bytes([0x07]) + bytes(118))
+    with pytest.raises(UnsupportedInstruction, match="im2col"):
+        raw = bytearray(tma.encode(valid_map()))
+        raw[8] |= 1
+        tma.decode(raw)
     with pytest.raises(BadDescriptor, match="has 128 bytes, not 16"):
         tma.decode(bytes(16))
 

@@ -53,7 +53,8 @@ INTEGER_OPERATIONS = {
 @pytest.mark.parametrize(
     "element, operation",
     [
-        *itertools.product(("u32", "s32", "u64", "s64"), ("add", "min", "max")),
+        *itertools.product(("u32", "s32", "u64", "s64"), ("min", "max")),
+        *itertools.product(("u32", "s32", "u64"), ("add",)),
         *itertools.product(("b32", "b64"), ("and", "or", "xor")),
         ("u32", "inc"),
         ("u32", "dec"),
@@ -107,17 +108,30 @@ def test_half_minimum_and_maximum_prefer_numbers_and_order_zeros(element, one):
     assert _reduce("max", element, old, new).tolist() == larger
 
 
-def test_f32_add_flushes_subnormals_and_keeps_signs():
+def test_f32_add_keeps_subnormals_and_f32_ftz_flushes_them():
     tiny = np.float32(1e-40)
     old = np.array([tiny, 1.5, -tiny, 1.2e-38], np.float32)
     new = np.array([tiny, tiny, -tiny, -1.19e-38], np.float32)
-    got = _reduce("add", "f32", old, new)
-    assert got.tolist() == [0.0, 1.5, -0.0, 0.0]
-    assert np.signbit(got).tolist() == [False, False, True, False]
+    assert np.array_equal(_reduce("add", "f32", old, new), old + new)
+    flushed = _reduce("add", "f32.ftz", old, new)
+    assert flushed.tolist() == [0.0, 1.5, -0.0, 0.0]
+    assert np.signbit(flushed).tolist() == [False, False, True, False]
+
+
+def test_nan_sums():
+    signalling = np.array([0x7F800001, 0x7F800000, 0xFFC00000, 0], np.uint32).view(np.float32)
+    other = np.array([0x3F800000, 0xFF800000, 0x3F800000, 0x7FC12345], np.uint32).view(np.float32)
+    for element in ("f32", "f32.ftz", "tf32"):
+        assert _reduce("add", element, signalling, other).view(np.uint32).tolist() == [0x7FFFFFFF] * 4
+    wide = np.array([0xFFF3_56DD_A526_82F1, 0x3FF0 << 48] * 2, np.uint64).view(np.float64)
+    one = np.array([0x3FF0 << 48, 0x7FF8_0000_0000_0001] * 2, np.uint64).view(np.float64)
+    got = _reduce("add", "f64", wide, one).view(np.uint64).tolist()
+    assert got == [0xFFF3_56DD_A526_82F1, 0x7FF8_0000_0000_0001] * 2
 
 
 @pytest.mark.parametrize(
-    "operation, element", [("min", "f32"), ("inc", "s32"), ("and", "f16"), ("add", "b4x16")]
+    "operation, element",
+    [("min", "f32"), ("inc", "s32"), ("and", "f16"), ("add", "b4x16"), ("add", "s64"), ("and", "s64")],
 )
 def test_reductions_the_isa_lacks_are_unsupported(operation, element):
     with pytest.raises(UnsupportedInstruction, match=f"{operation} of .{element}"):
@@ -127,12 +141,12 @@ def test_reductions_the_isa_lacks_are_unsupported(operation, element):
 def test_tensor_reduction_skips_what_lies_outside():
     memory = Memory(1 << 12)
     before = memory.data.copy()
-    t = TensorMap(BASE, ELEMENT_BY_NAME["u32"], (10, 3), (64,), (8, 4), (1, 1))
+    t = TensorMap(BASE, ELEMENT_BY_NAME["u32"], (12, 3), (64,), (8, 4), (1, 1))
     data = np.full(8 * 4, 5, np.uint32).view(np.uint8)
-    assert tma.store_box(t, (6, 1), data, memory, reduction.combine("add", "u32")) == 4 * 2 * 4
+    assert tma.store_box(t, (8, 1), data, memory, reduction.combine("add", "u32")) == 4 * 2 * 4
     was, now = before.view(np.uint32).reshape(-1, 16), memory.data.view(np.uint32).reshape(-1, 16)
     expected = was.copy()
-    expected[1:3, 6:10] += np.uint32(5)
+    expected[1:3, 8:12] += np.uint32(5)
     assert np.array_equal(now, expected)
 
 
