@@ -66,9 +66,11 @@ def decode(
         raise UnsupportedInstruction("tcgen05.mma with a sparse A matrix is not supported")
     scaled = kind in BLOCK_SCALED_KINDS
     formats = OPERAND_FORMATS[kind]
-    a_format, b_format = formats.get(bits >> 7 & 7), formats.get(bits >> 10 & 7)
+    # bit 12 belongs to B's format, except in the 4-bit kinds, where it says how sparsity metadata looks
+    a_code, b_code = bits >> 7 & 7, bits >> 10 & (3 if kind in ("mxf4", "mxf4nvf4") else 7)
+    a_format, b_format = formats.get(a_code), formats.get(b_code)
     if a_format is None or b_format is None:
-        bad(f"A format {bits >> 7 & 7}, B format {bits >> 10 & 7}")
+        bad(f"A format {a_code}, B format {b_code}")
     if bits >> 6 & 1:
         bad("reserved bit 6 is set")
     if kind == "i8" and bits >> 13 & 3:

@@ -119,6 +119,7 @@ def test_block_scaled_descriptor_fields():
     d = decode_instruction(bits, "mxf4", 2)
     assert (d.m, d.n, d.k, d.scale_format, d.scale_a_id, d.scale_b_id) == (256, 256, 64, "ue8m0", 1, 2)
     assert decode_instruction(bits & ~(1 << 23), "mxf4nvf4", 2).scale_format == "ue4m3"
+    assert decode_instruction(bits | 1 << 12, "mxf4", 2) == d, "bit 12 is about sparsity"
 
 
 @pytest.mark.parametrize(
