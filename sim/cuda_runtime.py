@@ -137,7 +137,7 @@ _sessions: list[Session] = []  # the host functions running now; the last is the
 _callbacks: dict[str, object] = {}
 
 # Argument kinds of a callback.
-PTR, INT, SIZE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
+PTR, INT, UINT, SIZE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_uint64
 
 
 class running:

@@ -20,6 +20,7 @@ import llvmlite.binding as llvm
 from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError
 from cutlass.cutlass_dsl import CuTeDSL
 
+from warpspec.sim import cuda_tensor_map  # noqa: F401  (registers its entry point)
 from warpspec.sim.arguments import PackedArguments, Value, flatten, plain
 from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
 from warpspec.sim.device import DEVICES

@@ -5,11 +5,16 @@ import ctypes
 import pytest
 
 from warpspec.common.cubin import KernelResources
-from warpspec.sim import cuda_runtime
+from warpspec.sim import (
+    cuda_runtime,
+    cuda_tensor_map,  # noqa: F401  (registers its entry point)
+)
 from warpspec.sim.cuda_runtime import Kernel, Session, require_symbols, running
 from warpspec.sim.device import DEVICES
-from warpspec.sim.errors import HostError, MemoryFault
+from warpspec.sim.errors import BadDescriptor, HostError, MemoryFault
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.tma import Interleave, Swizzle, SwizzleAtomicity, TensorMap, decode
+from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, BY_ADDRESS = 1, 2, 3, 4
 
@@ -172,3 +177,83 @@ def test_symbols(monkeypatch):
         require_symbols(["_cudaMalloc"])
     with pytest.raises(HostError, match="calls no_such_function"):
         require_symbols(["no_such_function"])
+
+
+def words(kind, *values):
+    array = (kind * len(values))(*values)
+    return ctypes.addressof(array), array
+
+
+def encode_tiled(element, dims, strides, box, steps, *modes):
+    """Call cuTensorMapEncodeTiled on a buffer of garbage; the map it writes, decoded."""
+    raw = bytearray(b"\xee" * 192)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(raw))
+    at = -start % 64
+    arrays = [
+        words(ctypes.c_uint64, *dims),
+        words(ctypes.c_uint64, *strides),
+        words(ctypes.c_uint32, *box),
+        words(ctypes.c_uint32, *steps),
+    ]
+    address = allocate(4096)
+    cuda("_cuTensorMapEncodeTiled", start + at, element, len(dims), address, *(a for a, _ in arrays), *modes)
+    return address, decode(raw[at : at + 128])
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (0, "u8"),
+        (6, "f16"),
+        (7, "f32"),
+        (8, "f64"),
+        (9, "bf16"),
+        (10, "f32.ftz"),
+        (11, "tf32"),
+        (13, "b4x16"),
+    ],
+)
+def test_tensor_map_types_are_numbered_as_the_driver_does(session, number, name):
+    bits = ELEMENT_BY_NAME[name].bits
+    address, found = encode_tiled(number, (256, 3), (256 * bits // 8,), (256 // bits, 2), (1, 1), 0, 0, 1, 0)
+    assert found == TensorMap(
+        address,
+        ELEMENT_BY_NAME[name],
+        (256, 3),
+        (256 * bits // 8,),
+        (256 // bits, 2),
+        (1, 1),
+        l2_promotion=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "swizzle", "atomicity"),
+    [
+        (0, Swizzle.NONE, SwizzleAtomicity.BYTES_16),
+        (1, Swizzle.BYTES_32, SwizzleAtomicity.BYTES_16),
+        (3, Swizzle.BYTES_128, SwizzleAtomicity.BYTES_16),
+        (4, Swizzle.BYTES_128, SwizzleAtomicity.BYTES_32),
+        (5, Swizzle.BYTES_128, SwizzleAtomicity.BYTES_32_FLIP_8),
+        (6, Swizzle.BYTES_128, SwizzleAtomicity.BYTES_64),
+    ],
+)
+def test_tensor_map_swizzles_steps_and_fill(session, number, swizzle, atomicity):
+    _, found = encode_tiled(6, (64, 8, 5), (128, 1024), (16, 8, 4), (1, 2, 1), 0, number, 0, 1)
+    assert (found.swizzle, found.atomicity, found.nan_fill) == (swizzle, atomicity, True)
+    assert (found.box, found.element_strides, found.interleave) == ((16, 8, 4), (1, 2, 1), Interleave.NONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((6, (64, 8), (136,), (64, 8), (1, 1), 0, 0, 0, 0), "stride of dimension 1"),
+        ((6, (64, 8), (128,), (64, 512), (1, 1), 0, 0, 0, 0), "box size of dimension 1"),
+        ((6, (64, 8), (128,), (64, 8), (1, 1), 0, 1, 0, 0), "wider than the swizzle"),
+        ((16, (64, 8), (128,), (64, 8), (1, 1), 0, 0, 0, 0), "no data type 16"),
+        ((6, (64, 8), (128,), (64, 8), (1, 1), 0, 7, 0, 0), "no swizzle 7"),
+    ],
+)
+def test_tensor_map_rules(session, arguments, reason):
+    with pytest.raises(BadDescriptor, match=reason):
+        encode_tiled(*arguments)
