@@ -128,7 +128,7 @@ class Program:
     def _load(self) -> None:
         code = self._object_code()
         # The engine owns its target machine: a shared one would be freed with the first program that goes.
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _new_target_machine())
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         self._engine = engine
@@ -247,10 +247,6 @@ def _register_names(ins: Instr) -> list[str]:
 
 def _target_machine():
     """A new target machine; an execution engine owns the one it is given."""
-    return _new_target_machine()
-
-
-def _new_target_machine():
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
