@@ -155,9 +155,7 @@ class BulkStore(Op):
         data = self.read(m)
         self.group.reads -= 1
         m.notify(self.group)
-        then = CallOp(lambda: self._finish(m, data), f"{self.text}: write")
-        m.defer(then)
-        then.origin = self.origin
+        m.defer(CallOp(lambda: self._finish(m, data), f"{self.text}: write"))
 
     def _finish(self, m: Machine, data: np.ndarray) -> None:
         self.write(m, data)
