@@ -27,6 +27,7 @@ from cutlass.cutlass_dsl.cutlass import is_cute_algebra_type
 from warpspec.sim.errors import HostError
 from warpspec.sim.host_tensor import HostTensor, fit_tensor, host_tensor, is_tensor
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.reachable import behind
 from warpspec.sim.signature import PointerType, Slot, TensorType
 
 FLOAT_FORMATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
@@ -129,8 +130,8 @@ def _is_pointer(value: object) -> bool:
 class PackedArguments:
     """The `void **` that the host function's C entry takes, with the tensors behind it staged in `memory`.
 
-    slots: the function's argument slots; values: the flattened arguments; reachable: more CPU tensors, those
-    that kernels reach through pointers, kept in int64 tensors or passed as plain addresses.
+    slots: the function's argument slots; values: the flattened arguments; reachable: more CPU tensors to stage,
+    besides those that pointer arguments and the addresses in int64 tensors lead to.
     """
 
     def __init__(
@@ -156,6 +157,12 @@ class PackedArguments:
                 regions.append(tensors[i][0].region(f"`{value.name}`"))
         for i, tensor in enumerate(reachable):
             regions.append(host_tensor(tensor, f"memory[{i}]").region(f"`memory[{i}]`"))
+        pointers = {
+            value.name: _address(value.value) or 0
+            for slot, value in zip(slots, values, strict=True)
+            if slot.kinds == ("ptr",) and not isinstance(value.value, _Opaque | _Stream)
+        }
+        regions += behind({name: address for name, address in pointers.items() if address}, regions)
         memory.stage(regions)
         self._keep: list[object] = [regions]
         self.pointers: list[int] = []
@@ -192,25 +199,31 @@ class PackedArguments:
 
     def _pointer(self, value: object, slot: Slot, name: str) -> int:
         """Device address for an address in the caller's memory."""
-        if type(value) is cute_runtime._Pointer:
-            value = int(value._pointer)
-        elif isinstance(value, (ctypes.c_void_p, ctypes._Pointer)):
-            value = ctypes.cast(value, ctypes.c_void_p).value or 0
-        if not isinstance(value, int):
+        host = _address(value)
+        if host is None:
             raise HostError(f"argument `{name}`: {plain(value)}; {WANTS} {slot}")
-        if value == 0:
+        if host == 0:
             return 0
-        address = self._memory.device_address(value)
+        address = self._memory.device_address(host)
         if address is None:
             raise HostError(
-                f"argument `{name}`: address {value:#x} is in none of the tensors given; "
-                "list the tensor that it points into in `memory`"
+                f"argument `{name}`: address {host:#x} is in none of the tensors given, nor in a live CPU "
+                "tensor or array"
             )
         if isinstance(slot.type, PointerType) and address % slot.type.align:
             raise HostError(
                 f"argument `{name}`: begins {address % slot.type.align} bytes off; {WANTS} {slot}"
             )
         return address
+
+
+def _address(value: object) -> int | None:
+    """The host address that a pointer argument gives, None if the value is no pointer or tells none."""
+    if type(value) is cute_runtime._Pointer:
+        return int(value._pointer)
+    if isinstance(value, (ctypes.c_void_p, ctypes._Pointer)):
+        return ctypes.cast(value, ctypes.c_void_p).value or 0
+    return value if isinstance(value, int) else None
 
 
 def _pack(slot: Slot, leaves: Sequence[object], value: Value) -> bytes:

@@ -352,9 +352,47 @@ class TestPointers:
         assert parameter(launch, 0, "<Q") == (0,)
 
     def test_address_of_nothing_given(self, module):
-        a = torch.zeros(64)
+        buffer = ctypes.create_string_buffer(64)
         with pytest.raises(HostError, match=r"argument `p`: address 0x.* is in none of the tensors"):
-            launches_of(module, a.data_ptr(), torch.zeros(5, dtype=torch.int64))
+            launches_of(module, ctypes.addressof(buffer) & ~15, torch.zeros(5, dtype=torch.int64))
+
+    def test_live_tensors_behind_addresses_are_found(self, module):
+        whole = torch.arange(64.0)
+        inner, outer = whole[32:], torch.tensor([whole.data_ptr() + 12, 5, 1 << 40, whole.data_ptr() + 16])
+        before = outer.tolist()
+        (launch,) = launches_of(module, inner.data_ptr(), outer)
+        at = {x.name: x for x in launch.memory.allocations}
+        found = at["argument `p`'s target"]
+        assert found.array.view(np.float32).tolist() == whole.tolist()
+        assert parameter(launch, 0, "<Q") == (found.address + 128,)
+        words = at["argument `t`"].array.view(np.uint64).tolist()
+        assert words == [found.address + 12, 5, 1 << 40, found.address + 16]
+        assert outer.tolist() == before
+
+    def test_a_table_behind_a_pointer_leads_further(self, module):
+        data = torch.arange(16, dtype=torch.int32)
+        table = torch.tensor([0, data.data_ptr()])
+        (launch,) = launches_of(module, table.data_ptr(), torch.zeros(5, dtype=torch.int64))
+        (address,) = parameter(launch, 0, "<Q")
+        (pointer,) = launch.memory.view(address + 8, 8).view(np.uint64)
+        assert launch.memory.view(pointer, 64).view(np.int32).tolist() == list(range(16))
+
+    def test_live_arrays_behind_addresses_are_found(self, module):
+        data = np.arange(32, dtype=np.float32)
+        start = -(data.ctypes.data // 4) % 4  # the first 16-byte aligned element
+        (launch,) = launches_of(module, data[start:].ctypes.data, torch.zeros(5, dtype=torch.int64))
+        (address,) = parameter(launch, 0, "<Q")
+        assert launch.memory.view(address, 4).view(np.float32) == [start]
+
+    def test_what_is_written_behind_an_address_comes_back(self, module):
+        data = torch.zeros(16)
+
+        def write(launch):
+            (address,) = parameter(launch, 0, "<Q")
+            launch.memory.view(address, 4, write=True).view(np.float32)[0] = 7
+
+        module.call((data.data_ptr(), torch.zeros(5, dtype=torch.int64)), write)
+        assert data[0] == 7
 
     def test_misaligned(self, module):
         a = torch.zeros(64)
