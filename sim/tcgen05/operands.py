@@ -72,7 +72,7 @@ def decode_tmem(words: np.ndarray, fmt: str, kind: str) -> np.ndarray:
     return formats.decode(codes & ((1 << formats.FORMATS[fmt].bits) - 1), formats.FORMATS[fmt])
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 10)
 def operand_chunks(descriptors: tuple[int, ...], rows: int, fmt: str, k: int, mn_major: bool) -> np.ndarray:
     """Chunk indices of the operands of consecutive MMAs, side by side along K.
 

@@ -94,7 +94,7 @@ def encode(
     )
 
 
-@lru_cache(maxsize=1 << 13)
+@lru_cache(maxsize=1 << 11)
 def k_major_chunks(bits: int, rows: int, chunks: int) -> np.ndarray:
     """intp[rows, chunks]: the index of the 16-byte chunk that holds each row's chunk along K. Read-only."""
     d = decode(bits)
@@ -107,7 +107,7 @@ def k_major_chunks(bits: int, rows: int, chunks: int) -> np.ndarray:
     return _physical_chunks(d, address)
 
 
-@lru_cache(maxsize=1 << 13)
+@lru_cache(maxsize=1 << 11)
 def mn_major_chunks(bits: int, k: int, chunks: int) -> np.ndarray:
     """intp[k, chunks]: the index of the 16-byte chunk that holds each k's chunk along M or N. Read-only."""
     d = decode(bits)
