@@ -2,8 +2,7 @@
 Instructions".
 
 mma, cp, shift and commit of one warp enter one queue and take effect in order, later. ld and st touch tensor
-memory either at once or in the matching wait, as the seed decides; registers loaded hold poison until
-wait::ld.
+memory either at once or when the data must be there, as the seed decides.
 """
 
 from __future__ import annotations
@@ -373,8 +372,8 @@ def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[Tr
 def ld(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.ld: tensor memory to registers, which are scoreboarded: the data is there at their first use.
 
-    When tensor memory is read is open until then or until tcgen05.wait::ld: a kernel that lets others overwrite it
-    without that wait reads what they wrote.
+    When tensor memory is read is open until then or until tcgen05.wait::ld: a kernel that lets others overwrite
+    it without that wait reads what they wrote.
     """
     registers, address = ins.operands[:2]
     split = ins.operands[2] if len(ins.operands) > 2 else None
