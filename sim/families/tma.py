@@ -17,7 +17,7 @@ import numpy as np
 
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
-from warpspec.sim.instruction import Instr, Mem, Operand
+from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, SHARED_WINDOW
 from warpspec.sim.registry import CallOp, Op, Wait, instruction, lanes
 from warpspec.sim.tma import copy, reduction
@@ -104,10 +104,6 @@ def _tensor_map(m: Machine, address: int) -> tma.TensorMap:
 def _coordinates(w: Warp, mem: Mem, lane: int) -> tuple[int, ...]:
     """Signed coordinates, dimension 0 first."""
     return tuple(int(w.u32(item)[lane].astype(np.int32)) for item in mem.coords)
-
-
-def _lane_addresses(w: Warp, operand: Operand) -> np.ndarray:
-    return w.address(operand)
 
 
 # ---- bulk async-groups -------------------------------------------------------------------------------------
@@ -280,7 +276,7 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     dst, tensor, mbar = ins.operands[:3]
     rows = ins.has("tile::gather4")
     boxes = copy.GATHER_ROWS if rows else 1
-    dsts, maps, mbars = (_lane_addresses(w, operand) for operand in (dst, tensor, mbar))
+    dsts, maps, mbars = (w.address(operand) for operand in (dst, tensor, mbar))
     for lane in lanes(mask):
         coords = _coordinates(w, tensor, lane)
         map_address = int(maps[lane])
@@ -308,7 +304,7 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """global or shared::cta to shared::cluster or shared::cta."""
     dst, src, size, mbar = ins.operands[:4]
     from_global = ins.has("global")
-    dsts, srcs, mbars = (_lane_addresses(w, operand) for operand in (dst, src, mbar))
+    dsts, srcs, mbars = (w.address(operand) for operand in (dst, src, mbar))
     sizes = w.u32(size)
     for lane in lanes(mask):
         nbytes = _aligned(int(sizes[lane]), "size")
@@ -342,7 +338,7 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
     tensor, src = ins.operands[:2]
     rows = ins.has("tile::scatter4")
     boxes = copy.GATHER_ROWS if rows else 1
-    maps, srcs = _lane_addresses(w, tensor), _lane_addresses(w, src)
+    maps, srcs = w.address(tensor), w.address(src)
     for lane in lanes(mask):
         coords = _coordinates(w, tensor, lane)
         cta, offset = located(w, int(srcs[lane]), True)
@@ -367,7 +363,7 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
 def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> None:
     """shared::cta to global; `meet(destination, source)` assigns or reduces."""
     dst, src, size = ins.operands[:3]
-    dsts, srcs, sizes = _lane_addresses(w, dst), _lane_addresses(w, src), w.u32(size)
+    dsts, srcs, sizes = w.address(dst), w.address(src), w.u32(size)
     byte_masks = w.u16(ins.operands[-1]) if ins.has("cp_mask") else None
     for lane in lanes(mask):
         nbytes = _aligned(int(sizes[lane]), "size")
@@ -436,7 +432,7 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _bulk_store(m, w, ins, mask, meet)
         return
     dst, src, size, mbar = ins.operands
-    dsts, srcs, mbars = (_lane_addresses(w, operand) for operand in (dst, src, mbar))
+    dsts, srcs, mbars = (w.address(operand) for operand in (dst, src, mbar))
     sizes = w.u32(size)
     for lane in lanes(mask):
         nbytes = _aligned(int(sizes[lane]), "size")

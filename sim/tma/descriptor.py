@@ -32,7 +32,7 @@ import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -154,23 +154,23 @@ class TensorMap:
     def rank(self) -> int:
         return len(self.dims)
 
-    @property
+    @cached_property
     def box_elements(self) -> tuple[int, ...]:
         """Elements a copy moves in each dimension; the element stride of dimension 0 is ignored."""
         rest = zip(self.box[1:], self.element_strides[1:], strict=True)
         return (self.box[0], *(-(-size // step) for size, step in rest))
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of the inner box dimension in shared memory."""
         return self.box[0] * self.element.shared_bits // 8
 
-    @property
+    @cached_property
     def row_pitch(self) -> int:
         """Bytes between box rows in shared memory: a swizzle puts narrow rows its span apart."""
         return self.swizzle.span or self.row_bytes
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of a box: the elements of all dimensions but the inner one."""
         return math.prod(self.box_elements[1:])

@@ -1,4 +1,4 @@
-"""Bulk and tensor copies as instructions: PTX kernels on the simulated machine, each over several schedules."""
+"""Bulk and tensor copies as instructions: PTX kernels on the simulated machine, over several schedules."""
 
 import numpy as np
 import pytest
