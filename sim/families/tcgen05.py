@@ -372,7 +372,7 @@ def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[Tr
 def ld(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.ld: tensor memory to registers, which are scoreboarded: the data is there at their first use.
 
-    Until then or tcgen05.wait::ld it is open when tensor memory is read: a kernel that lets others overwrite it
+    When tensor memory is read is open until then or tcgen05.wait::ld: a kernel that lets others overwrite it
     without that wait reads what they wrote.
     """
     registers, address = ins.operands[:2]
