@@ -1,8 +1,8 @@
-"""Asynchronous copies that are not bulk copies: cp.async, st.async and red.async.
+"""Asynchronous copies that are not bulk copies: cp.async, st.async and red.async; and st.bulk.
 
 Like every asynchronous operation they take effect when scheduled; values that come from registers are taken
-at issue. PTX ISA 9.7.9.25.3 (Non-bulk copy), 9.7.9.12 (st.async), 9.7.13.7 (red.async), 9.7.13.15.17
-(cp.async.mbarrier.arrive).
+at issue. PTX ISA 9.7.9.25.3 (Non-bulk copy), 9.7.9.12 (st.async), 9.7.9.13 (st.bulk), 9.7.13.7 (red.async),
+9.7.13.15.17 (cp.async.mbarrier.arrive).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from warpspec.sim.warp import Warp
 
 COPY_SIZES = (4, 8, 16)
+BULK_STORE_UNIT = 8  # bytes: address and size of st.bulk
 UNIT = {4: np.uint32, 8: np.uint64, 16: np.complex128}  # complex128 stands for "16 bytes"
 
 
@@ -266,3 +267,18 @@ def red_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         raise UnsupportedInstruction(f"`{ins.opcode}`")
     operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
     _issue_remote(m, w, ins, mask, reduction.combine(operation, ins.parts[-1]))
+
+
+@instruction("st.bulk")
+def st_bulk(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """st.bulk: zeroes shared memory, at once."""
+    addresses, sizes = w.address(ins.operands[0]), w.u64(ins.operands[1])
+    if w.scalar(ins.operands[2], mask) != 0:
+        raise UnsupportedInstruction(f"`{ins.opcode}` with another value than 0")
+    for lane in lanes(mask):
+        address, nbytes = int(addresses[lane]), int(sizes[lane])
+        if address % BULK_STORE_UNIT or nbytes % BULK_STORE_UNIT:
+            raise MemoryFault(
+                f"st.bulk of {nbytes} bytes at {address:#x}: not multiples of {BULK_STORE_UNIT}"
+            )
+        shared_view(*located(w, address, True), nbytes)[:] = 0

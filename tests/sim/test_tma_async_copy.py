@@ -148,3 +148,23 @@ def test_a_remote_store_needs_its_mbarrier_beside_it():
     )
     with pytest.raises(BarrierFault, match="destination in CTA 1"):
         Run(body, ctas=2, threads=64)
+
+
+def test_st_bulk_zeroes_shared_memory():
+    body = (
+        ADDRESSES
+        + """
+        cp.async.cg.shared.global [%r21+1024], [%rd10], 16;
+        cp.async.wait_all;
+        bar.sync 0;
+        mov.u64 %rd8, 264;
+        @%p1 st.bulk.weak.shared::cta [%r3+1032], %rd8, 0;
+        bar.sync 0;
+    """
+    )
+    run = Run(body + DUMP, init="")
+    expected = run.input[:2048].copy()
+    expected[8:272] = 0
+    assert np.array_equal(run.output[0], expected)
+    with pytest.raises(MemoryFault, match="not multiples of 8"):
+        Run(body.replace("264", "260"), init="")
