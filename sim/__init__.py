@@ -47,10 +47,10 @@ def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
     """Run a compiled host function; every kernel it launches executes functionally on this CPU.
 
     compiled: what `cute.compile` returned for sm_100a or sm_90a, with the options --keep-ptx --keep-cubin.
-    args: the host function's arguments in order: CPU torch tensors (written in place), ints, floats, bools, None,
-    a stream or None where it takes one. A pointer argument, and an address kept in an int64 or uint64 tensor of at
-    most 65,536 elements (grouped kernels' pointer arrays), stands for the live CPU tensor or NumPy array whose
-    storage holds it: that storage is staged too.
+    args: the host function's arguments in order: CPU torch tensors (written in place), ints, floats, bools,
+    None, a stream or None where it takes one. A pointer argument, and an address kept in an int64 or uint64
+    tensor of at most 65,536 elements (grouped kernels' pointer arrays), stands for the live CPU tensor or NumPy
+    array whose storage holds it: that storage is staged too.
     seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
     same run bit for bit.
 

@@ -130,8 +130,8 @@ def _is_pointer(value: object) -> bool:
 class PackedArguments:
     """The `void **` that the host function's C entry takes, with the tensors behind it staged in `memory`.
 
-    slots: the function's argument slots; values: the flattened arguments; reachable: more CPU tensors to stage,
-    besides those that pointer arguments and the addresses in int64 tensors lead to.
+    slots: the function's argument slots; values: the flattened arguments; reachable: more CPU tensors to
+    stage, besides those that pointer arguments and the addresses in int64 tensors lead to.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Tensors that a kernel reaches through addresses: pointer arguments, and addresses kept in int64 tensors.
 
-On a GPU an address is enough. The simulator stages the memory behind it, so it has to know how far that reaches:
-it looks for the live tensor whose storage holds the address.
+On a GPU an address is enough. The simulator stages the memory behind it, so it has to know how far that
+reaches: it looks for the live tensor whose storage holds the address.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 def behind(pointers: Mapping[str, int], known: Sequence[HostRegion]) -> list[HostRegion]:
     """Regions of the live CPU tensors and arrays that addresses lie in and that `known` does not cover.
 
-    pointers: addresses by argument name. `known` is searched for addresses where it holds 64-bit integers, and
-    so is what is found. An address that lies in no tensor is left out.
+    pointers: addresses by argument name. `known` is searched for addresses where it holds 64-bit integers,
+    and so is what is found. An address that lies in no tensor is left out.
     """
     pending = {address: f"`{name}`" for name, address in pointers.items()}
     for region in known:
@@ -121,7 +121,7 @@ class _Storages:
 
 
 def _arrays(objects: Sequence[object]) -> list[np.ndarray]:
-    """NumPy arrays, which the garbage collector does not list: what objects and the calling frames refer to."""
+    """NumPy arrays, which the garbage collector does not list: what objects and calling frames refer to."""
     found = {id(o): o for o in gc.get_referents(*objects) if type(o) is np.ndarray}
     frame = sys._getframe()
     while frame is not None:
