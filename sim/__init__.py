@@ -22,7 +22,7 @@ from warpspec.sim.errors import (
 )
 from warpspec.sim.host import HostModule
 from warpspec.sim.report import LaunchReport, SimReport
-from warpspec.sim.runtime import execute
+from warpspec.sim.runtime import execute, load_program
 
 __all__ = [
     "BadDescriptor",
@@ -74,7 +74,7 @@ def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
                 block=launch.block,
                 cluster=launch.cluster,
                 dynamic_smem=launch.smem_bytes,
-                params=launch.params,
+                params=_as_declared(module.ptx, launch),
                 gmem=launch.memory,
                 seed=seed,
                 resources=launch.resources,
@@ -85,6 +85,21 @@ def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
     report.seconds = time.monotonic() - start
     _last = report
     return report
+
+
+def _as_declared(text: str, launch) -> bytes:
+    """A launch's parameters moved from the cubin's layout to the one the PTX declares.
+
+    They differ where a parameter is aligned to more than the start of the constant bank's parameters is, as tensor
+    maps on sm_90a are.
+    """
+    declared = load_program(text, launch.kernel_name).kernel.params
+    if [p.size for p in declared] != [size for _, size in launch.param_layout]:
+        raise HostError(f"the PTX and the cubin of {launch.kernel_name} declare different parameters")
+    buffer = bytearray(max((p.offset + p.size for p in declared), default=0))
+    for parameter, (offset, size) in zip(declared, launch.param_layout, strict=True):
+        buffer[parameter.offset : parameter.offset + size] = launch.params[offset : offset + size]
+    return bytes(buffer)
 
 
 def last_report() -> SimReport | None:
