@@ -8,18 +8,18 @@ than `wait_group`. PTX ISA 9.7.9.25 (Asynchronous copy), 9.7.9.27 (Tensor copy),
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
+from warpspec.sim.families.bulk_groups import BulkStore, MapRead, open_group
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, SHARED_WINDOW
-from warpspec.sim.registry import CallOp, Op, Wait, instruction, lanes
+from warpspec.sim.registry import Op, instruction, lanes
 from warpspec.sim.tma import copy, reduction
 
 if TYPE_CHECKING:
@@ -104,90 +104,6 @@ def _tensor_map(m: Machine, address: int) -> tma.TensorMap:
 def _coordinates(w: Warp, mem: Mem, lane: int) -> tuple[int, ...]:
     """Signed coordinates, dimension 0 first."""
     return tuple(int(w.u32(item)[lane].astype(np.int32)) for item in mem.coords)
-
-
-# ---- bulk async-groups -------------------------------------------------------------------------------------
-
-
-class BulkGroup:
-    """Operations that one thread committed together. Machine waits on the object itself."""
-
-    __slots__ = ("reads", "writes")
-
-    def __init__(self) -> None:
-        self.reads = 0  # operations that have not read their source yet
-        self.writes = 0  # operations that are not complete
-
-
-class BulkGroups:
-    """The bulk async-groups of one thread, oldest first."""
-
-    __slots__ = ("committed", "open")
-
-    def __init__(self) -> None:
-        self.open = BulkGroup()
-        self.committed: deque[BulkGroup] = deque()
-
-
-def _groups(w: Warp, lane: int) -> BulkGroups:
-    by_lane = w.state.setdefault("bulk_groups", {})
-    if lane not in by_lane:
-        by_lane[lane] = BulkGroups()
-    return by_lane[lane]
-
-
-class BulkStore(Op):
-    """shared::cta to global: reads when executed and defers the write."""
-
-    __slots__ = ("group", "read", "write")
-
-    def __init__(self, group: BulkGroup, read: Callable, write: Callable, text: str):
-        super().__init__(text)
-        self.group, self.read, self.write = group, read, write
-        group.reads += 1
-        group.writes += 1
-
-    def execute(self, m: Machine) -> None:
-        data = self.read(m)
-        self.group.reads -= 1
-        m.notify(self.group)
-        m.defer(CallOp(lambda: self._finish(m, data), f"{self.text}: write"))
-
-    def _finish(self, m: Machine, data: np.ndarray) -> None:
-        self.write(m, data)
-        self.group.writes -= 1
-        m.notify(self.group)
-
-
-@instruction("cp.async.bulk.commit_group")
-def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.bulk.commit_group: an empty group is complete at once."""
-    for lane in lanes(mask):
-        groups = _groups(w, lane)
-        groups.committed.append(groups.open)
-        groups.open = BulkGroup()
-
-
-@instruction("cp.async.bulk.wait_group")
-def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """cp.async.bulk.wait_group{.read} N: until at most the N newest groups are pending."""
-    newest = w.scalar(ins.operands[0], mask)
-    reads_only = ins.has("read")
-    by_lane = w.state.get("bulk_groups", {})
-    for lane in lanes(mask):
-        groups = by_lane.get(lane)
-        if groups is None:
-            continue
-        committed = groups.committed
-        while committed and committed[0].writes == 0:
-            committed.popleft()
-        for i in range(len(committed) - newest):
-            pending = committed[i].reads if reads_only else committed[i].writes
-            if pending:
-                what = "read" if reads_only else "complete"
-                text = f"bulk async-group of lane {lane} to {what}: {pending} operations pending"
-                return Wait(on=committed[i], text=text)
-    return None
 
 
 # ---- loads -------------------------------------------------------------------------------------------------
@@ -279,11 +195,11 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     dsts, maps, mbars = (w.address(operand) for operand in (dst, tensor, mbar))
     for lane in lanes(mask):
         coords = _coordinates(w, tensor, lane)
-        map_address = int(maps[lane])
+        map_read = MapRead(partial(_tensor_map, address=int(maps[lane])), open_group(w, lane))
         offset = int(dsts[lane]) & OFFSET_MASK
 
-        def load(m: Machine, map_address=map_address, coords=coords):
-            tensor_map = _tensor_map(m, map_address)
+        def load(m: Machine, map_read=map_read, coords=coords):
+            tensor_map = map_read.get(m)
             if rows:
                 data = tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
             else:
@@ -357,7 +273,7 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
             m.stats.tma_bytes_stored += nbytes
 
         text = f"tensor {operation or 'store'} at {coords}"
-        m.defer(BulkStore(_groups(w, lane).open, read, write, text))
+        m.defer(BulkStore(open_group(w, lane), read, write, text))
 
 
 def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> None:
@@ -382,7 +298,7 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
                 view[chosen] = data[chosen]
             m.stats.tma_bytes_stored += data.size
 
-        m.defer(BulkStore(_groups(w, lane).open, read, write, f"bulk store of {nbytes} bytes"))
+        m.defer(BulkStore(open_group(w, lane), read, write, f"bulk store of {nbytes} bytes"))
 
 
 def _bytes_chosen(byte_mask: int, nbytes: int) -> np.ndarray:

@@ -405,6 +405,48 @@ def test_tensor_map_made_on_the_device(seed):
     assert np.array_equal(run.output[0, :1024], expected.reshape(-1))
 
 
+MAP_REUSED = """
+    shl.b32 %r20, %r1, 2;
+    cvt.u64.u32 %rd9, %r20;
+    add.u64 %rd10, %rd1, %rd9;
+    add.u64 %rd13, %rd3, 4096;
+    add.u64 %rd14, %rd13, %rd9;
+    @%p3 bra L0;
+    ld.global.u32 %r22, [%rd10];
+    st.global.u32 [%rd14], %r22;
+L0:
+    bar.sync 0;
+    @!%p1 bra L1;
+    mbarrier.arrive.expect_tx.shared.b64 %state, [%r3], 1024;
+    mov.u32 %r5, 64;
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r3+1024], [%rd13, {{%r5, 16}}], [%r3];
+    {wait}
+    st.global.v4.u32 [%rd13], {{0, 0, 0, 0}};
+    st.global.v4.u32 [%rd13+16], {{0, 0, 0, 0}};
+    st.global.v4.u32 [%rd13+32], {{0, 0, 0, 0}};
+    st.global.v4.u32 [%rd13+48], {{0, 0, 0, 0}};
+L1:
+"""
+CLEAR_FROM_32 = "setp.ge.u32 %p3, %r1, 32;"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wait_group_read_covers_the_tensor_maps_of_loads(seed):
+    """A load through a map in global memory, which is cleared once wait_group.read has returned."""
+    wait = "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"
+    body = CLEAR_FROM_32 + MAP_REUSED.format(wait=wait) + WAIT.format(n=0, parity=0) + DUMP
+    run = Run(body, seed=seed, make_map=source_map, threads=64)
+    assert np.array_equal(run.output[0, :1024], expected_box(run, 64, 16))
+
+
+def test_a_tensor_map_cleared_under_a_load_is_caught_by_some_schedule():
+    body = CLEAR_FROM_32 + MAP_REUSED.format(wait="") + WAIT.format(n=0, parity=0) + DUMP
+    with pytest.raises(BadDescriptor, match="never written"):
+        for seed in range(20):
+            Run(body, seed=seed, make_map=source_map, threads=64)
+
+
 def test_a_missing_tensor_map_is_named():
     with pytest.raises(BadDescriptor, match="never written"):
         Run(LOAD + WAIT.format(n=0, parity=0), threads=64)

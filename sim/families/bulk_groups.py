@@ -1,0 +1,136 @@
+"""Bulk async-groups: what a thread's bulk copies wait for (PTX ISA 9.7.9.25, completion mechanisms)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpspec.sim.instruction import Instr
+from warpspec.sim.registry import CallOp, Op, Wait, instruction, lanes
+from warpspec.sim.tma import TensorMap
+
+if TYPE_CHECKING:
+    from warpspec.sim.machine import Machine
+    from warpspec.sim.warp import Warp
+
+
+class MapRead:
+    """A load's read of its tensor map: with the load, or earlier for a wait_group.read of its thread."""
+
+    __slots__ = ("found", "group", "read")
+
+    def __init__(self, read: Callable[[Machine], TensorMap], group: BulkGroup):
+        self.read, self.group = read, group
+        self.found: TensorMap | None = None
+        group.maps.add(self)
+
+    def get(self, m: Machine) -> TensorMap:
+        if self.found is None:
+            self.found = self.read(m)
+            self.group.maps.discard(self)
+        return self.found
+
+
+class BulkGroup:
+    """Operations that one thread committed together. Machine waits on the object itself.
+
+    Loads complete on mbarriers and are no part of it, but their reading of tensor maps is: kernels that
+    change a map between loads (CUTLASS's grouped GEMMs) commit and wait_group.read before they write it.
+    """
+
+    __slots__ = ("maps", "reads", "writes")
+
+    def __init__(self) -> None:
+        self.reads = 0  # operations that have not read their source or their tensor map yet
+        self.writes = 0  # stores that are not complete
+        self.maps: set[MapRead] = set()  # loads' tensor maps not read yet
+
+
+class BulkGroups:
+    """The bulk async-groups of one thread, oldest first."""
+
+    __slots__ = ("committed", "open")
+
+    def __init__(self) -> None:
+        self.open = BulkGroup()
+        self.committed: deque[BulkGroup] = deque()
+
+
+def open_group(w: Warp, lane: int) -> BulkGroup:
+    """The group that the next commit_group of a thread closes."""
+    return _groups(w, lane).open
+
+
+def _groups(w: Warp, lane: int) -> BulkGroups:
+    by_lane = w.state.setdefault("bulk_groups", {})
+    if lane not in by_lane:
+        by_lane[lane] = BulkGroups()
+    return by_lane[lane]
+
+
+class BulkStore(Op):
+    """shared::cta to global: reads when executed and defers the write."""
+
+    __slots__ = ("group", "read", "write")
+
+    def __init__(self, group: BulkGroup, read: Callable, write: Callable, text: str):
+        super().__init__(text)
+        self.group, self.read, self.write = group, read, write
+        group.reads += 1
+        group.writes += 1
+
+    def execute(self, m: Machine) -> None:
+        data = self.read(m)
+        self.group.reads -= 1
+        m.notify(self.group)
+        m.defer(CallOp(lambda: self._finish(m, data), f"{self.text}: write"))
+
+    def _finish(self, m: Machine, data: np.ndarray) -> None:
+        self.write(m, data)
+        self.group.writes -= 1
+        m.notify(self.group)
+
+
+@instruction("cp.async.bulk.commit_group")
+def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """cp.async.bulk.commit_group: an empty group is complete at once."""
+    for lane in lanes(mask):
+        groups = _groups(w, lane)
+        group = groups.open
+        groups.committed.append(group)
+        groups.open = BulkGroup()
+        if group.maps:
+            group.reads += 1
+            m.defer(CallOp(lambda group=group: _read_maps(m, group), "tensor maps of loads"))
+
+
+def _read_maps(m: Machine, group: BulkGroup) -> None:
+    for read in tuple(group.maps):
+        read.get(m)
+    group.reads -= 1
+    m.notify(group)
+
+
+@instruction("cp.async.bulk.wait_group")
+def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """cp.async.bulk.wait_group{.read} N: until at most the N newest groups are pending."""
+    newest = w.scalar(ins.operands[0], mask)
+    reads_only = ins.has("read")
+    by_lane = w.state.get("bulk_groups", {})
+    for lane in lanes(mask):
+        groups = by_lane.get(lane)
+        if groups is None:
+            continue
+        committed = groups.committed
+        while committed and not committed[0].writes and not committed[0].reads:
+            committed.popleft()
+        for i in range(len(committed) - newest):
+            pending = committed[i].reads if reads_only else max(committed[i].reads, committed[i].writes)
+            if pending:
+                what = "read" if reads_only else "complete"
+                text = f"bulk async-group of lane {lane} to {what}: {pending} operations pending"
+                return Wait(on=committed[i], text=text)
+    return None
