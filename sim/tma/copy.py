@@ -303,7 +303,8 @@ def _chunks(
     base = offset - phase
     end = base + (nbytes + phase + 127) // 128 * 128
     # complex128 stands for "16 bytes": numpy moves it without looking inside.
-    return smem[base : min(end, smem.size)].view(np.uint64 if size == 8 else np.complex128), chunks
+    end = min(end, smem.size // 16 * 16)  # shared memory may end inside a chunk that no box reaches
+    return smem[base:end].view(np.uint64 if size == 8 else np.complex128), chunks
 
 
 def write_shared(tensor_map: TensorMap, smem: np.ndarray, offset: int, data: np.ndarray) -> None:
