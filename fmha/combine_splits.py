@@ -1,0 +1,367 @@
+"""Split KV, second launch: the partial results of all splits of a row become one.
+
+Arch-neutral (sm_90a and sm_100a). Split s of a row left o_s = sum of exp(logit - m_s) v, m_s and
+l_s = sum of exp(logit - m_s) over its keys, natural units, all fp32 (``AttentionState``). The row's result is
+o = sum of w_s o_s and l = sum of w_s l_s with w_s = exp(m_s - max of m), divided or not.
+
+A split of no key has m_s = -inf and l_s = 0; whatever stands in its o_s is passed over. A row whose splits
+are all so gives o = 0, lse = -inf. A NaN that any other split holds comes through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common.compile import compile_cached
+from warpspec.fmha.problem import HEAD_DIMS, ROW_ALIGNMENT
+from warpspec.fmha.softmax import LN_2, LOG2_E
+
+WARP_THREADS = 32
+THREADS = 128
+VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split
+VECTOR_BYTES = 16
+O_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32}
+FP32_BYTES = 4
+CHUNK = WARP_THREADS * VECTOR  # most columns of D that one group of threads covers
+BATCH = 4  # splits a thread loads at a time: enough loads under way, few repeated where there are few splits
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """Compile-time shape of one combine kernel.
+
+    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups
+    share the splits of it (way w takes w, w + ways, ...) and add up through shared memory. normalize: o is
+    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state.
+    """
+
+    head_dim: int
+    ways: int = 1
+    normalize: bool = True
+    has_sink: bool = False
+    has_lse: bool = False
+
+    def __post_init__(self):
+        assert self.head_dim in HEAD_DIMS
+        assert self.ways in (1, 2, 4, 8) and self.ways <= self.groups
+        assert self.normalize or not (self.has_sink or self.has_lse)
+
+    @classmethod
+    def of(cls, head_dim: int, num_splits: int, **options) -> CombineConfig:
+        """The configuration for so many splits; options: the other fields."""
+        config, ways = cls(head_dim, **options), 1
+        # A split more than a batch is a second round of loads: better another group's first.
+        while ways * BATCH < num_splits and ways < config.groups:
+            ways *= 2
+        return replace(config, ways=ways)
+
+    @property
+    def chunk(self) -> int:
+        """Columns of D of one group."""
+        return min(self.head_dim, CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """Groups of columns in a row."""
+        return self.head_dim // self.chunk
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a group, part of one warp."""
+        return self.chunk // VECTOR
+
+    @property
+    def groups(self) -> int:
+        """Groups of a CTA."""
+        return THREADS // self.lanes
+
+    @property
+    def parts(self) -> int:
+        """(row, chunk) pairs of a CTA."""
+        return self.groups // self.ways
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory: partial sums of o and of the row sum, where groups share a row."""
+        return THREADS * (VECTOR_BYTES + FP32_BYTES) if self.ways > 1 else 0
+
+
+class Combine:
+    """``Combine(config)(...)`` in a ``cute.jit`` host function launches the kernel behind that function's own
+    launches; ``combine_splits`` launches it by itself."""
+
+    def __init__(self, config: CombineConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        partial_o: cute.Tensor,
+        partial_max: cute.Tensor,
+        partial_sum: cute.Tensor,
+        sink: cute.Tensor | None,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        row_max: cute.Tensor | None,
+        row_sum: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """Host side.
+
+        partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32. sink: [Hq]. o:
+        [B, Sq, Hq, D], D contiguous. lse, row_max, row_sum: [B, Hq, Sq] fp32. What the configuration lacks
+        is None. A programmatic dependent launch: the kernel may start before the launch that makes its inputs
+        has ended, and waits for it.
+        """
+        batch, seq_q, heads, _ = o.shape
+        parts = batch * seq_q * heads * self.config.chunks
+        self.kernel(partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, parts).launch(
+            grid=(cute.ceil_div(parts, self.config.parts), 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.config.smem_bytes,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, parts: Int32):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane, group = thread % config.lanes, thread // config.lanes
+        way, part = group % config.ways, block * config.parts + group // config.ways
+        in_range = Boolean(part < parts)
+        part = cutlass.min(part, parts - 1)  # idle threads take part in shuffles and barriers
+        chunk, row = part % config.chunks, part // config.chunks
+        _, seq_q, heads, _ = o.shape
+        head, query, batch = row % heads, row // heads % seq_q, row // heads // seq_q
+        column = chunk * config.lanes + lane  # in units of VECTOR
+
+        cute.arch.griddepcontrol_wait()
+        maxima = partial_max[None, batch, head, query]  # (SPLIT)
+        sums = partial_sum[None, batch, head, query]  # (SPLIT)
+        vectors = cute.local_tile(
+            partial_o[None, batch, query, head, None], (1, VECTOR), (None, column)
+        )  # (1, VECTOR, SPLIT)
+        maximum = row_maximum(maxima, lane, config.lanes)
+        total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways)
+        if cutlass.const_expr(config.ways > 1):
+            total = add_ways(config, thread, total, values)
+
+        if in_range & (way == 0):
+            empty = Boolean(total == Float32(0.0))
+            factor = Float32(1.0)
+            if cutlass.const_expr(config.normalize):
+                divisor = total
+                if cutlass.const_expr(config.has_sink):
+                    exponent = (sink[head].to(Float32) - finite(maximum)) * LOG2_E
+                    divisor = total + cute.math.exp2(exponent, fastmath=True)
+                factor = Float32(1.0) / divisor
+            target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)
+            converted = cute.make_rmem_tensor(VECTOR, o.element_type)
+            for i in cutlass.range_constexpr(VECTOR):
+                value = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))
+                converted[i] = value.to(o.element_type)
+            cute.autovec_copy(converted, target)
+            if column == 0:
+                if cutlass.const_expr(config.has_lse):
+                    lse[batch, head, query] = maximum + cute.math.log2(total, fastmath=True) * LN_2
+                if cutlass.const_expr(not config.normalize):
+                    row_max[batch, head, query] = maximum
+                    row_sum[batch, head, query] = total
+
+
+def finite(maximum) -> Float32:
+    """What weights are taken against: the maximum, or 0 where there is none (-inf - -inf would be NaN)."""
+    return Float32(cutlass.select_(Boolean(maximum == -Float32.inf), Float32(0.0), maximum))
+
+
+@cute.jit
+def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
+    """Largest of maxima (SPLIT), known to every lane of the group; NaN is passed over."""
+    maximum = -Float32.inf
+    for split in cutlass.range(lane, cute.size(maxima), lanes, unroll=BATCH):
+        maximum = cute.arch.fmax(maximum, maxima[split])
+    return cute.arch.warp_reduction_max(maximum, threads_in_group=lanes)
+
+
+@cute.jit
+def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr):
+    """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (VECTOR)).
+
+    maxima, sums: (SPLIT). vectors: (1, VECTOR, SPLIT), this thread's columns.
+    """
+    splits = cute.size(maxima)
+    base = finite(maximum)
+    total = Float32(0.0)
+    values = cute.make_rmem_tensor(VECTOR, Float32)
+    values.fill(0.0)
+    for first in cutlass.range(way, splits, ways * BATCH, unroll=1):
+        loaded = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
+        stats = cute.make_rmem_tensor((2, BATCH), Float32)
+        for i in cutlass.range_constexpr(BATCH):
+            split = cutlass.min(first + i * ways, splits - 1)
+            cute.autovec_copy(vectors[0, None, split], loaded[None, i])
+            stats[0, i], stats[1, i] = maxima[split], sums[split]
+        for i in cutlass.range_constexpr(BATCH):
+            row_sum = stats[1, i]
+            # Passed over by selection: o of a split that saw no key was perhaps never written.
+            skipped = Boolean(row_sum == Float32(0.0)) | Boolean(first + i * ways >= splits)
+            weight = cute.math.exp2((stats[0, i] - base) * LOG2_E, fastmath=True)
+            weight = Float32(cutlass.select_(skipped, Float32(0.0), weight))
+            total += row_sum * weight
+            for j in cutlass.range_constexpr(VECTOR):
+                values[j] += Float32(cutlass.select_(skipped, Float32(0.0), loaded[j, i])) * weight
+    return total, values
+
+
+@cute.jit
+def add_ways(config: cutlass.Constexpr, thread, total, values: cute.Tensor) -> Float32:
+    """In way 0: values (VECTOR) and the returned total become the sums over all ways, in their order."""
+    smem = cutlass.memory.SmemAllocator()
+    shared = smem.allocate_tensor(
+        Float32, cute.make_layout((VECTOR, THREADS)), byte_alignment=VECTOR_BYTES
+    )  # (VECTOR, THREAD)
+    totals = smem.allocate_tensor(Float32, cute.make_layout(THREADS), byte_alignment=FP32_BYTES)  # (THREAD)
+    cute.autovec_copy(values, shared[None, thread])
+    totals[thread] = total
+    cute.arch.sync_threads()
+    first = thread // (config.lanes * config.ways) * (config.lanes * config.ways) + thread % config.lanes
+    total = Float32(0.0)
+    values.fill(0.0)
+    for way in cutlass.range_constexpr(config.ways):
+        other = first + way * config.lanes
+        total += totals[other]
+        for j in cutlass.range_constexpr(VECTOR):
+            values[j] += shared[j, other]
+    return total
+
+
+def combine_splits(
+    partial_o: torch.Tensor,
+    partial_max: torch.Tensor,
+    partial_sum: torch.Tensor,
+    o: torch.Tensor,
+    *,
+    sink: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
+    row_sum: torch.Tensor | None = None,
+    arch: str = "sm_100a",
+):
+    """Combine the splits, into tensors given: one launch on the tensors' device and its current stream.
+
+    partial_o [S, B, Sq, Hq, D], partial_max, partial_sum [S, B, Hq, Sq]: fp32, what every split left. o:
+    [B, Sq, Hq, D] bf16, fp16 or fp32, written; with row_max and row_sum [B, Hq, Sq] fp32 an un-normalised
+    state, else divided by the row sums (and exp(sink - row maximum), sink [Hq] fp32), and lse [B, Hq, Sq]
+    fp32 written where given. Rows of partial_o and o are contiguous and aligned to 16 bytes.
+
+    CPU tensors run in the simulator as ``arch``; its ``SimReport`` is returned, otherwise None. ValueError names
+    a tensor that does not fit.
+    """
+    tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum)
+    _check(*tensors)
+    if o.numel() == 0:
+        return None
+    config = CombineConfig.of(
+        o.shape[-1],
+        partial_o.shape[0],
+        normalize=row_max is None,
+        has_sink=sink is not None,
+        has_lse=lse is not None,
+    )
+    if not o.is_cuda:
+        from warpspec import sim  # brings in llvmlite, an optional dependency
+
+        return sim.run(compiled_combine(config, o.dtype, arch), *tensors, None)
+    import cuda.bindings.driver as driver
+    from cutlass.cute.runtime import from_dlpack
+
+    major, minor = torch.cuda.get_device_capability(o.device)
+    kernel = compiled_combine(config, o.dtype, f"sm_{major}{minor}a")
+    arguments = [
+        None
+        if tensor is None
+        else from_dlpack(
+            tensor.detach(), assumed_align=ROW_ALIGNMENT if tensor.dim() > 3 else tensor.element_size()
+        ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
+        for tensor in tensors
+    ]
+    with torch.cuda.device(o.device):
+        kernel(*arguments, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+    return None
+
+
+def compiled_combine(config: CombineConfig, dtype: torch.dtype, arch: str):
+    """``Combine(config)`` for o of ``dtype``, compiled on first use in this process. Needs no GPU."""
+    return compile_cached(
+        ("fmha.combine_splits", config, dtype), lambda: _host_and_arguments(config, dtype), arch=arch
+    )
+
+
+def _host_and_arguments(config: CombineConfig, dtype: torch.dtype) -> tuple:
+    """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    def tensor(dtype, rank, last=None):
+        """Of ``rank`` dimensions; rows of a known length are aligned."""
+        step = ROW_ALIGNMENT * 8 // dtype.width if last else 1
+        return make_fake_tensor(
+            dtype,
+            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
+            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
+            assumed_align=ROW_ALIGNMENT if last else dtype.width // 8,
+            memspace=cute.AddressSpace.gmem,
+        )
+
+    return (
+        Combine(config),
+        tensor(Float32, 5, config.head_dim),
+        *(tensor(Float32, 4) for _ in range(2)),
+        tensor(Float32, 1) if config.has_sink else None,
+        tensor(O_TYPES[dtype], 4, config.head_dim),
+        tensor(Float32, 3) if config.has_lse else None,
+        *(None if config.normalize else tensor(Float32, 3) for _ in range(2)),
+        make_fake_stream(),
+    )
+
+
+def _check(partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum) -> None:
+    """Raise ValueError naming the first tensor that does not fit ``partial_o`` and ``o``."""
+    splits, batch, seq_q, heads, head_dim = partial_o.shape
+    if splits == 0:
+        raise ValueError("partial_o: needs at least one split, got none")
+    rows = (batch, heads, seq_q)
+    fp32 = (torch.float32,)
+    for name, tensor, shape, dtypes in (
+        ("partial_o", partial_o, (splits, batch, seq_q, heads, head_dim), fp32),
+        ("partial_max", partial_max, (splits, *rows), fp32),
+        ("partial_sum", partial_sum, (splits, *rows), fp32),
+        ("sink", sink, (heads,), fp32),
+        ("o", o, (batch, seq_q, heads, head_dim), tuple(O_TYPES)),
+        ("lse", lse, rows, fp32),
+        ("row_max", row_max, rows, fp32),
+        ("row_sum", row_sum, rows, fp32),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != o.device:
+            raise ValueError(
+                f"{name}: must be {list(shape)}, one of {dtypes}, on {o.device}, "
+                f"got {list(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+            )
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: last dimension must be contiguous, got strides {tensor.stride()}")
+        steps = [tensor.data_ptr(), *(step * tensor.element_size() for step in tensor.stride()[:-1])]
+        if tensor.dim() > 3 and name in ("partial_o", "o") and any(step % ROW_ALIGNMENT for step in steps):
+            raise ValueError(f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got {tensor.stride()}")
+    if (row_max is None) != (row_sum is None):
+        raise ValueError("row_max: must be given together with row_sum")
+    if row_max is not None and (sink is not None or lse is not None):
+        raise ValueError("row_max: an un-normalised state has no sink and no lse")
