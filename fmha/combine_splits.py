@@ -10,8 +10,6 @@ are all so gives o = 0, lse = -inf. A NaN that any other split holds comes throu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -19,77 +17,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.compile import compile_cached
-from warpspec.fmha.problem import HEAD_DIMS, ROW_ALIGNMENT
+from warpspec.fmha.problem import ROW_ALIGNMENT
 from warpspec.fmha.softmax import LN_2, LOG2_E
+from warpspec.fmha.splits import BATCH, FP32_BYTES, THREADS, VECTOR, CombineConfig
 
-WARP_THREADS = 32
-THREADS = 128
-VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split
-VECTOR_BYTES = 16
 O_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32}
-FP32_BYTES = 4
-CHUNK = WARP_THREADS * VECTOR  # most columns of D that one group of threads covers
-BATCH = 4  # splits a thread loads at a time: enough loads under way, few repeated where there are few splits
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """Compile-time shape of one combine kernel.
-
-    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups
-    share the splits of it (way w takes w, w + ways, ...) and add up through shared memory. normalize: o is
-    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state.
-    """
-
-    head_dim: int
-    ways: int = 1
-    normalize: bool = True
-    has_sink: bool = False
-    has_lse: bool = False
-
-    def __post_init__(self):
-        assert self.head_dim in HEAD_DIMS
-        assert self.ways in (1, 2, 4, 8) and self.ways <= self.groups
-        assert self.normalize or not (self.has_sink or self.has_lse)
-
-    @classmethod
-    def of(cls, head_dim: int, num_splits: int, **options) -> CombineConfig:
-        """The configuration for so many splits; options: the other fields."""
-        config, ways = cls(head_dim, **options), 1
-        # A split more than a batch is a second round of loads: better another group's first.
-        while ways * BATCH < num_splits and ways < config.groups:
-            ways *= 2
-        return replace(config, ways=ways)
-
-    @property
-    def chunk(self) -> int:
-        """Columns of D of one group."""
-        return min(self.head_dim, CHUNK)
-
-    @property
-    def chunks(self) -> int:
-        """Groups of columns in a row."""
-        return self.head_dim // self.chunk
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a group, part of one warp."""
-        return self.chunk // VECTOR
-
-    @property
-    def groups(self) -> int:
-        """Groups of a CTA."""
-        return THREADS // self.lanes
-
-    @property
-    def parts(self) -> int:
-        """(row, chunk) pairs of a CTA."""
-        return self.groups // self.ways
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory: partial sums of o and of the row sum, where groups share a row."""
-        return THREADS * (VECTOR_BYTES + FP32_BYTES) if self.ways > 1 else 0
 
 
 class Combine:
@@ -226,7 +158,7 @@ def add_ways(config: cutlass.Constexpr, thread, total, values: cute.Tensor) -> F
     """In way 0: values (VECTOR) and the returned total become the sums over all ways, in their order."""
     smem = cutlass.memory.SmemAllocator()
     shared = smem.allocate_tensor(
-        Float32, cute.make_layout((VECTOR, THREADS)), byte_alignment=VECTOR_BYTES
+        Float32, cute.make_layout((VECTOR, THREADS)), byte_alignment=VECTOR * FP32_BYTES
     )  # (VECTOR, THREAD)
     totals = smem.allocate_tensor(Float32, cute.make_layout(THREADS), byte_alignment=FP32_BYTES)  # (THREAD)
     cute.autovec_copy(values, shared[None, thread])
@@ -262,8 +194,8 @@ def combine_splits(
     state, else divided by the row sums (and exp(sink - row maximum), sink [Hq] fp32), and lse [B, Hq, Sq]
     fp32 written where given. Rows of partial_o and o are contiguous and aligned to 16 bytes.
 
-    CPU tensors run in the simulator as ``arch``; its ``SimReport`` is returned, otherwise None. ValueError names
-    a tensor that does not fit.
+    CPU tensors run in the simulator as ``arch``; its ``SimReport`` is returned, otherwise None. ValueError
+    names a tensor that does not fit.
     """
     tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum)
     _check(*tensors)

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 
 from warpspec import sim
 from warpspec.common.compile import compile_host, resources
-from warpspec.fmha.combine_splits import (
-    BATCH,
-    Combine,
-    CombineConfig,
-    _host_and_arguments,
-    combine_splits,
-    compiled_combine,
-)
+from warpspec.fmha.combine_splits import Combine, _host_and_arguments, combine_splits, compiled_combine
+from warpspec.fmha.splits import BATCH, THREADS, VECTOR, CombineConfig
 from warpspec.fmha.state import AttentionState, combine, normalized_output
 
 ARCHS = ("sm_100a", "sm_90a")
@@ -180,12 +174,12 @@ def test_weights_that_underflow_and_maxima_far_apart():
 
 
 @pytest.mark.parametrize(
-    "head_dim, splits", [*itertools.product(HEAD_DIMS, (1, BATCH, BATCH + 1, 8 * BATCH))]
+    "head_dim, splits", [*itertools.product(HEAD_DIMS, (1, BATCH, BATCH + 1, 8 * BATCH, 100 * BATCH))]
 )
 def test_every_part_of_every_row_has_its_threads(head_dim, splits):
     config = CombineConfig.of(head_dim, splits)
-    assert config.lanes * config.chunks * 4 == head_dim
-    assert config.lanes * config.ways * config.parts == 128
+    assert config.lanes * config.chunks * VECTOR == head_dim
+    assert config.lanes * config.ways * config.parts == THREADS
     assert config.ways == min(config.groups, 1 << (-(-splits // BATCH) - 1).bit_length())
 
 
@@ -197,7 +191,7 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
         compiled = compiled_combine(CombineConfig.of(head_dim, splits, **options), torch.bfloat16, arch)
         (kernel,) = resources(compiled).values()
         assert kernel.local_bytes == 0
-        assert kernel.registers <= 64, "8 CTAs of 128 threads fill an SM"
+        assert kernel.registers <= 64, "4 CTAs of 256 threads an SM"
         ptx = compiled.artifacts.PTX
         assert ptx.count("ld.global.v4") == BATCH and "griddepcontrol.wait" in ptx
 
