@@ -85,25 +85,15 @@ end:
 
 
 def _members(e: Emitter, ins: Instr) -> str:
-    """i32 scalar: lanes that take part, from the first executing lane's membermask."""
-    operand = membermask(ins)
-    if isinstance(operand, Imm):
-        return e.op(f"and i32 {operand.value & 0xFFFFFFFF}, {e.active()}")
-    value = e.get(operand, 32)
-    first = e.op(f"call i32 @llvm.cttz.i32(i32 {e.active()}, i1 false)")
-    e.intrinsics.add("declare i32 @llvm.cttz.i32(i32, i1)")
-    first = e.op(f"and i32 {first}, 31")
-    scalar = e.op(f"extractelement {ivec(32)} {value}, i32 {first}")
-    return e.op(f"and i32 {scalar}, {e.active()}")
+    """<32 x i32>: the executing lanes that each lane's membermask names (tiles of a warp name different ones)."""
+    named = e.get(membermask(ins), 32)
+    return e.op(f"and {ivec(32)} {named}, {e.splat(32, e.active())}")
 
 
 @emits("elect")
 def elect(e: Emitter, ins: Instr) -> None:
     """elect.sync d|p, membermask: the lowest member is elected (the ISA leaves the choice open)."""
-    members = _members(e, ins)
-    e.intrinsics.add("declare i32 @llvm.cttz.i32(i32, i1)")
-    leader = e.op(f"call i32 @llvm.cttz.i32(i32 {members}, i1 false)")
-    leader = e.splat(32, leader)
+    leader = e.call(ivec(32), "llvm.cttz.v32i32", f"{ivec(32)} {_members(e, ins)}", "i1 false")
     pair = ins.operands[0]
     e.set(pair.second, e.op(f"icmp eq {ivec(32)} {_lane_numbers(e)}, {leader}"), 1)
     e.set(pair.first, leader, 32)
@@ -113,26 +103,21 @@ def elect(e: Emitter, ins: Instr) -> None:
 def vote(e: Emitter, ins: Instr) -> None:
     mode = ins.parts[2] if ins.has("sync") else None
     members = _members(e, ins)
-    mine = e.op(f"bitcast {ivec(1)} {e.pred(ins.operands[1])} to i32")
-    mine = e.op(f"and i32 {mine}, {members}")
+    setting = e.splat(32, e.op(f"bitcast {ivec(1)} {e.pred(ins.operands[1])} to i32"))
+    setting = e.op(f"and {ivec(32)} {setting}, {members}")
     if mode == "ballot":
-        return e.set(ins.operands[0], e.splat(32, mine), 32)
-    every = e.op(f"icmp eq i32 {mine}, {members}")
-    none = e.op(f"icmp eq i32 {mine}, 0")
+        return e.set(ins.operands[0], setting, 32)
+    every = e.op(f"icmp eq {ivec(32)} {setting}, {members}")
+    none = e.op(f"icmp eq {ivec(32)} {setting}, zeroinitializer")
     if mode == "all":
         result = every
     elif mode == "any":
-        result = e.op(f"xor i1 {none}, true")
+        result = e.op(f"xor {ivec(1)} {none}, splat (i1 true)")
     elif mode == "uni":
-        result = e.op(f"or i1 {every}, {none}")
+        result = e.op(f"or {ivec(1)} {every}, {none}")
     else:
         raise NotNative(ins.opcode)
-    e.set(ins.operands[0], _splat_pred(e, result), 1)
-
-
-def _splat_pred(e: Emitter, scalar: str) -> str:
-    one = e.op(f"insertelement {ivec(1)} poison, i1 {scalar}, i32 0")
-    return e.op(f"shufflevector {ivec(1)} {one}, {ivec(1)} poison, {ivec(32)} zeroinitializer")
+    e.set(ins.operands[0], result, 1)
 
 
 _REDUCE = {
@@ -145,12 +130,13 @@ _REDUCE = {
 
 @emits("redux")
 def redux(e: Emitter, ins: Instr) -> None:
-    """redux.sync over integers: lanes outside the membermask contribute the operation's identity."""
+    """redux.sync over integers: lanes outside the (immediate) membermask contribute the identity."""
     key = (ins.parts[2], ins.parts[-1])
-    if key not in _REDUCE:
+    if key not in _REDUCE or not isinstance(membermask(ins), Imm):
         raise NotNative(ins.opcode)
     name, identity = _REDUCE[key]
-    inside = e.op(f"bitcast i32 {_members(e, ins)} to {ivec(1)}")
+    members = e.op(f"and i32 {membermask(ins).value & 0xFFFFFFFF}, {e.active()}")
+    inside = e.op(f"bitcast i32 {members} to {ivec(1)}")
     value = e.select(inside, e.get(ins.operands[1], 32), e.imm(32, identity), ivec(32))
     result = e.call("i32", f"llvm.vector.reduce.{name}.v32i32", f"{ivec(32)} {value}")
     e.set(ins.operands[0], e.splat(32, result), 32)

@@ -1,4 +1,5 @@
-"""Exchanges between lanes without a native translation: redux.sync on f32, match.sync (PTX ISA 9.7.13)."""
+"""Exchanges between lanes without a native translation: match.sync, redux.sync on f32 or with a membermask in a
+register (PTX ISA 9.7.13)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from warpspec.sim.warp import Warp
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
+INTEGER_REDUCTIONS = {
+    ("add", "u32"): (np.add, np.uint32), ("add", "s32"): (np.add, np.int32),
+    ("min", "u32"): (np.minimum, np.uint32), ("min", "s32"): (np.minimum, np.int32),
+    ("max", "u32"): (np.maximum, np.uint32), ("max", "s32"): (np.maximum, np.int32),
+    ("and", "b32"): (np.bitwise_and, np.uint32), ("or", "b32"): (np.bitwise_or, np.uint32),
+    ("xor", "b32"): (np.bitwise_xor, np.uint32),
+}  # fmt: skip
 
 
 def member_groups(w: Warp, membermask: Operand, mask: int) -> Iterator[int]:
@@ -56,14 +64,20 @@ def match_any(values: np.ndarray, lanes: int) -> np.ndarray:
 
 @instruction("redux.sync", collective=True)
 def redux(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """redux.sync.min/max[.abs][.NaN].f32 d, a, membermask; the integer forms are native."""
-    if ins.parts[-1] != "f32" or ins.parts[2] not in ("min", "max"):
+    """redux.sync.op.type d, a, membermask for integers; redux.sync.min/max[.abs][.NaN].f32."""
+    operation, type_ = ins.parts[2], ins.parts[-1]
+    if (operation, type_) not in INTEGER_REDUCTIONS and (type_ != "f32" or operation not in ("min", "max")):
         raise UnsupportedInstruction(f"`{ins.opcode}`")
     target, source, membermask = ins.operands
     values = w.u32(source)
     for lanes in member_groups(w, membermask, mask):
         if lanes:
-            result = reduce_f32(values[bools(lanes)], ins.parts[2], ins.has("abs"), ins.has("NaN"))
+            chosen = values[bools(lanes)]
+            if type_ == "f32":
+                result = reduce_f32(chosen, operation, ins.has("abs"), ins.has("NaN"))
+            else:
+                reduction, dtype = INTEGER_REDUCTIONS[operation, type_]
+                result = reduction.reduce(chosen.view(dtype), dtype=dtype).view(np.uint32)
             w.set_u32(target, np.full(WARP_SIZE, result), lanes)
 
 
