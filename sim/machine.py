@@ -13,16 +13,19 @@ from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import Deadlock, MemoryFault, SimError, TmemFault, Where, format_lanes
 from warpspec.sim.families import barriers, mbarrier
 from warpspec.sim.grid import ClusterFactory, Launch
-from warpspec.sim.instruction import Instr
+from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.registry import FULL_MASK, Handler, Op, Wait, handler_for, lanes, require_handler
 from warpspec.sim.report import LaunchStats
+from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
-BLOCK_BUDGET = 64  # native blocks a converged warp runs before the scheduler looks at others
+BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler looks at others
+LAG_TURNS = 32  # every so many turns of a diverged warp a random group goes first, so that no lane starves
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
-IDLE_TURNS = 400_000  # turns without any event that end a run that only spins
+PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
+WARP_BARRIER = ("bar", "warp")  # bar.warp.sync
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
@@ -54,7 +57,7 @@ class Machine:
         ]
         self.factory = ClusterFactory(self)
         self.resident: list[Cluster] = []
-        self.idle_turns = 0
+        self.watch = SpinWatch(self)
         self.done = 0  # clusters finished
         self.on_cluster_done = None  # called with `done`
 
@@ -141,14 +144,14 @@ class Machine:
                     warp.ready = False
                     self.ready[position] = self.ready[-1]
                     self.ready.pop()
-                if self.progress == before:
-                    self.idle_turns += 1
-                    if self.idle_turns > IDLE_TURNS:
-                        if not self.admit():
-                            raise self.deadlock("warps spin, and nothing that they wait for can still happen")
-                        self.idle_turns = 0
-                else:
-                    self.idle_turns = 0
+                if self.progress != before:
+                    self.watch.event()
+                elif self.watch.stuck(warp):
+                    raise self.deadlock("warps spin, and nothing that they wait for can still happen")
+                elif self.watch.turns % PATIENCE == 0:
+                    admitted = [self.admit() for _ in range(len(self.resident))]
+                    if not any(admitted):
+                        self.release_timed_waits()
             else:
                 stuck_rounds = stuck_rounds + 1 if self.progress == stuck_at else 0
                 stuck_at = self.progress
@@ -196,9 +199,18 @@ class Machine:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
         program = self.program
         quota = self.rng.randint(1, SYSTEM_QUOTA)
-        while quota > 0:
-            group = w.groups[0] if len(w.groups) == 1 else w.runnable()
-            if group is None or group.wait is not None or group.converge:
+        steps = BLOCK_BUDGET
+        favoured = self.favoured(w)
+        forced = None  # a group whose collective instruction may run although other lanes are elsewhere
+        while forced is not None or (quota > 0 and steps > 0):
+            if forced is not None:
+                group = forced
+            elif len(w.groups) == 1:
+                group = w.groups[0]
+            else:
+                group = favoured if favoured in w.groups and favoured.free else w.runnable()
+            forced = None
+            if group is None or not group.free:
                 return False
             block = group.block
             ins = self.system_instr[block] if block < len(self.system_instr) else None
@@ -211,7 +223,10 @@ class Machine:
                     return bool(w.alive) and w.runnable() is not None
                 continue
             single = len(w.groups) == 1
-            budget = BLOCK_BUDGET if single and not w.flying else 1
+            # Lanes that could meet this group on its way are looked for after every block.
+            alone = single or not any(other.free for other in w.groups if other is not group)
+            budget = BLOCK_BUDGET if alone and not w.flying else 1
+            steps -= 1
             w.ctx[Ctx.CLOCK] = self.clock
             why, at = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, budget)
             self.clock += 1
@@ -222,7 +237,7 @@ class Machine:
             elif why == Stop.BUDGET:
                 if not single:
                     w.merge()
-                elif budget > 1:
+                if budget > 1:
                     return True
             elif why == Stop.DIVERGED:
                 self.diverge(w, group, at)
@@ -234,9 +249,21 @@ class Machine:
                 if not self.gathered(w, group, program.kernel.instrs[program.blocks[at].start]):
                     continue
                 w.ctx[Ctx.FORCE] = 1
+                forced = group
             else:
                 raise self.fault(w, group)
         return True
+
+    def favoured(self, w: Warp) -> Group | None:
+        """The group of a diverged warp that goes first in this turn; None: the one furthest behind in the text."""
+        if len(w.groups) == 1:
+            w.diverged_turns = 0
+            return None
+        w.diverged_turns += 1
+        if w.diverged_turns % LAG_TURNS:
+            return None
+        free = [group for group in w.groups if group.free]
+        return self.rng.choice(free) if free else None
 
     def diverge(self, w: Warp, group: Group, block: int) -> None:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
@@ -256,7 +283,7 @@ class Machine:
         for other in w.groups:
             other.converge = False
         cta = w.cta
-        barriers.threads_left(self, cta, group.mask.bit_count())
+        barriers.threads_left(self, w, group.mask.bit_count())
         if w.alive:
             return
         cta.live_warps -= 1
@@ -327,16 +354,60 @@ class Machine:
         self.waiters.setdefault(wait.on, []).append((w, group))
 
     def gathered(self, w: Warp, group: Group, ins: Instr) -> bool:
-        """Whether all lanes that a collective instruction names are in the group; else the group waits for them."""
-        named = FULL_MASK
-        if ins.parts[0] in ("shfl", "vote", "redux", "elect", "match") or ins.opcode == "bar.warp.sync":
-            operand = ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
-            named = w.scalar(operand, group.mask) & FULL_MASK
-        if named & w.alive & ~group.mask == 0:
+        """Whether the lanes that a collective instruction names are together; if not, the group waits for them.
+
+        Where lanes name different sets (tiles of a warp), those whose set is complete go on and the others wait.
+        """
+        complete = 0
+        for members, named in self.named_lanes(w, group, ins):
+            if named & w.alive & ~group.mask == 0:
+                complete |= members
+        if not complete and ins.parts[:2] == WARP_BARRIER and self.meets_elsewhere(w, group, ins):
             return True
-        group.converge = True
-        w.merge()
-        return False
+        if complete != group.mask:
+            rest = group
+            if complete:
+                rest = Group(group.block, group.mask & ~complete)
+                group.mask = complete
+                w.groups.insert(w.groups.index(group) + 1, rest)
+            rest.converge = True
+        if not complete:
+            w.merge()
+        return bool(complete)
+
+    def named_lanes(self, w: Warp, group: Group, ins: Instr) -> list[tuple[int, int]]:
+        """(lanes of the group, lanes that a collective instruction names for them)."""
+        if ins.parts[0] not in ("shfl", "vote", "redux", "elect", "match") and ins.parts[:2] != WARP_BARRIER:
+            return [(group.mask, FULL_MASK)]
+        operand = ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
+        if isinstance(operand, Imm):
+            return [(group.mask, operand.value & FULL_MASK)]
+        named: dict[int, int] = {}
+        masks = w.u32(operand)
+        for lane in lanes(group.mask):
+            named[int(masks[lane])] = named.get(int(masks[lane]), 0) | 1 << lane
+        return [(members, mask) for mask, members in named.items()]
+
+    def meets_elsewhere(self, w: Warp, group: Group, ins: Instr) -> bool:
+        """bar.warp.sync joins lanes wherever in the text they execute it; frees those that waited for this group."""
+        named = w.scalar(ins.operands[-1], group.mask) & w.alive
+        parked = [g for g in w.groups if g.converge and g.mask & named]
+        waiting = [g for g in parked if self._instr(g).parts[:2] == WARP_BARRIER]
+        together = group.mask
+        for other in waiting:
+            together |= other.mask
+        if named & ~together:
+            return False
+        for other in waiting:
+            w.counters[other.block] += 1
+            other.block += 1
+            other.converge = False
+        return True
+
+    def _instr(self, group: Group) -> Instr:
+        """The instruction at which a group stands."""
+        block = self.program.blocks[min(group.block, len(self.program.blocks) - 1)]
+        return self.program.kernel.instrs[min(block.start, len(self.program.kernel.instrs) - 1)]
 
     # ---- trouble ----------------------------------------------------------------------------------------------
 
@@ -370,8 +441,7 @@ class Machine:
         return Deadlock(f"{headline}:\n  " + "\n  ".join(rows) + tail, Where(self.program.kernel.name))
 
     def _stuck(self, w: Warp, group: Group) -> str:
-        block = self.program.blocks[min(group.block, len(self.program.blocks) - 1)]
-        ins = self.program.kernel.instrs[min(block.start, len(self.program.kernel.instrs) - 1)]
+        ins = self._instr(group)
         if group.wait is not None:
             what = group.wait.describe()
         elif group.converge:

@@ -46,6 +46,11 @@ class Group:
         self.timed_out = False
         self.since = 0  # clock at which the wait began
 
+    @property
+    def free(self) -> bool:
+        """Whether it can run."""
+        return self.wait is None and not self.converge
+
 
 class Cta:
     """A thread block: shared memory, tensor memory, barriers, warps."""
@@ -117,6 +122,8 @@ class Warp:
         self.groups = [Group(0, self.alive)]
         self.current = self.groups[0]
         self.ready = True
+        self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
+        self.diverged_turns = 0  # turns since its lanes were last together
         self.flying: list[tuple[int, Callable[[], None]]] = []  # (registers as a bitset, how to fill them)
         self.state: dict[str, object] = {}  # per-warp state of instruction families
         for name, value in special.items():
@@ -331,6 +338,6 @@ class Warp:
     def runnable(self) -> Group | None:
         """The group to run: the one furthest behind that is not blocked; None when all are."""
         for group in self.groups:
-            if group.wait is None and not group.converge:
+            if group.free:
                 return group
         return None

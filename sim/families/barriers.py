@@ -82,8 +82,9 @@ def _deliver(w: Warp, target: Reg, kind: str, mask: int, votes: list) -> None:
         w.set_pred(target, FULL_MASK if value else 0, mask)
 
 
-def threads_left(m, cta: Cta, count: int) -> None:
-    """Threads exited: barriers that wait for all threads of the CTA expect fewer; the cluster barrier too."""
+def threads_left(m, w: Warp, count: int) -> None:
+    """Threads of a warp exited: barriers of all threads of the CTA expect fewer; the cluster barrier too."""
+    cta = w.cta
     for barrier in list(cta.named_barriers.values()):
         if barrier.expected is not None and barrier.all_threads:
             barrier.expected -= count
@@ -91,6 +92,8 @@ def threads_left(m, cta: Cta, count: int) -> None:
                 _complete(m, barrier)
     state = cta.cluster.barrier
     if state is not None:
+        if w.state.get("cluster_arrived") == state.phase:
+            state.arrived -= count  # they arrived and left without waiting: no longer among those expected
         _cluster_complete_if_done(m, cta.cluster)
 
 
@@ -158,7 +161,7 @@ def _cluster(cluster: Cluster) -> ClusterBarrier:
 def _cluster_complete_if_done(m, cluster: Cluster) -> None:
     state = _cluster(cluster)
     alive = sum(_live_threads(cta) for cta in cluster.ctas)
-    if state.arrived and state.arrived >= alive:
+    if state.arrived == alive > 0:
         state.arrived = 0
         state.phase += 1
         m.notify(state)

@@ -1,0 +1,62 @@
+"""Tells warps that spin from warps that compute for long: those that spin come back to an earlier state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warpspec.sim.codegen.layout import CLOCK_REGISTERS
+
+if TYPE_CHECKING:
+    from warpspec.sim.machine import Machine
+    from warpspec.sim.warp import Warp
+
+IDLE_TURNS = 50_000  # turns without any event after which warps are watched
+WATCHED_TURNS = 256  # turns of each ready warp in which it must come back to an earlier state, or it computes
+CLOCK_ROUNDS = 8  # rounds of watching after which a kernel that reads a clock, and so never comes back, spins
+
+
+class SpinWatch:
+    """Sees every turn of a machine that ends without an event.
+
+    The state of a warp is where its lanes are, its registers and its local memory. Other memory is no part
+    of it: a loop whose only effect is there, and whose values do not outlive an iteration, counts as spinning.
+    """
+
+    def __init__(self, m: Machine):
+        self.m = m
+        self.turns = 0
+        self.rounds = 0
+        self._seen: dict[Warp, set[int]] = {}
+        self._spinning: set[Warp] = set()
+        self._reads_clock = any(name in CLOCK_REGISTERS for name in m.program.registers.bits)
+
+    def event(self) -> None:
+        """Something happened that may unblock somebody."""
+        self.turns = self.rounds = 0
+        if self._seen:
+            self._forget()
+
+    def stuck(self, warp: Warp) -> bool:
+        """A turn of the warp ended without an event; whether all ready warps do nothing but spin."""
+        self.turns += 1
+        if self.turns <= IDLE_TURNS:
+            return False
+        seen = self._seen.setdefault(warp, set())
+        groups = tuple((group.block, group.mask) for group in warp.groups)
+        local = b"" if warp.local is None else warp.local.tobytes()
+        state = hash((groups, warp.regs.tobytes(), local))
+        if state in seen:
+            self._spinning.add(warp)
+        seen.add(state)
+        ready = self.m.ready
+        if all(other in self._spinning for other in ready):
+            return True
+        if self.turns > IDLE_TURNS + WATCHED_TURNS * len(ready):
+            self.turns = 0
+            self.rounds += 1
+            self._forget()
+        return self._reads_clock and self.rounds >= CLOCK_ROUNDS
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._spinning.clear()
