@@ -21,6 +21,7 @@ from warpspec.fmha.problem import ROW_ALIGNMENT
 from warpspec.fmha.softmax import LN_2, LOG2_E
 from warpspec.fmha.splits import BATCH, FP32_BYTES, THREADS, VECTOR, CombineConfig
 
+CTAS_PER_SM = 4  # at least: threads waiting for loads are what hides their latency
 O_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32}
 
 
@@ -57,6 +58,7 @@ class Combine:
             grid=(cute.ceil_div(parts, self.config.parts), 1, 1),
             block=(THREADS, 1, 1),
             smem=self.config.smem_bytes,
+            min_blocks_per_mp=CTAS_PER_SM,
             stream=stream,
             use_pdl=True,
         )
