@@ -46,9 +46,7 @@ class Value:
 def flatten(name: str, value: object, annotation: object = None) -> Iterator[Value]:
     """The slots that `value` fills, in order."""
     annotation = _strip_optional(annotation)
-    if inspect.isclass(annotation) and issubclass(
-        annotation, (cuda_driver.CUstream, cuda_runtime.cudaStream_t)
-    ):
+    if takes_stream(annotation):
         yield Value(name, _Stream(value, name))
     elif value is None:
         return
@@ -108,6 +106,14 @@ class _Stream:
                 f"argument `{name}`: {type(stream).__name__} is not a CUDA stream, an int or None"
             )
         self.handle = 0 if stream is None else int(stream)
+
+
+def takes_stream(annotation: object) -> bool:
+    """Whether a parameter's annotation is a CUDA stream type."""
+    annotation = _strip_optional(annotation)
+    return inspect.isclass(annotation) and issubclass(
+        annotation, (cuda_driver.CUstream, cuda_runtime.cudaStream_t)
+    )
 
 
 def _strip_optional(annotation: object) -> object:

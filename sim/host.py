@@ -21,7 +21,7 @@ from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError
 from cutlass.cutlass_dsl import CuTeDSL
 
 from warpspec.sim import cuda_tensor_map  # noqa: F401  (registers its entry point)
-from warpspec.sim.arguments import PackedArguments, Value, flatten, plain
+from warpspec.sim.arguments import PackedArguments, Value, flatten, plain, takes_stream
 from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
 from warpspec.sim.device import DEVICES
 from warpspec.sim.errors import HostError
@@ -194,6 +194,8 @@ class HostModule:
         values: list[Value] = []
         for parameter, was_none in zip(parameters.values(), execution._compiled_with_none, strict=True):
             value = bound.get(parameter.name, parameter.default)
+            if value is parameter.empty and takes_stream(parameter.annotation):
+                value = None  # every stream is the same here; tvm-ffi callers leave theirs out
             if value is parameter.empty:
                 raise HostError(f"argument `{parameter.name}` is missing")
             if was_none is True and value is not None:
@@ -222,6 +224,8 @@ def _require_ptx(compiled) -> str:
     ptx = compiled.artifacts.PTX if compiled.artifacts is not None else None
     if not ptx:
         raise HostError(f"{compiled.function_name} was compiled without its PTX; use {COMPILE_OPTIONS}")
+    if "\n" not in ptx:  # the DSL keeps the path of a file that it could not read
+        raise HostError(f"the DSL has not written the PTX of {compiled.function_name} to {ptx}")
     return ptx
 
 

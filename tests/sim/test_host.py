@@ -79,6 +79,10 @@ class TestLaunch:
             assert parameter(launch, 1, "<f") == (rows,)
             assert launch.stream == 7
 
+    def test_a_stream_may_be_left_out(self, scale):
+        (launch,) = launches_of(scale, torch.zeros(300, 4), 1.0)
+        assert launch.stream == 0
+
     @pytest.mark.parametrize("handle", [None, 0, 1234, cuda_driver.CUstream(1234)])
     def test_stream_placeholders(self, scale, handle):
         (launch,) = launches_of(scale, torch.zeros(4, 8), 1.0, handle)
@@ -397,6 +401,13 @@ class TestWhatIsRefused:
         module = HostModule(cute.compile(rows_host, dynamic(cutlass.Float32, 2), options=options))
         (launch,) = launches_of(module, torch.zeros(4, 8))
         assert launch.resources.registers > 0
+
+    def test_ptx_file_that_was_not_written(self, tmp_path):
+        options = f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {tmp_path}"
+        compiled = cute.compile(rows_host, dynamic(cutlass.Float32, 2), options=options)
+        compiled.artifacts.PTX = "/nowhere/rows.ptx"
+        with pytest.raises(HostError, match=r"has not written the PTX of .* to /nowhere/rows\.ptx"):
+            HostModule(compiled)
 
     def test_not_compiled(self):
         with pytest.raises(HostError, match=r"not what cute\.compile returns"):
