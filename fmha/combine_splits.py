@@ -21,6 +21,7 @@ from warpspec.fmha.problem import ROW_ALIGNMENT
 from warpspec.fmha.softmax import LN_2, LOG2_E
 from warpspec.fmha.splits import BATCH, FP32_BYTES, THREADS, VECTOR, CombineConfig
 
+SMEM_CARVEOUT_PERCENT = 25  # of an SM's L1 and shared memory: room for the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: threads waiting for loads are what hides their latency
 O_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32}
 
@@ -59,6 +60,7 @@ class Combine:
             block=(THREADS, 1, 1),
             smem=self.config.smem_bytes,
             min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
             use_pdl=True,
         )
