@@ -5,27 +5,24 @@ heads to a KV head, sinks, YaRN, and a window of 128 on every other layer. Weigh
 that attention is far from uniform and that sinks take a good part of it.
 """
 
-from copy import deepcopy
-
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    GptOssConfig,
-    GptOssForCausalLM,
-    StaticCache,
+from model_pairs import (
+    ATTENTION_TOLERANCE,
+    EAGER_FACTOR,
+    SENSITIVITY,
+    VOCABULARY,
+    padded,
+    register_in_fp32_model,
+    relative_error,
+    tokens,
+    with_attention,
 )
+from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
 import warpspec.fmha.transformers
 
 BACKENDS = ["reference", "sim"]
-ATTENTION_TOLERANCE = (
-    4e-3  # on logits, relative, when nothing but attention is bf16: that of attention itself
-)
-EAGER_FACTOR = 1.25  # with the whole model in bf16: ours is not worse than this times eager's own error
-SENSITIVITY = 10  # what sinks or window do to the logits, at least, as a multiple of the tolerance
-VOCABULARY = 512
 
 
 def make_model(**changes) -> GptOssForCausalLM:
@@ -61,45 +58,6 @@ def weight_scale(name: str, parameter: torch.Tensor) -> float:
         return 0.2
     gain = 0.3 if "experts" in name else 0.8 if "q_proj" in name or "k_proj" in name else 1.0
     return gain * parameter.shape[-1] ** -0.5
-
-
-def with_attention(model: GptOssForCausalLM, name: str, dtype=torch.float32) -> GptOssForCausalLM:
-    """A copy of the model in `dtype` that uses the attention implementation `name`."""
-    copy = GptOssForCausalLM(deepcopy(model.config))  # the implementation's name is kept in it
-    copy.load_state_dict(model.state_dict())
-    copy = copy.to(dtype).eval()
-    copy.set_attn_implementation(name)
-    return copy
-
-
-def register_in_fp32_model(name: str, backend: str) -> None:
-    """Like `register`, for a model in FP32: operands are rounded to bf16, the rest is exact."""
-
-    def forward(module, query, key, value, attention_mask, **arguments):
-        operands = (tensor.bfloat16() for tensor in (query, key, value))
-        o, _ = warpspec.fmha.transformers.attention_forward(
-            module, *operands, attention_mask, backend=backend, **arguments
-        )
-        return o.float(), None
-
-    AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, warpspec.fmha.transformers.key_ranges)
-
-
-def relative_error(got, expected) -> float:
-    return ((got.float() - expected).norm() / expected.norm()).item()
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def padded(side: str, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of a batch of prompts, padded on one side to the longest."""
-    ids, index = tokens(len(lengths), max(lengths)), torch.arange(max(lengths))
-    index = index.flip(0) if side == "left" else index
-    mask = index < torch.tensor(lengths)[:, None]
-    return ids * mask, mask.long()
 
 
 @pytest.fixture(params=BACKENDS)

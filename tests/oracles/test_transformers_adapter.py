@@ -7,7 +7,7 @@ import torch
 from transformers import GptOssConfig, masking_utils
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha.transformers import attention_forward, key_ranges, register
+from warpspec.fmha.transformers import attention_forward, key_ranges, key_set_sizes, register
 
 LAYER = SimpleNamespace(is_causal=True)
 
@@ -36,10 +36,49 @@ def test_arguments_without_an_equivalent_are_refused(argument):
         forward(**argument)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
-def test_mask_tensors_are_refused(dtype):
+def test_boolean_mask_tensors_are_refused():
     with pytest.raises(UnsupportedProblem, match="attention_mask"):
-        forward(torch.zeros(1, 1, 8, 8, dtype=dtype))
+        forward(torch.zeros(1, 1, 8, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_additive_masks_replace_causality_and_window(dtype):
+    """As in eager attention: what a floating-point mask says is all there is."""
+    query, key, value = operands()
+    mask = torch.zeros(1, 1, 8, 8, dtype=dtype).masked_fill(torch.eye(8).bool(), torch.finfo(dtype).min)
+    got = forward(mask, sliding_window=2)
+    weights = (query.float() @ key.float().transpose(2, 3) / 8 + mask.float()).softmax(dim=-1)
+    expected = (weights @ value.float()).transpose(1, 2)
+    assert (got.float() - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 9), (1, 1, 1, 8), (1, 3, 8, 8), (8, 8)])
+def test_additive_masks_of_other_shapes_are_refused(shape):
+    with pytest.raises(UnsupportedProblem, match="attention_mask"):
+        forward(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("mask", [None, key_ranges(1, 8, 12, q_offset=3)], ids=["none", "ranges"])
+def test_layers_with_compressed_keys_need_their_own_mask(mask):
+    """Without one, nothing says which of the keys are compressed ones."""
+    layer = SimpleNamespace(is_causal=True, compressor=SimpleNamespace(compress_rate=4))
+    with pytest.raises(UnsupportedProblem, match="compressed keys"):
+        forward(mask, layer=layer)
+
+
+def test_key_sets_refuse_padding_and_wrong_counts():
+    with pytest.raises(UnsupportedProblem, match="padding"):
+        key_set_sizes(1, 8, 8, attention_mask=torch.tensor([[0] * 2 + [1] * 6]).bool())
+    query, key, value = operands()
+    layer = SimpleNamespace(is_causal=True, compressor=SimpleNamespace(compress_rate=4))
+    sizes = key_set_sizes(1, 8, 5, q_offset=-3)  # 5 positions so far: one compressed key, not three
+    with pytest.raises(UnsupportedProblem, match="compressed keys"):
+        attention_forward(layer, query, key, value, sizes, sliding_window=4, backend="reference")
+
+
+def test_ways_through_compressed_keys_have_names():
+    with pytest.raises(ValueError, match="key-sets"):
+        register("warpspec_adapter_test", compressed="key-sets")
 
 
 def test_ranges_in_a_layer_that_is_not_causal_are_refused():

@@ -1,0 +1,234 @@
+"""transformers' DeepSeek-V4 model with its attention replaced by ours: same logits, prefill and decode.
+
+The model is small but shaped like the published ones where attention is concerned: head size 512, 64 or 128
+query heads on one head of shared keys and values, sinks, a window of 128, layers with compressed keys (one to
+4 positions, selected by an indexer; one to 128). Each test goes both ways through those layers: the mask as
+bias, and two key sets merged. Weights are seeded and large enough that attention is far from uniform and that
+sinks and compressed keys take a good part of it.
+"""
+
+import pytest
+import torch
+from model_pairs import (
+    ATTENTION_TOLERANCE,
+    EAGER_FACTOR,
+    SENSITIVITY,
+    VOCABULARY,
+    padded,
+    register_in_fp32_model,
+    relative_error,
+    tokens,
+    with_attention,
+)
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+import warpspec.fmha.transformers
+from warpspec.common.errors import UnsupportedProblem
+
+SLIDING = "sliding_attention"
+SELECTED = "compressed_sparse_attention"
+HEAVY = "heavily_compressed_attention"
+KINDS = (SELECTED, HEAVY, SLIDING)
+KEY_SCALE = 2.0  # of keys and values; the standard deviation of attention's logits
+# (backend, way) a test runs in. The kernel in the simulator: cases are added as the kernel supports them, and
+# only to tests of a size it finishes in seconds.
+CASES = [("reference", "bias"), ("reference", "key_sets")]
+SIMULATED: list[tuple[str, str]] = []
+
+
+def make_model(heads: int = 64, kinds: tuple[str, ...] = KINDS, **changes) -> DeepseekV4ForCausalLM:
+    """A layer of each kind, FP32 with bf16-exact weights. All experts are used: routing cannot flip."""
+    settings = dict(
+        hidden_size=128,
+        num_hidden_layers=len(kinds),
+        layer_types=list(kinds),
+        mlp_layer_types=["moe"] * len(kinds),
+        num_attention_heads=heads,
+        head_dim=512,
+        q_lora_rank=64,
+        o_groups=heads // 8,
+        o_lora_rank=16,
+        sliding_window=128,
+        index_n_heads=4,
+        index_head_dim=128,
+        index_topk=512,
+        moe_intermediate_size=64,
+        n_routed_experts=2,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+    )
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**(settings | changes))).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.uniform_(0.0, 5.0, generator=generator)
+            elif name.endswith("kv_norm.weight"):
+                parameter.fill_(KEY_SCALE)
+            elif name.endswith(("hc.fn", "hc_head.hc_fn")) or ("norm" not in name and "hc" not in name):
+                parameter.normal_(0.0, weight_scale(name, parameter), generator=generator)
+        for layer in model.model.layers:
+            if layer.self_attn.layer_type == HEAVY:  # one or two keys: large ones
+                layer.self_attn.compressor.kv_norm.weight.fill_(2 * KEY_SCALE)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def weight_scale(name: str, parameter: torch.Tensor) -> float:
+    """Standard deviation that gives activations of order one, the embedding's part the largest."""
+    if "embed_tokens" in name:
+        return 1.0
+    return (0.3 if "o_b_proj" in name else 1.0) * parameter.shape[-1] ** -0.5
+
+
+def attention_name(backend: str, way: str) -> str:
+    """Registers our attention for models in FP32; returns the name."""
+    name = f"warpspec_{backend}_{way}_in_fp32"
+    register_in_fp32_model(name, backend, way)
+    return name
+
+
+def pair(model: DeepseekV4ForCausalLM, backend: str, way: str):
+    """(the model with our attention in bf16, the model with eager attention), FP32 otherwise."""
+    return with_attention(model, attention_name(backend, way)), with_attention(model, "eager")
+
+
+def logits_in_steps(model, ids: torch.Tensor, *ends: int) -> torch.Tensor:
+    """Logits of ids given to the model's cache piece by piece, each up to the next of `ends`."""
+    cache, results = None, []
+    with torch.no_grad():
+        for start, end in zip((0, *ends), (*ends, ids.shape[1]), strict=False):
+            output = model(ids[:, start:end], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            results.append(output.logits)
+    return torch.cat(results, dim=1)
+
+
+every_way = pytest.mark.parametrize(("backend", "way"), CASES)
+every_way_simulated = pytest.mark.parametrize(("backend", "way"), CASES + SIMULATED)
+
+
+@every_way
+@pytest.mark.parametrize(("heads", "length"), [(64, 300), (128, 140)])
+def test_prefill(heads, length, backend, way):
+    """300 positions: two heavily compressed keys, 75 of the other kind."""
+    ids = tokens(1, length)
+    with torch.no_grad():
+        ours, exact = (model(ids).logits for model in pair(make_model(heads), backend, way))
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+
+
+@every_way_simulated
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [5, 131])
+def test_prefill_of_one_layer(kind, length, backend, way):
+    """Lengths: before the first heavily compressed key, and just past window and that key."""
+    ids = tokens(1, length)
+    with torch.no_grad():
+        ours, exact = (model(ids).logits for model in pair(make_model(64, (kind,)), backend, way))
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+
+
+@every_way_simulated
+@pytest.mark.parametrize(("heads", "batch", "start", "end"), [(64, 2, 124, 130), (128, 1, 253, 257)])
+def test_decode_with_cache(heads, batch, start, end, backend, way):
+    """Single tokens against the cache; within the steps the window fills and compressed keys appear."""
+    ids = tokens(batch, end)
+    ours, exact = (
+        logits_in_steps(model, ids, *range(start, end))[:, start:]
+        for model in pair(make_model(heads), backend, way)
+    )
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+
+
+@every_way
+def test_steps_of_several_tokens(backend, way):
+    """As in multi-token prediction and chunked prefill: queries whose compressed keys differ, on a cache."""
+    ids = tokens(1, 300)
+    ours, exact = (
+        logits_in_steps(model, ids, 100, 126, 131, 253, 258) for model in pair(make_model(), backend, way)
+    )
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+
+
+@pytest.mark.parametrize("ends", [(), (296, 297, 298, 299)], ids=["prefill", "decode"])
+def test_selection_by_the_indexer(ends):
+    """More compressed keys than the indexer lets a query see: its choice is in the mask.
+
+    The layer comes first, so that the choice is made from the same hidden states in both models.
+    """
+    model, ids = make_model(index_topk=16), tokens(1, 300)
+    ours, exact = (logits_in_steps(one, ids, *ends) for one in pair(model, "reference", "bias"))
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+    everything = with_attention(make_model(), "eager")
+    assert relative_error(logits_in_steps(everything, ids, *ends), exact) >= SENSITIVITY * ATTENTION_TOLERANCE
+
+
+def test_selection_is_refused_as_key_sets():
+    model = with_attention(make_model(index_topk=16), attention_name("reference", "key_sets"))
+    with pytest.raises(UnsupportedProblem, match="indexer"):
+        model(tokens(1, 100))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch(side):
+    ids, mask = padded(side, (150, 97))
+    with torch.no_grad():
+        ours, exact = (
+            model(ids, attention_mask=mask).logits[mask.bool()]
+            for model in pair(make_model(), "reference", "bias")
+        )
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+
+
+def test_padding_is_refused_as_key_sets():
+    ids, mask = padded("left", (150, 97))
+    model = with_attention(make_model(), attention_name("reference", "key_sets"))
+    with pytest.raises(UnsupportedProblem, match="padding"):
+        model(ids, attention_mask=mask)
+
+
+@every_way
+def test_generate(backend, way):
+    """generate() makes masks and caches its own way; it picks the tokens it picks with eager attention."""
+    options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(make_model(), backend, way))
+    assert torch.equal(ours.sequences, exact.sequences)
+    assert relative_error(torch.stack(ours.logits), torch.stack(exact.logits)) <= ATTENTION_TOLERANCE
+
+
+@every_way
+def test_bf16_model(backend, way):
+    """As a user has it: the whole model in bf16, our attention registered by its public name."""
+    name = f"warpspec_{backend}_{way}"
+    warpspec.fmha.transformers.register(name, backend=backend, compressed=way)
+    model, ids = make_model(), tokens(1, 200)
+    with torch.no_grad():
+        ours, eager, exact = (
+            with_attention(model, implementation, dtype)(ids).logits
+            for implementation, dtype in (
+                (name, torch.bfloat16),
+                ("eager", torch.bfloat16),
+                ("eager", torch.float32),
+            )
+        )
+    assert relative_error(ours, exact) <= EAGER_FACTOR * relative_error(eager, exact)
+
+
+@pytest.mark.parametrize("without", ["sinks", "window", SELECTED, HEAVY])
+def test_logits_depend_on_what_is_compared(without):
+    """Agreement says something of sinks, window and compressed keys: without them logits are far off."""
+    model, ids = make_model(), tokens(1, 300)
+    changed = make_model(sliding_window=1024) if without == "window" else make_model()
+    for attention in (layer.self_attn for layer in changed.model.layers):
+        if without == "sinks":
+            attention.sinks.data.fill_(torch.finfo(torch.float32).min)
+        if without == attention.layer_type:
+            for part in attention.compressor.modules():
+                if hasattr(part, "compress_rate"):
+                    part.compress_rate = 512  # so many positions make the first compressed key
+    with torch.no_grad():
+        difference = relative_error(changed(ids, use_cache=False).logits, model(ids).logits)
+    assert difference >= SENSITIVITY * ATTENTION_TOLERANCE
