@@ -1,4 +1,4 @@
-"""128-bit registers: mov.b128, ld.b128, st.b128 (PTX ISA 9.7.9.? mov, ld, st with type .b128)."""
+"""128-bit registers: mov.b128, ld.b128, st.b128 (PTX ISA 9.7.9)."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def mov(m, w: Warp, ins: Instr, mask: int) -> None:
     write(w, ins.operands[0], read(w, ins.operands[1]), mask)
 
 
-def _place(m, w: Warp, ins: Instr, address: int, store: bool) -> np.ndarray:
-    """The 16 bytes at an address of the instruction's state space."""
-    if address % BYTES:
-        raise MemoryFault(f"{BYTES}-byte access at {address:#x} is not aligned to its size")
+def place(m, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.ndarray:
+    """uint8 view of the bytes at an address of the instruction's state space, aligned to their number."""
+    if address % nbytes:
+        raise MemoryFault(f"{nbytes}-byte access at {address:#x} is not aligned to its size")
     space = space_of(ins)
     if space in ("shared", "cluster"):
-        return m.shared(w, address & 0xFFFFFFFF, BYTES)
+        return m.shared(w, address & 0xFFFFFFFF, nbytes)
     if space == "generic" and address >> 56 == SHARED_WINDOW >> 56:
-        return m.shared(w, address & 0xFFFFFFFF, BYTES)
+        return m.shared(w, address & 0xFFFFFFFF, nbytes)
     if space == "local" or address >> 56 == LOCAL_WINDOW >> 56:
-        raise MemoryFault("128-bit access to local memory")
-    return m.gmem.view(address, BYTES, write=store)
+        raise MemoryFault(f"`{ins.opcode}` on local memory")
+    return m.gmem.view(address, nbytes, write=store)
 
 
 @instruction("ld")
@@ -57,7 +57,7 @@ def ld(m, w: Warp, ins: Instr, mask: int) -> None:
     addresses = w.address(ins.operands[1])
     values = np.zeros((32, 2), np.uint64)
     for lane in lanes(mask):
-        values[lane] = _place(m, w, ins, int(addresses[lane]), False).view(np.uint64)
+        values[lane] = place(m, w, ins, int(addresses[lane]), BYTES, False).view(np.uint64)
     write(w, ins.operands[0], values, mask)
 
 
@@ -67,7 +67,7 @@ def st(m, w: Warp, ins: Instr, mask: int) -> None:
     require_b128(ins)
     addresses, values = w.address(ins.operands[0]), read(w, ins.operands[1])
     for lane in lanes(mask):
-        _place(m, w, ins, int(addresses[lane]), True).view(np.uint64)[:] = values[lane]
+        place(m, w, ins, int(addresses[lane]), BYTES, True).view(np.uint64)[:] = values[lane]
 
 
 def require_b128(ins: Instr) -> None:

@@ -1,0 +1,84 @@
+"""atom and red without a native translation: 16-bit floats, vectors, b16 and b128 (PTX ISA 9.7.13).
+
+A vector is atomic element by element; the lanes of a warp go one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpspec.sim.errors import UnsupportedInstruction
+from warpspec.sim.families.alu import form_of
+from warpspec.sim.families.wide import place, read, write
+from warpspec.sim.instruction import Instr, Operand, Vec
+from warpspec.sim.registry import instruction, lanes
+
+if TYPE_CHECKING:
+    from warpspec.sim.machine import Machine
+    from warpspec.sim.warp import Warp
+
+# bits of an element, operations
+TYPES = {
+    "f16": (16, ("add", "min", "max")),
+    "bf16": (16, ("add", "min", "max")),
+    "f16x2": (32, ("add", "min", "max")),
+    "bf16x2": (32, ("add", "min", "max")),
+    "f32": (32, ("add",)),
+    "b16": (16, ("cas",)),
+    "b128": (128, ("exch", "cas")),
+}
+VECTORS = {"v2": 2, "v4": 4, "v8": 8}
+MAX_BYTES = 16
+
+
+def parse(ins: Instr) -> tuple[str, str, int]:
+    """(operation, type, elements), in the order of the ISA's grammar, operation first, or of its examples."""
+    type_ = next((part for part in ins.parts[1:] if part in TYPES), None)
+    count = next((VECTORS[part] for part in ins.parts[1:] if part in VECTORS), 1)
+    bits, operations = TYPES.get(type_, (0, ()))
+    operation = next((part for part in ins.parts[1:] if part in operations), None)
+    vector_type = type_ not in ("b16", "b128") and count * bits // 8 <= MAX_BYTES
+    if operation is None or ins.parts[1] == "async" or (count > 1 and not vector_type):
+        raise UnsupportedInstruction(f"the simulator does not execute `{ins.opcode}`")
+    return operation, type_, count
+
+
+def operand_lanes(w: Warp, operand: Operand, bits: int) -> np.ndarray:
+    """A source operand as uint [elements, 32], 128-bit ones as uint64 [1, 32, 2]."""
+    if bits == 128:
+        return read(w, operand)[None]
+    items = operand.items if isinstance(operand, Vec) else (operand,)
+    return np.stack([w.values(item, bits) for item in items])
+
+
+@instruction("atom", "red")
+def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """atom d, [a], b[, c]; red [a], b."""
+    operation, type_, count = parse(ins)
+    bits = TYPES[type_][0]
+    operands = list(ins.operands)
+    target = operands.pop(0) if ins.parts[0] == "atom" else None
+    addresses = w.address(operands[0])
+    sources = [operand_lanes(w, operand, bits) for operand in operands[1 : 3 if operation == "cas" else 2]]
+    old = np.zeros_like(sources[0])
+    combine = None if operation in ("exch", "cas") else form_of(f"{operation}.{type_}", 2).function
+    for lane in lanes(mask):
+        cells = place(m, w, ins, int(addresses[lane]), count * bits // 8, True).view(old.dtype)
+        before = cells.copy().reshape(old[:, lane].shape)
+        old[:, lane] = before
+        if combine is not None:
+            after = combine(before, sources[0][:, lane])
+        elif operation == "exch":
+            after = sources[0][:, lane]
+        else:
+            after = sources[1][:, lane] if (before == sources[0][:, lane]).all() else before
+        cells[:] = after.reshape(-1)
+    if target is None:
+        return
+    if bits == 128:
+        write(w, target, old[0], mask)
+        return
+    for item, values in zip(target.items if isinstance(target, Vec) else (target,), old, strict=True):
+        w.set_values(item, values, bits, mask)
