@@ -171,7 +171,7 @@ def add_ways(config: cutlass.Constexpr, thread, total, values: cute.Tensor) -> F
     first = thread // (config.lanes * config.ways) * (config.lanes * config.ways) + thread % config.lanes
     total = Float32(0.0)
     values.fill(0.0)
-    for way in cutlass.range_constexpr(config.ways):
+    for way in cutlass.range(config.ways, unroll=BATCH):
         other = first + way * config.lanes
         total += totals[other]
         for j in cutlass.range_constexpr(VECTOR):
