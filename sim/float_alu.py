@@ -91,9 +91,9 @@ def finish(value: np.ndarray, kind: str, mods: Modifiers) -> np.ndarray:
     if mods.has("sat"):
         value = np.where(value > 0, np.minimum(value, 1.0), 0.0)
     codes = round_half(value, fmt, mods.mode, relu=mods.has("relu"))
-    if mods.has("ftz"):
-        subnormal = (codes & fmt.inf_code) == 0
-        codes = np.where(subnormal, codes & 0x8000, codes).astype(np.uint16)
+    if mods.has("ftz"):  # tiny before rounding, as silicon has it: what rounds up to the least normal is zero too
+        tiny = np.abs(value) < 2.0 ** (1 - fmt.bias)
+        codes = np.where(tiny, codes & 0x8000, codes).astype(np.uint16)
     return codes
 
 
@@ -293,7 +293,7 @@ def _testp(test: str, kind: str) -> Callable:
             "infinite": top & (mantissa == 0),
             "number": ~(top & (mantissa != 0)),
             "notanumber": top & (mantissa != 0),
-            "normal": ~top & ~bottom,
+            "normal": ~top & (~bottom | (mantissa == 0)),  # zeros count as normal
             "subnormal": bottom & (mantissa != 0),
         }[test]
 

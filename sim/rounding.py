@@ -95,7 +95,7 @@ def sum_f32(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
     """a + b, given as float64 arrays of exact values (f32 values or products of two), as float32."""
     result = round_f32(odd_sum(a, b), mode)
     if mode == "rm":  # x - x is -0 when rounding down
-        cancelled = (a == -b) & (np.signbit(a) != np.signbit(b))
+        cancelled = (a == -b) & (np.signbit(a) != np.signbit(b)) & np.isfinite(a)
         result = np.where(cancelled, np.float32(-0.0), result)
     return result
 

@@ -102,11 +102,20 @@ def fma(e: Emitter, ins: Instr) -> None:
 
 @emits("div")
 def div(e: Emitter, ins: Instr) -> None:
-    """div.rn exactly; div.full and div.approx as the exact quotient (within their documented error)."""
+    """div.rn exactly; div.full and div.approx as the exact quotient (within their documented error).
+
+    div.approx is a * (1/b): for 2**126 < |b| < 2**128 the reciprocal is 0, as if b were infinite (9.7.3.8).
+    """
     if ins.parts[-1] in integer.INTEGER_TYPES:
         return integer.div_rem_integer(e, ins)
     bits = float_bits(ins, "rn", "full", "approx", "ftz")
     a, b = _operand(e, ins, 1, bits), _operand(e, ins, 2, bits)
+    if ins.has("approx"):
+        t = fvec(bits)
+        infinity = e.call(t, f"llvm.copysign.v32f{bits}", f"{t} {_constant(e, float('inf'))}", f"{t} {b}")
+        magnitude = e.call(t, f"llvm.fabs.v32f{bits}", f"{t} {b}")
+        huge = e.op(f"fcmp ogt {t} {magnitude}, {_constant(e, 2.0**126)}")
+        b = e.select(huge, infinity, b, t)
     _result(e, ins, e.op(f"fdiv {fvec(bits)} {a}, {b}"), bits)
 
 

@@ -254,6 +254,70 @@ _ATOMS = {
 }
 
 
+def _flush(source: str, name: str) -> str:
+    """%name: the f32 bits %source, subnormals as zeros of the same sign where %ftz."""
+    return f"""  %{name}.e = and i32 %{source}, {0x7F800000}
+  %{name}.z = icmp eq i32 %{name}.e, 0
+  %{name}.f = and i1 %{name}.z, %ftz
+  %{name}.s = and i32 %{source}, {1 << 31}
+  %{name} = select i1 %{name}.f, i32 %{name}.s, i32 %{source}"""
+
+
+# atom.add.f32 flushes subnormals in global memory and keeps them in shared memory (PTX ISA 9.7.13.5).
+_F32_SUM = f"""  %is.global = icmp eq i32 %space, {SPACES["global"]}
+  %is.generic = icmp eq i32 %space, {SPACES["generic"]}
+  %no.window = icmp ult i64 %addr, {1 << 56}
+  %generic.global = and i1 %is.generic, %no.window
+  %ftz = or i1 %is.global, %generic.global
+{_flush("old", "fo.bits")}
+{_flush("x0", "fx.bits")}
+  %fo = bitcast i32 %fo.bits to float
+  %fx = bitcast i32 %fx.bits to float
+  %fn = fadd float %fo, %fx
+  %fn.bits = bitcast float %fn to i32
+{_flush("fn.bits", "new")}"""
+
+
+def _bf16_sum(bits: int) -> str:
+    """%new: sums of bf16 elements, by f32 sums rounded to nearest even (f32 is wide enough that this rounds once)."""
+    lines, total = [], "0"
+    for j in range(bits // 16):
+        for name, source in ((f"%a{j}", "%old"), (f"%b{j}", "%x0")):
+            lines.append(f"  {name}.s = lshr i{bits} {source}, {16 * j}")
+            lines.append(f"  {name}.h = trunc i{bits} {name}.s to i16" if bits > 16 else f"  {name}.h = add i16 {name}.s, 0")
+            lines.append(f"  {name}.w = zext i16 {name}.h to i32")
+            lines.append(f"  {name}.u = shl i32 {name}.w, 16")
+            lines.append(f"  {name} = bitcast i32 {name}.u to float")
+        s = f"%sum{j}"
+        lines.append(f"  {s} = fadd float %a{j}, %b{j}")
+        lines.append(f"  {s}.nan = fcmp uno float {s}, {s}")
+        lines.append(f"  {s}.i = bitcast float {s} to i32")
+        lines.append(f"  {s}.up = lshr i32 {s}.i, 16")
+        lines.append(f"  {s}.odd = and i32 {s}.up, 1")
+        lines.append(f"  {s}.half = add i32 {s}.odd, {0x7FFF}")
+        lines.append(f"  {s}.r = add i32 {s}.i, {s}.half")
+        lines.append(f"  {s}.t = lshr i32 {s}.r, 16")
+        lines.append(f"  {s}.c = select i1 {s}.nan, i32 {0x7FFF}, i32 {s}.t")
+        lines.append(f"  {s}.n = trunc i32 {s}.c to i16")
+        lines.append(f"  {s}.x = zext i16 {s}.n to i{bits}" if bits > 16 else f"  {s}.x = add i16 {s}.n, 0")
+        lines.append(f"  {s}.p = shl i{bits} {s}.x, {16 * j}")
+        lines.append(f"  {s}.all = or i{bits} {s}.p, {total}")
+        total = f"{s}.all"
+    lines.append(f"  %new = or i{bits} {total}, 0")
+    return "\n".join(lines)
+
+
+def _update(op: str, bits: int) -> str:
+    """Lines that compute %new from %old, %x0 and, for cas, %x1."""
+    if op == "bfadd":
+        return _bf16_sum(bits)
+    if op == "hfadd":
+        return "  " + _ATOMS["fadd"].format(b=bits, f="half" if bits == 16 else "<2 x half>")
+    if (op, bits) == ("fadd", 32):
+        return _F32_SUM
+    return "  " + _ATOMS[op].format(b=bits, f="double")
+
+
 @cache
 def atomic_function(op: str, bits: int) -> tuple[str, str]:
     """(name, text) of a lane-by-lane read-modify-write; operands in rows 0 (and 1) of %in, old values to %out."""
@@ -261,7 +325,7 @@ def atomic_function(op: str, bits: int) -> tuple[str, str]:
     for j in range(2 if op == "cas" else 1):
         body += [_slot("in", j, bits), f"  %x{j} = load i{bits}, ptr %s{j}, align {bits // 8}"]
     body.append(f"  %old = load i{bits}, ptr %p, align {bits // 8}")
-    body.append("  " + _ATOMS[op].format(b=bits, f={32: "float", 64: "double"}.get(bits, "half")))
+    body.append(_update(op, bits))
     body.append(f"  store i{bits} %new, ptr %p, align {bits // 8}")
     body.append(f"  %o.at = getelementptr i{bits}, ptr %out, i64 %lane")
     body.append(f"  store i{bits} %old, ptr %o.at, align {bits // 8}")

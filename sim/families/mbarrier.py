@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from warpspec.sim.errors import BarrierFault, MemoryFault, UnsupportedInstruction
+from warpspec.sim.errors import BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
 from warpspec.sim.memory import CTA_RANK_SHIFT
 from warpspec.sim.registry import Wait, instruction, lanes
@@ -19,6 +19,7 @@ from warpspec.sim.warp import Cta, Warp
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
 SIZE = 8  # bytes, and the alignment
+STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
 
 
 @dataclass(eq=False)
@@ -145,7 +146,8 @@ def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
 def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
     """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none).
 
-    The state that arrive returns and test_wait takes is opaque: here the phase.
+    The state that arrive returns and test_wait takes is opaque: here the phase and, above it, the arrivals that were
+    pending before.
     """
     operands = list(ins.operands)
     state = None if isinstance(operands[0], Mem) else operands.pop(0)
@@ -158,7 +160,7 @@ def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
             _arrive_alone(m, lookup(cta, offset), members, tokens, drop)
             continue
         for lane in members:
-            tokens[lane] = lookup(cta, offset).phase
+            tokens[lane] = _state(lookup(cta, offset))
             amount = int(amounts[lane])
             if expects:
                 expect_tx(m, cta, offset, amount)
@@ -167,11 +169,15 @@ def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
         w.set_values(state, tokens, 64, mask)
 
 
+def _state(barrier: Mbarrier, arrived: int = 0) -> int:
+    return barrier.phase | (barrier.pending - arrived) << STATE_PENDING
+
+
 def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
     """One arrival a lane, in as few steps as there are phases that they end."""
     while members:
         now, members = members[: max(barrier.pending, 1)], members[max(barrier.pending, 1) :]
-        tokens[now] = barrier.phase
+        tokens[now] = [_state(barrier, before) for before in range(len(now))]
         arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 
@@ -193,7 +199,8 @@ def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
 
 @instruction("mbarrier.pending_count")
 def mbarrier_pending_count(m, w: Warp, ins: Instr, mask: int) -> None:
-    raise UnsupportedInstruction("mbarrier.pending_count: state tokens do not carry the pending count here")
+    """The arrivals that were pending before the arrive that returned the state (9.7.13.15.17)."""
+    w.set_u32(ins.operands[0], (w.u64(ins.operands[1]) >> np.uint64(STATE_PENDING)).astype(np.uint32), mask)
 
 
 def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
@@ -206,7 +213,8 @@ def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None
         values = wanted[members]
         if parity and (values > 1).any():
             raise BarrierFault(barrier.describe(f"phase parity {values.max()} (0 or 1 is allowed) for the"))
-        completed = (values != (barrier.phase & 1)) if parity else (values < barrier.phase)
+        phases = values if parity else values & np.uint64((1 << STATE_PENDING) - 1)
+        completed = (phases != (barrier.phase & 1)) if parity else (phases < barrier.phase)
         if completed.all():
             done |= sum(1 << lane for lane in members)
         else:
@@ -240,5 +248,7 @@ def describe_wait(m, w: Warp, ins: Instr, mask: int) -> str:
         return ""
     operand = ins.operands[2]
     shown = w.scalar(operand, mask) if isinstance(operand, (Reg, Imm)) else "?"
-    kind = "parity" if ins.has("parity") else "state"
+    kind = "parity" if ins.has("parity") else "phase"
+    if kind == "phase" and shown != "?":
+        shown &= (1 << STATE_PENDING) - 1
     return missing.describe(f"waits for {kind} {shown} of the")

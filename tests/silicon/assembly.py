@@ -64,7 +64,8 @@ def _store(name: str, outputs: list[str]) -> str:
     if name == "d":
         return f"mov.b32 {outputs[0]}, %d;"
     if name == "dh":
-        return f"cvt.u32.u16 {outputs[0]}, %dh;"
+        # Not cvt.u32.u16: after cvt.sat.s16.s32, ptxas 13.4 leaves the sign extension in the upper half.
+        return f".reg .b16 %h0; mov.b16 %h0, 0; mov.b32 {outputs[0]}, {{%dh, %h0}};"
     if name == "dx":
         return f"mov.b64 {{{outputs[0]}, {outputs[1]}}}, %dx;"
     return f"selp.b32 {outputs[0]}, 1, 0, %{name};"

@@ -24,7 +24,8 @@ class Case:
     """One kernel launch.
 
     host: `cute.jit` function of the inputs, then the outputs. inputs, outputs: make the tensors as they are before
-    the run. judge: (simulated, recorded, inputs) as NumPy arrays -> what is wrong, a line each.
+    the run. judge: (simulated, recorded, inputs) as NumPy arrays -> what is wrong, a line each. refused: the GPU
+    stops this kernel with an error, and so must the simulator.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     inputs: Callable[[], list[torch.Tensor]]
     outputs: Callable[[], list[torch.Tensor]]
     judge: Judge = field(default=bitwise)
+    refused: bool = False
 
     @cached_property
     def compiled(self):

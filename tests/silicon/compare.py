@@ -181,10 +181,10 @@ def within_bound(rule: Approximation, form: Format, ftz: bool, result: int, oper
         allowed = 0.0 if np.isinf(truth) else rule.error(truth, form, *values)
     if allowed is None:
         return True
-    if ftz and abs(truth) <= least + allowed and got == 0:
-        return bool(np.signbit(got) == np.signbit(truth))
-    if truth == 0:
+    if truth == 0 or (ftz and abs(truth) < least and got == 0):
         return got == 0 and bool(np.signbit(got) == np.signbit(truth))
+    if ftz and got == 0:  # flushed after an error that took it below the least normal number
+        return abs(truth) <= least + allowed
     if np.isinf(got):
         return np.signbit(got) == np.signbit(truth) and np.isinf(form.round(abs(truth) + allowed))
     if np.isinf(truth):

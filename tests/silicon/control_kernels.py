@@ -54,7 +54,7 @@ def _divergence(values: cute.Tensor, out: cute.Tensor):
     # Half of each warp together in a branch.
     part = Int32(-1)
     if thread % WARP < 16:
-        part = ptx("shfl.sync.down.b32 $0, $1, 3, 0x1f, 0xffff;", turns)[0]
+        part = ptx("shfl.sync.down.b32 $0, $1, 3, 0x101f, 0xffff;", turns)[0]
     else:
         part = ptx("redux.sync.add.s32 $0, $1, 0xffff0000;", turns)[0]
     cute.arch.sync_warp()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from silicon import (
+    cluster_kernels,
     compare,
     control_kernels,
     elementwise,
@@ -42,5 +43,6 @@ CASES = (
     _group("warp", instructions.WARP, [w % np.uint32(41) for w in inputs.integer_operands(12)]),
     *memory_kernels.CASES,
     *control_kernels.CASES,
+    *cluster_kernels.CASES,
     *tensor_kernels.CASES,
 )

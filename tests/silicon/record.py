@@ -3,8 +3,8 @@
     python tests/silicon/record.py [--out tests/silicon/data] [case ...]
 
 Compiles each case for sm_90a, runs it on the GPU and writes one .npz: the outputs, a digest of the inputs, the PTX
-(compressed) with its digest and the cubin's, and what ran it. A case that the GPU refuses ends the recording: its
-context is lost.
+(compressed) with its digest and the cubin's, and what ran it. Cases that the GPU refuses run in processes of their
+own, because their context is lost.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ def environment() -> dict[str, str]:
     }
 
 
+def record_refusal(case: Case, where: dict[str, str], folder: Path) -> int:
+    """Write the error with which the GPU stops a case; its context is lost then, so this is the process's last act."""
+    try:
+        run_native(case)
+    except RuntimeError as error:
+        return write(case, {**where, "refusal": str(error).splitlines()[0]}, {}, folder)
+    raise RuntimeError(f"{case.name}: the GPU did not refuse it")
+
+
 def record(case: Case, where: dict[str, str], folder: Path) -> int:
     """Run one case and write its file; bytes written."""
     outputs = run_native(case)
@@ -53,9 +62,14 @@ def record(case: Case, where: dict[str, str], folder: Path) -> int:
         not np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(outputs, again, strict=True)
     ):
         raise RuntimeError(f"{case.name}: two runs on the GPU differ")
+    return write(case, where, {f"output{i}": output for i, output in enumerate(outputs)}, folder)
+
+
+def write(case: Case, about: dict[str, str], outputs: dict[str, np.ndarray], folder: Path) -> int:
+    """Write a case's file; its size."""
     ptx = case.compiled.artifacts.PTX
     about = {
-        **where,
+        **about,
         "inputs_sha256": inputs_digest(case),
         "ptx_sha256": digest(ptx),
         "cubin_sha256": digest(case.compiled.artifacts.CUBIN),
@@ -65,7 +79,7 @@ def record(case: Case, where: dict[str, str], folder: Path) -> int:
         path,
         about=np.array(json.dumps(about)),
         ptx=np.frombuffer(zlib.compress(ptx.encode(), 9), np.uint8),
-        **{f"output{i}": output for i, output in enumerate(outputs)},
+        **outputs,
     )
     return path.stat().st_size
 
@@ -84,7 +98,11 @@ def main() -> None:
     for case in CASES:
         if options.cases and case.name not in options.cases:
             continue
-        size = record(case, where, options.out)
+        if case.refused and options.cases != [case.name]:
+            command = [sys.executable, __file__, "--out", str(options.out), case.name]
+            subprocess.run(command, check=True)
+            continue
+        size = (record_refusal if case.refused else record)(case, where, options.out)
         total += size
         print(f"{case.name}: {size} bytes", flush=True)
     print(f"{total} bytes in all")

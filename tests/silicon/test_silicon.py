@@ -16,6 +16,8 @@ import pytest
 from silicon.case import arrays, digest, dsl_version, inputs_digest, run_simulated
 from silicon.kernels import CASES
 
+from warpspec.sim import BadDescriptor, MemoryFault
+
 DATA = Path(__file__).resolve().parent / "data"
 SEEDS = (0, 1)
 
@@ -23,7 +25,7 @@ SEEDS = (0, 1)
 def recorded(case) -> tuple[dict, list[np.ndarray], str]:
     """(about the recording, outputs, PTX) of a case."""
     with np.load(DATA / f"{case.name}.npz") as file:
-        outputs = [file[f"output{i}"] for i in range(len(file.files) - 2)]
+        outputs = [file[name] for name in sorted(file.files) if name.startswith("output")]
         ptx = zlib.decompress(file["ptx"].tobytes()).decode()
         return json.loads(str(file["about"])), outputs, ptx
 
@@ -39,13 +41,22 @@ def same_object(case, about: dict, ptx: str) -> None:
     assert inputs_digest(case) == about["inputs_sha256"], "the inputs are not those of the recording"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.refused], ids=lambda case: case.name)
 def test_simulator_agrees_with_silicon(case):
     about, want, ptx = recorded(case)
     same_object(case, about, ptx)
     for seed in SEEDS:
         problems = case.judge(run_simulated(case, seed), want, arrays(case.inputs()))
         assert not problems, f"seed {seed}, recorded on {about['gpu']}:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=lambda case: case.name)
+def test_simulator_refuses_what_silicon_refuses(case):
+    about, _, ptx = recorded(case)
+    same_object(case, about, ptx)
+    assert about["refusal"]
+    with pytest.raises((BadDescriptor, MemoryFault)):
+        run_simulated(case)
 
 
 def test_every_recording_has_its_case():
