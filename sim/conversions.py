@@ -27,6 +27,8 @@ INTEGER_ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np
 FLOAT_ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")
 FLOAT_TYPES = ("f16", "bf16", "f32", "f64")
 SMALL_FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "ue8m0": UE8M0}
+FIXED_POINT, FIXED_POINT_ONE = "s2f6", 64.0  # a signed byte with six fraction bits
+SCALED = "scaled::n2::ue8m0"  # each value times a power of two of its own
 F32_MANTISSA_BITS = 23
 F32_MAGNITUDE = np.uint32(0x7FFFFFFF)
 F32_INFINITY = np.uint32(0x7F800000)
@@ -228,16 +230,28 @@ def packed_form(opcode: str, to: str, from_: str, mode: str, flags: frozenset[st
             (32,) * count,
         )
     source = from_[:-2] if from_.endswith("x2") else None
-    if source is None or count != 2 or fmt is None or _format(source) is None:
+    known = source == FIXED_POINT or _format(source) is not None
+    scaled = SCALED in flags
+    if source is None or count != 2 or fmt is None or not known or (scaled and name != "bf16"):
         raise UnsupportedInstruction(f"`{opcode}` is not a conversion the simulator executes")
-    source_fmt, source_field, field = _format(source), _field(source), _field(name)
+    source_field, field = _field(source), _field(name)
     width = max(2 * field, 8)
 
-    def convert(word):
-        values = [decode(code, source_fmt) for code in unpack(word, source_field, 2)]
+    def convert(word, scales=None):
+        values = [_value(code, source) for code in unpack(word, source_field, 2)]
+        if scaled:
+            factors = [decode(code, UE8M0) for code in unpack(scales, 8, 2)]
+            values = [v * f.astype(np.float64) for v, f in zip(values, factors, strict=True)]
         return pack([encode_small(v, fmt, mode, flags) for v in values], field, width)
 
-    return Form(convert, width, (max(2 * source_field, 8),))
+    return Form(convert, width, (max(2 * source_field, 8), *((16,) if scaled else ())))
+
+
+def _value(codes: np.ndarray, name: str) -> np.ndarray:
+    """Codes of a packed format's element as numbers."""
+    if name == FIXED_POINT:
+        return codes.astype(np.uint8).view(np.int8) / FIXED_POINT_ONE
+    return decode(codes, _format(name))
 
 
 # -- from opcode to function

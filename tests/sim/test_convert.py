@@ -346,6 +346,31 @@ def test_stochastic_small_formats():
     assert run("cvt.rs.satfinite.e5m2x4.f32", [less], [less], [less], [less], [0x40003FFF]) == [0x01010000]
 
 
+def halves(words):
+    """bf16x2 words as (upper, lower) numbers."""
+    return [tuple(BF16.value(word >> shift & 0xFFFF) for shift in (16, 0)) for word in words]
+
+
+def test_fixed_point_bytes_with_a_scale_of_64_are_integers():
+    bytes_ = range(256)
+    words = run(
+        "cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", [b << 8 | 255 - b for b in bytes_], [0x8585] * 256
+    )
+    wanted = [b - 256 if b > 127 else b for b in bytes_]
+    assert halves(words) == [(wanted[b], wanted[255 - b]) for b in bytes_]
+
+
+def test_scales_are_by_element():
+    opcode = "cvt.rn.scaled::n2::ue8m0.bf16x2.{}x2"
+    assert halves(run(opcode.format("s2f6"), [0x40C0], [0x7E80])) == [(0.5, -2)]
+    assert halves(run(opcode.format("e4m3"), [0x3840], [0x8180])) == [(4, 4)]  # 1 * 4, 2 * 2
+    assert halves(run(opcode.format("e2m1"), [0x7F], [0x807F])) == [(12, -6)]
+    assert halves(run("cvt.rn.relu.scaled::n2::ue8m0.bf16x2.s2f6x2", [0x40C0], [0x7F7F])) == [(1, 0)]
+    assert halves(run("cvt.rn.bf16x2.s2f6x2", [0x7F80])) == [(127 / 64, -2)]
+    (word,) = run(opcode.format("s2f6"), [0x4040], [0xFF7F])
+    assert word >> 16 & 0x7FFF > 0x7F80 and word & 0xFFFF == 0x3F80  # a scale of NaN
+
+
 def test_unknown_forms_raise():
     for opcode in ("cvt.rn.e4m3.f32", "cvt.rn.satfinite.s2f6x2.f32", "cvt.s32.f32", "cvt.rn.f16x2.f64"):
         with pytest.raises(UnsupportedInstruction):
