@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -187,19 +188,27 @@ def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, 
     return stats
 
 
+def _may_fork(kernel: Kernel) -> bool:
+    """Whether shares may run in processes of their own. Not what a kernel prints: it belongs in our sys.stdout."""
+    prints = any(ins.parts[0] == "call" and "vprintf" in ins.text for ins in kernel.instrs)
+    alone = len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1"
+    return not (prints or alone)
+
+
 def _run_shares(program, launches: list[Launch], gmem, seed: int, clusters: int) -> LaunchStats:
     """Run the shares of a launch: on forked processes where there are cores for it, else one after the other."""
     progress = Progress(program.kernel.name, -(-clusters // len(launches)))
     try:
-        if len(launches) == 1 or len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1":
+        if len(launches) == 1 or not _may_fork(program.kernel):
             parts = [_run_share(program, launch, gmem, seed, progress) for launch in launches]
         else:
-            children = [_fork(program, launch, gmem, seed) for launch in launches[1:]]
+            children = [_Child(program, launch, gmem, seed) for launch in launches[1:]]
             try:
                 parts = [_run_share(program, launches[0], gmem, seed, progress)]
+                parts += [child.stats() for child in children]
             finally:
-                answers = [_join(child) for child in children]
-            parts += [_unwrap(answer) for answer in answers]
+                for child in children:
+                    child.stop()
     finally:
         progress.close()
     total = parts[0]
@@ -208,36 +217,41 @@ def _run_shares(program, launches: list[Launch], gmem, seed: int, clusters: int)
     return total
 
 
-def _fork(program, launch: Launch, gmem, seed: int) -> tuple[int, int]:
-    """Run a share in a child process; (pid, pipe to read its pickled answer from)."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    os.close(reading)
-    try:
+class _Child:
+    """A share of a launch that runs in a forked process."""
+
+    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int):
+        self._reading, writing = os.pipe()
+        self._pid: int | None = os.fork()
+        if self._pid:
+            os.close(writing)
+            return
+        os.close(self._reading)
         try:
-            answer: object = _run_share(program, launch, gmem, seed)
-        except SimError as error:
-            answer = error
-        except BaseException:  # the parent re-raises what the child cannot handle
-            answer = RuntimeError(f"in a simulator process:\n{traceback.format_exc()}")
-        with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(answer, pipe)
-    finally:
-        os._exit(0)
+            try:
+                answer: object = _run_share(program, launch, gmem, seed)
+            except SimError as error:
+                answer = error
+            except BaseException:  # the parent re-raises what the child cannot handle
+                answer = RuntimeError(f"in a simulator process:\n{traceback.format_exc()}")
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(answer, pipe)
+        finally:
+            os._exit(0)
 
+    def stats(self) -> LaunchStats:
+        """Wait for the share to end; raises what it raised."""
+        with os.fdopen(self._reading, "rb", closefd=False) as pipe:
+            data = pipe.read()
+        answer = pickle.loads(data) if data else RuntimeError("a simulator process died without an answer")
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
-def _join(child: tuple[int, int]) -> object:
-    pid, reading = child
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(pid, 0)
-    return pickle.loads(data) if data else RuntimeError("a simulator process died without an answer")
-
-
-def _unwrap(answer: object) -> LaunchStats:
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+    def stop(self) -> None:
+        """End the process, done or not (another share failed, or the user interrupts), and release it."""
+        if self._pid is not None:
+            os.close(self._reading)
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._pid = None

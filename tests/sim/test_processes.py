@@ -1,0 +1,86 @@
+"""Launches whose clusters run on two processes: errors, interruption, threads, output."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from ptx_launch import launch
+
+from warpspec.sim.errors import MemoryFault
+
+NUMBER = (
+    "ld.param.u64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd2, %rd1, %rd2;"
+)
+COUNT_FOR_LONG = """
+  mov.b32 %r2, 0;
+LOOP: add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 2000000000; @%p2 bra LOOP;
+"""
+SOON = 20.0  # seconds; COUNT_FOR_LONG takes minutes
+
+
+def has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def test_an_error_does_not_wait_for_the_other_process():
+    start = time.monotonic()
+    with pytest.raises(MemoryFault, match="past the end of out"):
+        launch(
+            NUMBER
+            + "and.b32 %r3, %r1, 1; setp.eq.u32 %p1, %r3, 1; @%p1 bra LONG;"
+            + "st.global.b32 [%rd1+64], %r1; exit; LONG:"
+            + COUNT_FOR_LONG,
+            {"out": np.zeros(4, np.uint32)},
+            grid=(8, 1, 1),
+        )
+    assert time.monotonic() - start < SOON
+    assert not has_children()
+
+
+def test_an_interrupt_ends_both_processes():
+    start = time.monotonic()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(NUMBER + COUNT_FOR_LONG, {"out": np.zeros(4, np.uint32)}, grid=(8, 1, 1))
+    assert time.monotonic() - start < SOON
+    assert not has_children()
+
+
+def test_launches_from_several_threads():
+    outs = [np.zeros(16, np.uint32) for _ in range(3)]
+    body = NUMBER + "st.global.b32 [%rd2], %r1;"
+    threads = [
+        threading.Thread(target=launch, args=(body, {"out": out}), kwargs={"grid": (16, 1, 1)})
+        for out in outs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(out.tolist() == list(range(16)) for out in outs)
+
+
+def test_every_cta_prints_to_our_standard_output(capsys):
+    launch(
+        """
+      .local .align 8 .b8 arguments[8];
+      mov.u32 %r1, %ctaid.x; mov.u64 %rd1, arguments;
+      cvta.local.u64 %rd2, %rd1; st.local.u32 [arguments], %r1;
+      mov.u64 %rd3, format; cvta.global.u64 %rd4, %rd3;
+      { .param .b64 p0; st.param.b64 [p0], %rd4; .param .b64 p1; st.param.b64 [p1], %rd2; .param .b32 r0;
+        call.uni (r0), vprintf, (p0, p1); ld.param.b32 %r2, [r0]; }
+    """,
+        variables=".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);\n"
+        ".global .align 1 .b8 format[8] = {67, 84, 65, 32, 37, 100, 10, 0};",
+        grid=(8, 1, 1),
+        block=(1, 1, 1),
+    )
+    assert sorted(capsys.readouterr().out.split("\n")) == ["", *(f"CTA {i}" for i in range(8))]
