@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import itertools
 import re
 import struct
@@ -99,11 +100,7 @@ class HostModule:
         self.session = Session(DEVICES[re.match(r"sm_\d+", self.target)[0]], cubin)
         self._prefix = f"warpspec{next(_prefixes)}"
         _load_dsl_runtime()
-        try:
-            image = compiled.dump_to_object(self._prefix)
-        except (DSLBaseError, DSLRuntimeError, RuntimeError) as error:
-            raise HostError(f"the DSL does not export {self.name}: {error}") from error
-        self._engine = _load(image)
+        self._engine = _load(_export(compiled, self._prefix))
         self._entry = self._function(f"_mlir_{self._prefix}__mlir_ciface_{self.name}")
         if compiled.has_gpu_module:
             self._load_kernels()
@@ -236,6 +233,22 @@ def _target(ptx: str) -> str:
             f"the simulator runs sm_90a and sm_100a, not {found[1] if found else 'PTX without .target'}"
         )
     return found[1]
+
+
+def _export(compiled, prefix: str) -> bytes:
+    """The compiled function as a host object file.
+
+    The DSL pickles the Python signature into it, which not all default values (CUstream's) and annotations
+    survive; nothing here reads that copy, so an empty signature stands in.
+    """
+    execution = compiled.execution_args
+    signature, execution.signature = execution.signature, inspect.Signature()
+    try:
+        return compiled.dump_to_object(prefix)
+    except (DSLBaseError, DSLRuntimeError, RuntimeError) as error:
+        raise HostError(f"the DSL does not export {compiled.function_name}: {error}") from error
+    finally:
+        execution.signature = signature
 
 
 def _load(image: bytes) -> llvm.ExecutionEngine:

@@ -83,6 +83,14 @@ class TestLaunch:
         (launch,) = launches_of(scale, torch.zeros(300, 4), 1.0)
         assert launch.stream == 0
 
+    def test_a_default_that_does_not_pickle(self):
+        @cute.jit
+        def host(a: cute.Tensor, stream: cuda_driver.CUstream = cuda_driver.CUstream(3)):  # noqa: B008
+            rows_host(a)
+
+        module = build(host, dynamic(cutlass.Float32, 2))
+        assert len(launches_of(module, torch.zeros(4, 8))) == 1
+
     @pytest.mark.parametrize("handle", [None, 0, 1234, cuda_driver.CUstream(1234)])
     def test_stream_placeholders(self, scale, handle):
         (launch,) = launches_of(scale, torch.zeros(4, 8), 1.0, handle)
