@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 
-def hide(scores: cute.Tensor, first, end):
+def hide(scores: cute.Tensor, first, end) -> None:
     """scores (n) fp32 registers: those outside [first, end), counted from the first score, become -inf.
 
     first: Int32, or None where rows are not bounded on that side.

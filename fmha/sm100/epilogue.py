@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
 from warpspec.common import tmem
 from warpspec.fmha.sm100.config import HEAD_DIM
 from warpspec.fmha.sm100.recompute import recompute, tainted
 from warpspec.fmha.softmax import LN_2, log_sum, sink_term
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a row belongs: batch, KV head, query head, query; in_range: the problem has such a row."""
-
-    batch: Int32
-    kv_head: Int32
-    head: Int32
-    query: Int32
-    in_range: Boolean
 
 
 @cute.jit

@@ -10,17 +10,17 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.fmha.mask import key_range
-from warpspec.fmha.scheduler import TileGrid, key_span
-from warpspec.fmha.sm100 import mma as tensor_core
-from warpspec.fmha.sm100.config import HEAD_DIM, TILE_N, AttentionConfig
-from warpspec.fmha.sm100.epilogue import Place, epilogue
-from warpspec.fmha.sm100.load import load
-from warpspec.fmha.sm100.softmax_warps import Row, softmax
+from warpspec.fmha.scheduler import TileGrid
+from warpspec.fmha.sm100.config import HEAD_DIM, AttentionConfig
+from warpspec.fmha.sm100.epilogue import epilogue
+from warpspec.fmha.sm100.load import load, rings
+from warpspec.fmha.sm100.mma import fragments, mma
+from warpspec.fmha.sm100.softmax_warps import Columns, softmax
+from warpspec.fmha.sm100.tile import locate
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: two CTAs fill it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -143,88 +143,31 @@ class Attention:
         cute.arch.sync_threads()
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
 
-        # 3. This CTA's tile.
-        batch_size, seq_q, heads_q, _ = operands.q.shape
-        heads_kv = operands.k.shape[2]
-        group = heads_q // heads_kv
-        index, _, _ = cute.arch.block_idx()
-        grid = TileGrid(tiles[0], tiles[1], heads_kv, batch_size)
-        query_tile, head_tile, kv_head, batch = grid.decode(index, longest_first=config.causal)
-        length = operands.k.shape[1]
-        if cutlass.const_expr(config.has_kv_lengths):
-            length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
-        start = operands.q_start[batch] if cutlass.const_expr(config.has_q_start) else length - seq_q
-        bounds = dict(
-            causal=config.causal,
-            left=window_left if config.has_left else None,
-            right=window_right if config.has_right else None,
-        )
-        first_query = query_tile * config.queries
-        last_query = cutlass.min(first_query + config.queries, seq_q) - 1
-        integers = {"minimum": cutlass.min, "maximum": cutlass.max}
-        span = key_span(start + first_query, start + last_query, length, TILE_N, bounds, **integers)
-
-        # 4. Roles.
+        # 3. Roles.
+        where = (*tiles, window_left, window_right)
         if warp < len(config.softmax_warps):
             cute.arch.setmaxregister_increase(config.softmax_registers)
-            head = head_tile * config.pack + thread % config.pack
-            query = first_query + thread // config.pack
-            place = Place(
-                batch,
-                kv_head,
-                kv_head * group + head,
-                query,
-                Boolean(head < group)
-                & Boolean(query < seq_q)
-                & Boolean(thread < config.pack * config.queries),
+            tile = locate(config, operands, *where)
+            row = tile.row(thread)
+            places = Columns(
+                s=columns + config.tmem_s,
+                p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
+                o=columns + config.tmem_o,
             )
-            first, end = key_range(start + query, length, **bounds, **integers)
-            row = Row(thread, first, end)
-            p = cute.recast_ptr(columns + config.tmem_p, dtype=Int32)
-            o = columns + config.tmem_o
-            state = softmax(
-                config,
-                channels,
-                row,
-                span,
-                columns + config.tmem_s,
-                p,
-                o,
-                storage.v.data_ptr(),
-                scale_log2,
-                dtype,
-            )
-            epilogue(config, channels, row, place, span, state, o, operands, scale_log2)
+            v_base = storage.v.data_ptr()
+            state = softmax(config, channels, row, tile.span, places, v_base, scale_log2, dtype)
+            place = tile.place(thread)
+            epilogue(config, channels, row, place, tile.span, state, places.o, operands, scale_log2)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)
         else:
             cute.arch.setmaxregister_decrease(config.other_registers)
-            q_smem, k_smem, v_smem = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
+            tile = locate(config, operands, *where)
+            q_base, k_base, v_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
             if warp == config.load_warp:
-                # (D, HEAD, QUERY, TILE), (D, KEY, TILE)
-                q_tiles = cute.local_tile(
-                    coordinates[0][None, None, None, kv_head, batch], config.q_box, (0, head_tile, None)
-                )
-                k_tiles, v_tiles = (
-                    cute.local_tile(c[None, None, kv_head, batch], config.kv_box, (0, None))
-                    for c in coordinates[1:]
-                )
-                rings = (
-                    tma.TileRing.make(atoms[0], q_tiles, tma.shared_tiles(q_smem, dtype, config.q_box, 1)),
-                    tma.TileRing.make(
-                        atoms[1], k_tiles, tma.shared_tiles(k_smem, dtype, config.kv_box, config.kv_stages)
-                    ),
-                    tma.TileRing.make(
-                        atoms[2], v_tiles, tma.shared_tiles(v_smem, dtype, config.kv_box, config.kv_stages)
-                    ),
-                )
-                load(config, channels, rings, query_tile, span)
+                bases = (q_base, k_base, v_base)
+                load(config, channels, rings(config, atoms, coordinates, bases, tile, dtype), tile)
             if warp == config.mma_warp:
-                tensor_core.mma(
-                    config,
-                    channels,
-                    tensor_core.fragments(config, dtype, q_smem, k_smem, v_smem, columns),
-                    span,
-                    dtype,
-                )
+                operands_mma = fragments(config, dtype, q_base, k_base, v_base, columns)
+                mma(config, channels, operands_mma, tile.span, dtype)

@@ -8,19 +8,38 @@ import cutlass.cute as cute
 from warpspec.common import tma
 
 
-@cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, query_tile, span):
-    """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``span``, in its order.
+def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing, ...]:
+    """Rings of Q, K and V. atoms, coordinates: from ``tma.make_load``. bases: shared memory regions."""
+    q, k, v = coordinates
+    # (D, HEAD, QUERY, TILE)
+    q_tiles = cute.local_tile(
+        q[None, None, None, tile.kv_head, tile.batch], config.q_box, (0, tile.head_tile, None)
+    )
+    # (D, KEY, TILE)
+    k_tiles, v_tiles = (
+        cute.local_tile(t[None, None, tile.kv_head, tile.batch], config.kv_box, (0, None)) for t in (k, v)
+    )
+    tiles, boxes = (q_tiles, k_tiles, v_tiles), (config.q_box, config.kv_box, config.kv_box)
+    stages = (1, config.kv_stages, config.kv_stages)
+    return tuple(
+        tma.TileRing.make(atom, tile, tma.shared_tiles(base, dtype, box, stage))
+        for atom, tile, base, box, stage in zip(atoms, tiles, bases, boxes, stages, strict=True)
+    )
 
-    rings: ``tma.TileRing`` of Q (one stage), K and V. query_tile: which of Q's tiles. Produces: q_full,
-    k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: k_empty, v_empty, a stage of each before
-    it is filled again. Leaves only when every stage has been released, so no arrival is still on its way to a
-    barrier of a CTA that has ended.
+
+@cute.jit
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile):
+    """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order.
+
+    rings: of Q (one stage), K and V. Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA).
+    Consumes: k_empty, v_empty, a stage of each before it is filled again. Leaves only when every stage has
+    been released, so no arrival is still on its way to a barrier of a CTA that has ended.
     """
+    span = tile.span
     q, k, v = rings
     if span.count > 0:
         channels["q_full"].expect_bytes(0, tma.tile_bytes(config.q_box))
-        q.load(query_tile, 0, channels["q_full"].barrier(0))
+        q.load(tile.query_tile, 0, channels["q_full"].barrier(0))
     for step in cutlass.range(span.count, unroll=1):
         for name, ring in (("k", k), ("v", v)):
             full, empty = channels[name + "_full"], channels[name + "_empty"]

@@ -1,0 +1,112 @@
+"""This CTA's tile: which queries, heads and batch row, and which keys its rows see.
+
+Every role works it out for itself. ptxas gives a value that lives across the split into roles one register,
+or a stack slot, for all of them, although they have different register budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.fmha.mask import key_range
+from warpspec.fmha.scheduler import KeySpan, TileGrid, key_span
+from warpspec.fmha.sm100.config import TILE_N, AttentionConfig
+
+INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one softmax thread knows of its row.
+
+    thread: 0..127, the row of the M tile and the lane of tensor memory. first, end: keys it sees, [first,
+    end).
+    """
+
+    thread: Int32
+    first: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row belongs: batch, KV head, query head, query; in_range: the problem has such a row."""
+
+    batch: Int32
+    kv_head: Int32
+    head: Int32
+    query: Int32
+    in_range: Boolean
+
+
+@dataclass(frozen=True)
+class Tile:
+    """query_tile, head_tile, kv_head, batch: from the grid. first_query: of the tile. start: position of
+    query 0. length: KV length. group: query heads of a KV head. bounds: arguments of ``key_range``. span: KV
+    tiles.
+    """
+
+    config: AttentionConfig
+    query_tile: Int32
+    head_tile: Int32
+    kv_head: Int32
+    batch: Int32
+    first_query: Int32
+    start: Int32
+    length: Int32
+    group: Int32
+    seq_q: Int32
+    bounds: dict
+    span: KeySpan
+
+    def row(self, thread) -> Row:
+        """The thread's row; idle rows get the keys of the query they would be."""
+        position = self.start + self.first_query + thread // self.config.pack
+        first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
+        return Row(thread, first, end)
+
+    def place(self, thread) -> Place:
+        """Where the thread's row belongs."""
+        pack = self.config.pack
+        head = self.head_tile * pack + thread % pack
+        query = self.first_query + thread // pack
+        inside = Boolean(head < self.group) & Boolean(query < self.seq_q)
+        busy = Boolean(thread < pack * self.config.queries)
+        return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
+
+
+def locate(config: AttentionConfig, operands, query_tiles, head_tiles, window_left, window_right) -> Tile:
+    """The tile of this CTA. operands: ``kernel.Operands``. query_tiles, head_tiles: extents of the grid."""
+    batch_size, seq_q, heads_q, _ = operands.q.shape
+    _, length, heads_kv, _ = operands.k.shape
+    index, _, _ = cute.arch.block_idx()
+    grid = TileGrid(query_tiles, head_tiles, heads_kv, batch_size)
+    query_tile, head_tile, kv_head, batch = grid.decode(index, longest_first=config.causal)
+    if operands.kv_lengths is not None:
+        length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
+    start = length - seq_q if operands.q_start is None else operands.q_start[batch]
+    bounds = {
+        "causal": config.causal,
+        "left": window_left if config.has_left else None,
+        "right": window_right if config.has_right else None,
+    }
+    first_query = query_tile * config.queries
+    last_query = cutlass.min(first_query + config.queries, seq_q) - 1
+    return Tile(
+        config,
+        query_tile,
+        head_tile,
+        kv_head,
+        batch,
+        first_query,
+        start,
+        length,
+        heads_q // heads_kv,
+        seq_q,
+        bounds,
+        key_span(start + first_query, start + last_query, length, TILE_N, bounds, **INTEGERS),
+    )
