@@ -14,6 +14,7 @@ import numpy as np
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.formats import BF16, F16, decode
 from warpspec.sim.rounding import (
+    F32_MIN_NORMAL,
     F32_NAN,
     F64_NAN,
     MODES,
@@ -91,7 +92,7 @@ def finish(value: np.ndarray, kind: str, mods: Modifiers) -> np.ndarray:
     if mods.has("sat"):
         value = np.where(value > 0, np.minimum(value, 1.0), 0.0)
     codes = round_half(value, fmt, mods.mode, relu=mods.has("relu"))
-    if mods.has("ftz"):  # tiny before rounding, as silicon has it: what rounds up to the least normal is zero too
+    if mods.has("ftz"):  # as in _flush_tiny
         tiny = np.abs(value) < 2.0 ** (1 - fmt.bias)
         codes = np.where(tiny, codes & 0x8000, codes).astype(np.uint16)
     return codes
@@ -114,6 +115,13 @@ def _wide(values) -> list[np.ndarray]:
     return [v.astype(np.float64) for v in values]
 
 
+def _flush_tiny(exact: np.ndarray, rounded: np.ndarray, mods: Modifiers) -> np.ndarray:
+    """.ftz looks at the exact value (float64), as an H200 does: what rounds up to the least normal number is zero."""
+    if not mods.has("ftz"):
+        return rounded
+    return np.where(np.abs(exact) < F32_MIN_NORMAL, np.copysign(np.float32(0), rounded), rounded)
+
+
 def _add(kind: str, mods: Modifiers, a, b):
     if kind == "f64":
         return exact_f64("add", mods.mode, a, b)
@@ -125,14 +133,15 @@ def _mul(kind: str, mods: Modifiers, a, b):
     if kind == "f64":
         return exact_f64("mul", mods.mode, a, b)
     a, b = _wide((a, b))
-    return round_f32(a * b, mods.mode) if kind == "f32" else a * b
+    return _flush_tiny(a * b, round_f32(a * b, mods.mode), mods) if kind == "f32" else a * b
 
 
 def _fma(kind: str, mods: Modifiers, a, b, c):
     if kind == "f64":
         return exact_f64("fma", mods.mode, a, b, c)
     a, b, c = _wide((a, b, c))
-    return sum_f32(a * b, c, mods.mode) if kind == "f32" else odd_sum(a * b, c)
+    exact = odd_sum(a * b, c)
+    return _flush_tiny(exact, sum_f32(a * b, c, mods.mode), mods) if kind == "f32" else exact
 
 
 def _div(kind: str, mods: Modifiers, a, b):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 from warpspec.sim.codegen import integer
 from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, fvec, ivec
@@ -35,6 +36,35 @@ def _result(e: Emitter, ins: Instr, value: str, bits: int) -> None:
 def _fma(e: Emitter, a: str, b: str, c: str, bits: int) -> str:
     t = fvec(bits)
     return e.call(t, f"llvm.fma.v32f{bits}", f"{t} {a}", f"{t} {b}", f"{t} {c}")
+
+
+def _flush_tiny(e: Emitter, value: str, exact: Callable[[], str]) -> str:
+    """.ftz of a rounded f32 product or fused sum whose exact value is below the least normal number.
+
+    An H200 looks at the exact value, so what rounds up to the least normal number becomes zero too (flush() alone
+    would keep it). exact: emits that value in f64; executed only when a lane has the least normal number.
+    """
+    raw = e.op(f"bitcast {fvec(32)} {value} to {ivec(32)}")
+    magnitude = e.op(f"and {ivec(32)} {raw}, {e.imm(32, 0x7FFFFFFF)}")
+    least = e.op(f"icmp eq {ivec(32)} {magnitude}, {e.imm(32, 0x00800000)}")
+    some = e.call("i1", "llvm.vector.reduce.or.v32i1", f"{ivec(1)} {least}")
+    place = e.buffer(ivec(32), 4)
+    check, go = e.label("tiny"), e.label("ok")
+    e.do(f"store {ivec(32)} {raw}, ptr {place}, align 32")
+    e.do(f"br i1 {some}, label %{check}, label %{go}")
+    e.lines.append(f"{check}:")
+    size = e.call(fvec(64), "llvm.fabs.v32f64", f"{fvec(64)} {exact()}")
+    below = e.op(f"fcmp olt {fvec(64)} {size}, {_constant64(e, 2.0**-126)}")
+    zero = e.op(f"and {ivec(32)} {raw}, {e.imm(32, 0x80000000)}")
+    tiny = e.op(f"and {ivec(1)} {least}, {below}")
+    e.do(f"store {ivec(32)} {e.select(tiny, zero, raw, ivec(32))}, ptr {place}, align 32")
+    e.do(f"br label %{go}")
+    e.lines.append(f"{go}:")
+    return e.op(f"bitcast {ivec(32)} {e.op(f'load {ivec(32)}, ptr {place}, align 32')} to {fvec(32)}")
+
+
+def _wide(e: Emitter, value: str) -> str:
+    return e.op(f"fpext {fvec(32)} {value} to {fvec(64)}")
 
 
 def _halves(e: Emitter, operand) -> tuple[str, str]:
@@ -73,7 +103,10 @@ def _arithmetic(e: Emitter, ins: Instr) -> None:
         return _packed(e, ins, word)
     bits = float_bits(ins, "rn", "ftz")
     a, b = _operand(e, ins, 1, bits), _operand(e, ins, 2, bits)
-    _result(e, ins, e.op(f"f{word} {fvec(bits)} {a}, {b}"), bits)
+    value = e.op(f"f{word} {fvec(bits)} {a}, {b}")
+    if word == "mul" and ins.has("ftz"):  # sums of f32 that small are exact
+        value = _flush_tiny(e, value, lambda: e.op(f"fmul {fvec(64)} {_wide(e, a)}, {_wide(e, b)}"))
+    _result(e, ins, value, bits)
 
 
 @emits("add", "sub")
@@ -97,7 +130,11 @@ def fma(e: Emitter, ins: Instr) -> None:
     if ins.parts[-1] == "f32x2":
         return _packed(e, ins, "fma")
     bits = float_bits(ins, "rn", "ftz")
-    _result(e, ins, _fma(e, *(_operand(e, ins, i, bits) for i in (1, 2, 3)), bits), bits)
+    sources = [_operand(e, ins, i, bits) for i in (1, 2, 3)]
+    value = _fma(e, *sources, bits)
+    if ins.has("ftz"):
+        value = _flush_tiny(e, value, lambda: _fma(e, *(_wide(e, s) for s in sources), 64))
+    _result(e, ins, value, bits)
 
 
 @emits("div")
