@@ -48,14 +48,14 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     files = {"errors by head and position": options.plot, "results": OUT / "results.json"}
     for result in results:
-        if result.report is None:
-            continue
-        result.report.roles = warp_roles()
-        console.print(f"\n[bold]What ran: {result.kind}[/]")
-        console.print(str(result.report), markup=False)
-        trace = OUT / f"{result.kind}.trace.json"
-        result.report.timeline(trace)
-        files[f"trace of {result.kind}, for ui.perfetto.dev"] = trace
+        for number, report in enumerate(result.reports):
+            report.roles = warp_roles()
+            name = result.kind if len(result.reports) == 1 else f"{result.kind}.{number}"
+            console.print(f"\n[bold]What ran: {name}[/]")
+            console.print(str(report), markup=False)
+            trace = OUT / f"{name}.trace.json"
+            report.timeline(trace)
+            files[f"trace of {name}, for ui.perfetto.dev"] = trace
     draw(results, options.plot, f"{options.model}, backend {options.backend}")
     (OUT / "results.json").write_text(
         json.dumps(validate_layer.as_json(options, options.backend, results), indent=2)

@@ -26,13 +26,14 @@ def draw(results, path: Path, title: str) -> None:
     figure.suptitle(f"Attention against the FP32 reference: {title}")
     for (over_positions, over_heads), result in zip(rows, results, strict=True):
         heads, positions = result.position_errors.shape
+        first = result.first_position
         _, _, tolerance = result.checks()[0]
         image = over_positions.imshow(
             1e3 * result.position_errors.numpy(),
             aspect="auto",
             origin="lower",
             interpolation="nearest",
-            extent=(result.keys - positions - 0.5, result.keys - 0.5, -0.5, heads - 0.5),
+            extent=(first - 0.5, first + positions - 0.5, -0.5, heads - 0.5),
             vmin=0.0,
         )
         figure.colorbar(image, ax=over_positions, label="relative error of the row, 1e-3")

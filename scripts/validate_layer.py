@@ -1,10 +1,12 @@
 """Compares an attention kernel with two independent references on a model's layer at its real shapes.
 
     python scripts/validate_layer.py --model gpt-oss-20b --layer attention --seq 512
+    python scripts/validate_layer.py --model deepseek-v4-flash --kind csa --decode --seq 3000
 
-Hidden states go through transformers' own norm, projections and rotary embedding; the attention itself is
-then computed by the kernel, by warpspec's FP32 reference, by transformers' eager code (FP32 and the model's
-dtype) and by torch's SDPA in the model's dtype. Exit status 1 when a tolerance is exceeded.
+Hidden states go through transformers' own norm, projections, rotary embedding and compression of keys; the
+attention itself is then computed by the kernel, by warpspec's FP32 reference, by transformers' eager code
+(FP32 and the model's dtype) and by torch's SDPA in the model's dtype. Exit status 1 when a tolerance is
+exceeded.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import os
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import deepseek_v4_layer
+import gpt_oss_layer
+import llama_layer
 import torch
-from gpt_oss_layer import LAYERS, MODELS, AttentionInputs, attention_inputs, eager
+from attention_layer import AttentionInputs, KeySet, attention_inputs, eager
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +36,11 @@ O_TOLERANCE = 4e-3  # relative, worst head, bf16
 LSE_TOLERANCE = 1e-3  # absolute
 TORCH_FACTOR = 1.25  # never worse than this times torch's own result in the same dtype
 CPU_BACKENDS = ("sim", "reference")
+FAMILIES = {
+    model: family for family in (gpt_oss_layer, deepseek_v4_layer, llama_layer) for model in family.MODELS
+}
+KINDS = sorted({kind for model, family in FAMILIES.items() for kind in family.layers(model)})
+HEADS_PER_ROW = 8  # of the printed table, at most
 
 
 @dataclass(frozen=True)
@@ -39,18 +49,20 @@ class LayerResult:
 
     kind: str
     query_shape: tuple[int, ...]  # [B, Hq, Sq, D]
+    kv_heads: int
+    first_position: int  # of the queries
     keys: int
-    window: int | None
+    key_sets: tuple[KeySet, ...]
     kernel_heads: list[float]  # kernel against warpspec's FP32 reference
     eager_heads: list[float]  # kernel against transformers' eager code in FP32
     sdpa_worst: float  # torch SDPA in bf16 against the FP32 reference, worst head
     eager_worst: float  # transformers' eager code in bf16, likewise
     references_worst: float  # the two FP32 references against each other
     lse_worst: float  # absolute
-    output_error: float  # of the layer's output, after o_proj, relative
+    output_error: float  # of the layer's output, after its output projection, relative
     position_errors: torch.Tensor  # [Hq, Sq], relative, kernel against the FP32 reference
     seconds: float
-    report: object | None  # sim.SimReport of the kernel's run
+    reports: tuple  # sim.SimReport of each of the kernel's runs
 
     def checks(self) -> list[tuple[str, float, float]]:
         """(what, measured, allowed)."""
@@ -98,51 +110,75 @@ def reference(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     parts = []
     for h in range(inputs.key.shape[1]):
         of_group = slice(h * group, (h + 1) * group)
-        q, k, v = (
-            tensor.transpose(1, 2)
-            for tensor in (inputs.query[:, of_group], inputs.key[:, h : h + 1], inputs.value[:, h : h + 1])
+        one = replace(
+            inputs,
+            query=inputs.query[:, of_group],
+            key=inputs.key[:, h : h + 1],
+            value=None if inputs.value is None else inputs.value[:, h : h + 1],
         )
-        state = warpspec.fmha.attention(
-            q, k, v, **arguments(inputs, sink=False), normalize=False, backend="reference"
-        )
-        parts.append(warpspec.fmha.merge([state], sink=inputs.sinks[of_group]))
+        states = [
+            warpspec.fmha.attention(*operands, **options, normalize=False, backend="reference")
+            for operands, options in calls(one)
+        ]
+        sink = None if inputs.sinks is None else inputs.sinks[of_group]
+        parts.append(warpspec.fmha.merge(states, sink=sink))
     return torch.cat([o for o, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=1)
 
 
 def sdpa(inputs: AttentionInputs) -> torch.Tensor:
     """torch's SDPA in the operands' dtype: [B, Sq, Hq, D]. The sink is a zero key with a bias."""
-    query, mask = inputs.query, inputs.mask
+    query, key, value = inputs.query, inputs.key, inputs.key if inputs.value is None else inputs.value
     batch, heads, rows, _ = query.shape
-    zero = torch.zeros_like(inputs.key[:, :, :1])
-    sink = inputs.sinks.to(query.dtype)[None, :, None, None].expand(batch, heads, rows, 1)
-    mask = torch.cat([mask.to(query.dtype).expand(batch, heads, rows, -1), sink], dim=-1)
-    key, value = (torch.cat([tensor, zero], dim=2) for tensor in (inputs.key, inputs.value))
+    mask = inputs.mask.to(query.dtype).expand(batch, heads, rows, -1)
+    if inputs.sinks is not None:
+        zero = torch.zeros_like(key[:, :, :1])
+        sink = inputs.sinks.to(query.dtype)[None, :, None, None].expand(batch, heads, rows, 1)
+        mask = torch.cat([mask, sink], dim=-1)
+        key, value = (torch.cat([tensor, zero], dim=2) for tensor in (key, value))
     o = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=inputs.scaling, enable_gqa=True
     )
     return o.transpose(1, 2)
 
 
-def arguments(inputs: AttentionInputs, sink: bool = True) -> dict:
-    """Keyword arguments of `warpspec.fmha.attention` for the layer."""
-    window = None if inputs.window is None else (inputs.window - 1, 0)
-    chosen = dict(scale=inputs.scaling, causal=True, window=window)
-    return chosen | ({"sink": inputs.sinks} if sink else {})
+def calls(inputs: AttentionInputs, device: str = "cpu") -> list[tuple[tuple, dict]]:
+    """((q, k, v), keyword arguments) of `warpspec.fmha.attention` for each of the layer's key sets."""
+    q, k, v = (
+        None if tensor is None else tensor.to(device).transpose(1, 2)
+        for tensor in (inputs.query, inputs.key, inputs.value)
+    )
+    found = []
+    for keys in inputs.key_sets:
+        part = slice(keys.start, keys.end)
+        options = dict(scale=inputs.scaling, causal=keys.causal)
+        if keys.window is not None:
+            options["window"] = (keys.window - 1, 0)
+        if keys.key_stride != 1:
+            options["key_stride"] = keys.key_stride
+            options["q_start"] = torch.full(
+                (q.shape[0],), inputs.first_position, dtype=torch.int32, device=device
+            )
+        if keys.masked:
+            options["bias"] = inputs.mask[..., part].contiguous().to(device)
+        found.append(((q, k[:, part], None if v is None else v[:, part]), options))
+    return found
 
 
 def run_kernel(inputs: AttentionInputs, backend: str):
-    """(o [B, Sq, Hq, D], lse [B, Hq, Sq], seconds, SimReport or None)."""
+    """(o [B, Sq, Hq, D], lse [B, Hq, Sq], seconds, SimReport of each run, none but with "sim")."""
     device = "cpu" if backend in CPU_BACKENDS or not torch.cuda.is_available() else "cuda"
-    q, k, v = (tensor.to(device).transpose(1, 2) for tensor in (inputs.query, inputs.key, inputs.value))
-    options = arguments(inputs) | {"sink": inputs.sinks.to(device)}
+    sink = None if inputs.sinks is None else inputs.sinks.to(device)
+    sets, results, reports = calls(inputs, device), [], []
+    # One key set takes the sink at once; several give states, to which merge() adds it.
+    last = dict(sink=sink, return_lse=True) if len(sets) == 1 else dict(normalize=False)
     start = time.perf_counter()
-    o, lse = warpspec.fmha.attention(q, k, v, **options, return_lse=True, backend=backend)
-    o, lse = o.cpu(), lse.cpu()
-    seconds = time.perf_counter() - start
-    report = None
-    if backend == "sim":
-        report = importlib.import_module("warpspec.sim").last_report()
-    return o, lse, seconds, report
+    for operands, options in sets:
+        results.append(warpspec.fmha.attention(*operands, **options, **last, backend=backend))
+        if backend == "sim":
+            reports.append(importlib.import_module("warpspec.sim").last_report())
+    o, lse = results[0] if len(sets) == 1 else warpspec.fmha.merge(results, sink=sink)
+    o, lse = o.to(inputs.query.dtype).cpu(), lse.cpu()
+    return o, lse, time.perf_counter() - start, tuple(reports)
 
 
 def resolve_backend(backend: str) -> str:
@@ -155,20 +191,21 @@ def resolve_backend(backend: str) -> str:
 def validate(inputs: AttentionInputs, backend: str, stage) -> LayerResult:
     """Runs kernel and references on one layer's operands; `stage(text)` is a context that shows progress."""
     with stage(f"attention kernel, backend {backend}", live=False):
-        o, lse, seconds, report = run_kernel(inputs, backend)
+        o, lse, seconds, reports = run_kernel(inputs, backend)
     with stage("FP32 reference"):
         expected, expected_lse = reference(inputs)
     with stage("transformers eager, FP32 and bf16; torch SDPA, bf16"):
         eager_fp32, eager_bf16 = eager(inputs, torch.float32), eager(inputs, inputs.query.dtype)
         sdpa_bf16 = sdpa(inputs)
-    with torch.no_grad():
-        project = inputs.output_projection.float()
-        layer, layer_expected = (project(tensor.float().flatten(2)) for tensor in (o, expected))
+    with stage("output projection, FP32"):
+        layer, layer_expected = (inputs.output(tensor.float()) for tensor in (o, expected))
     return LayerResult(
         kind=inputs.kind,
         query_shape=tuple(inputs.query.shape),
+        kv_heads=inputs.key.shape[1],
+        first_position=inputs.first_position,
         keys=inputs.key.shape[2],
-        window=inputs.window,
+        key_sets=inputs.key_sets,
         kernel_heads=head_errors(o, expected).tolist(),
         eager_heads=head_errors(o, eager_fp32).tolist(),
         sdpa_worst=head_errors(sdpa_bf16, expected).max().item(),
@@ -178,7 +215,7 @@ def validate(inputs: AttentionInputs, backend: str, stage) -> LayerResult:
         output_error=relative_error(layer, layer_expected).item(),
         position_errors=relative_error(o, expected, dim=(0, 3)).T,
         seconds=seconds,
-        report=report,
+        reports=reports,
     )
 
 
@@ -205,20 +242,19 @@ def stages(console: Console):
 def print_result(console: Console, result: LayerResult) -> None:
     """Per-head errors, a row for each KV head, and the checks."""
     _, heads, rows, _ = result.query_shape
-    window = f"window {result.window}" if result.window else "no window"
-    group = heads // 8
-    table = Table(
-        title=f"{result.kind}: {rows} queries, {result.keys} keys, {window}; error by head, in 1e-3"
-    )
+    group = heads // result.kv_heads
+    columns = min(group, HEADS_PER_ROW)
+    sets = " and ".join(map(str, result.key_sets))
+    table = Table(title=f"{result.kind}: {rows} queries; keys: {sets}; error by head, in 1e-3")
     table.add_column("KV head")
-    for member in range(group):
+    for member in range(columns):
         table.add_column(f"+{member}", justify="right")
-    for first in range(0, heads, group):
+    for first in range(0, heads, columns):
         cells = (
             f"[{'red' if not error <= O_TOLERANCE else 'none'}]{1e3 * error:.2f}[/]"
-            for error in result.kernel_heads[first : first + group]
+            for error in result.kernel_heads[first : first + columns]
         )
-        table.add_row(f"{first // group}  (query {first}-{first + group - 1})", *cells)
+        table.add_row(f"{first // group}  (query {first}-{first + columns - 1})", *cells)
     console.print(table)
     for what, measured, allowed in result.checks():
         verdict = "[green]ok[/]" if measured <= allowed else "[red]FAILED[/]"
@@ -226,7 +262,7 @@ def print_result(console: Console, result: LayerResult) -> None:
     console.print(
         f"      for comparison, bf16 against FP32: torch SDPA {result.sdpa_worst:.2e}, transformers eager "
         f"{result.eager_worst:.2e}; the two FP32 references: {result.references_worst:.2e}; "
-        f"layer output after o_proj: {result.output_error:.2e}\n",
+        f"layer output: {result.output_error:.2e}\n",
         highlight=False,
     )
 
@@ -236,6 +272,7 @@ def as_json(options: argparse.Namespace, backend: str, results: list[LayerResult
     return {
         "model": options.model,
         "layer": options.layer,
+        "compressed": options.compressed,
         "backend": backend,
         "batch": options.batch,
         "seq": options.seq,
@@ -248,7 +285,7 @@ def as_json(options: argparse.Namespace, backend: str, results: list[LayerResult
                 "kind": result.kind,
                 "query_shape": result.query_shape,
                 "keys": result.keys,
-                "window": result.window,
+                "key_sets": [asdict(keys) for keys in result.key_sets],
                 "passed": result.passed,
                 "seconds": result.seconds,
                 "checks": [
@@ -274,8 +311,15 @@ def positive(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=sorted(MODELS), default="gpt-oss-20b")
+    parser.add_argument("--model", choices=sorted(FAMILIES), default="gpt-oss-20b")
     parser.add_argument("--layer", choices=["attention"], default="attention")
+    parser.add_argument("--kind", choices=KINDS, help="of layer; every kind of the model without")
+    parser.add_argument(
+        "--compressed",
+        choices=["key-sets", "bias"],
+        default="key-sets",
+        help="compressed keys as a set of their own, merged with the window's, or all keys under one bias",
+    )
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument(
         "--seq", type=positive, default=256, help="tokens per sequence; with --decode, cached"
@@ -292,22 +336,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, console: Console) -> list[LayerResult]:
-    """Validates both kinds of layer, printing as it goes."""
-    backend = resolve_backend(options.backend)
-    results = []
-    for kind in LAYERS:
-        console.print(f"[bold]{options.model}, layer {LAYERS[kind]}: {kind}[/]", highlight=False)
+    """Validates each kind of layer the model has, or the one asked for, printing as it goes."""
+    backend, family = resolve_backend(options.backend), FAMILIES[options.model]
+    indices, results = family.layers(options.model), []
+    if options.kind not in (None, *indices):
+        raise KeyError(f"{options.model} has no layer {options.kind}, only {', '.join(indices)}")
+    for kind in [options.kind] if options.kind else indices:
+        console.print(f"[bold]{options.model}, layer {indices[kind]}: {kind}[/]", highlight=False)
         stage = stages(console)
         with stage("norm, projections, rotary embedding (transformers)"):
             inputs = attention_inputs(
-                options.model,
-                kind,
+                family.attention_layer(options.model, kind),
                 batch=options.batch,
                 seq=options.seq,
                 decode=options.decode,
                 seed=options.seed,
                 checkpoint=options.checkpoint,
             )
+        if options.compressed == "bias" and len(inputs.key_sets) > 1:
+            inputs = inputs.with_bias()
         results.append(validate(inputs, backend, stage))
         print_result(console, results[-1])
     return results

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AttentionInterface
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SCRIPT = SCRIPTS / "validate_layer.py"
@@ -42,11 +43,103 @@ def test_json_and_plot(tmp_path):
 
 def test_decode_reads_the_cache(scripts):
     """One query; the sliding layer's cache holds its window, the full layer's everything."""
-    options = scripts.parser().parse_args(["--backend", "reference", "--seq", "200", "--decode"])
-    sliding, full = scripts.run(options, scripts.Console(quiet=True))
+    sliding, full = validated(scripts, "--seq", 200, "--decode")
     assert (sliding.query_shape[2], sliding.keys) == (1, 128)
     assert (full.query_shape[2], full.keys) == (1, 201)
     assert sliding.passed and full.passed
+
+
+def validated(scripts, *arguments) -> list:
+    """Results of the command line, with the reference as the kernel."""
+    options = scripts.parser().parse_args(["--backend", "reference", *map(str, arguments)])
+    return scripts.run(options, scripts.Console(quiet=True))
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_llama(scripts, decode):
+    (layer,) = validated(scripts, "--model", "llama-3-8b", "--seq", 40, *["--decode"] * decode)
+    assert layer.query_shape == (1, 32, 1 if decode else 40, 128)
+    assert (layer.kv_heads, layer.keys) == (8, 40 + decode)
+    assert layer.passed
+
+
+def test_deepseek_decode(scripts):
+    """At the published shape; behind 131 cached tokens there are window keys and compressed ones."""
+    results = validated(scripts, "--model", "deepseek-v4-flash", "--seq", 131, "--decode")
+    found = {
+        layer.kind: [(s.start, s.end, s.window, s.key_stride) for s in layer.key_sets] for layer in results
+    }
+    window = (0, 128, 128, 1)
+    assert found == {
+        "sliding": [window],
+        "csa": [window, (128, 128 + 33, None, 4)],
+        "hca": [window, (128, 128 + 1, None, 128)],
+    }
+    for layer in results:
+        assert layer.query_shape == (1, 64, 1, 512)
+        assert layer.references_worst < 1e-5
+        assert layer.passed
+
+
+def test_deepseek_pro(scripts):
+    (layer,) = validated(scripts, "--model", "deepseek-v4-pro", "--kind", "csa", "--seq", 12)
+    assert layer.query_shape == (1, 128, 12, 512)
+    assert layer.passed
+
+
+@pytest.fixture
+def small_deepseek(scripts, monkeypatch):
+    """The name of a published model at a fraction of its size; its indexer selects 8 compressed keys."""
+    import deepseek_v4_layer
+
+    small = dict(hidden_size=64, num_attention_heads=8, q_lora_rank=32, o_groups=2, index_topk=8)
+    monkeypatch.setitem(deepseek_v4_layer.MODELS, "deepseek-v4-flash", small)
+    return "deepseek-v4-flash"
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize("way", ["key-sets", "bias"])
+@pytest.mark.parametrize("seq", [3, 20, 150])
+def test_compressed_keys(scripts, small_deepseek, seq, way, decode):
+    """None, all of them seen, more than the indexer selects: as a set of their own and under the mask."""
+    options = ("--model", small_deepseek, "--batch", 2, "--seq", seq, "--compressed", way)
+    results = validated(scripts, *options, *["--decode"] * decode)
+    assert [layer.kind for layer in results] == ["sliding", "csa", "hca"]
+    for layer in results:
+        assert layer.references_worst < 1e-5  # the key sets say what transformers' mask says
+        assert layer.passed
+    _, csa, _ = results
+    masked = [keys.masked for keys in csa.key_sets]
+    if seq == 150:
+        assert masked == ([True] if way == "bias" else [False, True])
+    elif seq == 20:
+        assert masked == ([True] if way == "bias" else [False, False])
+    else:
+        assert len(masked) == 1 + (decode and way == "key-sets")
+
+
+@pytest.mark.parametrize("kind", ["sliding", "csa", "hca"])
+def test_deepseek_output_is_the_layers(scripts, small_deepseek, kind):
+    """What `project` makes of the attention's result is what transformers' layer returns."""
+    import attention_layer
+    import deepseek_v4_layer
+
+    layer = deepseek_v4_layer.attention_layer(small_deepseek, kind)
+    generator = torch.Generator().manual_seed(0)
+    attention_layer.seed_weights(layer, generator)
+    kept = []
+
+    def keep(module, query, *operands, **arguments):
+        kept.append(torch.randn(query.transpose(1, 2).shape, generator=generator))
+        return kept[0], None
+
+    AttentionInterface.register(attention_layer.CAPTURE, keep)
+    layer.config._attn_implementation = attention_layer.CAPTURE
+    hidden, positions = torch.randn(1, 9, 64, generator=generator), torch.arange(9)[None]
+    embeddings = layer.rotary(hidden, positions)
+    with torch.no_grad():
+        output, _ = layer.attention(hidden, embeddings, positions, attention_mask=None)
+        assert scripts.relative_error(layer.project(kept[0], positions), output) < 1e-5
 
 
 def main(scripts, monkeypatch, *arguments) -> int:
@@ -60,14 +153,14 @@ def test_wrong_results_fail(scripts, monkeypatch, damage):
     run_kernel = scripts.run_kernel
 
     def damaged(inputs, backend):
-        o, lse, seconds, report = run_kernel(inputs, backend)
+        o, lse, seconds, reports = run_kernel(inputs, backend)
         if damage == "one head":
             o[:, :, 17] *= 1.01
         elif damage == "lse":
             lse[0, 3, 5] += 2e-3
         else:
             o[0, 0, 21, 0] = float("nan")
-        return o, lse, seconds, report
+        return o, lse, seconds, reports
 
     monkeypatch.setattr(scripts, "run_kernel", damaged)
     assert main(scripts, monkeypatch, "--seq", "64") == 1
@@ -76,32 +169,26 @@ def test_wrong_results_fail(scripts, monkeypatch, damage):
 @pytest.mark.parametrize("layout", ["file", "folder", "sharded"])
 def test_checkpoint_is_what_runs(scripts, tmp_path, layout):
     """Weights that were saved and loaded give the operands they gave before."""
+    import attention_layer
     import gpt_oss_layer
 
-    tensors, seeded = {}, gpt_oss_layer._seed_weights
-
-    def keep(layer, config, generator):
-        seeded(layer, config, generator)
-        scope = f"model.layers.{layer.layer_idx}."
-        tensors.update({f"{scope}self_attn.{name}": value for name, value in layer.state_dict().items()})
-        tensors[f"{scope}input_layernorm.weight"] = torch.ones(config.hidden_size)
+    def layer_of(kind):
+        return gpt_oss_layer.attention_layer("gpt-oss-20b", kind)
 
     options = dict(batch=1, seq=16, decode=False, seed=3)
-    gpt_oss_layer._seed_weights = keep
-    try:
-        for kind in gpt_oss_layer.LAYERS:
-            gpt_oss_layer.attention_inputs("gpt-oss-20b", kind, **options, checkpoint=None)
-    finally:
-        gpt_oss_layer._seed_weights = seeded
+    tensors, seeded = {}, {}
+    for kind, index in gpt_oss_layer.LAYERS.items():
+        seeded[kind] = attention_layer.attention_inputs(layer_of(kind), **options, checkpoint=None)
+        layer, scope = seeded[kind].layer, f"model.layers.{index}."
+        tensors |= {f"{scope}self_attn.{name}": value for name, value in layer.attention.state_dict().items()}
+        tensors[f"{scope}input_layernorm.weight"] = layer.norm.weight.detach()
 
     checkpoint = write_checkpoint(tmp_path, tensors, layout)
-    for kind in gpt_oss_layer.LAYERS:
-        loaded = gpt_oss_layer.attention_inputs("gpt-oss-20b", kind, **options, checkpoint=checkpoint)
-        projection = tensors[f"model.layers.{gpt_oss_layer.LAYERS[kind]}.self_attn.o_proj.weight"]
-        assert torch.equal(loaded.output_projection.weight, projection.bfloat16())
-        assert torch.equal(
-            loaded.sinks, tensors[f"model.layers.{gpt_oss_layer.LAYERS[kind]}.self_attn.sinks"].bfloat16()
-        )
+    for kind, index in gpt_oss_layer.LAYERS.items():
+        loaded = attention_layer.attention_inputs(layer_of(kind), **options, checkpoint=checkpoint)
+        assert torch.equal(loaded.sinks, tensors[f"model.layers.{index}.self_attn.sinks"])
+        for name, value in loaded.layer.attention.state_dict().items():
+            assert torch.equal(value, tensors[f"model.layers.{index}.self_attn.{name}"])
 
 
 def write_checkpoint(folder: Path, tensors: dict, layout: str) -> Path:
@@ -127,3 +214,8 @@ def test_missing_checkpoint_and_tensor_are_named(scripts, monkeypatch, capsys, t
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert main(scripts, monkeypatch, "--checkpoint", tmp_path) == 2
     assert "model.layers.0.self_attn" in capsys.readouterr().out
+
+
+def test_kinds_a_model_lacks_are_named(scripts, monkeypatch, capsys):
+    assert main(scripts, monkeypatch, "--model", "llama-3-8b", "--kind", "csa") == 2
+    assert "full_attention" in capsys.readouterr().out
