@@ -30,9 +30,10 @@ MMA_K = 16  # reduction of one tcgen05.mma of kind f16
 # stays below 2**8, well within fp16 and bf16, and sums of it within fp32.
 RESCALE_THRESHOLD = 8.0
 
-# Compute capability 10.0 makes 16 exponentials a clock and SM: the 128 x 128 of a tile keep that unit busy for
-# 1024 clocks, while a warp issues some 280 other instructions and both products take the tensor core 512 clocks.
-# So one of this many pairs of scores is computed on the multiply-add units: 768 clocks, some 480 instructions.
+# Compute capability 10.0 makes 16 exponentials a clock and SM: the 128 x 128 of a tile keep that unit busy
+# for 1024 clocks, while a warp issues some 280 other instructions and both products take the tensor core 512
+# clocks. So one of this many pairs of scores is computed on the multiply-add units: 768 clocks, some 480
+# instructions.
 POLYNOMIAL_EVERY = 4
 
 
