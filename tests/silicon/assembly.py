@@ -1,6 +1,6 @@
 """Inline PTX in CuTe DSL kernels: instructions on 32-bit words, written as the ISA writes them.
 
-`word_function("mad.hi.s32 d, a, b, c")` makes an assembly text whose inputs are up to three 32-bit words and whose
+`word_function("mad.hi.s32 d, a, b, c")` makes an assembly text whose inputs are three 32-bit words and whose
 outputs are 32-bit words. Operand names say how words become operands:
 
     a b c        the input words, as 32-bit registers

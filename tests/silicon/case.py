@@ -1,4 +1,4 @@
-"""A case: one kernel, its inputs, what it writes, how its results are judged. Compiled and run here and there."""
+"""A case: one kernel, its inputs, what it writes, how results are judged; on a GPU and in the simulator."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Judge = Callable[[list[np.ndarray], list[np.ndarray], list[np.ndarray]], list[st
 class Case:
     """One kernel launch.
 
-    host: `cute.jit` function of the inputs, then the outputs. inputs, outputs: make the tensors as they are before
-    the run. judge: (simulated, recorded, inputs) as NumPy arrays -> what is wrong, a line each. refused: the GPU
-    stops this kernel with an error, and so must the simulator.
+    host: `cute.jit` function of the inputs, then the outputs. inputs, outputs: make the tensors as they are
+    before the run. judge: (simulated, recorded, inputs) as NumPy arrays -> what is wrong, a line each.
+    refused: the GPU stops this kernel with an error, and so must the simulator.
     """
 
     name: str

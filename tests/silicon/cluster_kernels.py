@@ -1,4 +1,4 @@
-"""Kernels of thread-block clusters: distributed shared memory, remote barriers, asynchronous remote writes."""
+"""Kernels of thread-block clusters: distributed shared memory, remote barriers, asynchronous writes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def dsmem(values: cute.Tensor, out: cute.Tensor, counters: cute.Tensor, ids: cut
     )
 
 
-# ---- asynchronous copies and reductions into another block ---------------------------------------------------
+# ---- asynchronous copies and reductions into another block ---------------------------------------------
 
 PAIR = 2
 BULK_WORDS = 64
@@ -120,7 +120,7 @@ SLOT = 16  # bytes a thread of cp.async
 def _pairs(
     values: cute.Tensor, out: cute.Tensor, sums: cute.Tensor, copied: cute.Tensor, floats: cute.Tensor
 ):
-    """Two blocks: bulk copies and red.async into the peer, cp.async that arrives at an mbarrier, generic atomics."""
+    """Two blocks: bulk copies and red.async into the peer; cp.async to an mbarrier; generic atomics."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     rank = cute.arch.block_idx_in_cluster()

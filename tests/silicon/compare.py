@@ -19,15 +19,14 @@ def bitwise(simulated: Arrays, recorded: Arrays, inputs: Arrays) -> list[str]:
         got_bits, want_bits = got.view(unsigned), want.view(unsigned)
         wrong = np.argwhere(got_bits != want_bits)
         for place in map(tuple, wrong[:LISTED]):
-            problems.append(
-                f"output {number} {[int(i) for i in place]}: {got_bits[place]:#x}, recorded {want_bits[place]:#x}"
-            )
+            at, bits = [int(i) for i in place], got_bits[place]
+            problems.append(f"output {number} {at}: {bits:#x}, recorded {want_bits[place]:#x}")
         if len(wrong) > LISTED:
             problems.append(f"output {number}: {len(wrong)} of {got.size} elements differ")
     return problems
 
 
-# ---- floating-point formats -----------------------------------------------------------------------------------
+# ---- floating-point formats ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,13 @@ FORMATS = {
 }
 
 
-# ---- documented errors of approximations ------------------------------------------------------------------------
+# ---- documented errors of approximations ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Approximation:
-    """A documented bound: `function` in double precision; `error(truth, format, *operands)`: the greatest distance
-    from the truth (from the rounded truth for bounds in ulp), None where the ISA guarantees nothing."""
+    """A documented bound: `function` in double precision; `error(truth, format, *operands)`: the greatest
+    distance from the truth, None where the ISA guarantees nothing."""
 
     function: Callable[..., float]
     error: Callable[..., float | None]
@@ -144,8 +143,8 @@ def _fast_quotient_error(truth, form, a, b):
     return None if abs(b) < 2.0**-126 else _ulps(2)(truth, form)
 
 
-# PTX ISA 9.7.3.8 (div), .13 (rcp), .15 (sqrt), .16 (rsqrt), .18 (sin), .19 (cos), .20 (lg2), .21 (ex2), .22 (tanh);
-# for halves 9.7.4.9 (tanh) and 9.7.4.10 (ex2).
+# PTX ISA 9.7.3.8 (div), .13 (rcp), .15 (sqrt), .16 (rsqrt), .18 (sin), .19 (cos), .20 (lg2), .21 (ex2), .22
+# (tanh); for halves 9.7.4.9 (tanh) and 9.7.4.10 (ex2).
 APPROXIMATIONS = {
     "div.approx.f32": Approximation(_fast_quotient, _fast_quotient_error),
     "div.full.f32": Approximation(_quotient, _ulps(2)),
@@ -167,7 +166,7 @@ APPROXIMATIONS = {
 
 
 def within_bound(rule: Approximation, form: Format, ftz: bool, result: int, operands: list[int]) -> bool:
-    """Whether a result's bits are as near the truth as the ISA says, special values and signs of zero exact."""
+    """Whether a result is as near the truth as the ISA says, special values and signs of zero exact."""
     values = [form.value(bits) for bits in operands]
     least = 2.0 ** (1 - form.bias)
     if ftz:
@@ -192,7 +191,7 @@ def within_bound(rule: Approximation, form: Format, ftz: bool, result: int, oper
     return abs(got - truth) <= allowed
 
 
-# ---- groups of instructions -------------------------------------------------------------------------------------
+# ---- groups of instructions ----------------------------------------------------------------------------
 
 _MODIFIERS_FIRST = ("cvt", "set", "slct")  # the type named first is the result's
 
@@ -209,7 +208,7 @@ def result_format(opcode: str) -> Format | None:
 
 
 def elements(rows: np.ndarray, form: Format | None, packed: bool) -> np.ndarray:
-    """Result words [rows, count] as elements [n, count] uint64: halves apart, the words of a double together."""
+    """Result words [rows, count] as elements [n, count] uint64: halves apart, words of a double together."""
     rows = rows.view(np.uint32).astype(np.uint64)
     if packed:
         return np.concatenate([rows & np.uint64(0xFFFF), rows >> np.uint64(16)])
@@ -222,7 +221,7 @@ def instruction_problems(body: str, got: np.ndarray, want: np.ndarray, inputs: A
     """One instruction's result words [rows, count] against the recorded ones; inputs: words a, b, c."""
     opcode = body.split(" ", 1)[0]
     form = result_format(opcode)
-    packed = (form is not None and opcode.endswith("x2")) or ("f16x2" in opcode and form is not None)
+    packed = form is not None and "f16x2" in opcode  # f16x2 and bf16x2
     got, want = elements(got, form, packed), elements(want, form, packed)
     rule = APPROXIMATIONS.get(opcode.replace(".ftz", ""))
     if rule is None:
@@ -236,10 +235,9 @@ def instruction_problems(body: str, got: np.ndarray, want: np.ndarray, inputs: A
         wrong = []
         for place in np.ndindex(got.shape):
             sources = [int(o[place]) for o in operands]
-            for result, whose in ((got[place], "simulated"), (want[place], "recorded")):
-                if not within_bound(rule, form, ftz, int(result), sources):
-                    wrong.append(place)
-                    break
+            results = (int(got[place]), int(want[place]))
+            if not all(within_bound(rule, form, ftz, result, sources) for result in results):
+                wrong.append(place)
     problems = []
     for place in list(map(tuple, wrong))[:LISTED]:
         lane = place[-1]
@@ -267,7 +265,7 @@ def of_group(group: tuple[str, ...], results: Callable[[str], int]):
 
 
 def of_formats(formats: tuple[str | None, ...]):
-    """Judge of outputs whose rows (first axis) each hold words of one format: NaN equals NaN, else bit for bit."""
+    """Judge of outputs whose rows (first axis) hold words of one format: NaN equals NaN, else bitwise."""
 
     def judge(simulated: Arrays, recorded: Arrays, inputs: Arrays) -> list[str]:
         problems = []

@@ -1,4 +1,4 @@
-"""Kernels of control flow, of arithmetic as CuTe DSL writes it, of barriers and pipelines, of mma.sync."""
+"""Kernels of control flow, of arithmetic as CuTe DSL writes it, of barriers and pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 128
 THREADS = 384
 
 
-# ---- divergence ----------------------------------------------------------------------------------------------------
+# ---- divergence ----------------------------------------------------------------------------------------
 
 
 @cute.kernel
@@ -90,7 +90,7 @@ def local_memory(values: cute.Tensor, out: cute.Tensor):
     _local_memory(values, out).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))
 
 
-# ---- arithmetic as the DSL compiles it -----------------------------------------------------------------------------
+# ---- arithmetic as the DSL compiles it -----------------------------------------------------------------
 
 
 @cute.kernel
@@ -152,14 +152,14 @@ def dsl_floats(a: cute.Tensor, b: cute.Tensor, out: cute.Tensor, halves: cute.Te
     _dsl_floats(a, b, out, halves, brains).launch(grid=(THREADS // BLOCK, 1, 1), block=(BLOCK, 1, 1))
 
 
-# ---- named barriers, reductions over a barrier -----------------------------------------------------------------------
+# ---- named barriers, reductions over a barrier ---------------------------------------------------------
 
 ROUNDS = 6
 
 
 @cute.kernel
 def _named_barriers(values: cute.Tensor, out: cute.Tensor, reduced: cute.Tensor):
-    """Warps 0 and 1 hand words to warps 2 and 3 through one buffer: bar.arrive on one side, bar.sync on the other."""
+    """Warps 0 and 1 hand words to warps 2 and 3 through one buffer, both with bar.arrive and bar.sync."""
     thread, _, _ = cute.arch.thread_idx()
     smem = cutlass.memory.SmemAllocator()
     buffer = smem.allocate_tensor(cutlass.Int32, cute.make_layout(2 * WARP))
@@ -172,7 +172,7 @@ def _named_barriers(values: cute.Tensor, out: cute.Tensor, reduced: cute.Tensor)
             cute.arch.barrier_arrive(barrier_id=full, number_of_threads=BLOCK)
     else:
         total = Int32(0)
-        for step in range(ROUNDS):
+        for _ in range(ROUNDS):
             cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=BLOCK)
             cute.arch.barrier(barrier_id=full, number_of_threads=BLOCK)
             total = total * 5 + buffer[(lane + 13) % (2 * WARP)]
@@ -196,7 +196,7 @@ def named_barriers(values: cute.Tensor, out: cute.Tensor, reduced: cute.Tensor):
     _named_barriers(values, out, reduced).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))
 
 
-# ---- mbarriers -----------------------------------------------------------------------------------------------------
+# ---- mbarriers -----------------------------------------------------------------------------------------
 
 STAGES = 3
 STEPS = 8
@@ -205,7 +205,7 @@ STAGE_WORDS = 64
 
 @cute.kernel
 def _ring(values: cute.Tensor, out: cute.Tensor):
-    """Warp 0 fills a ring by bulk copies, warps 1 to 3 read each stage; plain mbarriers, parities by use count."""
+    """Warp 0 fills a ring by bulk copies, warps 1 to 3 read each stage; plain mbarriers."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     smem = cutlass.memory.SmemAllocator()
@@ -287,7 +287,7 @@ def _async_pipeline(values: cute.Tensor, out: cute.Tensor):
     else:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         total = Int32(0)
-        for step in range(STEPS):
+        for _ in range(STEPS):
             channel.consumer_wait(state)
             total = total * 7 + buffer[state.index, STAGE_WORDS - 1 - lane]
             channel.consumer_release(state)
@@ -348,90 +348,7 @@ def mbarrier_states(out: cute.Tensor):
     _mbarrier_states(out).launch(grid=(1, 1, 1), block=(WARP, 1, 1))
 
 
-# ---- mma.sync ------------------------------------------------------------------------------------------------------
-
-# (shape, D, A, B, C types, words of A, of B, of C)
-MMAS = (
-    ("m16n8k16", "f32.bf16.bf16.f32", 4, 2, 4),
-    ("m16n8k16", "f32.f16.f16.f32", 4, 2, 4),
-    ("m16n8k8", "f32.bf16.bf16.f32", 2, 1, 4),
-    ("m16n8k8", "f32.f16.f16.f32", 2, 1, 4),
-    ("m16n8k16", "f16.f16.f16.f16", 4, 2, 2),
-    ("m16n8k8", "f16.f16.f16.f16", 2, 1, 2),
-)
-
-
-def _mma(shape: str, types: str, a: int, b: int, c: int) -> str:
-    def registers(first: int, count: int) -> str:
-        return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
-
-    operands = (registers(0, c), registers(c, a), registers(c + a, b), registers(c + a + b, c))
-    return f"mma.sync.aligned.{shape}.row.col.{types} {', '.join(operands)};"
-
-
-@cute.kernel
-def _mma_sync(half: cute.Tensor, brain: cute.Tensor, single: cute.Tensor, out: cute.Tensor):
-    lane, _, _ = cute.arch.thread_idx()
-    for n in cutlass.range_constexpr(len(MMAS)):
-        shape, types, a, b, c = MMAS[n]
-        source = brain if cutlass.const_expr("bf16" in types) else half
-        start = single if cutlass.const_expr(types.endswith("f32")) else half
-        words = [source[i, lane] for i in range(a)]
-        words += [source[4 + i, lane] for i in range(b)]
-        words += [start[6 + i, lane] for i in range(c)]
-        result = ptx(_mma(shape, types, a, b, c), *words, results=c)
-        for i in cutlass.range_constexpr(c):
-            out[n, i, lane] = result[i]
-
-
-@cute.jit
-def mma_sync(half: cute.Tensor, brain: cute.Tensor, single: cute.Tensor, out: cute.Tensor):
-    _mma_sync(half, brain, single, out).launch(grid=(1, 1, 1), block=(WARP, 1, 1))
-
-
-MMA_ROWS = 10
-
-
-def _mma_operands(values: np.ndarray) -> list[torch.Tensor]:
-    """values float32 [MMA_ROWS, WARP, 2] as pairs of f16, of bf16, and (the first of each) as f32 words."""
-    pairs = torch.from_numpy(values)
-    half, brain = (
-        pairs.to(t).contiguous().view(torch.int32)[..., 0] for t in (torch.float16, torch.bfloat16)
-    )
-    return [half, brain, pairs[..., 0].contiguous().view(torch.int32)]
-
-
-def _mma_integers() -> list[torch.Tensor]:
-    """Small integers: every sum is exact in any order and any width."""
-    return _mma_operands(
-        (inputs.below(60, MMA_ROWS * WARP * 2, 17) - 8).reshape(MMA_ROWS, WARP, 2).astype(np.float32)
-    )
-
-
-def _mma_reals() -> list[torch.Tensor]:
-    return _mma_operands(inputs.normals(61, MMA_ROWS * WARP * 2).reshape(MMA_ROWS, WARP, 2))
-
-
-MMA_TOLERANCE = {
-    "f32": 2.0**-18,
-    "f16": 2.0**-9,
-}  # of sums of 16 products near 1: order and width are not defined
-
-
-def _near(simulated, recorded, arrays):
-    """The ISA leaves the order and the precision of the accumulation open (9.7.14.5): within a few ulp of the sum."""
-    problems = []
-    for n, (_, types, *_, words) in enumerate(MMAS):
-        name = types.rpartition(".")[2]
-        kind = np.float32 if name == "f32" else np.float16
-        got, want = (x[0][n, :words].view(kind).astype(np.float64) for x in (simulated, recorded))
-        worst = np.abs(got - want).max()
-        if not worst <= MMA_TOLERANCE[name] * max(1.0, np.abs(want).max()):
-            problems.append(f"{MMAS[n][:2]}: off by {worst:.3g}")
-    return problems
-
-
-# ---- cases ---------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------------
 
 
 def _words(seed: int, *shape: int) -> torch.Tensor:
@@ -490,14 +407,4 @@ CASES = (
         lambda: [unwritten(torch.int32, 2 * WARP)],
     ),
     Case("mbarrier_states", mbarrier_states, list, lambda: [unwritten(torch.int32, STATE_WORDS)]),
-    Case(
-        "mma_integers", mma_sync, _mma_integers, lambda: [torch.zeros(len(MMAS), 4, WARP, dtype=torch.int32)]
-    ),
-    Case(
-        "mma_reals",
-        mma_sync,
-        _mma_reals,
-        lambda: [torch.zeros(len(MMAS), 4, WARP, dtype=torch.int32)],
-        _near,
-    ),
 )

@@ -15,7 +15,7 @@ def result_words(group: tuple[str, ...]) -> int:
 
 
 def host_of(group: tuple[str, ...]):
-    """Host function (a, b, c [COUNT], out [words, COUNT]) that applies each instruction to a[i], b[i], c[i]."""
+    """Host function (a, b, c [COUNT], out [words, COUNT]): each instruction on a[i], b[i], c[i]."""
     functions = [word_function(body) for body in group]
 
     @cute.kernel

@@ -1,4 +1,4 @@
-"""Input words, the same on every machine and with every library version: edge values, then a counter's hash."""
+"""Input words, the same on every machine and with every library version: edges, then a counter's hash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTEGER_EDGES = (
     *(0xFFFFFFFE, 0x80000001, 0x55555555, 64, 63, 255, 256, 128, 127, 0xAAAAAAAA, 0x01020304, 0xFF00FF00),
     *(3, 7, 16, 24, 0x80808080, 0x7F7F7F7F, 1000000007, 0xFFFF8000, 0xC0000000, 0x40000000),
 )
-# Zeros, ones, infinities, NaNs (quiet, signalling), least and greatest subnormals and normals, neighbours, ties.
+# Zeros, ones, infinities, NaNs (quiet, signalling), least and greatest subnormals and normals, ties.
 FLOAT_EDGES = (
     *(0x00000000, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FA00001),
     *(0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x3F7FFFFF),
@@ -102,7 +102,7 @@ def float_operands(seed: int) -> list[np.ndarray]:
 
 
 def half_operands(edges: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    """Words of two halves each: the lower ones meet as in `operand_words`, the upper ones in another order."""
+    """Words of two halves each: the lower ones meet as in `operand_words`, the upper in another order."""
     random = words(seed + 10, 3 * COUNT).reshape(3, COUNT)
     exponent = np.uint32(0x3F80 if edges is BFLOAT_EDGES else 0x3C00)
     mantissa = np.uint32(0x7F if edges is BFLOAT_EDGES else 0x3FF)

@@ -11,6 +11,7 @@ from silicon import (
     elementwise,
     inputs,
     instructions,
+    matrix_kernels,
     memory_kernels,
     tensor_kernels,
 )
@@ -43,6 +44,7 @@ CASES = (
     _group("warp", instructions.WARP, [w % np.uint32(41) for w in inputs.integer_operands(12)]),
     *memory_kernels.CASES,
     *control_kernels.CASES,
+    *matrix_kernels.CASES,
     *cluster_kernels.CASES,
     *tensor_kernels.CASES,
 )

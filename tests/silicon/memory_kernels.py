@@ -1,4 +1,4 @@
-"""Kernels on shared and global memory: transposes, vectors, atomics, cp.async, bulk copies, matrix loads, barriers."""
+"""Kernels on shared and global memory: transposes, vectors, atomics, cp.async, bulk copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shared_bytes(count: int, alignment: int = 128):
     return smem.allocate_tensor(cutlass.Uint8, cute.make_layout(count), byte_alignment=alignment)
 
 
-# ---- transposes through shared memory, vector widths ---------------------------------------------------------------
+# ---- transposes through shared memory, vector widths ---------------------------------------------------
 
 TILE = 32
 ROWS = 8  # thread rows
@@ -50,7 +50,7 @@ def transpose(source: cute.Tensor, out: cute.Tensor):
     _transpose(source, out).launch(grid=grid, block=(TILE, ROWS, 1))
 
 
-# ---- loads and stores of every width -------------------------------------------------------------------------------
+# ---- loads and stores of every width -------------------------------------------------------------------
 
 BLOCK = 128
 SLOT = 16  # bytes a thread
@@ -68,7 +68,8 @@ def _move(width: str, space: str) -> str:
     if space == "shared":
         return f"{{ {declare} ld.shared.{width} {operand}, [$0]; st.shared.{width} [$1], {operand}; }}"
     addresses = ".reg .b64 %from, %to; mov.b64 %from, {$0, $1}; mov.b64 %to, {$2, $3};"
-    return f"{{ {declare} {addresses} ld.global.{width} {operand}, [%from]; st.global.{width} [%to], {operand}; }}"
+    move = f"ld.global.{width} {operand}, [%from]; st.global.{width} [%to], {operand};"
+    return f"{{ {declare} {addresses} {move} }}"
 
 
 @cute.kernel
@@ -102,7 +103,7 @@ def widths(source: cute.Tensor, out: cute.Tensor, extended: cute.Tensor):
     _widths(source, out, extended).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))
 
 
-# ---- atomics -------------------------------------------------------------------------------------------------------
+# ---- atomics -------------------------------------------------------------------------------------------
 
 ATOMICS = (
     *(f"{op}.{t}" for op in ("add", "min", "max") for t in ("u32", "s32")),
@@ -117,7 +118,10 @@ _NO_RED = ("exch", "cas")
 
 
 def _atomic(op: str, space: str, reduction: bool) -> str:
-    """Address words $2 $3 (results first), operand $4, and for cas the new value $5; wide ops pair the words."""
+    """Results $0 $1 (atom only), then the address in two words, the operand, for cas the new value.
+
+    64-bit operations take (operand, value) as the words of one operand, (value, operand) as the other's.
+    """
     wide = op.endswith("64")
     first = 0 if reduction else 2
     low, high, value, extra = (f"${first + i}" for i in range(4))
@@ -162,7 +166,7 @@ def _atomics_host(ops: tuple[str, ...], space: str):
                 address = words64(place)
             # Half of the comparisons of cas succeed.
             operand, other = (c[thread], a[thread])
-            if cutlass.const_expr(ops[n].startswith("cas")):
+            if cutlass.const_expr(ops[n].startswith("cas")):  # noqa: SIM102 - known when compiling
                 if thread % 2 == 0:
                     operand = a[thread]
                     other = b[thread]
@@ -233,7 +237,7 @@ def _contended_inputs() -> list[torch.Tensor]:
     return [inputs.tensor(values), inputs.tensor(start)]
 
 
-# ---- cp.async ------------------------------------------------------------------------------------------------------
+# ---- cp.async ------------------------------------------------------------------------------------------
 
 # (bytes, cache operator, bytes read: the rest is zero)
 COPIES = (
@@ -258,7 +262,8 @@ def _cp_async(source: cute.Tensor, out: cute.Tensor, ring: cute.Tensor):
         for i in cutlass.range_constexpr(SLOT):
             smem[thread * SLOT + i] = cutlass.Uint8(0xEE)
         start = words64(source.iterator.toint() + cutlass.Int64(((thread * 3 + n) % BLOCK) * SLOT))
-        text = f"{{ .reg .b64 %at; mov.b64 %at, {{$1, $2}}; cp.async.{cache}.shared.global [$0], [%at], {size}, {read}; }}"
+        copy = f"cp.async.{cache}.shared.global [$0], [%at], {size}, {read};"
+        text = f"{{ .reg .b64 %at; mov.b64 %at, {{$1, $2}}; {copy} }}"
         ptx(text, mine, *start, results=0)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
@@ -295,7 +300,7 @@ def cp_async(source: cute.Tensor, out: cute.Tensor, ring: cute.Tensor):
     _cp_async(source, out, ring).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))
 
 
-# ---- bulk copies ---------------------------------------------------------------------------------------------------
+# ---- bulk copies ---------------------------------------------------------------------------------------
 
 BULK_BYTES = 1024
 PIECES = ((0, 256), (256, 16), (512, 496))  # (offset, bytes) of one copy each
@@ -333,7 +338,10 @@ def _bulk(source: cute.Tensor, out: cute.Tensor, reduced: cute.Tensor):
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
     if thread == 0:
-        store = "{ .reg .b64 %at; mov.b64 %at, {$0, $1}; cp.async.bulk.global.shared::cta.bulk_group [%at], [$2], $3; }"
+        store = (
+            "{ .reg .b64 %at; mov.b64 %at, {$0, $1}; "
+            "cp.async.bulk.global.shared::cta.bulk_group [%at], [$2], $3; }"
+        )
         target = words64(out.iterator.toint() + cutlass.Int64(BULK_BYTES + 48))
         ptx(store, *target, data.iterator.toint() + 16, Int32(496), results=0)
         target = words64(reduced.iterator.toint())
@@ -354,46 +362,7 @@ def bulk(source: cute.Tensor, out: cute.Tensor, reduced: cute.Tensor):
     _bulk(source, out, reduced).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))
 
 
-# ---- ldmatrix, stmatrix --------------------------------------------------------------------------------------------
-
-MATRIX_BYTES = 8 * 16
-COUNTS = (1, 2, 4)
-
-
-def _registers(count: int, first: int = 0) -> str:
-    return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
-
-
-@cute.kernel
-def _matrices(source: cute.Tensor, loaded: cute.Tensor, stored: cute.Tensor):
-    lane, _, _ = cute.arch.thread_idx()
-    size = 4 * MATRIX_BYTES
-    smem = shared_bytes(2 * size)
-    base = smem.iterator.toint()
-    for i in cutlass.range_constexpr(size // WARP):
-        smem[i * WARP + lane] = source[i * WARP + lane]
-    cute.arch.sync_warp()
-    row = base + ((lane * 5 + 2) % WARP) * 16  # rows of the matrices lie in no order
-    for n in cutlass.range_constexpr(2 * len(COUNTS)):
-        count, trans = COUNTS[n // 2], ".trans" if n % 2 else ""
-        load = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {_registers(count)}, [${count}];"
-        values = ptx(load, row, results=count)
-        for i in cutlass.range_constexpr(count):
-            loaded[n, i, lane] = values[i]
-        for i in cutlass.range_constexpr(size // WARP):
-            smem[size + i * WARP + lane] = cutlass.Uint8(0)
-        cute.arch.sync_warp()
-        store = f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [$0], {_registers(count, 1)};"
-        ptx(store, row + size, *values, results=0)
-        cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(size // WARP):
-            stored[n, i * WARP + lane] = smem[size + i * WARP + lane]
-        cute.arch.sync_warp()
-
-
-@cute.jit
-def matrices(source: cute.Tensor, loaded: cute.Tensor, stored: cute.Tensor):
-    _matrices(source, loaded, stored).launch(grid=(1, 1, 1), block=(WARP, 1, 1))
+# ---- cases
 
 
 def _bytes(seed: int, *shape: int) -> torch.Tensor:
@@ -453,14 +422,5 @@ CASES = (
         bulk,
         lambda: [_bytes(37, BULK_BYTES + 32)],
         lambda: [unwritten(torch.uint8, 2, BULK_BYTES), _words(38, len(BULK_REDUCTIONS), 64)],
-    ),
-    Case(
-        "matrices",
-        matrices,
-        lambda: [_bytes(39, 4 * MATRIX_BYTES)],
-        lambda: [
-            unwritten(torch.int32, 2 * len(COUNTS), 4, WARP),
-            unwritten(torch.uint8, 2 * len(COUNTS), 4 * MATRIX_BYTES),
-        ],
     ),
 )

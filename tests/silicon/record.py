@@ -2,9 +2,9 @@
 
     python tests/silicon/record.py [--out tests/silicon/data] [case ...]
 
-Compiles each case for sm_90a, runs it on the GPU and writes one .npz: the outputs, a digest of the inputs, the PTX
-(compressed) with its digest and the cubin's, and what ran it. Cases that the GPU refuses run in processes of their
-own, because their context is lost.
+Compiles each case for sm_90a, runs it on the GPU and writes one .npz: the outputs, a digest of the inputs,
+the PTX (compressed) with its digest and the cubin's, and what ran it. Cases that the GPU refuses run in
+processes of their own, because their context is lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def record_refusal(case: Case, where: dict[str, str], folder: Path) -> int:
-    """Write the error with which the GPU stops a case; its context is lost then, so this is the process's last act."""
+    """Write the error with which the GPU stops a case. The context is lost then: the process's last act."""
     try:
         run_native(case)
     except RuntimeError as error:

@@ -32,7 +32,7 @@ def _view(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def _load_host(bits: int, span: int, start: tuple[int, int]):
-    """Each block loads one box, `start` (column, row) added to its place; shared memory as it lies is the output.
+    """Each block loads one box, `start` (column, row) added to its place; shared memory as it lies is written.
 
     bits: of the swizzle. span: bytes of a box's row.
     """
@@ -84,7 +84,7 @@ def _load_host(bits: int, span: int, start: tuple[int, int]):
 
 
 def _store_host(bits: int, span: int, start: tuple[int, int], operation=None):
-    """Each block stores (or, with `operation`, reduces) one box of bytes into the output, which it may overhang."""
+    """Each block stores (or, with `operation`, reduces) one box into the output, which it may overhang."""
     size = span * ROWS
 
     @cute.kernel
@@ -127,7 +127,7 @@ def _store_host(bits: int, span: int, start: tuple[int, int], operation=None):
     return host
 
 
-# ---- a pipeline of tensor loads --------------------------------------------------------------------------
+# ---- a pipeline of tensor loads ------------------------------------------------------------------------
 
 STAGES = 3
 STEPS = 7
@@ -271,7 +271,7 @@ def _multicast_host(mask_of_rank: tuple[int, ...]):
     return host
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------------
 
 
 def _bytes(seed: int, *shape: int) -> torch.Tensor:

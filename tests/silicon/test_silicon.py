@@ -1,8 +1,8 @@
 """Kernels that an H200 ran, run again by the simulator from the same PTX; the results must be the same.
 
-Where the ISA defines a result it is compared bit for bit (NaN with NaN); approximations lie within the ISA's error
-of the truth, on silicon as in the simulator; what the ISA leaves open is said at the kernel. data/ was written by
-record.py.
+Where the ISA defines a result it is compared bit for bit (NaN with NaN); approximations lie within the ISA's
+error of the truth, on silicon as in the simulator; what the ISA leaves open is said at the kernel. data/ was
+written by record.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def same_object(case, about: dict, ptx: str) -> None:
     if digest(case.compiled.artifacts.PTX) != about["ptx_sha256"]:
         pytest.fail(
             f"{case.name} compiles to another PTX than recorded: nvidia-cutlass-dsl {dsl_version()} here, "
-            f"{about['nvidia-cutlass-dsl']} there. Record again on an H200: python tests/silicon/record.py {case.name}"
+            f"{about['nvidia-cutlass-dsl']} there. Record again on an H200: "
+            f"python tests/silicon/record.py {case.name}"
         )
     assert inputs_digest(case) == about["inputs_sha256"], "the inputs are not those of the recording"
 
