@@ -8,9 +8,10 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from warpspec.sim.codegen.layout import Ctx, Fault, Stop, guard_text
+from warpspec.sim import diagnosis
+from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.errors import Deadlock, MemoryFault, SimError, TmemFault, Where, format_lanes
+from warpspec.sim.errors import MemoryFault, TmemFault, Where
 from warpspec.sim.families import barriers, mbarrier
 from warpspec.sim.grid import ClusterFactory, Launch
 from warpspec.sim.instruction import Imm, Instr
@@ -147,7 +148,7 @@ class Machine:
                 if self.progress != before:
                     self.watch.event()
                 elif self.watch.stuck(warp):
-                    raise self.deadlock("warps spin, and nothing that they wait for can still happen")
+                    raise diagnosis.deadlock(self, "warps spin, and nothing that they wait for can still happen")
                 elif self.watch.turns % PATIENCE == 0:
                     admitted = [self.admit() for _ in range(len(self.resident))]
                     if not any(admitted):
@@ -158,7 +159,7 @@ class Machine:
                 if self.admit():
                     continue
                 if stuck_rounds >= STUCK_ROUNDS or not self.release_timed_waits():
-                    raise self.deadlock("nothing can make progress")
+                    raise diagnosis.deadlock(self, "nothing can make progress")
 
     def admit(self) -> bool:
         """Make one more cluster resident; False if the grid has none left or the device is full."""
@@ -182,8 +183,9 @@ class Machine:
         self._executing = op.origin  # what it defers in turn belongs to the same instruction
         try:
             op.execute(self)
-        except SimError as error:
-            raise self.locate(error, *(op.origin or (None, None))) from None
+        except Exception as error:
+            diagnosis.locate(self, error, *(op.origin or (None, None)))
+            raise
         self.stats.completed(self, op)
         if not queue:
             del self.queues[key]
@@ -251,7 +253,7 @@ class Machine:
                 w.ctx[Ctx.FORCE] = 1
                 forced = group
             else:
-                raise self.fault(w, group)
+                raise diagnosis.fault(self, w, group)
         return True
 
     def favoured(self, w: Warp) -> Group | None:
@@ -337,8 +339,9 @@ class Machine:
                     self.block(w, group, wait)
                     return False
                 group.timed_out = False
-        except SimError as error:
-            raise self.locate(error, w, ins, group.mask) from None
+        except Exception as error:
+            diagnosis.locate(self, error, w, ins, group.mask)
+            raise
         w.counters[block] += 1
         group.block = block + 1
         if len(w.groups) > 1:
@@ -392,7 +395,7 @@ class Machine:
         """bar.warp.sync joins lanes wherever in the text they execute it; frees those that waited for this group."""
         named = w.scalar(ins.operands[-1], group.mask) & w.alive
         parked = [g for g in w.groups if g.converge and g.mask & named]
-        waiting = [g for g in parked if self._instr(g).parts[:2] == WARP_BARRIER]
+        waiting = [g for g in parked if diagnosis.instruction_at(self, g).parts[:2] == WARP_BARRIER]
         together = group.mask
         for other in waiting:
             together |= other.mask
@@ -403,13 +406,6 @@ class Machine:
             other.block += 1
             other.converge = False
         return True
-
-    def _instr(self, group: Group) -> Instr:
-        """The instruction at which a group stands."""
-        block = self.program.blocks[min(group.block, len(self.program.blocks) - 1)]
-        return self.program.kernel.instrs[min(block.start, len(self.program.kernel.instrs) - 1)]
-
-    # ---- trouble ----------------------------------------------------------------------------------------------
 
     def release_timed_waits(self) -> bool:
         """Let waits that the hardware bounds in time return without their event; whether there were any."""
@@ -428,73 +424,3 @@ class Machine:
             else:
                 del self.waiters[on]
         return released
-
-    def deadlock(self, headline: str) -> Deadlock:
-        """A report of every warp that is not done and what it waits for."""
-        rows = []
-        for cluster in self.resident:
-            for cta in cluster.ctas:
-                for warp in cta.warps:
-                    rows += [self._stuck(warp, group) for group in warp.groups]
-        pending = sum(len(q) for q in self.queues.values())
-        tail = f"\n  {pending} asynchronous operations pending" if pending else ""
-        return Deadlock(f"{headline}:\n  " + "\n  ".join(rows) + tail, Where(self.program.kernel.name))
-
-    def _stuck(self, w: Warp, group: Group) -> str:
-        ins = self._instr(group)
-        if group.wait is not None:
-            what = group.wait.describe()
-        elif group.converge:
-            what = f"waits for lanes {where_lanes(w.alive & ~group.mask)} at `{ins.opcode}`"
-        elif group.timed_out:
-            what = mbarrier.describe_wait(self, w, ins, group.mask) or "runs"
-        else:
-            what = "runs without effect"
-        where = self.where(w, ins, group.mask)
-        source = f" from {where.source}" if where.source else ""
-        return f"CTA {w.cta.coords} warp {w.index} lanes {where_lanes(group.mask)}: {what} (PTX line {ins.line}{source})"
-
-    def where(self, w: Warp | None, ins: Instr | None, mask: int | None = None) -> Where:
-        return Where(
-            kernel=self.program.kernel.name,
-            cta=None if w is None else w.cta.coords,
-            warp=None if w is None else w.index,
-            lanes=None if mask is None else tuple(lanes(mask)),
-            ptx_line=None if ins is None else ins.line,
-            ptx_text=None if ins is None else guard_text(ins) + (ins.text or ins.opcode),
-            source=None if ins is None else ins.source,
-        )
-
-    def locate(self, error: SimError, w: Warp | None, ins: Instr | None, mask: int | None = None) -> SimError:
-        """Add the place to an error that lacks it."""
-        if error.where is None:
-            error.where = self.where(w, ins, mask)
-        return error
-
-    def fault(self, w: Warp, group: Group) -> SimError:
-        """The error that generated code stopped with."""
-        kind, address, size = (int(w.ctx[f]) for f in (Ctx.FAULT_KIND, Ctx.FAULT_ADDRESS, Ctx.FAULT_SIZE))
-        ins = self.program.kernel.instrs[int(w.ctx[Ctx.FAULT_INSTR])]
-        lane = int(w.ctx[Ctx.FAULT_LANE])
-        if kind == Fault.TRAP:
-            return SimError("the kernel executed trap", self.where(w, ins, group.mask))
-        write = ins.parts[0] != "ld"
-        if kind == Fault.MISALIGNED:
-            text = f"{size}-byte access at {address:#x} is not aligned to its size"
-        elif kind == Fault.REMOTE_SHARED:
-            text = f"shared::cta access with the address {address:#x} of another CTA (own rank {w.cta.rank})"
-        elif "shared" in ins.opcode or address >> 56 == 1:
-            low = address & ((1 << CTA_RANK_SHIFT) - 1)
-            text = (
-                f"{size}-byte access at shared offset {low:#x} (address {address:#x}): the CTA's shared memory is "
-                f"{SHARED_BASE_OFFSET:#x} to {len(w.cta.smem):#x}"
-            )
-        elif ".local" in ins.opcode or address >> 56 == 2:
-            text = f"{size}-byte access at local offset {address & 0xFFFFFFFF:#x} of {int(w.ctx[Ctx.LOCAL_SIZE])}"
-        else:
-            text = self.gmem.describe(address, size, write)
-        return MemoryFault(text, self.where(w, ins, 1 << lane))
-
-
-def where_lanes(mask: int) -> str:
-    return format_lanes(tuple(lanes(mask)))

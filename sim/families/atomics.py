@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from warpspec.sim.codegen.memory import space_of
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.families.alu import form_of
 from warpspec.sim.families.wide import place, read, write
@@ -63,7 +64,8 @@ def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     addresses = w.address(operands[0])
     sources = [operand_lanes(w, operand, bits) for operand in operands[1 : 3 if operation == "cas" else 2]]
     old = np.zeros_like(sources[0])
-    combine = None if operation in ("exch", "cas") else form_of(f"{operation}.{type_}", 2).function
+    flush = ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""  # as the scalar form does in global memory
+    combine = None if operation in ("exch", "cas") else form_of(f"{operation}{flush}.{type_}", 2).function
     for lane in lanes(mask):
         cells = place(m, w, ins, int(addresses[lane]), count * bits // 8, True).view(old.dtype)
         before = cells.copy().reshape(old[:, lane].shape)

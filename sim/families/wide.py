@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from warpspec.sim.codegen.memory import space_of
+from warpspec.sim.codegen.memory import space_of, vector_count
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Operand, Reg, Vec
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_WINDOW
@@ -71,5 +71,5 @@ def st(m, w: Warp, ins: Instr, mask: int) -> None:
 
 
 def require_b128(ins: Instr) -> None:
-    if ins.parts[-1] != "b128" or not isinstance(ins.operands[0 if ins.parts[0] == "ld" else 1], (Reg, Vec)):
+    if ins.parts[-1] != "b128" or vector_count(ins) > 1 or not isinstance(ins.operands[0 if ins.parts[0] == "ld" else 1], (Reg, Vec)):
         raise UnsupportedInstruction(f"`{ins.opcode}`")

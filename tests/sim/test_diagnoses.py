@@ -238,3 +238,18 @@ def test_source_lines_are_named_where_they_were_compiled_in():
     with pytest.raises(MemoryFault) as error:
         launch(OUT + body, {"out": out}, variables='.file 1 "/somewhere/my_kernel.py"')
     assert "my_kernel.py:77" in str(error.value)
+
+
+def test_warps_that_wait_alike_share_a_line():
+    with pytest.raises(Deadlock) as caught:
+        launch("barrier.sync 1, 256;", block=(128, 1, 1))
+    text = str(caught.value)
+    assert "warps 0-3 lanes 0-31: waits at named barrier 1 of CTA (0, 0, 0): 128 of 256 threads" in text
+    assert text.count("waits at") == 1
+
+
+def test_an_error_of_the_simulator_itself_says_where(monkeypatch):
+    monkeypatch.setattr("warpspec.sim.families.barriers._barrier", lambda cta, number: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        launch("mov.u32 %r1, 0;\nbar.sync 3;")
+    assert any("bar.sync 3" in note and "CTA (0, 0, 0), warp 0" in note for note in caught.value.__notes__)
