@@ -123,29 +123,25 @@ def st(e: Emitter, ins: Instr) -> None:
     checked(e, store_function(count, bits), space, f"ptr {data}", address)
 
 
-_ATOMIC_BITS = {
-    "u32": 32, "s32": 32, "b32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b16": 16, "f16": 16, "bf16": 16,
-    "u64": 64, "s64": 64, "b64": 64, "f64": 64,
-}  # fmt: skip
-_FLOAT_SUMS = {"f32": "fadd", "f64": "fadd", "f16": "hfadd", "f16x2": "hfadd", "bf16": "bfadd", "bf16x2": "bfadd"}
+_ATOMIC_TYPES = ("u32", "s32", "b32", "f32", "u64", "s64", "b64", "f64")  # the others: families/atomics.py
 _ATOMIC_OPS = {"add", "and", "or", "xor", "exch", "cas", "inc", "dec", "min", "max"}
 
 
 @emits("atom", "red")
 def atom(e: Emitter, ins: Instr) -> None:
     type_ = ins.parts[-1]
-    if ins.parts[1] == "async" or type_ not in _ATOMIC_BITS:
+    if ins.parts[1] == "async" or type_ not in _ATOMIC_TYPES:
         raise NotNative(ins.opcode)
     op = next((p for p in ins.parts[1:-1] if p in _ATOMIC_OPS), None)
     if op is None or vector_count(ins) != 1:
         raise NotNative(ins.opcode)
-    if type_ in _FLOAT_SUMS:
+    if type_[0] == "f":
         if op != "add":
             raise NotNative(ins.opcode)
-        op = _FLOAT_SUMS[type_]
+        op = "fadd"
     elif op in ("min", "max"):
         op = ("s" if type_[0] == "s" else "u") + op
-    bits = _ATOMIC_BITS[type_]
+    bits = element_bits(type_)
     operands = list(ins.operands)
     target = operands.pop(0) if ins.parts[0] == "atom" else None
     data = e.buffer(f"[2 x {ivec(bits)}]", 2)

@@ -278,41 +278,8 @@ _F32_SUM = f"""  %is.global = icmp eq i32 %space, {SPACES["global"]}
 {_flush("fn.bits", "new")}"""
 
 
-def _bf16_sum(bits: int) -> str:
-    """%new: sums of bf16 elements, by f32 sums rounded to nearest even (f32 is wide enough that this rounds once)."""
-    lines, total = [], "0"
-    for j in range(bits // 16):
-        for name, source in ((f"%a{j}", "%old"), (f"%b{j}", "%x0")):
-            lines.append(f"  {name}.s = lshr i{bits} {source}, {16 * j}")
-            lines.append(f"  {name}.h = trunc i{bits} {name}.s to i16" if bits > 16 else f"  {name}.h = add i16 {name}.s, 0")
-            lines.append(f"  {name}.w = zext i16 {name}.h to i32")
-            lines.append(f"  {name}.u = shl i32 {name}.w, 16")
-            lines.append(f"  {name} = bitcast i32 {name}.u to float")
-        s = f"%sum{j}"
-        lines.append(f"  {s} = fadd float %a{j}, %b{j}")
-        lines.append(f"  {s}.nan = fcmp uno float {s}, {s}")
-        lines.append(f"  {s}.i = bitcast float {s} to i32")
-        lines.append(f"  {s}.up = lshr i32 {s}.i, 16")
-        lines.append(f"  {s}.odd = and i32 {s}.up, 1")
-        lines.append(f"  {s}.half = add i32 {s}.odd, {0x7FFF}")
-        lines.append(f"  {s}.r = add i32 {s}.i, {s}.half")
-        lines.append(f"  {s}.t = lshr i32 {s}.r, 16")
-        lines.append(f"  {s}.c = select i1 {s}.nan, i32 {0x7FFF}, i32 {s}.t")
-        lines.append(f"  {s}.n = trunc i32 {s}.c to i16")
-        lines.append(f"  {s}.x = zext i16 {s}.n to i{bits}" if bits > 16 else f"  {s}.x = add i16 {s}.n, 0")
-        lines.append(f"  {s}.p = shl i{bits} {s}.x, {16 * j}")
-        lines.append(f"  {s}.all = or i{bits} {s}.p, {total}")
-        total = f"{s}.all"
-    lines.append(f"  %new = or i{bits} {total}, 0")
-    return "\n".join(lines)
-
-
 def _update(op: str, bits: int) -> str:
     """Lines that compute %new from %old, %x0 and, for cas, %x1."""
-    if op == "bfadd":
-        return _bf16_sum(bits)
-    if op == "hfadd":
-        return "  " + _ATOMS["fadd"].format(b=bits, f="half" if bits == 16 else "<2 x half>")
     if (op, bits) == ("fadd", 32):
         return _F32_SUM
     return "  " + _ATOMS[op].format(b=bits, f="double")

@@ -32,7 +32,7 @@ def _view(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def _load_host(bits: int, span: int, start: tuple[int, int]):
-    """Each block loads one box, `start` (column, row) added to its place; shared memory as it lies is written.
+    """Each block loads one box, `start` (column, row) added to its place; shared memory is what it writes.
 
     bits: of the swizzle. span: bytes of a box's row.
     """

