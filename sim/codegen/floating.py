@@ -41,8 +41,8 @@ def _fma(e: Emitter, a: str, b: str, c: str, bits: int) -> str:
 def _flush_tiny(e: Emitter, value: str, exact: Callable[[], str]) -> str:
     """.ftz of a rounded f32 product or fused sum whose exact value is below the least normal number.
 
-    An H200 looks at the exact value, so what rounds up to the least normal number becomes zero too (flush() alone
-    would keep it). exact: emits that value in f64; executed only when a lane has the least normal number.
+    An H200 looks at the exact value, so what rounds up to the least normal number becomes zero too (flush()
+    alone would keep it). exact: emits that value in f64; executed only when a lane has the least normal number.
     """
     raw = e.op(f"bitcast {fvec(32)} {value} to {ivec(32)}")
     magnitude = e.op(f"and {ivec(32)} {raw}, {e.imm(32, 0x7FFFFFFF)}")
