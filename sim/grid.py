@@ -21,7 +21,8 @@ SHARED_BYTES_PER_SM = 228 * 1024
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
 MAX_CLUSTER_CTAS = 16
-DEPOT = "__local_depot"
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_BLOCK = (1024, 1024, 64)
 
 Dim3 = tuple[int, int, int]
 
@@ -48,6 +49,11 @@ class Launch:
         return self.cluster[0] * self.cluster[1] * self.cluster[2]
 
 
+_PER_CTA = {"%smid", "%cluster_ctarank"} | {
+    f"%{name}.{axis}" for name in ("ctaid", "clusterid", "cluster_ctaid") for axis in "xyz"
+}
+
+
 def unravel(index: int, shape: Dim3) -> Dim3:
     """x-fastest coordinates of a linear index."""
     return index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1])
@@ -69,6 +75,9 @@ class ClusterFactory:
             raise HostError(f"{own} bytes of shared memory a CTA; the limit is {MAX_SHARED_BYTES}")
         if not 1 <= launch.threads <= 1024:
             raise HostError(f"block {launch.block} has {launch.threads} threads; 1 to 1024 are allowed")
+        for what, shape, limits in (("grid", launch.grid, MAX_GRID), ("block", launch.block, MAX_BLOCK)):
+            if any(size > limit for size, limit in zip(shape, limits, strict=True)):
+                raise HostError(f"{what} {shape}: at most {limits} are allowed")
         if launch.cluster_size > MAX_CLUSTER_CTAS:
             raise HostError(f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER_CTAS}")
         per_sm = min(
@@ -79,6 +88,12 @@ class ClusterFactory:
         self._free_smem: list[np.ndarray] = []
         self.ranges = np.ascontiguousarray(m.gmem.ranges)
         self._local_size = m.program.tables.local_size
+        self._by_warp: dict[int, dict[str, object]] = {}
+        self._same_everywhere = self._of_launch()
+        known = self._same_everywhere.keys() | self._of_warp(0).keys() | _PER_CTA
+        for name in m.program.registers.special:
+            if name not in known:
+                raise HostError(f"special register {name} is not simulated")
 
     def cancel(self) -> Dim3 | None:
         """Take the next cluster that has not started off the grid (clusterlaunchcontrol); its first CTA's ctaid."""
@@ -114,7 +129,7 @@ class ClusterFactory:
         cluster.live_ctas = len(cluster.ctas)
         cluster.smem_table = np.array([cta.smem.ctypes.data for cta in cluster.ctas], np.uint64)
         for cta in cluster.ctas:
-            self._add_warps(cta, first)
+            self._add_warps(cta, self._of_cta(cta, first))
         return cluster
 
     def _shared_memory(self) -> np.ndarray:
@@ -124,48 +139,53 @@ class ClusterFactory:
             return smem
         return aligned_bytes(self.smem_end, 1024, POISON)
 
-    def _add_warps(self, cta: Cta, cluster_id: Dim3) -> None:
+    def _add_warps(self, cta: Cta, special: dict[str, object]) -> None:
         m, launch = self.m, self.m.launch
         count = -(-launch.threads // WARP_SIZE)
+        context = self._context(cta)
         for index in range(count):
             threads = min(WARP_SIZE, launch.threads - index * WARP_SIZE)
-            w = Warp(m, cta, index, threads, self._special(cta, index, cluster_id))
+            w = Warp(m, cta, index, threads, special | self._of_warp(index))
             w.counters = m.stats.counters(index, len(m.program.blocks))
-            fields = {
-                Ctx.SMEM_TABLE: cta.cluster.smem_table.ctypes.data,
-                Ctx.SMEM_SIZE: self.smem_end,
-                Ctx.CLUSTER_SIZE: launch.cluster_size,
-                Ctx.CTA_RANK: cta.rank,
-                Ctx.RANGES: self.ranges.ctypes.data,
-                Ctx.RANGE_COUNT: len(self.ranges),
-                Ctx.COUNTERS: w.counters.ctypes.data,
-                Ctx.ALIVE: w.alive,
-                Ctx.PARAMS: launch.params,
-                Ctx.SYMBOLS: launch.symbol_addresses.ctypes.data,
-            }
+            w.ctx[:] = context
+            w.ctx[Ctx.COUNTERS] = w.counters.ctypes.data
+            w.ctx[Ctx.ALIVE] = w.alive
             if self._local_size:
                 w.local = aligned_bytes(self._local_size * WARP_SIZE, 64, POISON)
-                fields[Ctx.LOCAL_BASE] = w.local.ctypes.data
-                fields[Ctx.LOCAL_SIZE] = self._local_size
-            for field_, value in fields.items():
-                w.ctx[field_] = value
+                w.ctx[Ctx.LOCAL_BASE] = w.local.ctypes.data
             cta.warps.append(w)
         cta.live_warps = count
 
-    def _special(self, cta: Cta, index: int, cluster_id: Dim3) -> dict[str, object]:
-        """Values of the special registers the kernel reads (PTX ISA chapter 10)."""
+    def _context(self, cta: Cta) -> np.ndarray:
+        """The native code's context as far as the warps of a CTA share it."""
+        context = np.zeros(Ctx.COUNT, np.uint64)
+        fields = {
+            Ctx.SMEM_TABLE: cta.cluster.smem_table.ctypes.data,
+            Ctx.SMEM_SIZE: self.smem_end,
+            Ctx.CLUSTER_SIZE: self.m.launch.cluster_size,
+            Ctx.CTA_RANK: cta.rank,
+            Ctx.RANGES: self.ranges.ctypes.data,
+            Ctx.RANGE_COUNT: len(self.ranges),
+            Ctx.PARAMS: self.m.launch.params,
+            Ctx.SYMBOLS: self.m.launch.symbol_addresses.ctypes.data,
+            Ctx.LOCAL_SIZE: self._local_size,
+        }
+        for field_, value in fields.items():
+            context[field_] = value
+        return context
+
+    def _wanted(self, values: dict[str, object]) -> dict[str, object]:
+        """The special registers among `values` that the kernel reads."""
+        return {name: values[name] for name in self.m.program.registers.special if name in values}
+
+    def _of_launch(self) -> dict[str, object]:
+        """Values of special registers that are alike in all CTAs (PTX ISA chapter 10)."""
         launch = self.m.launch
-        thread = LANE_NUMBERS + index * WARP_SIZE
-        bx, by = launch.block[0], launch.block[1]
-        inside = unravel(cta.rank, launch.cluster)
         values: dict[str, object] = {
             "%laneid": LANE_NUMBERS,
-            "%warpid": index,
             "%nwarpid": MAX_THREADS_PER_SM // WARP_SIZE,
-            "%smid": cta.number % launch.sm_count,
             "%nsmid": launch.sm_count,
             "%gridid": 1,
-            "%cluster_ctarank": cta.rank,
             "%cluster_nctarank": launch.cluster_size,
             "%is_explicit_cluster": launch.cluster_size > 1,
             "%total_smem_size": self.smem_end,
@@ -178,28 +198,37 @@ class ClusterFactory:
             "%lanemask_le": (np.uint32(2) << LANE_NUMBERS) - np.uint32(1),
             "%lanemask_gt": ~((np.uint32(2) << LANE_NUMBERS) - np.uint32(1)),
             "%lanemask_ge": ~((np.uint32(1) << LANE_NUMBERS) - np.uint32(1)),
+            "%SP": LOCAL_WINDOW,
+            "%SPL": LOCAL_WINDOW,
+            **{f"%envreg{number}": 0 for number in range(32)},
+            **_axes("%ntid", launch.block),
+            **_axes("%nctaid", launch.grid),
+            **_axes("%nclusterid", self.clusters_shape),
+            **_axes("%cluster_nctaid", launch.cluster),
         }
-        triples = {
-            "%tid": (thread % bx, thread // bx % by, thread // (bx * by)),
-            "%ntid": launch.block,
-            "%ctaid": cta.coords,
-            "%nctaid": launch.grid,
-            "%clusterid": cluster_id,
-            "%nclusterid": self.clusters_shape,
-            "%cluster_ctaid": inside,
-            "%cluster_nctaid": launch.cluster,
+        return self._wanted(values)
+
+    def _of_cta(self, cta: Cta, cluster_id: Dim3) -> dict[str, object]:
+        """Values of the special registers that the CTA's warps share."""
+        launch = self.m.launch
+        values = {
+            "%smid": cta.number % launch.sm_count,
+            "%cluster_ctarank": cta.rank,
+            **_axes("%ctaid", cta.coords),
+            **_axes("%clusterid", cluster_id),
+            **_axes("%cluster_ctaid", unravel(cta.rank, launch.cluster)),
         }
-        for name, triple in triples.items():
-            for axis, value in zip("xyz", triple, strict=True):
-                values[f"{name}.{axis}"] = value
-        wanted = {}
-        for name in self.m.program.registers.special:
-            if name.startswith("%envreg"):
-                wanted[name] = 0
-            elif name == "%SP" or name == "%SPL":
-                wanted[name] = LOCAL_WINDOW
-            elif name in values:
-                wanted[name] = values[name]
-            else:
-                raise HostError(f"special register {name} is not simulated")
-        return wanted
+        return self._same_everywhere | self._wanted(values)
+
+    def _of_warp(self, index: int) -> dict[str, object]:
+        """Values of the special registers that depend on the warp's number in its CTA."""
+        if index not in self._by_warp:
+            thread = LANE_NUMBERS + index * WARP_SIZE
+            self._by_warp[index] = self._wanted(
+                {"%warpid": index, **_axes("%tid", unravel(thread, self.m.launch.block))}
+            )
+        return self._by_warp[index]
+
+
+def _axes(name: str, triple: tuple) -> dict[str, object]:
+    return {f"{name}.{axis}": value for axis, value in zip("xyz", triple, strict=True)}

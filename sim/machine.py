@@ -22,7 +22,7 @@ from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
 BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler looks at others
-LAG_TURNS = 32  # every so many turns of a diverged warp a random group goes first, so that no lane starves
+LAG_TURNS = 32  # turns of a diverged warp after which a random group goes first though none seems to spin
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
 PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
@@ -259,13 +259,17 @@ class Machine:
     def favoured(self, w: Warp) -> Group | None:
         """The group of a diverged warp that goes first in this turn; None: the one furthest behind in the text."""
         if len(w.groups) == 1:
-            w.diverged_turns = 0
-            return None
-        w.diverged_turns += 1
-        if w.diverged_turns % LAG_TURNS:
+            w.diverged_states.clear()
             return None
         free = [group for group in w.groups if group.free]
-        return self.rng.choice(free) if free else None
+        if len(free) < 2:
+            return None
+        seen, state = w.diverged_states, w.state_hash()
+        if state in seen or len(seen) >= LAG_TURNS:
+            seen.clear()
+            return self.rng.choice(free)
+        seen.add(state)
+        return None
 
     def diverge(self, w: Warp, group: Group, block: int) -> None:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""

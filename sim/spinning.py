@@ -18,7 +18,7 @@ CLOCK_ROUNDS = 8  # rounds of watching after which a kernel that reads a clock, 
 class SpinWatch:
     """Sees every turn of a machine that ends without an event.
 
-    The state of a warp is where its lanes are, its registers and its local memory. Other memory is no part
+    The state of a warp (`Warp.state_hash`) holds its registers and local memory. Other memory is no part
     of it: a loop whose only effect is there, and whose values do not outlive an iteration, counts as spinning.
     """
 
@@ -42,9 +42,7 @@ class SpinWatch:
         if self.turns <= IDLE_TURNS:
             return False
         seen = self._seen.setdefault(warp, set())
-        groups = tuple((group.block, group.mask) for group in warp.groups)
-        local = b"" if warp.local is None else warp.local.tobytes()
-        state = hash((groups, warp.regs.tobytes(), local))
+        state = warp.state_hash()
         if state in seen:
             self._spinning.add(warp)
         seen.add(state)

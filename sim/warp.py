@@ -123,7 +123,7 @@ class Warp:
         self.current = self.groups[0]
         self.ready = True
         self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
-        self.diverged_turns = 0  # turns since its lanes were last together
+        self.diverged_states: set[int] = set()  # states at the turns since its lanes were last together
         self.flying: list[tuple[int, Callable[[], None]]] = []  # (registers as a bitset, how to fill them)
         self.state: dict[str, object] = {}  # per-warp state of instruction families
         for name, value in special.items():
@@ -318,6 +318,11 @@ class Warp:
     @property
     def converged(self) -> bool:
         return len(self.groups) == 1
+
+    def state_hash(self) -> int:
+        """A hash of where its lanes are, of its registers and of its local memory."""
+        groups = tuple((group.block, group.mask) for group in self.groups)
+        return hash((groups, self.regs.tobytes(), b"" if self.local is None else self.local.tobytes()))
 
     def merge(self) -> None:
         """Join groups that have come to the same block and are free to run."""

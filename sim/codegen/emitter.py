@@ -285,7 +285,13 @@ class Emitter:
         self.guard = None
         if ins.guard is not None:
             self.guard = self.pred(Not(ins.guard) if ins.guard_negated else ins.guard)
-        emitter(self, ins)
+        try:
+            emitter(self, ins)
+        except NotNative:
+            raise
+        except Exception as error:
+            error.add_note(f"in the translation of PTX line {ins.line}: `{ins.text}`")
+            raise
 
 
 def _type_of(argument: str) -> str:

@@ -49,9 +49,8 @@ def _arrive(m, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> 
     """Arrive with a warp's lanes; True if that completes the barrier. Threads count by whole warps."""
     if count is not None and (count % WARP_SIZE or count <= 0):
         raise BarrierFault(f"named barrier {barrier.number} with {count} threads; a multiple of {WARP_SIZE} is needed")
-    expected = _live_threads(w.cta) if count is None else count
     if barrier.expected is None:
-        barrier.expected, barrier.all_threads = expected, count is None
+        barrier.expected, barrier.all_threads = _live_threads(w.cta) if count is None else count, count is None
     elif count is not None and barrier.expected != count:
         raise BarrierFault(
             f"named barrier {barrier.number}: {count} threads here, but {barrier.expected} where others arrived"

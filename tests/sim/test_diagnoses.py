@@ -7,6 +7,7 @@ from ptx_launch import launch
 from warpspec.sim import (
     BarrierFault,
     Deadlock,
+    HostError,
     MemoryFault,
     SimError,
     TmemFault,
@@ -246,6 +247,30 @@ def test_warps_that_wait_alike_share_a_line():
     text = str(caught.value)
     assert "warps 0-3 lanes 0-31: waits at named barrier 1 of CTA (0, 0, 0): 128 of 256 threads" in text
     assert text.count("waits at") == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"grid": (1, 65536, 1)}, r"grid \(1, 65536, 1\): at most"),
+        ({"block": (1, 1, 65)}, r"block \(1, 1, 65\): at most"),
+        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "not a multiple of the cluster"),
+    ],
+)
+def test_launches_that_the_hardware_refuses(shape, message):
+    with pytest.raises(HostError, match=message):
+        launch("mov.u32 %r1, 0;", **shape)
+
+
+def test_a_special_register_that_is_not_simulated():
+    with pytest.raises(HostError, match="%current_graph_exec is not simulated"):
+        launch("mov.u64 %rd1, %current_graph_exec;")
+
+
+def test_an_instruction_that_lacks_operands_is_named():
+    with pytest.raises(IndexError) as caught:
+        launch("add.u32 %r1, %r2;")
+    assert "add.u32 %r1, %r2" in caught.value.__notes__[0]
 
 
 def test_an_error_of_the_simulator_itself_says_where(monkeypatch):

@@ -35,6 +35,22 @@ def test_lanes_that_spin_let_the_lane_run_that_they_wait_for(seed):
     assert out.tolist() == [9] + [7] * 31
 
 
+def test_every_thread_takes_a_spin_lock():
+    lock = np.zeros(2, np.uint32)
+    launch(
+        """
+      ld.param.u64 %rd1, [lock];
+    SPIN: atom.global.cas.b32 %r1, [%rd1], 0, 1; setp.ne.u32 %p1, %r1, 0; @%p1 bra SPIN;
+      ld.volatile.global.u32 %r2, [%rd1+4]; add.u32 %r2, %r2, 1; st.volatile.global.u32 [%rd1+4], %r2;
+      atom.global.exch.b32 %r3, [%rd1], 0;
+    """,
+        {"lock": lock},
+        grid=(2, 1, 1),
+        block=(64, 1, 1),
+    )
+    assert lock.tolist() == [0, 128]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_diverged_lanes_that_spin_let_other_warps_run(seed):
     out = np.zeros(64, np.uint32)
