@@ -30,10 +30,12 @@ SELECTED = "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
 KINDS = (SELECTED, HEAVY, SLIDING)
 KEY_SCALE = 2.0  # of keys and values; the standard deviation of attention's logits
-# (backend, way) a test runs in. The kernel in the simulator: cases are added as the kernel supports them, and
-# only to tests of a size it finishes in seconds.
-CASES = [("reference", "bias"), ("reference", "key_sets")]
-SIMULATED: list[tuple[str, str]] = []
+WAYS = ["bias", "key_sets"]
+# (way, kind of layer, head size) that the kernel runs in the simulator: to be extended as the kernel is. Tests
+# of a size it finishes in seconds take them.
+SIMULATED = [("key_sets", SLIDING, 64)]
+ONE_LAYER = [("reference", way, kind, 512) for way in WAYS for kind in KINDS]
+ONE_LAYER += [("sim", *case) for case in SIMULATED]
 
 
 def make_model(heads: int = 64, kinds: tuple[str, ...] = KINDS, **changes) -> DeepseekV4ForCausalLM:
@@ -90,7 +92,7 @@ def attention_name(backend: str, way: str) -> str:
     return name
 
 
-def pair(model: DeepseekV4ForCausalLM, backend: str, way: str):
+def pair(model: DeepseekV4ForCausalLM, backend: str = "reference", way: str = "bias"):
     """(the model with our attention in bf16, the model with eager attention), FP32 otherwise."""
     return with_attention(model, attention_name(backend, way)), with_attention(model, "eager")
 
@@ -106,49 +108,54 @@ def logits_in_steps(model, ids: torch.Tensor, *ends: int) -> torch.Tensor:
     return torch.cat(results, dim=1)
 
 
-every_way = pytest.mark.parametrize(("backend", "way"), CASES)
-every_way_simulated = pytest.mark.parametrize(("backend", "way"), CASES + SIMULATED)
+every_way = pytest.mark.parametrize("way", WAYS)
+one_layer = pytest.mark.parametrize(("backend", "way", "kind", "head_dim"), ONE_LAYER)
 
 
 @every_way
 @pytest.mark.parametrize(("heads", "length"), [(64, 300), (128, 140)])
-def test_prefill(heads, length, backend, way):
+def test_prefill(heads, length, way):
     """300 positions: two heavily compressed keys, 75 of the other kind."""
     ids = tokens(1, length)
     with torch.no_grad():
-        ours, exact = (model(ids).logits for model in pair(make_model(heads), backend, way))
+        ours, exact = (model(ids).logits for model in pair(make_model(heads), way=way))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@every_way_simulated
-@pytest.mark.parametrize("kind", KINDS)
+@one_layer
 @pytest.mark.parametrize("length", [5, 131])
-def test_prefill_of_one_layer(kind, length, backend, way):
+def test_prefill_of_one_layer(length, backend, way, kind, head_dim):
     """Lengths: before the first heavily compressed key, and just past window and that key."""
-    ids = tokens(1, length)
-    with torch.no_grad():
-        ours, exact = (model(ids).logits for model in pair(make_model(64, (kind,)), backend, way))
+    model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, length)
+    ours, exact = (logits_in_steps(one, ids) for one in pair(model, backend, way))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@every_way_simulated
+@one_layer
+def test_decode_of_one_layer(backend, way, kind, head_dim):
+    model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(2, 130)
+    ours, exact = (logits_in_steps(one, ids, 127, 128, 129)[:, 127:] for one in pair(model, backend, way))
+    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+
+
+@every_way
 @pytest.mark.parametrize(("heads", "batch", "start", "end"), [(64, 2, 124, 130), (128, 1, 253, 257)])
-def test_decode_with_cache(heads, batch, start, end, backend, way):
+def test_decode_with_cache(heads, batch, start, end, way):
     """Single tokens against the cache; within the steps the window fills and compressed keys appear."""
     ids = tokens(batch, end)
     ours, exact = (
         logits_in_steps(model, ids, *range(start, end))[:, start:]
-        for model in pair(make_model(heads), backend, way)
+        for model in pair(make_model(heads), way=way)
     )
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
 @every_way
-def test_steps_of_several_tokens(backend, way):
+def test_steps_of_several_tokens(way):
     """As in multi-token prediction and chunked prefill: queries whose compressed keys differ, on a cache."""
     ids = tokens(1, 300)
     ours, exact = (
-        logits_in_steps(model, ids, 100, 126, 131, 253, 258) for model in pair(make_model(), backend, way)
+        logits_in_steps(model, ids, 100, 126, 131, 253, 258) for model in pair(make_model(), way=way)
     )
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
@@ -160,7 +167,7 @@ def test_selection_by_the_indexer(ends):
     The layer comes first, so that the choice is made from the same hidden states in both models.
     """
     model, ids = make_model(index_topk=16), tokens(1, 300)
-    ours, exact = (logits_in_steps(one, ids, *ends) for one in pair(model, "reference", "bias"))
+    ours, exact = (logits_in_steps(one, ids, *ends) for one in pair(model))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
     everything = with_attention(make_model(), "eager")
     assert relative_error(logits_in_steps(everything, ids, *ends), exact) >= SENSITIVITY * ATTENTION_TOLERANCE
@@ -176,10 +183,7 @@ def test_selection_is_refused_as_key_sets():
 def test_padded_batch(side):
     ids, mask = padded(side, (150, 97))
     with torch.no_grad():
-        ours, exact = (
-            model(ids, attention_mask=mask).logits[mask.bool()]
-            for model in pair(make_model(), "reference", "bias")
-        )
+        ours, exact = (model(ids, attention_mask=mask).logits[mask.bool()] for model in pair(make_model()))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
@@ -191,19 +195,19 @@ def test_padding_is_refused_as_key_sets():
 
 
 @every_way
-def test_generate(backend, way):
+def test_generate(way):
     """generate() makes masks and caches its own way; it picks the tokens it picks with eager attention."""
     options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(make_model(), backend, way))
+    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(make_model(), way=way))
     assert torch.equal(ours.sequences, exact.sequences)
     assert relative_error(torch.stack(ours.logits), torch.stack(exact.logits)) <= ATTENTION_TOLERANCE
 
 
 @every_way
-def test_bf16_model(backend, way):
+def test_bf16_model(way):
     """As a user has it: the whole model in bf16, our attention registered by its public name."""
-    name = f"warpspec_{backend}_{way}"
-    warpspec.fmha.transformers.register(name, backend=backend, compressed=way)
+    name = f"warpspec_reference_{way}"
+    warpspec.fmha.transformers.register(name, backend="reference", compressed=way)
     model, ids = make_model(), tokens(1, 200)
     with torch.no_grad():
         ours, eager, exact = (
