@@ -1,7 +1,8 @@
 """TMA tile loads: tensors whose rows are one swizzle span, into the layout tcgen05.mma reads.
 
 A tile is (D, rows...) with D contiguous and D * element bytes = 128: one row fills one span of the 128-byte
-swizzle, so rows lie 128 bytes apart in shared memory whatever they are. tcgen05.mma can read such a tile
+swizzle, so rows lie 128 bytes apart in shared memory whatever they are; larger D is cut into blocks, one more
+mode of rows. tcgen05.mma can read such a tile
 K-major (rows as M or N, D the reduction) and MN-major (D as N, rows the reduction): the two canonical layouts
 coincide. PTX ISA: "Tensors", "Swizzling modes"; "Shared memory layout and matrix descriptor" of tcgen05.
 """
@@ -26,15 +27,25 @@ def tile_bytes(box: tuple[int, ...]) -> int:
     return rows * ROW_BYTES
 
 
-def swizzled_layout(box: tuple[int, ...], stages: int | None = None) -> cute.ComposedLayout:
-    """Shared memory layout of a tile (D, rows...), or of a ring of them (D, rows..., STAGE)."""
-    layout = cute.make_layout(box if stages is None else (*box, stages))
+def swizzled_layout(
+    box: tuple[int, ...], stages: int | None = None, stage_bytes: int | None = None
+) -> cute.ComposedLayout:
+    """Shared memory layout of a tile (D, rows...), or of a ring of them (D, rows..., STAGE).
+
+    stage_bytes: distance of stages where it is not the tile's size.
+    """
+    layout = cute.make_layout(box)
+    if stages is not None:
+        elements = (stage_bytes or tile_bytes(box)) // (ROW_BYTES // box[0])
+        layout = cute.append(layout, cute.make_layout(stages, stride=elements))
     return cute.make_composed_layout(cute.make_swizzle(*SWIZZLE_128B), 0, layout)
 
 
-def shared_tiles(base: cute.Pointer, dtype, box: tuple[int, ...], stages: int) -> cute.Tensor:
+def shared_tiles(
+    base: cute.Pointer, dtype, box: tuple[int, ...], stages: int, stage_bytes=None
+) -> cute.Tensor:
     """Ring of tiles at ``base`` in shared memory, (D, rows..., STAGE). base: aligned to TILE_ALIGNMENT."""
-    layout = swizzled_layout(box, stages)
+    layout = swizzled_layout(box, stages, stage_bytes)
     return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
 
 

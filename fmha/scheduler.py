@@ -12,7 +12,7 @@ that run at the same time share the K and V of one head in L2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.fmha.mask import key_range
 
@@ -63,6 +63,12 @@ class KeySpan:
         """KV tile of the step-th visit: from the last down, so that under a causal mask the tiles that hold a
         row's newest keys, where its maximum often lies, come first and later rescales are rare."""
         return self.begin + self.count - 1 - step
+
+    def part(self, split, splits, minimum=min, maximum=max):
+        """The span of one of ``splits`` contiguous parts of its KV tiles; a late part may have none."""
+        tiles = (self.count + splits - 1) // splits
+        count = maximum(minimum(self.count - split * tiles, tiles), 0)
+        return replace(self, begin=self.begin + split * tiles, count=count)
 
     def needs_mask(self, tile, tile_keys: int):
         """True where some row does not see some key of the tile."""

@@ -1,4 +1,4 @@
-"""Attention on sm_100a: the D = 64 kernel compiled once a configuration, run on a GPU or in the simulator."""
+"""Attention on sm_100a: the kernel compiled once a configuration, run on a GPU or in the simulator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from warpspec.fmha.sm100.config import HEAD_DIM
     from warpspec.fmha.sm100.kernel import Attention
 
     def tensor(dtype, rank, last=None):
@@ -91,8 +90,8 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
     fp32, int32 = cutlass.Float32, cutlass.Int32
     return (
         Attention(config),
-        *(tensor(dtype, 4, HEAD_DIM) for _ in "qkv"),
-        tensor(dtype if config.normalize else fp32, 4, HEAD_DIM),
+        *(tensor(dtype, 4, config.head_dim) for _ in "qkv"),
+        tensor(dtype if config.normalize else fp32, 4, config.head_dim),
         tensor(fp32, 1) if config.has_sink else None,
         tensor(int32, 1) if config.has_kv_lengths else None,
         tensor(int32, 1) if config.has_q_start else None,

@@ -1,4 +1,4 @@
-"""Attention on sm_100a at D = 64: tile shapes, warp roles, memory budgets, barrier table.
+"""Attention on sm_100a: tile shapes, warp roles, memory budgets, barrier table.
 
 Everything here is plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled kernel.
 """
@@ -11,6 +11,7 @@ from warpspec.common import tma, tmem
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES, Shape
 
 WARP_THREADS = 32
 SMEM_PER_SM = 228 * 1024  # bytes, sm_100a
@@ -18,53 +19,57 @@ SMEM_RESERVED_PER_CTA = 1024  # bytes the system keeps of them for every residen
 SMEM_PER_CTA = 227 * 1024  # bytes one CTA may have
 REGISTERS_PER_SM = 65536
 REGISTER_ALLOCATION = 8  # registers a thread, granularity
+MAX_REGISTERS = 255  # a thread
 ELEMENT_BYTES = 2  # bf16 and fp16
 FP32_BYTES = 4
 
-HEAD_DIM = 64
-TILE_M = 128  # query rows of a CTA: the lanes of tensor memory
-TILE_N = 128  # keys of a K or V tile
+BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
 MMA_K = 16  # reduction of one tcgen05.mma of kind f16
+MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
+QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
-# stays below 2**8, well within fp16 and bf16, and sums of it within fp32.
+# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
+# reference follows every step: then the largest P of a row is exactly 1, and its rounding error 0.
 RESCALE_THRESHOLD = 8.0
-
-# Compute capability 10.0 makes 16 exponentials a clock and SM: the 128 x 128 of a tile keep that unit busy
-# for 1024 clocks, while a warp issues some 280 other instructions and both products take the tensor core 512
-# clocks. So one of this many pairs of scores is computed on the multiply-add units: 768 clocks, some 480
-# instructions.
-POLYNOMIAL_EVERY = 4
+EXACT_QUERIES = 8
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Compile-time shape of one kernel.
 
-    dtype: "bfloat16" or "float16". pack: query heads of one KV group in an M tile; its row r is head r % pack
-    of query r // pack. causal, has_left, has_right: which sides of the band that a row sees are bounded.
-    negate: scores are negated, for a negative scale. The rest: which optional operands there are.
+    head_dim, shape: D and its tiles. shared_kv: K and V are one tensor. dtype: "bfloat16" or "float16".
+    pack: query heads of one KV group in an M tile; its row r is head r % pack of query r // pack. causal,
+    has_left, has_right, key_stride: which sides of the band that a row sees are bounded, and how. negate:
+    scores are negated, for a negative scale. splits: partial results, one for each split of the keys, are
+    written. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there
+    are.
     """
 
     dtype: str
+    head_dim: int = 64
+    shape: Shape = SHAPES[64][0]
+    shared_kv: bool = False
     pack: int = 1
     causal: bool = False
     has_left: bool = False
     has_right: bool = False
+    key_stride: int = 1
     has_kv_lengths: bool = False
     has_q_start: bool = False
     has_sink: bool = False
     has_lse: bool = False
     normalize: bool = True
     negate: bool = False
-    kv_stages: int = 3
-    ctas_per_sm: int = 2
+    splits: bool = False
+    exact_maximum: bool = False
     softmax_registers: int = 216
     other_registers: int = 72
 
     def __post_init__(self):
-        assert 1 <= self.pack <= TILE_M
-        assert self.kv_stages >= 2, "K and V are at least double-buffered"
+        assert 1 <= self.pack <= self.tile_m
+        assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
         assert self.tmem_allocation * self.ctas_per_sm <= tmem.TMEM_COLUMNS
         assert self.smem_bytes <= SMEM_PER_CTA
         assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.ctas_per_sm <= SMEM_PER_SM
@@ -72,32 +77,67 @@ class AttentionConfig:
         assert barrier_count(self.barriers) <= self.barrier_slots
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> AttentionConfig:
-        """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
+    def of(
+        cls, problem: AttentionProblem, *, shape: Shape | None = None, splits: bool = False
+    ) -> AttentionConfig:
+        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
+
+        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
+        """
         for name, value, wrong in (
-            ("head_dim", problem.head_dim, problem.head_dim != HEAD_DIM),
             ("page_table", "given", problem.paged),
             ("bias", "given", problem.has_bias),
-            ("key_stride", problem.key_stride, problem.key_stride != 1),
-            ("num_splits", problem.num_splits, problem.num_splits not in (None, 1)),
         ):
             if wrong:
-                raise UnsupportedProblem(
-                    f"sm100 attention: {name}={value} is not supported by the D={HEAD_DIM} kernel"
-                )
+                raise UnsupportedProblem(f"sm100 attention: {name}={value} is not supported")
+        shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
+        shape = shape or shapes[problem.head_dim][0]
         return cls(
             dtype=str(problem.dtype).removeprefix("torch."),
-            pack=choose_pack(problem.group, problem.seq_q),
+            head_dim=problem.head_dim,
+            shape=shape,
+            shared_kv=problem.shared_kv,
+            pack=choose_pack(problem.group, problem.seq_q, shape.tile_m),
             causal=problem.causal,
             has_left=problem.window_left is not None,
             has_right=problem.window_right is not None,
+            key_stride=problem.key_stride if problem.causal else 1,
             has_kv_lengths=problem.has_kv_lengths,
             has_q_start=problem.has_q_start,
-            has_sink=problem.has_sink,
-            has_lse=problem.return_lse,
-            normalize=problem.normalize,
+            has_sink=problem.has_sink and not splits,
+            has_lse=problem.return_lse and not splits,
+            normalize=problem.normalize and not splits,
             negate=problem.scale < 0,
+            splits=splits,
+            exact_maximum=problem.seq_q <= EXACT_QUERIES,
         )
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a CTA."""
+        return self.shape.tile_m
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a KV tile."""
+        return self.shape.tile_n
+
+    @property
+    def kv_stages(self) -> int:
+        return self.shape.kv_stages
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return self.shape.ctas_per_sm
+
+    @property
+    def p_in_smem(self) -> bool:
+        return self.shape.p_in == "smem"
+
+    @property
+    def rescale_threshold(self) -> float:
+        """Powers of two that the reference may lag behind the maximum."""
+        return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
 
     # Warp roles. The first four warps are one warpgroup: warp w reaches lanes 32 w to 32 w + 31 of tensor
     # memory.
@@ -125,29 +165,63 @@ class AttentionConfig:
     # Tiles.
 
     @property
+    def blocks(self) -> int:
+        """Blocks of BLOCK elements that D is cut into."""
+        return self.head_dim // BLOCK
+
+    @property
+    def halves(self) -> int:
+        """Parts that a row of O is cut into: an accumulator of 64 rows takes 16 lanes of each quarter of
+        tensor memory, and the other 16 hold the second half of D."""
+        return 128 // self.tile_m
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of tensor memory, and of O, that one thread has."""
+        return self.head_dim // self.halves
+
+    def row_of(self, thread):
+        """Row of the M tile that a softmax thread works on."""
+        if self.halves == 1:
+            return thread
+        lanes = QUARTER_LANES // self.halves
+        return thread // QUARTER_LANES * lanes + thread % lanes
+
+    def half_of(self, thread):
+        """Which part of its row's O a softmax thread has."""
+        if self.halves == 1:
+            return 0
+        return thread % QUARTER_LANES // (QUARTER_LANES // self.halves)
+
+    @property
     def queries(self) -> int:
         """Queries of an M tile; rows past pack * queries are idle."""
-        return TILE_M // self.pack
+        return self.tile_m // self.pack
 
     @property
     def q_box(self) -> tuple[int, int, int]:
-        """(D, HEAD, QUERY) of a Q load."""
-        return (HEAD_DIM, self.pack, self.queries)
+        """(D, HEAD, QUERY) of a Q load: one block of D."""
+        return (BLOCK, self.pack, self.queries)
 
     @property
-    def kv_box(self) -> tuple[int, int]:
-        """(D, KEY) of a K or V load."""
-        return (HEAD_DIM, TILE_N)
+    def kv_box(self) -> tuple[int, int, int]:
+        """(D, KEY, BLOCK) of a K or V load: a whole tile."""
+        return (BLOCK, self.tile_n, self.blocks)
 
     @property
     def qk_tiler(self) -> tuple[int, int, int]:
         """(M, N, K) of S = Q K^T."""
-        return (TILE_M, TILE_N, HEAD_DIM)
+        return (self.tile_m, self.tile_n, self.head_dim)
 
     @property
     def pv_tiler(self) -> tuple[int, int, int]:
         """(M, N, K) of O += P V."""
-        return (TILE_M, HEAD_DIM, TILE_N)
+        return (self.tile_m, self.head_dim, self.tile_n)
+
+    @property
+    def pv_instruction(self) -> tuple[int, int]:
+        """(M, N) of one tcgen05.mma of PV: D above 256 is written in column tiles."""
+        return (self.tile_m, min(self.head_dim, MMA_N_MAX))
 
     @property
     def band(self) -> bool:
@@ -159,7 +233,7 @@ class AttentionConfig:
     @property
     def launch_registers(self) -> int:
         """Registers a thread at launch."""
-        per_thread = REGISTERS_PER_SM // (self.ctas_per_sm * self.threads)
+        per_thread = min(REGISTERS_PER_SM // (self.ctas_per_sm * self.threads), MAX_REGISTERS)
         return per_thread // REGISTER_ALLOCATION * REGISTER_ALLOCATION
 
     @property
@@ -178,26 +252,26 @@ class AttentionConfig:
 
     @property
     def tmem_s(self) -> int:
-        """First column of S [128, TILE_N] fp32."""
+        """First column of S [tile_m, tile_n] fp32."""
         return 0
 
     @property
     def tmem_p(self) -> int:
-        """First column of P [128, TILE_N], 16 bits, two keys to a column."""
-        return self.tmem_s + TILE_N
+        """First column of P [tile_m, tile_n], 16 bits, two keys to a column; no columns with P in SMEM."""
+        return self.tmem_s + self.tile_n
 
     @property
     def p_columns(self) -> int:
-        return TILE_N * ELEMENT_BYTES // tmem.TMEM_COLUMN_BYTES
+        return 0 if self.p_in_smem else self.tile_n * ELEMENT_BYTES // tmem.TMEM_COLUMN_BYTES
 
     @property
     def tmem_o(self) -> int:
-        """First column of O [128, D] fp32."""
-        return self.tmem_p + self.p_columns
+        """First column of O fp32: a multiple of 64, which tcgen05.mma needs of an N of 256."""
+        return -(-(self.tmem_p + self.p_columns) // BLOCK) * BLOCK
 
     @property
     def tmem_columns(self) -> int:
-        return self.tmem_o + HEAD_DIM
+        return self.tmem_o + self.o_columns
 
     @property
     def tmem_allocation(self) -> int:
@@ -207,11 +281,20 @@ class AttentionConfig:
 
     @property
     def q_bytes(self) -> int:
-        return TILE_M * HEAD_DIM * ELEMENT_BYTES
+        return self.tile_m * self.head_dim * ELEMENT_BYTES
 
     @property
     def kv_tile_bytes(self) -> int:
         return tma.tile_bytes(self.kv_box)
+
+    @property
+    def p_bytes(self) -> int:
+        return self.tile_m * self.tile_n * ELEMENT_BYTES if self.p_in_smem else 0
+
+    @property
+    def v_bytes(self) -> int:
+        """Shared memory of V's ring: none where V is K."""
+        return 0 if self.shared_kv else self.kv_stages * self.kv_tile_bytes
 
     @property
     def barrier_slots(self) -> int:
@@ -228,14 +311,19 @@ class AttentionConfig:
                 tma.TILE_ALIGNMENT,
                 f"{barrier_count(self.barriers)} mbarriers, 4 bytes",
             ),
-            ("Q", self.q_bytes, f"[{TILE_M}, {HEAD_DIM}], 128-byte swizzle"),
-            ("K", stages * self.kv_tile_bytes, f"{stages} x [{TILE_N}, {HEAD_DIM}], 128-byte swizzle"),
-            ("V", stages * self.kv_tile_bytes, f"{stages} x [{TILE_N}, {HEAD_DIM}], 128-byte swizzle"),
+            ("Q", self.q_bytes, f"[{self.tile_m}, {self.head_dim}], 128-byte swizzle"),
+            (
+                "K and V" if self.shared_kv else "K",
+                stages * self.kv_tile_bytes,
+                f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle",
+            ),
+            ("V", self.v_bytes, f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle"),
+            ("P", self.p_bytes, f"[{self.tile_m}, {self.tile_n}], 128-byte swizzle"),
         )
 
     @property
     def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)
+        return sum(size for _, size, _ in self.smem_regions)  # every region is a multiple of the alignment
 
     # Barriers.
 
@@ -248,17 +336,7 @@ class AttentionConfig:
         every = f"{softmax}, each of {threads} threads"
         return (
             Barrier("q_full", 1, 1, f"{load}, expect_tx + TMA bytes", mma, "Q is in shared memory"),
-            Barrier("k_full", stages, 1, f"{load}, expect_tx + TMA bytes", mma, "K tile is in shared memory"),
-            Barrier("k_empty", stages, 1, commit, load, "QK has read the K tile"),
-            Barrier(
-                "v_full",
-                stages,
-                1,
-                f"{load}, expect_tx + TMA bytes",
-                f"{mma}; {softmax} when they clear rows",
-                "V tile is in shared memory",
-            ),
-            Barrier("v_empty", stages, 1, commit, load, "PV has read the V tile"),
+            *self._kv_barriers(load, mma, softmax, commit),
             Barrier("s_full", 1, 1, commit, softmax, "S of the tile is in tensor memory"),
             Barrier("s_empty", 1, threads, every, mma, "S is in registers, its columns may be overwritten"),
             Barrier(
@@ -267,15 +345,39 @@ class AttentionConfig:
                 threads,
                 every,
                 mma,
-                "P is in tensor memory, O is rescaled, V rows that no query row sees are zero",
+                f"P is in {'shared' if self.p_in_smem else 'tensor'} memory, O is rescaled, V rows that no query row "
+                "sees are zero",
             ),
-            Barrier(
-                "pv_done", 1, 1, commit, softmax, "O holds the tile, the columns of P may be overwritten"
-            ),
+            Barrier("pv_done", 1, 1, commit, softmax, "O holds the tile, P may be overwritten"),
         )
 
+    def _kv_barriers(self, load, mma, softmax, commit) -> tuple[Barrier, ...]:
+        """Barriers of the rings of K and V, or of the one ring of both."""
+        stages, filled = self.kv_stages, f"{load}, expect_tx + TMA bytes"
+        both = f"{mma}; {softmax} when they clear rows"
+        if self.shared_kv:
+            return (
+                Barrier("k_full", stages, 1, filled, both, "KV tile is in shared memory"),
+                Barrier("k_empty", stages, 1, commit, load, "QK and PV have read the KV tile"),
+            )
+        return (
+            Barrier("k_full", stages, 1, filled, mma, "K tile is in shared memory"),
+            Barrier("k_empty", stages, 1, commit, load, "QK has read the K tile"),
+            Barrier("v_full", stages, 1, filled, both, "V tile is in shared memory"),
+            Barrier("v_empty", stages, 1, commit, load, "PV has read the V tile"),
+        )
 
-def choose_pack(group: int, seq_q: int) -> int:
+    @property
+    def v_ring(self) -> str:
+        """Name of the ring that V comes through."""
+        return "k" if self.shared_kv else "v"
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        return ("k",) if self.shared_kv else ("k", "v")
+
+
+def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
     """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
 
     More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more
@@ -283,6 +385,6 @@ def choose_pack(group: int, seq_q: int) -> int:
     """
 
     def tiles(pack):
-        return -(-group // pack) * -(-seq_q // (TILE_M // pack))
+        return -(-group // pack) * -(-seq_q // (tile_m // pack))
 
-    return min(range(1, min(group, TILE_M) + 1), key=lambda pack: (tiles(pack), -pack))
+    return min(range(1, min(group, tile_m) + 1), key=lambda pack: (tiles(pack), -pack))

@@ -7,14 +7,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common import tmem
-from warpspec.fmha.sm100.config import HEAD_DIM
+from warpspec.fmha.sm100.config import BLOCK
 from warpspec.fmha.sm100.recompute import recompute, tainted
 from warpspec.fmha.softmax import LN_2, log_sum, sink_term
 
 
 @cute.jit
 def epilogue(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, span, state, o, operands, scale_log2
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, tile, state, o, operands, scale_log2
 ):
     """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
@@ -22,38 +22,61 @@ def epilogue(
     tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
     reference, row_maximum, row_sum = state
-    values = cute.make_rmem_tensor(HEAD_DIM, Float32)  # (D)
-    if span.count > 0:
-        channels["pv_done"].wait(span.count - 1)
+    if tile.span.count > 0:
+        channels["pv_done"].wait(tile.span.count - 1)
         tmem.fence_after_wait()
-        tmem.load_row(o, values, row.thread)
-        tmem.wait_loads()
-    if config.band and place.in_range & tainted(values, row_sum):
-        recompute(config, row, place, operands, reference, scale_log2, values)
-    if place.in_range:
-        empty = Boolean(row_sum == Float32(0.0))
-        if cutlass.const_expr(config.normalize):
-            total = row_sum
-            if cutlass.const_expr(operands.sink is not None):
-                total += sink_term(operands.sink[place.head].to(Float32), reference, scale_log2)
-            factor = Float32(1.0) / total
-        else:
-            # From the reference that O was summed in to the row's true maximum.
-            factor = cute.math.exp2((reference - row_maximum) * scale_log2, fastmath=True)
-            operands.row_max[place.batch, place.head, place.query] = row_maximum * (scale_log2 * LN_2)
-            operands.row_sum[place.batch, place.head, place.query] = Float32(
-                cutlass.select_(empty, Float32(0.0), row_sum * factor)
-            )
-        scale_or_zero(values, factor, empty)
-        if cutlass.const_expr(config.has_lse):
-            operands.lse[place.batch, place.head, place.query] = log_sum(reference, row_sum, scale_log2)
-        target = operands.o[place.batch, place.query, place.head, None]  # (D)
-        converted = cute.make_rmem_tensor(HEAD_DIM, target.element_type)
-        converted.store(values.load().to(target.element_type))
-        cute.autovec_copy(converted, target)
+    empty = Boolean(row_sum == Float32(0.0))
+    factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
+    for part in cutlass.range_constexpr(config.o_columns // BLOCK):
+        values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
+        if tile.span.count > 0:
+            tmem.load_row(o + part * BLOCK, values, row.thread)
+            tmem.wait_loads()
+        block = row.half * (config.o_columns // BLOCK) + part
+        if config.band and place.in_range & tainted(values, row_sum):
+            recompute(config, row, place, operands, block, reference, scale_log2, values)
+        if place.in_range:
+            scale_or_zero(values, factor, empty)
+            target = cute.local_tile(of_split(config, operands.o, tile, place), (BLOCK,), (block,))
+            converted = cute.make_rmem_tensor(BLOCK, target.element_type)  # (D block)
+            converted.store(values.load().to(target.element_type))
+            cute.autovec_copy(converted, target)
+
+
+def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
+    """The row of o (D): [B, Sq, Hq, D], with splits in front where partial results are written."""
+    row = (place.batch, place.query, place.head, None)
+    return o[(tile.split, *row)] if config.splits else o[row]
+
+
+@cute.jit
+def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, scale_log2, empty) -> Float32:
+    """Write lse, or row_max and row_sum, once a row; returns what O is multiplied with."""
+    reference, row_maximum, row_sum = state
+    index = (place.batch, place.head, place.query)
+    if cutlass.const_expr(config.splits):
+        index = (tile.split, *index)
+    writes = place.in_range & Boolean(row.half == 0)
+    factor = Float32(1.0)
+    if cutlass.const_expr(config.normalize):
+        total = row_sum
+        if cutlass.const_expr(operands.sink is not None):
+            head = cutlass.min(place.head, cute.size(operands.sink) - 1)  # idle rows may lie past the end
+            total += sink_term(operands.sink[head].to(Float32), reference, scale_log2)
+        factor = Float32(1.0) / total
+    else:
+        # From the reference that O was summed in to the row's true maximum.
+        factor = cute.math.exp2((reference - row_maximum) * scale_log2, fastmath=True)
+        if writes:
+            operands.row_max[index] = row_maximum * (scale_log2 * LN_2)
+            operands.row_sum[index] = Float32(cutlass.select_(empty, Float32(0.0), row_sum * factor))
+    if cutlass.const_expr(config.has_lse):
+        if writes:
+            operands.lse[index] = log_sum(reference, row_sum, scale_log2)
+    return factor
 
 
 def scale_or_zero(values: cute.Tensor, factor, empty) -> None:
-    """values (D) times ``factor``; zeros where ``empty``, whatever stood there."""
-    for i in range(HEAD_DIM):
+    """values (n) times ``factor``; zeros where ``empty``, whatever stood there."""
+    for i in range(cute.size(values)):
         values[i] = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))

@@ -1,4 +1,4 @@
-"""The attention kernel for sm_100a at D = 64: host side, storage, role dispatch.
+"""The attention kernel for sm_100a: host side, storage, role dispatch.
 
 ARCHITECTURE.md, "Attention kernel (sm_100a)", has the picture.
 """
@@ -15,7 +15,7 @@ from cutlass import Float32, Int32
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.scheduler import TileGrid
-from warpspec.fmha.sm100.config import HEAD_DIM, AttentionConfig
+from warpspec.fmha.sm100.config import BLOCK, AttentionConfig
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import load, rings
 from warpspec.fmha.sm100.mma import fragments, mma
@@ -28,7 +28,8 @@ SMEM_CARVEOUT_PERCENT = 100
 
 class Operands(NamedTuple):
     """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; sink [Hq]; kv_lengths,
-    q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32."""
+    q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32. Partial results: o, row_max and row_sum have one
+    more dimension in front, the splits."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -71,37 +72,42 @@ class Attention:
         scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded.
         """
         config = self.config
-        # (D, HEAD, QUERY, KV_HEAD, BATCH)
         batch, seq_q, heads_q, _ = q.shape
         heads_kv = k.shape[2]
         group = heads_q // heads_kv
+        # (D, HEAD, QUERY, BLOCK, BATCH)
         q_view = cute.make_tensor(
             q.iterator,
             cute.make_layout(
-                (HEAD_DIM, group, seq_q, heads_kv, batch),
-                stride=(1, q.stride[2], q.stride[1], q.stride[2] * group, q.stride[0]),
+                (BLOCK, heads_q, seq_q, config.blocks, batch),
+                stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0]),
             ),
         )
-        # (D, KEY, KV_HEAD, BATCH)
-        k_view, v_view = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0])) for t in (k, v)
-        )
-        q_atom, q_coordinates = tma.make_load(q_view, config.q_box)
-        k_atom, k_coordinates = tma.make_load(k_view, config.kv_box)
-        v_atom, v_coordinates = tma.make_load(v_view, config.kv_box)
-        grid = TileGrid(
+        loads = [tma.make_load(q_view, config.q_box)]
+        for t in (k,) if config.shared_kv else (k, v):
+            # (D, KEY, BLOCK, KV_HEAD, BATCH)
+            view = cute.make_tensor(
+                t.iterator,
+                cute.make_layout(
+                    (BLOCK, t.shape[1], config.blocks, heads_kv, batch),
+                    stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
+                ),
+            )
+            loads.append(tma.make_load(view, config.kv_box))
+        tiles = TileGrid(
             cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
         )
+        splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
         self.kernel(
             Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum),
-            (q_atom, k_atom, v_atom),
-            (q_coordinates, k_coordinates, v_coordinates),
-            (grid.query_tiles, grid.head_tiles),
+            tuple(atom for atom, _ in loads),
+            tuple(coordinates for _, coordinates in loads),
+            (tiles.query_tiles, tiles.head_tiles, splits),
             scale_log2,
             window_left,
             window_right,
         ).launch(
-            grid=(grid.size, 1, 1),
+            grid=(tiles.size * splits, 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -109,7 +115,7 @@ class Attention:
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, tiles, scale_log2, window_left, window_right):
+    def kernel(self, operands, atoms, coordinates, grid, scale_log2, window_left, window_right):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
@@ -125,10 +131,8 @@ class Attention:
                 cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
                 tma.TILE_ALIGNMENT,
             ]
-            v: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
+            v: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.v_bytes], tma.TILE_ALIGNMENT]
+            p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -144,30 +148,33 @@ class Attention:
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
 
         # 3. Roles.
-        where = (*tiles, window_left, window_right)
+        where = (grid, window_left, window_right)
+        q_base, k_base, p_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
+        v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
         if warp < len(config.softmax_warps):
-            cute.arch.setmaxregister_increase(config.softmax_registers)
+            if cutlass.const_expr(config.ctas_per_sm > 1):
+                cute.arch.setmaxregister_increase(config.softmax_registers)
             tile = locate(config, operands, *where)
             row = tile.row(thread)
             places = Columns(
                 s=columns + config.tmem_s,
                 p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
                 o=columns + config.tmem_o,
+                p_smem=p_base,
+                v_smem=v_base,
             )
-            v_base = storage.v.data_ptr()
-            state = softmax(config, channels, row, tile.span, places, v_base, scale_log2, dtype)
-            place = tile.place(thread)
-            epilogue(config, channels, row, place, tile.span, state, places.o, operands, scale_log2)
+            state = softmax(config, channels, row, tile.span, places, scale_log2, dtype)
+            epilogue(config, channels, row, tile.place(row), tile, state, places.o, operands, scale_log2)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)
         else:
-            cute.arch.setmaxregister_decrease(config.other_registers)
+            if cutlass.const_expr(config.ctas_per_sm > 1):
+                cute.arch.setmaxregister_decrease(config.other_registers)
             tile = locate(config, operands, *where)
-            q_base, k_base, v_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
             if warp == config.load_warp:
                 bases = (q_base, k_base, v_base)
                 load(config, channels, rings(config, atoms, coordinates, bases, tile, dtype), tile)
             if warp == config.mma_warp:
-                operands_mma = fragments(config, dtype, q_base, k_base, v_base, columns)
+                operands_mma = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
                 mma(config, channels, operands_mma, tile.span, dtype)

@@ -9,43 +9,46 @@ from warpspec.common import tma
 
 
 def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing, ...]:
-    """Rings of Q, K and V. atoms, coordinates: from ``tma.make_load``. bases: shared memory regions."""
-    q, k, v = coordinates
-    # (D, HEAD, QUERY, TILE)
-    q_tiles = cute.local_tile(
-        q[None, None, None, tile.kv_head, tile.batch], config.q_box, (0, tile.head_tile, None)
-    )
-    # (D, KEY, TILE)
-    k_tiles, v_tiles = (
-        cute.local_tile(t[None, None, tile.kv_head, tile.batch], config.kv_box, (0, None)) for t in (k, v)
-    )
-    tiles, boxes = (q_tiles, k_tiles, v_tiles), (config.q_box, config.kv_box, config.kv_box)
-    stages = (1, config.kv_stages, config.kv_stages)
-    return tuple(
-        tma.TileRing.make(atom, tile, tma.shared_tiles(base, dtype, box, stage))
-        for atom, tile, base, box, stage in zip(atoms, tiles, bases, boxes, stages, strict=True)
-    )
+    """Rings of Q, whose stages are the blocks of D, and of K and V. atoms, coordinates: from ``tma.make_load``.
+    bases: shared memory regions."""
+    # (D, HEAD, QUERY, BLOCK): this tile's, from its first head and query on
+    first_head = tile.kv_head * tile.group + tile.head_tile * config.pack
+    q = coordinates[0][None, None, None, None, tile.batch]
+    q = cute.domain_offset((0, first_head, tile.first_query, 0), q)
+    q_tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
+    block_bytes = config.tile_m * tma.ROW_BYTES
+    q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)
+    found = [tma.TileRing.make(atoms[0], q_tiles, q_shared)]
+    for atom, tensor, base in zip(atoms[1:], coordinates[1:], bases[1:], strict=False):
+        # (D, KEY, BLOCK, TILE)
+        tiles = cute.local_tile(
+            tensor[None, None, None, tile.kv_head, tile.batch], config.kv_box, (0, None, 0)
+        )
+        shared = tma.shared_tiles(base, dtype, config.kv_box, config.kv_stages)
+        found.append(tma.TileRing.make(atom, tiles, shared))
+    return tuple(found)
 
 
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile):
-    """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order.
+    """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order;
+    one tile for both where they are one tensor.
 
-    rings: of Q (one stage), K and V. Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA).
-    Consumes: k_empty, v_empty, a stage of each before it is filled again. Leaves only when every stage has
-    been released, so no arrival is still on its way to a barrier of a CTA that has ended.
+    rings: of Q, K and, if it is another tensor, V. Produces: q_full, k_full, v_full (expect_tx by one lane,
+    bytes by TMA). Consumes: k_empty, v_empty, a stage of each before it is filled again. Leaves only when
+    every stage has been released, so no arrival is still on its way to a barrier of a CTA that has ended.
     """
     span = tile.span
-    q, k, v = rings
     if span.count > 0:
-        channels["q_full"].expect_bytes(0, tma.tile_bytes(config.q_box))
-        q.load(tile.query_tile, 0, channels["q_full"].barrier(0))
+        channels["q_full"].expect_bytes(0, config.blocks * tma.tile_bytes(config.q_box))
+        for block in cutlass.range_constexpr(config.blocks):
+            rings[0].load(block, block, channels["q_full"].barrier(0))
     for step in cutlass.range(span.count, unroll=1):
-        for name, ring in (("k", k), ("v", v)):
+        for name, ring in zip(config.rings, rings[1:]):
             full, empty = channels[name + "_full"], channels[name + "_empty"]
             empty.wait_previous(step)
             full.expect_bytes(step, config.kv_tile_bytes)
             ring.load(span.tile(step), full.stage(step), full.barrier(step))
     for step in cutlass.range(cutlass.max(span.count - config.kv_stages, 0), span.count, unroll=1):
-        channels["k_empty"].wait(step)
-        channels["v_empty"].wait(step)
+        for name in config.rings:
+            channels[name + "_empty"].wait(step)

@@ -27,7 +27,7 @@ def make_qk(config, dtype) -> cute.TiledMma:
 
 
 def make_pv(config, dtype) -> cute.TiledMma:
-    """O [M, N] += P [M, K] V [K, N]: P from tensor memory, V from shared memory, N (that is D) contiguous."""
+    """O [M, N] += P [M, K] V [K, N]: V from shared memory, N (that is D) contiguous; P from either memory."""
     return blackwell.make_trivial_tiled_mma(
         dtype,
         dtype,
@@ -35,14 +35,15 @@ def make_pv(config, dtype) -> cute.TiledMma:
         OperandMajorMode.MN,
         Float32,
         tcgen05.CtaGroup.ONE,
-        config.pv_tiler[:2],
-        tcgen05.OperandSource.TMEM,
+        config.pv_instruction,
+        tcgen05.OperandSource.SMEM if config.p_in_smem else tcgen05.OperandSource.TMEM,
     )
 
 
 class Fragments(NamedTuple):
     """Operands of both products. q (MMA, MMA_M, MMA_K), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of
-    shared memory. p (MMA, MMA_M, MMA_K), s, o (MMA, MMA_M, MMA_N): tensor memory."""
+    shared memory. p (MMA, MMA_M, MMA_K): descriptors or tensor memory. s, o (MMA, MMA_M, MMA_N): tensor
+    memory; the second column tile of an o of 64 rows lies in the other 16 lanes of each quarter."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -52,8 +53,9 @@ class Fragments(NamedTuple):
     o: cute.Tensor
 
 
-def fragments(config, dtype, q_base, k_base, v_base, columns) -> Fragments:
-    """q_base, k_base, v_base: shared memory regions. columns: TMEM pointer to the first column, fp32."""
+def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragments:
+    """q_base, k_base, v_base, p_base: shared memory regions; v_base is k_base where V is K. columns: TMEM
+    pointer to the first column, fp32."""
     qk, pv = make_qk(config, dtype), make_pv(config, dtype)
     qk_tile, pv_tile = qk.get_slice(0), pv.get_slice(0)
     stages = config.kv_stages
@@ -68,14 +70,17 @@ def fragments(config, dtype, q_base, k_base, v_base, columns) -> Fragments:
     q = shared(q_base, blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1))
     k = shared(k_base, blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages))
     v = shared(v_base, blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages))
-    # Only the shape of P's layout counts: in tensor memory it is row by lane, two keys to a column.
-    p_shape = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1).outer
-    p = pv_tile.make_fragment_A(cute.make_tensor(columns, p_shape))[None, None, None, 0]
+    p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1)
+    if config.p_in_smem:
+        p = pv_tile.make_fragment_A(shared(p_base, p_layout))[None, None, None, 0]
+    else:  # only the layout's shape counts: in tensor memory P is row by lane, two keys to a column
+        p = pv_tile.make_fragment_A(cute.make_tensor(columns, p_layout.outer))[None, None, None, 0]
+        p = cute.make_tensor(cute.recast_ptr(columns + config.tmem_p, dtype=dtype), p.layout)
     return Fragments(
         q=qk_tile.make_fragment_A(q)[None, None, None, 0],
         k=qk_tile.make_fragment_B(k),
         v=pv_tile.make_fragment_B(v),
-        p=cute.make_tensor(cute.recast_ptr(columns + config.tmem_p, dtype=dtype), p.layout),
+        p=p,
         s=accumulator(qk_tile, config.qk_tiler, config.tmem_s),
         o=accumulator(pv_tile, config.pv_tiler, config.tmem_o),
     )
@@ -93,7 +98,8 @@ def mma(
 
     operands: ``Fragments``. dtype: of q, k, v and P.
     Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
-    k_empty and s_full after QK; v_empty and pv_done after PV.
+    k_empty and s_full after QK; v_empty and pv_done after PV. Where V is K, there is no v ring, and k_empty
+    comes after PV.
     """
     if span.count > 0:
         channels["q_full"].wait(0)
@@ -101,12 +107,13 @@ def mma(
     for step in cutlass.range(span.count, unroll=1):
         if step + 1 < span.count:
             score(config, channels, operands, step + 1, dtype)
-        channels["v_full"].wait(step)
+        full, empty = channels[config.v_ring + "_full"], channels[config.v_ring + "_empty"]
+        full.wait(step)
         channels["p_full"].wait(step)
         tmem.fence_after_wait()
-        v = operands.v[None, None, None, channels["v_full"].stage(step)]
+        v = operands.v[None, None, None, full.stage(step)]
         multiply(make_pv(config, dtype), operands.o, operands.p, v, step > 0)
-        channels["v_empty"].commit_mma(step)
+        empty.commit_mma(step)
         channels["pv_done"].commit_mma(step)
 
 
@@ -126,12 +133,13 @@ def score(
     qk.set(tcgen05.Field.NEGATE_A, config.negate)
     k = operands.k[None, None, None, channels["k_full"].stage(step)]
     multiply(qk, operands.s, operands.q, k, False)
-    channels["k_empty"].commit_mma(step)
+    if cutlass.const_expr(not config.shared_kv):
+        channels["k_empty"].commit_mma(step)
     channels["s_full"].commit_mma(step)
 
 
 def multiply(tiled_mma, d, a, b, accumulate):
-    """D = A B, plus D where ``accumulate``: one tcgen05.mma for every MMA_K."""
+    """D = A B, plus D where ``accumulate``: one tcgen05.mma for every MMA_K and column tile of D."""
     for k_block in range(cute.size(a, mode=[2])):
         tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) if k_block == 0 else True)
         cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)

@@ -14,45 +14,55 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.fmha.sm100.config import HEAD_DIM
+from warpspec.fmha.sm100.config import BLOCK
 
 
 def tainted(values: cute.Tensor, row_sum) -> Boolean:
-    """True where some of values (D) fp32 is NaN or Inf and the row has a finite, positive sum."""
+    """True where some of values (D block) fp32 is NaN or Inf and the row has a finite, positive sum."""
     probe = Float32(0.0)
-    for i in range(HEAD_DIM):
+    for i in range(BLOCK):
         probe = probe + values[i] * Float32(0.0)  # 0, or NaN from the first that is not finite
     finite_sum = Boolean(row_sum > Float32(0.0)) & Boolean(row_sum < Float32.inf)
     return Boolean(probe != probe) & finite_sum
 
 
 @cute.jit
-def recompute(config: cutlass.Constexpr, row, place, operands, reference, scale_log2, values: cute.Tensor):
-    """values (D) = sum over the row's visible keys of 2**(scale_log2 * (q.k - reference)) v, in fp32."""
-    q = _load(operands.q[place.batch, place.query, place.head, None])
+def recompute(
+    config: cutlass.Constexpr, row, place, operands, block, reference, scale_log2, values: cute.Tensor
+):
+    """values (D block) = sum over the row's visible keys of 2**(scale_log2 * (q.k - reference)) v, in fp32.
+
+    block: which block of D.
+    """
+    q = operands.q[place.batch, place.query, place.head, None]  # (D)
     values.fill(0.0)
     for key in cutlass.range(Int32(row.first), row.end, unroll=1):
-        score = _dot(q, _load(operands.k[place.batch, key, place.kv_head, None]))
+        score = _dot(config, q, operands.k[place.batch, key, place.kv_head, None])
         if cutlass.const_expr(config.negate):
             score = -score
         weight = cute.math.exp2((score - reference) * scale_log2, fastmath=True)
-        _accumulate(values, weight, _load(operands.v[place.batch, key, place.kv_head, None]))
+        v = operands.v[place.batch, key, place.kv_head, None]  # (D)
+        _accumulate(values, weight, _load(cute.local_tile(v, (BLOCK,), (block,))))
 
 
 def _load(source: cute.Tensor) -> cute.Tensor:
-    """Registers (D) holding a row of a global tensor."""
-    registers = cute.make_rmem_tensor(HEAD_DIM, source.element_type)
+    """Registers (D block) holding a block of a row of a global tensor."""
+    registers = cute.make_rmem_tensor(BLOCK, source.element_type)
     cute.autovec_copy(source, registers)
     return registers
 
 
-def _dot(a: cute.Tensor, b: cute.Tensor) -> Float32:
+@cute.jit
+def _dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
+    """q.k of two rows (D), a block at a time."""
     total = Float32(0.0)
-    for i in range(HEAD_DIM):
-        total = total + a[i].to(Float32) * b[i].to(Float32)
+    for block in cutlass.range(config.blocks, unroll=1):
+        a, b = (_load(cute.local_tile(row, (BLOCK,), (block,))) for row in (q, k))
+        for i in cutlass.range_constexpr(BLOCK):
+            total = total + a[i].to(Float32) * b[i].to(Float32)
     return total
 
 
 def _accumulate(values: cute.Tensor, weight, v: cute.Tensor) -> None:
-    for i in range(HEAD_DIM):
+    for i in range(BLOCK):
         values[i] = values[i] + weight * v[i].to(Float32)

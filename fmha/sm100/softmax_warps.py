@@ -10,20 +10,25 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma, tmem
 from warpspec.fmha.device_mask import hide
-from warpspec.fmha.sm100.config import HEAD_DIM, POLYNOMIAL_EVERY, RESCALE_THRESHOLD, TILE_N
+from warpspec.fmha.sm100.config import QUARTER_LANES
 from warpspec.fmha.softmax import exponentiate, maximum, move_reference, scale_by
 
 O_PART = 32  # columns of O in registers at a time while it is rescaled
 WORD_BYTES = 4
+VECTOR_BYTES = 16  # one store to shared memory, and the unit that the 128-byte swizzle moves
+SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensor memory: pointers to the first columns of S (fp32), P (32 bits, two keys) and O (fp32)."""
+    """Where tiles lie: TMEM pointers to the first columns of S (fp32), P (32 bits, two keys) and O (fp32);
+    shared memory (Uint8) of P, where it lies there, and of the first V stage."""
 
     s: cute.Pointer
     p: cute.Pointer
     o: cute.Pointer
+    p_smem: cute.Pointer
+    v_smem: cute.Pointer
 
 
 @cute.jit
@@ -33,14 +38,13 @@ def softmax(
     row,
     span,
     columns,
-    v_base,
     scale_log2,
     dtype: cutlass.Constexpr,
 ):
     """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's
-    reference.
+    reference. With 64 rows, the threads of lanes 16 to 31 of each warp only keep the second half of O.
 
-    v_base: first V stage. dtype: of P. Returns (reference, maximum, row_sum) of the row, raw score units.
+    columns: ``Columns``. dtype: of P. Returns (reference, maximum, row_sum) of the row, raw score units.
     Consumes: s_full; pv_done of the tile before, before it touches O or P; v_full when it clears rows of V.
     Produces: s_empty once S is in registers; p_full once P, O and V are as PV of this tile wants them.
     """
@@ -48,15 +52,22 @@ def softmax(
     for step in cutlass.range(span.count, unroll=1):
         state = (reference, row_maximum, row_sum)
         # Two bodies, not a branch around the mask: that would become predicated selections in every tile.
-        if span.needs_mask(span.tile(step), TILE_N):
+        if span.needs_mask(span.tile(step), config.tile_n):
             reference, row_maximum, row_sum = tile_step(
-                config, channels, row, span, columns, v_base, scale_log2, dtype, step, state, True
+                config, channels, row, span, columns, scale_log2, dtype, step, state, True
             )
         else:
             reference, row_maximum, row_sum = tile_step(
-                config, channels, row, span, columns, v_base, scale_log2, dtype, step, state, False
+                config, channels, row, span, columns, scale_log2, dtype, step, state, False
             )
-    return reference, row_maximum, row_sum
+    return reference, share(config, row, row_maximum), share(config, row, row_sum)
+
+
+def share(config, row, value):
+    """The value that the thread of the row's first half has, to the threads of all its parts."""
+    if config.halves == 1:
+        return value
+    return cute.arch.shuffle_sync(value, row.thread % (QUARTER_LANES // config.halves))
 
 
 @cute.jit
@@ -66,7 +77,6 @@ def tile_step(
     row,
     span,
     columns,
-    v_base,
     scale_log2,
     dtype: cutlass.Constexpr,
     step,
@@ -78,8 +88,8 @@ def tile_step(
     masked: some row does not see some key.
     """
     reference, row_maximum, row_sum = state
-    first_key = span.tile(step) * TILE_N
-    scores = cute.make_rmem_tensor(TILE_N, Float32)  # (KEY)
+    first_key = span.tile(step) * config.tile_n
+    scores = cute.make_rmem_tensor(config.tile_n, Float32)  # (KEY)
     channels["s_full"].wait(step)
     tmem.fence_after_wait()
     tmem.load_row(columns.s, scores, row.thread)
@@ -90,32 +100,60 @@ def tile_step(
     if cutlass.const_expr(masked):
         hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
-    reference, factor, moved = move_reference(reference, row_maximum, scale_log2, RESCALE_THRESHOLD)
-    polynomial_every = 0 if masked else POLYNOMIAL_EVERY
-    row_sum = row_sum * factor + exponentiate(scores, reference, scale_log2, polynomial_every)
-    weights = cute.make_rmem_tensor(TILE_N, dtype)  # (KEY)
+    reference, factor, moved = move_reference(reference, row_maximum, scale_log2, config.rescale_threshold)
+    reference, factor = share(config, row, reference), share(config, row, factor)
+    polynomial_every = 0 if masked else config.shape.polynomial_every
+    row_sum = row_sum * factor + exponentiate(
+        scores, reference, scale_log2, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
+    )
+    weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
     weights.store(scores.load().to(dtype))
 
     channels["pv_done"].wait_previous(step)
     tmem.fence_after_wait()
     if (step > 0) & cute.arch.vote_any_sync(moved):
-        rescale(columns.o, factor, row.thread)
-    tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, row.thread)
+        rescale(config, columns.o, factor, row.thread)
+    if cutlass.const_expr(config.p_in_smem):
+        store_weights(config, row, cute.recast_tensor(weights, Int32), columns.p_smem)
+    else:
+        tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, row.thread)
     # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
-    if masked and (config.band or config.has_kv_lengths) and span.has_unseen(span.tile(step), TILE_N):
-        channels["v_full"].wait(step)
-        stage = channels["v_full"].stage(step)
-        clear_unseen(row, span, first_key, v_base + stage * config.kv_tile_bytes)
+    if masked and (config.band or config.has_kv_lengths) and span.has_unseen(span.tile(step), config.tile_n):
+        full = channels[config.v_ring + "_full"]
+        full.wait(step)
+        clear_unseen(config, row, span, first_key, columns.v_smem + full.stage(step) * config.kv_tile_bytes)
     tmem.wait_stores()
+    if cutlass.const_expr(config.p_in_smem):
+        cute.arch.fence_view_async_shared()
     tmem.fence_before_arrive()
     channels["p_full"].arrive(step)
     return reference, row_maximum, row_sum
 
 
 @cute.jit
-def rescale(o, factor, thread):
+def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.Pointer):
+    """P of this thread's row to shared memory, as tcgen05.mma reads it: blocks of 64 keys, in each the row's
+    128 bytes, whose 16-byte vectors the swizzle exchanges by the row's number.
+
+    weights: (tile_n / 2) 32 bits, two keys each. p: Uint8. The caller fences before it signals.
+    """
+    if row.half == 0:
+        vectors = tma.ROW_BYTES // VECTOR_BYTES
+        words = VECTOR_BYTES // WORD_BYTES
+        for vector in cutlass.range_constexpr(cute.size(weights) // words):
+            block, place = vector // vectors, vector % vectors
+            offset = (block * config.tile_m + row.index) * tma.ROW_BYTES
+            offset += (place ^ row.index % SWIZZLE_ROWS) * VECTOR_BYTES
+            target = cute.make_tensor(
+                cute.recast_ptr((p + offset).align(VECTOR_BYTES), dtype=Int32), cute.make_layout(words)
+            )  # (WORD)
+            cute.autovec_copy(cute.local_tile(weights, (words,), (vector,)), target)
+
+
+@cute.jit
+def rescale(config: cutlass.Constexpr, o, factor, thread):
     """O of every row of the warp times its factor (1 where the reference stayed), in tensor memory."""
-    for part in cutlass.range_constexpr(HEAD_DIM // O_PART):
+    for part in cutlass.range_constexpr(config.o_columns // O_PART):
         values = cute.make_rmem_tensor(O_PART, Float32)  # (D part)
         tmem.load_row(o + part * O_PART, values, thread)
         tmem.wait_loads()
@@ -124,16 +162,19 @@ def rescale(o, factor, thread):
 
 
 @cute.jit
-def clear_unseen(row, span, first_key, tile: cute.Pointer):
+def clear_unseen(config: cutlass.Constexpr, row, span, first_key, tile: cute.Pointer):
     """Zero the V rows of a tile that no row of the M tile sees: 0 times a NaN left there would be NaN.
 
-    tile: Uint8 pointer to the stage. Thread t does V row t; the fence makes it visible to tcgen05.mma.
+    tile: Uint8 pointer to the stage. Thread t does V row t of every block; the fence makes it visible to
+    tcgen05.mma.
     """
     key = first_key + row.thread
-    if (key < span.first) | (key >= span.end):
-        words = cute.make_tensor(
-            cute.recast_ptr((tile + row.thread * tma.ROW_BYTES).align(tma.ROW_BYTES), dtype=Int32),
-            cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
-        )  # (WORD)
-        words.fill(0)
+    if (row.thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
+        for block in cutlass.range_constexpr(config.blocks):
+            start = (block * config.tile_n + row.thread) * tma.ROW_BYTES
+            words = cute.make_tensor(
+                cute.recast_ptr((tile + start).align(tma.ROW_BYTES), dtype=Int32),
+                cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
+            )  # (WORD)
+            words.fill(0)
     cute.arch.fence_view_async_shared()

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32
 
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.scheduler import KeySpan, TileGrid, key_span
-from warpspec.fmha.sm100.config import TILE_N, AttentionConfig
+from warpspec.fmha.sm100.config import AttentionConfig
 
 INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
@@ -23,11 +23,13 @@ INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 class Row:
     """What one softmax thread knows of its row.
 
-    thread: 0..127, the row of the M tile and the lane of tensor memory. first, end: keys it sees, [first,
-    end).
+    thread: 0..127, the lane of tensor memory. index: row of the M tile. half: which part of the row's O the
+    thread has. first, end: keys it sees, [first, end).
     """
 
     thread: Int32
+    index: Int32
+    half: Int32
     first: Int32
     end: Int32
 
@@ -45,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Tile:
-    """query_tile, head_tile, kv_head, batch: from the grid. first_query: of the tile. start: position of
+    """query_tile, head_tile, kv_head, batch, split: from the grid. first_query: of the tile. start: position of
     query 0. length: KV length. group: query heads of a KV head. bounds: arguments of ``key_range``. span: KV
     tiles.
     """
@@ -58,6 +60,7 @@ class Tile:
     first_query: Int32
     start: Int32
     length: Int32
+    split: Int32
     group: Int32
     seq_q: Int32
     bounds: dict
@@ -65,37 +68,47 @@ class Tile:
 
     def row(self, thread) -> Row:
         """The thread's row; idle rows get the keys of the query they would be."""
-        position = self.start + self.first_query + thread // self.config.pack
+        index = self.config.row_of(thread)
+        position = self.start + self.first_query + index // self.config.pack
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
-        return Row(thread, first, end)
+        return Row(thread, index, self.config.half_of(thread), first, end)
 
-    def place(self, thread) -> Place:
-        """Where the thread's row belongs."""
+    def place(self, row: Row) -> Place:
+        """Where a row belongs."""
         pack = self.config.pack
-        head = self.head_tile * pack + thread % pack
-        query = self.first_query + thread // pack
+        head = self.head_tile * pack + row.index % pack
+        query = self.first_query + row.index // pack
         inside = Boolean(head < self.group) & Boolean(query < self.seq_q)
-        busy = Boolean(thread < pack * self.config.queries)
+        busy = Boolean(row.index < pack * self.config.queries)
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
-def locate(config: AttentionConfig, operands, query_tiles, head_tiles, window_left, window_right) -> Tile:
-    """The tile of this CTA. operands: ``kernel.Operands``. query_tiles, head_tiles: extents of the grid."""
+def locate(config: AttentionConfig, operands, grid, window_left, window_right) -> Tile:
+    """The tile of this CTA. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits)."""
     batch_size, seq_q, heads_q, _ = operands.q.shape
     _, length, heads_kv, _ = operands.k.shape
     index, _, _ = cute.arch.block_idx()
-    grid = TileGrid(query_tiles, head_tiles, heads_kv, batch_size)
-    query_tile, head_tile, kv_head, batch = grid.decode(index, longest_first=config.causal)
+    query_tiles, head_tiles, splits = grid
+    split = Int32(0)
+    if cutlass.const_expr(config.splits):
+        index, split = index // splits, index % splits
+    order = TileGrid(query_tiles, head_tiles, heads_kv, batch_size)
+    query_tile, head_tile, kv_head, batch = order.decode(index, longest_first=config.causal)
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
+    # Where the last query stands at the last position by default; keys may each stand for several positions.
     start = length - seq_q if operands.q_start is None else operands.q_start[batch]
     bounds = {
         "causal": config.causal,
         "left": window_left if config.has_left else None,
         "right": window_right if config.has_right else None,
+        "key_stride": config.key_stride,
     }
     first_query = query_tile * config.queries
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
+    span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
+    if cutlass.const_expr(config.splits):
+        span = span.part(split, splits, **INTEGERS)
     return Tile(
         config,
         query_tile,
@@ -105,8 +118,9 @@ def locate(config: AttentionConfig, operands, query_tiles, head_tiles, window_le
         first_query,
         start,
         length,
+        split,
         heads_q // heads_kv,
         seq_q,
         bounds,
-        key_span(start + first_query, start + last_query, length, TILE_N, bounds, **INTEGERS),
+        span,
     )

@@ -1,0 +1,42 @@
+"""Tile shapes of the sm100 attention kernel: one row a head dimension and staging of P.
+
+ARCHITECTURE.md says by counted bytes and clocks why each is the default of its head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """tile_m: query rows of a CTA. tile_n: keys of a KV tile. p_in: where P lies for PV, "tmem" or "smem".
+    kv_stages: KV tiles in flight. ctas_per_sm: CTAs that share an SM. polynomial_every: of so many pairs of
+    exponentials one is computed on the multiply-add units (0: none)."""
+
+    tile_m: int
+    tile_n: int
+    p_in: str
+    kv_stages: int
+    ctas_per_sm: int
+    polynomial_every: int = 0
+
+
+# Compute capability 10.0 makes 16 exponentials a clock and SM: the 128 x 128 of a tile keep that unit busy for 1024
+# clocks, while a warp issues some 280 other instructions and both products take the tensor core 512 at D = 64. So
+# there one of every four pairs of scores is computed on the multiply-add units: 768 clocks, some 480 instructions.
+#
+# The first of a head dimension is its default. Where K and V are one tensor a stage holds one tile, not two.
+SHAPES: dict[int, tuple[Shape, ...]] = {
+    64: (Shape(128, 128, "tmem", 3, 2, 4), Shape(128, 128, "smem", 2, 2, 4)),
+    128: (Shape(128, 64, "tmem", 2, 2), Shape(128, 64, "smem", 2, 2), Shape(128, 128, "tmem", 3, 1)),
+    256: (Shape(128, 64, "tmem", 2, 1), Shape(128, 64, "smem", 2, 1)),
+    512: (Shape(64, 64, "smem", 1, 1),),
+}
+# K and V one tensor: a stage is half as large.
+SHARED_SHAPES: dict[int, tuple[Shape, ...]] = {
+    64: (Shape(128, 128, "tmem", 4, 2, 4), Shape(128, 128, "smem", 3, 2, 4)),
+    128: (Shape(128, 64, "tmem", 4, 2), Shape(128, 64, "smem", 4, 2), Shape(128, 128, "tmem", 4, 1)),
+    256: (Shape(128, 64, "tmem", 4, 1), Shape(128, 64, "smem", 4, 1)),
+    512: (Shape(64, 64, "smem", 2, 1),),
+}
