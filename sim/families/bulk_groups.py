@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,26 +72,44 @@ def _groups(w: Warp, lane: int) -> BulkGroups:
 
 
 class BulkStore(Op):
-    """shared::cta to global: reads when executed and defers the write."""
+    """shared::cta to global: reads when executed, defers the write. In the group of each issuing thread."""
 
-    __slots__ = ("group", "read", "write")
+    __slots__ = ("groups", "read", "write")
 
-    def __init__(self, group: BulkGroup, read: Callable, write: Callable, text: str):
+    def __init__(self, groups: Sequence[BulkGroup], read: Callable, write: Callable, text: str):
         super().__init__(text)
-        self.group, self.read, self.write = group, read, write
-        group.reads += 1
-        group.writes += 1
+        self.groups, self.read, self.write = groups, read, write
+        for group in groups:
+            group.reads += 1
+            group.writes += 1
 
     def execute(self, m: Machine) -> None:
         data = self.read(m)
-        self.group.reads -= 1
-        m.notify(self.group)
+        for group in self.groups:
+            group.reads -= 1
+            m.notify(group)
         m.defer(CallOp(lambda: self._finish(m, data), f"{self.text}: write"))
 
     def _finish(self, m: Machine, data: np.ndarray) -> None:
         self.write(m, data)
-        self.group.writes -= 1
-        m.notify(self.group)
+        for group in self.groups:
+            group.writes -= 1
+            m.notify(group)
+
+
+def issuers(mask: int, keys: Sequence[Hashable], once: bool) -> list[list[int]]:
+    """The lanes of `mask`, those together whose copies are one operation.
+
+    keys: each lane's operands. A store that lanes issue with the same operands is made once: ptxas compiles
+    it to one instruction of the warp, and kernels that wait for it in one elected thread rely on that.
+    Reductions (`once` false) take place for each thread; an H200 does so.
+    """
+    if not once:
+        return [[lane] for lane in lanes(mask)]
+    found: dict[Hashable, list[int]] = {}
+    for lane in lanes(mask):
+        found.setdefault(keys[lane], []).append(lane)
+    return list(found.values())
 
 
 @instruction("cp.async.bulk.commit_group")

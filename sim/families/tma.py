@@ -16,10 +16,10 @@ import numpy as np
 
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
-from warpspec.sim.families.bulk_groups import BulkStore, MapRead, open_group
+from warpspec.sim.families.bulk_groups import BulkStore, MapRead, issuers, open_group
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, SHARED_WINDOW
-from warpspec.sim.registry import Op, instruction, lanes
+from warpspec.sim.registry import WARP_SIZE, Op, instruction, lanes
 from warpspec.sim.tma import copy, reduction
 
 if TYPE_CHECKING:
@@ -255,7 +255,9 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
     rows = ins.has("tile::scatter4")
     boxes = copy.GATHER_ROWS if rows else 1
     maps, srcs = w.address(tensor), w.address(src)
-    for lane in lanes(mask):
+    keys = list(zip(maps.tolist(), srcs.tolist(), *(w.u32(c).tolist() for c in tensor.coords), strict=True))
+    for together in issuers(mask, keys, once=operation is None):
+        lane = together[0]
         coords = _coordinates(w, tensor, lane)
         cta, offset = located(w, int(srcs[lane]), True)
 
@@ -273,7 +275,7 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
             m.stats.tma_bytes_stored += nbytes
 
         text = f"tensor {operation or 'store'} at {coords}"
-        m.defer(BulkStore(open_group(w, lane), read, write, text))
+        m.defer(BulkStore([open_group(w, lane) for lane in together], read, write, text))
 
 
 def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> None:
@@ -281,7 +283,10 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
     dst, src, size = ins.operands[:3]
     dsts, srcs, sizes = w.address(dst), w.address(src), w.u32(size)
     byte_masks = w.u16(ins.operands[-1]) if ins.has("cp_mask") else None
-    for lane in lanes(mask):
+    masks = [0] * WARP_SIZE if byte_masks is None else byte_masks.tolist()
+    keys = list(zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), masks, strict=True))
+    for together in issuers(mask, keys, once=meet is copy.assign):
+        lane = together[0]
         nbytes = _aligned(int(sizes[lane]), "size")
         target = _aligned(int(dsts[lane]), "destination")
         cta, offset = located(w, _aligned(int(srcs[lane]), "source"), True)
@@ -298,7 +303,8 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
                 view[chosen] = data[chosen]
             m.stats.tma_bytes_stored += data.size
 
-        m.defer(BulkStore(open_group(w, lane), read, write, f"bulk store of {nbytes} bytes"))
+        groups = [open_group(w, lane) for lane in together]
+        m.defer(BulkStore(groups, read, write, f"bulk store of {nbytes} bytes"))
 
 
 def _bytes_chosen(byte_mask: int, nbytes: int) -> np.ndarray:

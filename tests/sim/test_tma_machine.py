@@ -274,6 +274,51 @@ def test_tensor_reduction_adds_to_global_memory(seed):
     assert np.array_equal(run.output[:8, :128].copy().view(np.uint32).reshape(-1), doubled)
 
 
+STORES = {
+    "tensor": "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd1, {%r5, 60}], [%r3+1024];",
+    "bulk": "cp.async.bulk.global.shared::cta.bulk_group [%rd3], [%r3+1024], 512;",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", STORES)
+def test_a_store_that_a_warp_issues_is_one_operation(seed, kind):
+    """All lanes issue it; thread 0 alone waits, and then overwrites the source."""
+    body = (
+        FILL
+        + f"""
+        mov.u32 %r5, 32;
+        {STORES[kind]}
+        @!%p1 bra L1;
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group.read 0;
+        st.shared.v4.u32 [%r3+1024], {{0, 0, 0, 0}};
+    L1:
+    """
+    )
+    run = Run(body, init="", seed=seed, make_map=target_map, threads=32, each=256)
+    written = run.output[60:64, 128:].reshape(-1) if kind == "tensor" else run.output.reshape(-1)[:512]
+    assert np.array_equal(written, run.input[:512])
+    assert run.report.tma_bytes_stored == 512
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_reduction_takes_place_for_each_lane(seed):
+    """As on an H200: 32 lanes that add the same box add it 32 times."""
+    operation = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
+    body = FILL + f"mov.u32 %r5, 0; {operation} [%rd1, {{%r5, 0}}], [%r3+1024];"
+    run = Run(
+        body + "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;",
+        init="",
+        seed=seed,
+        make_map=target_map,
+        threads=32,
+        each=256,
+    )
+    added = run.input[:512].view(np.uint32) * np.uint32(32)
+    assert np.array_equal(run.output[:4, :128].copy().view(np.uint32).reshape(-1), added)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bulk_copies_in_a_cluster(seed):
     """global to shared::cta in rank 0, on to rank 1's shared memory, and added to it there."""
