@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from warpspec.fmha.mask import key_range
+from warpspec.fmha.splits import split_part
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,10 @@ class KeySpan:
         row's newest keys, where its maximum often lies, come first and later rescales are rare."""
         return self.begin + self.count - 1 - step
 
-    def part(self, split, splits, minimum=min, maximum=max):
-        """The span of one of ``splits`` contiguous parts of its KV tiles; a late part may have none."""
-        tiles = (self.count + splits - 1) // splits
-        count = maximum(minimum(self.count - split * tiles, tiles), 0)
-        return replace(self, begin=self.begin + split * tiles, count=count)
+    def part(self, split, splits):
+        """The span of one of ``splits`` contiguous parts of its KV tiles; a part may have none."""
+        first, count = split_part(split, splits, self.count)
+        return replace(self, begin=self.begin + first, count=count)
 
     def needs_mask(self, tile, tile_keys: int):
         """True where some row does not see some key of the tile."""

@@ -162,6 +162,11 @@ class SimReport:
     seed: int = 0
     roles: dict[int, str] = field(default_factory=dict)
 
+    def __add__(self, other: SimReport) -> SimReport:
+        """The launches of two runs, one after the other."""
+        launches = self.launches + other.launches
+        return SimReport(launches, self.seconds + other.seconds, self.seed, {**other.roles, **self.roles})
+
     def __str__(self) -> str:
         return "\n\n".join(self._table(launch) for launch in self.launches) or "no launches"
 

@@ -9,8 +9,9 @@ import torch
 from warpspec.common.compile import compile_cached
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.sm100.config import AttentionConfig
+from warpspec.fmha.splits import SM_COUNT, choose_splits, visited_tiles
 
-__all__ = ["AttentionConfig", "compiled", "run_cuda", "run_sim", "supports"]
+__all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim", "supports"]
 
 SIMULATED_ARCH = "sm_100a"
 # A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
@@ -22,37 +23,97 @@ def supports(problem: AttentionProblem) -> None:
     AttentionConfig.of(problem)
 
 
+def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
+    """(configuration, number of splits of the keys) for a problem on a device of ``sm_count`` SMs."""
+    config = AttentionConfig.of(problem)
+    splits = problem.num_splits
+    if splits is None:
+        plain = problem.key_stride == 1  # only then do positions count keys
+        kv_tiles = visited_tiles(
+            seq_k=problem.seq_k,
+            queries=config.queries,
+            tile_n=config.tile_n,
+            left=problem.window_left if plain else None,
+            right=problem.window_right if plain else None,
+            causal=problem.causal and plain,
+        )
+        query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
+        splits = choose_splits(
+            m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
+            kv_tiles=kv_tiles,
+            rows=problem.batch * problem.seq_q * problem.heads_q,
+            head_dim=problem.head_dim,
+            tile_m=config.tile_m,
+            tile_n=config.tile_n,
+            shared_kv=config.shared_kv,
+            sm_count=sm_count,
+            ctas_per_sm=config.ctas_per_sm,
+        )
+    return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
+
+
 def run_sim(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum):
     """Execute the compiled kernel on CPU tensors in the simulator; returns its ``SimReport``.
 
-    sink: fp32. Writes o and, where given, lse, row_max, row_sum in place.
+    sink: fp32. Writes o and, where given, lse, row_max, row_sum in place. Split keys take a second launch.
     """
     from warpspec import sim  # brings in llvmlite, an optional dependency
+    from warpspec.fmha.combine_splits import combine_splits
 
-    kernel = compiled(AttentionConfig.of(problem), SIMULATED_ARCH)
-    tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum)
-    return sim.run(kernel, *tensors, *scalars(problem), None)
+    config, splits = plan(problem)
+    kernel = compiled(config, SIMULATED_ARCH)
+    if splits == 1:
+        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum)
+        return sim.run(kernel, *tensors, *scalars(problem), None)
+    partial = partial_results(problem, splits)
+    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:])
+    report = sim.run(kernel, *tensors, *scalars(problem), None)
+    combined = combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
+    return sim.remember(report + combined)
 
 
 def run_cuda(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum) -> None:
-    """Launch on the tensors' device and its current stream: one kernel, no synchronisation."""
+    """Launch on the tensors' device and its current stream: one kernel, two where the keys are split; no
+    synchronisation."""
+    from warpspec.fmha.combine_splits import combine_splits
+
+    properties = torch.cuda.get_device_properties(q.device)
+    config, splits = plan(problem, properties.multi_processor_count)
+    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a")
+    if splits == 1:
+        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum)
+        return launch_cuda(kernel, tensors, problem)
+    partial = partial_results(problem, splits)
+    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:])
+    launch_cuda(kernel, tensors, problem)
+    combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
+
+
+def partial_results(problem: AttentionProblem, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Workspace of split keys, fp32: o [S, B, Sq, Hq, D], row_max and row_sum [S, B, Hq, Sq]."""
+    rows, heads = (splits, problem.batch), problem.heads_q
+    kind = {"dtype": torch.float32, "device": problem.device}
+    return (
+        torch.empty(*rows, problem.seq_q, heads, problem.head_dim, **kind),
+        *(torch.empty(*rows, heads, problem.seq_q, **kind) for _ in range(2)),
+    )
+
+
+def launch_cuda(kernel, tensors, problem: AttentionProblem) -> None:
+    """Call a compiled kernel on CUDA tensors, on their device's current stream; the first four hold rows of D."""
     import cuda.bindings.driver as driver
     from cutlass.cute.runtime import from_dlpack
 
-    major, minor = torch.cuda.get_device_capability(q.device)
-    kernel = compiled(AttentionConfig.of(problem), f"sm_{major}{minor}a")
-    tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum)
     arguments = [
         None
         if tensor is None
         else from_dlpack(
-            tensor.detach(), assumed_align=ROW_ALIGNMENT if tensor.dim() == 4 else tensor.element_size()
+            tensor.detach(), assumed_align=ROW_ALIGNMENT if position < 4 else tensor.element_size()
         ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
-        for tensor in tensors
+        for position, tensor in enumerate(tensors)
     ]
-    with torch.cuda.device(q.device):
-        stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        kernel(*arguments, *scalars(problem), stream)
+    with torch.cuda.device(tensors[0].device):
+        kernel(*arguments, *scalars(problem), driver.CUstream(torch.cuda.current_stream().cuda_stream))
 
 
 def scalars(problem: AttentionProblem) -> tuple[float, int, int]:
@@ -91,13 +152,12 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
     return (
         Attention(config),
         *(tensor(dtype, 4, config.head_dim) for _ in "qkv"),
-        tensor(dtype if config.normalize else fp32, 4, config.head_dim),
+        tensor(dtype if config.normalize else fp32, 5 if config.splits else 4, config.head_dim),
         tensor(fp32, 1) if config.has_sink else None,
         tensor(int32, 1) if config.has_kv_lengths else None,
         tensor(int32, 1) if config.has_q_start else None,
         tensor(fp32, 3) if config.has_lse else None,
-        None if config.normalize else tensor(fp32, 3),
-        None if config.normalize else tensor(fp32, 3),
+        *(None if config.normalize else tensor(fp32, 4 if config.splits else 3) for _ in range(2)),
         *(1.0, 0, 0),  # scale_log2, window_left, window_right
         make_fake_stream(),
     )

@@ -71,6 +71,10 @@ class Tile:
         index = self.config.row_of(thread)
         position = self.start + self.first_query + index // self.config.pack
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
+        if cutlass.const_expr(self.config.splits):  # of the row's keys, those of this part
+            begin = self.span.begin * self.config.tile_n
+            first = cutlass.max(first, begin)
+            end = cutlass.min(end, begin + self.span.count * self.config.tile_n)
         return Row(thread, index, self.config.half_of(thread), first, end)
 
     def place(self, row: Row) -> Place:
@@ -108,7 +112,7 @@ def locate(config: AttentionConfig, operands, grid, window_left, window_right) -
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
     span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
     if cutlass.const_expr(config.splits):
-        span = span.part(split, splits, **INTEGERS)
+        span = span.part(split, splits)
     return Tile(
         config,
         query_tile,
