@@ -57,8 +57,8 @@ def exponentiate(
 ) -> Float32:
     """scores (n) fp32 become 2**(scale_log2 * (s - reference)) in place; returns their sum.
 
-    With reference -inf every score is -inf, and becomes 0. polynomial_every: of so many pairs of scores, one
-    takes ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
+    With reference -inf every score is -inf, and becomes 0. polynomial_every: of so many pairs of scores (int
+    or Fraction), one takes ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
     """
     offset = Float32(
         cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * scale_log2)
@@ -69,7 +69,7 @@ def exponentiate(
         powers = cute.arch.fma_packed_f32x2(
             (scores[i], scores[i + 1]), (scale_log2, scale_log2), (offset, offset)
         )
-        if polynomial_every and pair % polynomial_every == polynomial_every - 1:
+        if polynomial_every and (pair + 1) // polynomial_every > pair // polynomial_every:
             powers = exp2_polynomial(powers, degree)
         else:
             powers = tuple(cute.math.exp2(power, fastmath=True) for power in powers)
