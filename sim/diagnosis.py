@@ -46,7 +46,7 @@ def instruction_at(m: Machine, group: Group) -> Instr:
 
 
 def deadlock(m: Machine, headline: str) -> Deadlock:
-    """A report of every warp that is not done and what it waits for; warps of a CTA that wait alike share a line."""
+    """A report of every warp that is not done and what it waits for; those of a CTA that wait alike share a line."""
     alike: dict[tuple, list[int]] = {}
     for cluster in m.resident:
         for cta in cluster.ctas:

@@ -1,4 +1,4 @@
-"""A launch's grid: makes clusters of CTAs with their memories and special registers, and hands them out in order."""
+"""A launch's grid: makes clusters of CTAs with their memories and special registers, hands them out in order."""
 
 from __future__ import annotations
 

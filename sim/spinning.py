@@ -18,8 +18,8 @@ CLOCK_ROUNDS = 8  # rounds of watching after which a kernel that reads a clock, 
 class SpinWatch:
     """Sees every turn of a machine that ends without an event.
 
-    The state of a warp (`Warp.state_hash`) holds its registers and local memory. Other memory is no part
-    of it: a loop whose only effect is there, and whose values do not outlive an iteration, counts as spinning.
+    The state of a warp (`Warp.state_hash`) holds its registers and local memory. Other memory is no part of
+    it: a loop whose only effect is there, and whose values do not outlive an iteration, counts as spinning.
     """
 
     def __init__(self, m: Machine):

@@ -19,6 +19,7 @@ from warpspec.sim.warp import Cta, Warp
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
 SIZE = 8  # bytes, and the alignment
+TIMEOUT_CHANCE = 1 / 32  # that try_wait gives up instead of waiting
 STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
 
 
@@ -231,9 +232,13 @@ def mbarrier_test_wait(m, w: Warp, ins: Instr, mask: int) -> None:
 
 @instruction("mbarrier.try_wait")
 def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """Waits until the phase completes, or returns false when the machine says that the time limit has passed."""
+    """Waits until the phase completes, or returns false: rarely at once, else when the machine says so.
+
+    The instruction's time limit may pass at any time, so that a kernel must try again; one that does not is wrong
+    under some seed.
+    """
     done, missing = _wait_state(m, w, ins, mask)
-    if missing is not None and not w.current.timed_out:
+    if missing is not None and not w.current.timed_out and m.rng.random() >= TIMEOUT_CHANCE:
         return Wait(on=missing, text=lambda: describe_wait(m, w, ins, mask), poll=True)
     w.set_pred(ins.operands[0], done, mask)
     return None

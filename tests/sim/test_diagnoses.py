@@ -278,3 +278,21 @@ def test_an_error_of_the_simulator_itself_says_where(monkeypatch):
     with pytest.raises(ZeroDivisionError) as caught:
         launch("mov.u32 %r1, 0;\nbar.sync 3;")
     assert any("bar.sync 3" in note and "CTA (0, 0, 0), warp 0" in note for note in caught.value.__notes__)
+
+
+def test_try_wait_that_is_not_repeated_fails_under_some_seed():
+    code = """
+      ld.param.u64 %rd1, [out]; mov.b32 %r10, sm; mov.u32 %r1, %tid.x;
+      setp.eq.u32 %p1, %r1, 0; @%p1 mbarrier.init.shared::cta.b64 [%r10], 32; bar.sync 0;
+      setp.ge.u32 %p2, %r1, 32; @%p2 bra ARRIVE;
+      mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r10], 0; selp.u32 %r2, 1, 0, %p3; st.global.u32 [%rd1], %r2;
+      bra END;
+    ARRIVE: mbarrier.arrive.shared::cta.b64 _, [%r10];
+    END:
+    """
+    seen = set()
+    for seed in range(200):
+        out = np.zeros(1, np.uint32)
+        launch(code, {"out": out}, block=(64, 1, 1), seed=seed)
+        seen.add(int(out[0]))
+    assert seen == {0, 1}
