@@ -11,7 +11,7 @@ import torch
 from warpspec.common.dispatch import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import reference
-from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.state import normalized_output
 
 ARGUMENTS = (
@@ -72,7 +72,7 @@ def run(arguments, backend, out=None):
     elif problem.return_lse:
         (lse,) = stats
 
-    if problem.is_empty:
+    if problem.is_empty or k.numel() == 0:  # a page table of no pages
         o.zero_()
         for stat, value in ((lse, -torch.inf), (row_max, -torch.inf), (row_sum, 0.0)):
             if stat is not None:
@@ -92,15 +92,18 @@ def run(arguments, backend, out=None):
     launch = sm100.run_cuda if backend == "sm100" else sm100.run_sim
     q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
     sink = None if sink is None else sink.detach().to(torch.float32).contiguous()
-    kv_lengths, q_start = (None if t is None else t.contiguous() for t in (kv_lengths, q_start))
-    launch(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum)
+    bias = None if bias is None else regular_strides(bias)
+    small = (kv_lengths, q_start, page_table)
+    kv_lengths, q_start, page_table = (None if t is None else t.contiguous() for t in small)
+    launch(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum, page_table=page_table, bias=bias)
     return o, stats
 
 
 def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements; a dimension of size 1, whose stride means nothing, gets one that TMA accepts."""
     strides = list(tensor.stride())
-    step = tensor.shape[-1]
+    vector = ROW_ALIGNMENT // tensor.element_size()
+    step = -(-tensor.shape[-1] // vector) * vector
     strides[-1] = 1
     for dim in reversed(range(tensor.dim() - 1)):
         if tensor.shape[dim] == 1:

@@ -54,6 +54,10 @@ class AttentionProblem:
     shared_kv: bool = False  # v was None: V is K
     has_sink: bool = False  # never where normalize is False
     has_bias: bool = False
+    bias_dtype: torch.dtype | None = None  # one of BIAS_DTYPES
+    bias_heads: bool = False  # query heads have each their own bias
+    bias_batches: bool = False  # batch rows have each their own bias
+    bias_rows: str | None = None  # "aligned" (for TMA), "contiguous" or "strided"
     has_kv_lengths: bool = False  # otherwise L = Sk for every batch row
     has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
     page_size: int | None = None  # keys to a page; None: no page table
@@ -220,6 +224,7 @@ class AttentionProblem:
             shared_kv=v is None,
             has_sink=sink is not None,
             has_bias=bias is not None,
+            **({} if bias is None else _bias_layout(bias, memory)),
             has_kv_lengths=kv_lengths is not None,
             has_q_start=q_start is not None,
             page_size=page_size,
@@ -344,6 +349,20 @@ def _check_bias(bias, full, device):
             f"bias: shape must be [B={batch} or 1, Hq={heads_q} or 1, Sq={seq_q}, Sk={seq_k}], "
             f"got {_shape(bias)}"
         )
+
+
+def _bias_layout(bias, memory) -> dict:
+    """Fields of the problem: what differs along a dimension, and whether TMA can read it."""
+    aligned = not memory or bias.data_ptr() % ROW_ALIGNMENT == 0
+    for dim in range(3):
+        aligned &= bias.shape[dim] <= 1 or bias.stride(dim) * bias.element_size() % ROW_ALIGNMENT == 0
+    contiguous = bias.shape[3] <= 1 or bias.stride(3) == 1
+    return {
+        "bias_dtype": bias.dtype,
+        "bias_heads": bias.shape[1] > 1 and bias.stride(1) != 0,
+        "bias_batches": bias.shape[0] > 1 and bias.stride(0) != 0,
+        "bias_rows": "strided" if not contiguous else "aligned" if aligned else "contiguous",
+    }
 
 
 def _check_per_batch(name, tensor, batch, device):

@@ -52,7 +52,9 @@ def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[Attention
     return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
 
 
-def run_sim(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum):
+def run_sim(
+    problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum, page_table=None, bias=None
+):
     """Execute the compiled kernel on CPU tensors in the simulator; returns its ``SimReport``.
 
     sink: fp32. Writes o and, where given, lse, row_max, row_sum in place. Split keys take a second launch.
@@ -63,16 +65,18 @@ def run_sim(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_su
     config, splits = plan(problem)
     kernel = compiled(config, SIMULATED_ARCH)
     if splits == 1:
-        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum)
+        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
         return sim.run(kernel, *tensors, *scalars(problem), None)
     partial = partial_results(problem, splits)
-    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:])
+    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table, bias)
     report = sim.run(kernel, *tensors, *scalars(problem), None)
     combined = combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
     return sim.remember(report + combined)
 
 
-def run_cuda(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum) -> None:
+def run_cuda(
+    problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum, page_table=None, bias=None
+) -> None:
     """Launch on the tensors' device and its current stream: one kernel, two where the keys are split; no
     synchronisation."""
     from warpspec.fmha.combine_splits import combine_splits
@@ -81,10 +85,10 @@ def run_cuda(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_s
     config, splits = plan(problem, properties.multi_processor_count)
     kernel = compiled(config, f"sm_{properties.major}{properties.minor}a")
     if splits == 1:
-        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum)
+        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
         return launch_cuda(kernel, tensors, problem)
     partial = partial_results(problem, splits)
-    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:])
+    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table, bias)
     launch_cuda(kernel, tensors, problem)
     combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
 
@@ -100,15 +104,17 @@ def partial_results(problem: AttentionProblem, splits: int) -> tuple[torch.Tenso
 
 
 def launch_cuda(kernel, tensors, problem: AttentionProblem) -> None:
-    """Call a compiled kernel on CUDA tensors, on their device's current stream; the first four hold rows of D."""
+    """Call a compiled kernel on CUDA tensors, on their device's current stream; the first four hold rows of D, the last is
+    the bias."""
     import cuda.bindings.driver as driver
     from cutlass.cute.runtime import from_dlpack
 
+    aligned = (*range(4), *((len(tensors) - 1,) if problem.bias_rows == "aligned" else ()))
     arguments = [
         None
         if tensor is None
         else from_dlpack(
-            tensor.detach(), assumed_align=ROW_ALIGNMENT if position < 4 else tensor.element_size()
+            tensor.detach(), assumed_align=ROW_ALIGNMENT if position in aligned else tensor.element_size()
         ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
         for position, tensor in enumerate(tensors)
     ]
@@ -133,15 +139,16 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+    from warpspec.fmha.sm100.bias import TYPES
     from warpspec.fmha.sm100.kernel import Attention
 
-    def tensor(dtype, rank, last=None):
+    def tensor(dtype, rank, last=None, aligned=False):
         """Of ``rank`` dimensions, the last contiguous; rows of a known length are aligned for TMA."""
-        aligned = last is not None
+        aligned = aligned or last is not None
         step = ROW_ALIGNMENT * 8 // dtype.width if aligned else 1
         return make_fake_tensor(
             dtype,
-            (*(cute.sym_int() for _ in range(rank - 1)), last if aligned else cute.sym_int()),
+            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
             stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
             assumed_align=ROW_ALIGNMENT if aligned else dtype.width // 8,
             memspace=cute.AddressSpace.gmem,
@@ -158,6 +165,8 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
         tensor(int32, 1) if config.has_q_start else None,
         tensor(fp32, 3) if config.has_lse else None,
         *(None if config.normalize else tensor(fp32, 4 if config.splits else 3) for _ in range(2)),
+        tensor(int32, 2) if config.page_size else None,
+        tensor(TYPES[config.bias], 4, aligned=config.bias_stages > 0) if config.bias else None,
         *(1.0, 0, 0),  # scale_log2, window_left, window_right
         make_fake_stream(),
     )

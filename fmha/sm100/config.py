@@ -5,7 +5,7 @@ Everything here is plain Python, fixed at compile time. One ``AttentionConfig`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.common import tma, tmem
 from warpspec.common.errors import UnsupportedProblem
@@ -22,8 +22,10 @@ REGISTER_ALLOCATION = 8  # registers a thread, granularity
 MAX_REGISTERS = 255  # a thread
 ELEMENT_BYTES = 2  # bf16 and fp16
 FP32_BYTES = 4
+BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 
 BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
+PAGE_SIZES = (16, 32, 64, 128)  # keys; a page's rows start where the 128-byte swizzle does, every 8 rows
 MMA_K = 16  # reduction of one tcgen05.mma of kind f16
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
@@ -43,7 +45,9 @@ class AttentionConfig:
     pack: query heads of one KV group in an M tile; its row r is head r % pack of query r // pack. causal,
     has_left, has_right, key_stride: which sides of the band that a row sees are bounded, and how. negate:
     scores are negated, for a negative scale. splits: partial results, one for each split of the keys, are
-    written. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there
+    written. page_size: keys of a page of K and V, 0 where they are not paged. bias: its dtype; bias_heads,
+    bias_batches: heads, batch rows have each their own; bias_stages: KV tiles of it in flight, 0 where it is read
+    from global memory. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there
     are.
     """
 
@@ -63,12 +67,20 @@ class AttentionConfig:
     normalize: bool = True
     negate: bool = False
     splits: bool = False
+    page_size: int = 0
+    bias: str | None = None
+    bias_heads: bool = False
+    bias_batches: bool = False
+    bias_stages: int = 0
     exact_maximum: bool = False
     softmax_registers: int = 216
     other_registers: int = 72
 
     def __post_init__(self):
         assert 1 <= self.pack <= self.tile_m
+        assert self.bias in (None, *BIAS_BYTES)
+        assert self.page_size in (0, *PAGE_SIZES)
+        assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
         assert self.tmem_allocation * self.ctas_per_sm <= tmem.TMEM_COLUMNS
         assert self.smem_bytes <= SMEM_PER_CTA
@@ -85,14 +97,14 @@ class AttentionConfig:
         shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
         """
         for name, value, wrong in (
-            ("page_table", "given", problem.paged),
-            ("bias", "given", problem.has_bias),
+            ("page_size", problem.page_size, problem.paged and problem.page_size not in PAGE_SIZES),
+            ("bias", "of strided rows", problem.bias_rows == "strided"),
         ):
             if wrong:
                 raise UnsupportedProblem(f"sm100 attention: {name}={value} is not supported")
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
         shape = shape or shapes[problem.head_dim][0]
-        return cls(
+        config = cls(
             dtype=str(problem.dtype).removeprefix("torch."),
             head_dim=problem.head_dim,
             shape=shape,
@@ -109,8 +121,34 @@ class AttentionConfig:
             normalize=problem.normalize and not splits,
             negate=problem.scale < 0,
             splits=splits,
+            page_size=problem.page_size or 0,
             exact_maximum=problem.seq_q <= EXACT_QUERIES,
         )
+        return config.with_bias(problem) if problem.has_bias else config
+
+    def with_bias(self, problem: AttentionProblem) -> AttentionConfig:
+        """This kernel, of a problem with a bias. Room for it comes from the rings of K and V, which keep two
+        stages where they had them, then from the second CTA of an SM; it gets two stages where that is enough.
+        """
+        config = replace(
+            self,
+            bias=str(problem.bias_dtype).removeprefix("torch."),
+            bias_heads=problem.bias_heads,
+            bias_batches=problem.bias_batches,
+        )
+        if problem.bias_rows != "aligned":
+            return config  # not for TMA: threads read it from global memory
+        stage_bytes = len(self.rings) * self.kv_tile_bytes
+        for ctas in range(self.ctas_per_sm, 0, -1):
+            room = min(SMEM_PER_CTA, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
+            room -= self.smem_bytes - self.kv_stages * stage_bytes
+            most = self.kv_stages * self.ctas_per_sm // ctas
+            for stages in (2, 1):
+                kv_stages = min((room - stages * config.bias_tile_bytes) // stage_bytes, most)
+                if kv_stages >= min(self.kv_stages, 2):
+                    shape = replace(self.shape, kv_stages=kv_stages, ctas_per_sm=ctas)
+                    return replace(config, shape=shape, bias_stages=stages)
+        raise AssertionError("every shape leaves room for a tile of bias")
 
     @property
     def tile_m(self) -> int:
@@ -205,8 +243,49 @@ class AttentionConfig:
 
     @property
     def kv_box(self) -> tuple[int, int, int]:
-        """(D, KEY, BLOCK) of a K or V load: a whole tile."""
-        return (BLOCK, self.tile_n, self.blocks)
+        """(D, KEY, BLOCK) of a K or V load: a whole tile, or the keys of one page in one block of D."""
+        return (BLOCK, self.page_keys, self.blocks if self.tile_pages == 1 else 1)
+
+    @property
+    def page_keys(self) -> int:
+        """Keys of a KV tile that lie together in memory: all of them, or a page's."""
+        return min(self.page_size or self.tile_n, self.tile_n)
+
+    @property
+    def tile_pages(self) -> int:
+        """Pages that the keys of a KV tile come from."""
+        return self.tile_n // self.page_keys
+
+    @property
+    def kv_boxes(self) -> tuple[int, int]:
+        """(BLOCK, PAGE): loads of one K or V tile. Shared memory has a tile's pages side by side in each block
+        of D, so a box of several blocks would leave no room between them for the other pages."""
+        return (self.blocks // self.kv_box[2], self.tile_pages)
+
+    @property
+    def bias_rows(self) -> int:
+        """Rows of a bias tile: one a query where its heads share them."""
+        return self.pack * self.queries if self.bias_heads else self.queries
+
+    @property
+    def bias_box(self) -> tuple[int, int, int]:
+        """(KEY, HEAD, QUERY) of a bias load: 128 bytes of keys."""
+        keys = tma.ROW_BYTES // BIAS_BYTES[self.bias]
+        return (keys, self.pack if self.bias_heads else 1, self.queries)
+
+    @property
+    def bias_boxes(self) -> int:
+        """Loads of a KV tile's bias."""
+        return self.tile_n // self.bias_box[0]
+
+    @property
+    def bias_box_room(self) -> int:
+        """Bytes of shared memory from one box to the next."""
+        return -(-self.bias_rows * tma.ROW_BYTES // tma.TILE_ALIGNMENT) * tma.TILE_ALIGNMENT
+
+    @property
+    def bias_tile_bytes(self) -> int:
+        return self.bias_boxes * self.bias_box_room
 
     @property
     def qk_tiler(self) -> tuple[int, int, int]:
@@ -285,7 +364,7 @@ class AttentionConfig:
 
     @property
     def kv_tile_bytes(self) -> int:
-        return tma.tile_bytes(self.kv_box)
+        return self.tile_n * self.head_dim * ELEMENT_BYTES
 
     @property
     def p_bytes(self) -> int:
@@ -295,6 +374,10 @@ class AttentionConfig:
     def v_bytes(self) -> int:
         """Shared memory of V's ring: none where V is K."""
         return 0 if self.shared_kv else self.kv_stages * self.kv_tile_bytes
+
+    @property
+    def bias_ring_bytes(self) -> int:
+        return self.bias_stages * self.bias_tile_bytes if self.bias_stages else 0
 
     @property
     def barrier_slots(self) -> int:
@@ -319,7 +402,14 @@ class AttentionConfig:
             ),
             ("V", self.v_bytes, f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle"),
             ("P", self.p_bytes, f"[{self.tile_m}, {self.tile_n}], 128-byte swizzle"),
+            *self._bias_region(),
         )
+
+    def _bias_region(self) -> tuple[tuple[str, int, str], ...]:
+        if not self.bias_stages:
+            return ()
+        tile = f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.bias}, 128-byte swizzle"
+        return (("bias", self.bias_ring_bytes, tile),)
 
     @property
     def smem_bytes(self) -> int:
@@ -337,6 +427,7 @@ class AttentionConfig:
         return (
             Barrier("q_full", 1, 1, f"{load}, expect_tx + TMA bytes", mma, "Q is in shared memory"),
             *self._kv_barriers(load, mma, softmax, commit),
+            *self._bias_barriers(load, softmax, every),
             Barrier("s_full", 1, 1, commit, softmax, "S of the tile is in tensor memory"),
             Barrier("s_empty", 1, threads, every, mma, "S is in registers, its columns may be overwritten"),
             Barrier(
@@ -365,6 +456,16 @@ class AttentionConfig:
             Barrier("k_empty", stages, 1, commit, load, "QK has read the K tile"),
             Barrier("v_full", stages, 1, filled, both, "V tile is in shared memory"),
             Barrier("v_empty", stages, 1, commit, load, "PV has read the V tile"),
+        )
+
+    def _bias_barriers(self, load, softmax, every) -> tuple[Barrier, ...]:
+        """Barriers of the bias ring, where there is one."""
+        stages, threads, filled = self.bias_stages, self.softmax_threads, f"{load}, expect_tx + TMA bytes"
+        if not stages:
+            return ()
+        return (
+            Barrier("bias_full", stages, 1, filled, softmax, "bias tile is in shared memory"),
+            Barrier("bias_empty", stages, threads, every, load, "the bias tile has been added"),
         )
 
     @property

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common import tmem
+from warpspec.fmha.sm100.bias import unit
 from warpspec.fmha.sm100.config import BLOCK
 from warpspec.fmha.sm100.recompute import recompute, tainted
 from warpspec.fmha.softmax import LN_2, log_sum, sink_term
@@ -26,14 +27,14 @@ def epilogue(
         channels["pv_done"].wait(tile.span.count - 1)
         tmem.fence_after_wait()
     empty = Boolean(row_sum == Float32(0.0))
-    factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
+    factor = statistics(config, row, place, tile, state, operands, unit(config, scale_log2), empty)
     for part in cutlass.range_constexpr(config.o_columns // BLOCK):
         values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
         if tile.span.count > 0:
             tmem.load_row(o + part * BLOCK, values, row.thread)
             tmem.wait_loads()
         block = row.half * (config.o_columns // BLOCK) + part
-        if config.band and place.in_range & tainted(values, row_sum):
+        if (config.band or config.bias is not None) and place.in_range & tainted(values, row_sum):
             recompute(config, row, place, operands, block, reference, scale_log2, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.scheduler import TileGrid
+from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.config import BLOCK, AttentionConfig
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import load, rings
@@ -27,9 +28,10 @@ SMEM_CARVEOUT_PERCENT = 100
 
 
 class Operands(NamedTuple):
-    """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; sink [Hq]; kv_lengths,
-    q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32. Partial results: o, row_max and row_sum have one
-    more dimension in front, the splits."""
+    """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D], with a
+    page_table [B, max_pages] int32 [pages, page_size, Hkv, D]; sink [Hq]; kv_lengths, q_start [B] int32; lse,
+    row_max, row_sum [B, Hq, Sq] fp32; bias [B or 1, Hq or 1, Sq, Sk]. Partial results: o, row_max and row_sum have one more dimension in front,
+    the splits."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -41,6 +43,8 @@ class Operands(NamedTuple):
     lse: cute.Tensor | None
     row_max: cute.Tensor | None
     row_sum: cute.Tensor | None
+    page_table: cute.Tensor | None
+    bias: cute.Tensor | None
 
 
 class Attention:
@@ -62,6 +66,8 @@ class Attention:
         lse: cute.Tensor | None,
         row_max: cute.Tensor | None,
         row_sum: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        bias: cute.Tensor | None,
         scale_log2: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -85,21 +91,23 @@ class Attention:
         )
         loads = [tma.make_load(q_view, config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
-            # (D, KEY, BLOCK, KV_HEAD, BATCH)
+            # (D, KEY, BLOCK, KV_HEAD, BATCH); paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE)
             view = cute.make_tensor(
                 t.iterator,
                 cute.make_layout(
-                    (BLOCK, t.shape[1], config.blocks, heads_kv, batch),
+                    (BLOCK, t.shape[1], config.blocks, heads_kv, t.shape[0]),
                     stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
                 ),
             )
             loads.append(tma.make_load(view, config.kv_box))
+        if cutlass.const_expr(config.bias_stages > 0):
+            loads.append(biases.make_load(config, bias))
         tiles = TileGrid(
             cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
         )
         splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
         self.kernel(
-            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum),
+            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             (tiles.query_tiles, tiles.head_tiles, splits),
@@ -133,6 +141,9 @@ class Attention:
             ]
             v: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.v_bytes], tma.TILE_ALIGNMENT]
             p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
+            bias: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.bias_ring_bytes], tma.TILE_ALIGNMENT
+            ]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -156,15 +167,17 @@ class Attention:
                 cute.arch.setmaxregister_increase(config.softmax_registers)
             tile = locate(config, operands, *where)
             row = tile.row(thread)
+            place = tile.place(row)
             places = Columns(
                 s=columns + config.tmem_s,
                 p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
                 o=columns + config.tmem_o,
                 p_smem=p_base,
                 v_smem=v_base,
+                bias=biases.source(config, operands.bias, place, storage.bias.data_ptr()),
             )
             state = softmax(config, channels, row, tile.span, places, scale_log2, dtype)
-            epilogue(config, channels, row, tile.place(row), tile, state, places.o, operands, scale_log2)
+            epilogue(config, channels, row, place, tile, state, places.o, operands, scale_log2)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)
@@ -174,7 +187,9 @@ class Attention:
             tile = locate(config, operands, *where)
             if warp == config.load_warp:
                 bases = (q_base, k_base, v_base)
-                load(config, channels, rings(config, atoms, coordinates, bases, tile, dtype), tile)
+                filled = rings(config, atoms, coordinates, bases, tile, dtype)
+                boxes = biases.ring(config, atoms[-1], coordinates[-1], storage.bias.data_ptr(), tile)
+                load(config, channels, filled, tile, operands, boxes)
             if warp == config.mma_warp:
                 operands_mma = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
                 mma(config, channels, operands_mma, tile.span, dtype)

@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 
 from warpspec.common import tma
+from warpspec.fmha.sm100 import bias as biases
+from warpspec.fmha.sm100.pages import page_or_none
 
 
 def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing, ...]:
@@ -19,22 +21,24 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     block_bytes = config.tile_m * tma.ROW_BYTES
     q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)
     found = [tma.TileRing.make(atoms[0], q_tiles, q_shared)]
-    for atom, tensor, base in zip(atoms[1:], coordinates[1:], bases[1:], strict=False):
-        # (D, KEY, BLOCK, TILE)
-        tiles = cute.local_tile(
-            tensor[None, None, None, tile.kv_head, tile.batch], config.kv_box, (0, None, 0)
-        )
-        shared = tma.shared_tiles(base, dtype, config.kv_box, config.kv_stages)
+    boxes = cute.size(config.kv_boxes)
+    for atom, tensor, base, _ in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
+        # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
+        tiles = tensor[None, None, None, tile.kv_head, None]
+        tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
+        tiles = cute.group_modes(tiles, 3, 6)
+        # A stage's boxes stand in it one after another: a block of D, in it the pages.
+        shared = tma.shared_tiles(base, dtype, config.kv_box, config.kv_stages * boxes)
         found.append(tma.TileRing.make(atom, tiles, shared))
     return tuple(found)
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile):
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, operands, bias):
     """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order;
     one tile for both where they are one tensor.
 
-    rings: of Q, K and, if it is another tensor, V. Produces: q_full, k_full, v_full (expect_tx by one lane,
+    rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it comes through one. Produces: q_full, k_full, v_full (expect_tx by one lane,
     bytes by TMA). Consumes: k_empty, v_empty, a stage of each before it is filled again. Leaves only when
     every stage has been released, so no arrival is still on its way to a barrier of a CTA that has ended.
     """
@@ -44,11 +48,37 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile):
         for block in cutlass.range_constexpr(config.blocks):
             rings[0].load(block, block, channels["q_full"].barrier(0))
     for step in cutlass.range(span.count, unroll=1):
+        places = kv_places(config, operands, tile, span.tile(step))
         for name, ring in zip(config.rings, rings[1:]):
             full, empty = channels[name + "_full"], channels[name + "_empty"]
             empty.wait_previous(step)
             full.expect_bytes(step, config.kv_tile_bytes)
-            ring.load(span.tile(step), full.stage(step), full.barrier(step))
+            blocks, pages = config.kv_boxes
+            for block in cutlass.range_constexpr(blocks):
+                for page in cutlass.range_constexpr(pages):
+                    row, source = places[page]
+                    box = (full.stage(step) * blocks + block) * pages + page
+                    ring.load((row, block, source), box, full.barrier(step))
+        if cutlass.const_expr(bias is not None):
+            biases.load(config, channels, bias, span.tile(step), step)
     for step in cutlass.range(cutlass.max(span.count - config.kv_stages, 0), span.count, unroll=1):
         for name in config.rings:
             channels[name + "_empty"].wait(step)
+    if cutlass.const_expr(bias is not None):
+        for step in cutlass.range(cutlass.max(span.count - config.bias_stages, 0), span.count, unroll=1):
+            channels["bias_empty"].wait(step)
+
+
+def kv_places(config, operands, tile, kv_tile) -> tuple:
+    """Where each of a KV tile's boxes comes from: (tile of the batch row, batch), or (part of the page, page).
+
+    Pages are read here, before the wait for the stage, so that their latency lies under it.
+    """
+    if not config.page_size:
+        return ((kv_tile, tile.batch),)
+    first_key = kv_tile * config.tile_n
+    slot, part = first_key // config.page_size, first_key % config.page_size // config.page_keys
+    return tuple(
+        (part, page_or_none(config, operands, tile.batch, slot + page, tile.length))
+        for page in range(config.tile_pages)
+    )

@@ -14,7 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import BLOCK
+from warpspec.fmha.sm100.pages import locate_key
 
 
 def tainted(values: cute.Tensor, row_sum) -> Boolean:
@@ -37,12 +39,20 @@ def recompute(
     q = operands.q[place.batch, place.query, place.head, None]  # (D)
     values.fill(0.0)
     for key in cutlass.range(Int32(row.first), row.end, unroll=1):
-        score = _dot(config, q, operands.k[place.batch, key, place.kv_head, None])
+        where, exists = locate_key(config, operands, place.batch, key)
+        score = _dot(config, q, operands.k[(*where, place.kv_head, None)])
+        if cutlass.const_expr(config.page_size > 0):
+            score = Float32(cutlass.select_(exists, score, Float32(0.0)))
         if cutlass.const_expr(config.negate):
             score = -score
-        weight = cute.math.exp2((score - reference) * scale_log2, fastmath=True)
-        v = operands.v[place.batch, key, place.kv_head, None]  # (D)
-        _accumulate(values, weight, _load(cute.local_tile(v, (BLOCK,), (block,))))
+        if cutlass.const_expr(config.bias is not None):
+            score = bias.power(config, operands, place, key, score, scale_log2)
+            exists = exists & Boolean(score != -Float32.inf)
+        weight = cute.math.exp2((score - reference) * bias.unit(config, scale_log2), fastmath=True)
+        v = operands.v[(*where, place.kv_head, None)]  # (D)
+        loaded = _load(cute.local_tile(v, (BLOCK,), (block,)))
+        if exists:
+            _accumulate(values, weight, loaded)
 
 
 def _load(source: cute.Tensor) -> cute.Tensor:

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma, tmem
 from warpspec.fmha.device_mask import hide
+from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import QUARTER_LANES
 from warpspec.fmha.softmax import exponentiate, maximum, move_reference, scale_by
 
@@ -22,13 +23,14 @@ SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 @dataclass(frozen=True)
 class Columns:
     """Where tiles lie: TMEM pointers to the first columns of S (fp32), P (32 bits, two keys) and O (fp32);
-    shared memory (Uint8) of P, where it lies there, and of the first V stage."""
+    shared memory (Uint8) of P, where it lies there, and of the first V stage. bias: see ``bias.add``."""
 
     s: cute.Pointer
     p: cute.Pointer
     o: cute.Pointer
     p_smem: cute.Pointer
     v_smem: cute.Pointer
+    bias: cute.Pointer | cute.Tensor | None
 
 
 @cute.jit
@@ -44,7 +46,8 @@ def softmax(
     """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's
     reference. With 64 rows, the threads of lanes 16 to 31 of each warp only keep the second half of O.
 
-    columns: ``Columns``. dtype: of P. Returns (reference, maximum, row_sum) of the row, raw score units.
+    columns: ``Columns``. dtype: of P. Returns (reference, maximum, row_sum) of the row, raw score units; with a
+    bias, powers of two.
     Consumes: s_full; pv_done of the tile before, before it touches O or P; v_full when it clears rows of V.
     Produces: s_empty once S is in registers; p_full once P, O and V are as PV of this tile wants them.
     """
@@ -97,6 +100,9 @@ def tile_step(
     tmem.fence_before_arrive()
     channels["s_empty"].arrive(step)
 
+    if cutlass.const_expr(config.bias is not None):
+        bias.add(config, channels, row, columns.bias, scores, first_key, step, scale_log2, masked)
+        scale_log2 = bias.unit(config, scale_log2)
     if cutlass.const_expr(masked):
         hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))

@@ -91,6 +91,8 @@ def locate(config: AttentionConfig, operands, grid, window_left, window_right) -
     """The tile of this CTA. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits)."""
     batch_size, seq_q, heads_q, _ = operands.q.shape
     _, length, heads_kv, _ = operands.k.shape
+    if cutlass.const_expr(config.page_size > 0):
+        length = operands.page_table.shape[1] * config.page_size
     index, _, _ = cute.arch.block_idx()
     query_tiles, head_tiles, splits = grid
     split = Int32(0)

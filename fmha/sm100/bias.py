@@ -1,0 +1,146 @@
+"""Additive bias [B or 1, Hq or 1, Sq, Sk], bf16 or fp32: streamed through shared memory by TMA, or, where its
+rows are not aligned for TMA, read from global memory by the threads that add it.
+
+With a bias, scores are powers of two: t = scale_log2 * s + log2(e) * bias. Everything after, from the row maximum
+to the statistics, then works with a scale of 1 (``unit``). In shared memory a KV tile's bias is one box after
+another of 128 bytes of keys, each with the rows of the M tile (query, head) packed like Q's, or one row a query
+where the heads share it.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common import tma
+from warpspec.fmha.softmax import LOG2_E
+
+TYPES = {"bfloat16": cutlass.BFloat16, "float32": Float32}
+VECTOR_BYTES = 16  # one load from shared memory, and the unit that the 128-byte swizzle moves
+SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
+
+
+def unit(config, scale_log2):
+    """Powers of two in one unit of what the softmax loop calls a score."""
+    return Float32(1.0) if config.bias else scale_log2
+
+
+def make_load(config, bias: cute.Tensor):
+    """``tma.make_load`` of the bias. Host side."""
+    batch, heads, seq_q, seq_k = bias.shape
+    # (KEY, HEAD, QUERY, BATCH)
+    view = cute.make_tensor(
+        bias.iterator,
+        cute.make_layout(
+            (seq_k, heads, seq_q, batch), stride=(1, bias.stride[1], bias.stride[2], bias.stride[0])
+        ),
+    )
+    return tma.make_load(view, config.bias_box)
+
+
+def ring(config, atom, coordinates, base: cute.Pointer, tile) -> tma.TileRing | None:
+    """The ring of boxes, ``bias_boxes`` of them a KV tile, or None. base: its shared memory."""
+    if not config.bias_stages:
+        return None
+    first_head = tile.kv_head * tile.group + tile.head_tile * config.pack if config.bias_heads else 0
+    bias = coordinates[None, None, None, tile.batch if config.bias_batches else 0]
+    bias = cute.domain_offset((0, first_head, tile.first_query), bias)
+    # (KEY, HEAD, QUERY, BOX)
+    boxes = cute.local_tile(bias, config.bias_box, (None, 0, 0))
+    stages = config.bias_stages * config.bias_boxes
+    shared = tma.shared_tiles(base, TYPES[config.bias], config.bias_box, stages, config.bias_box_room)
+    return tma.TileRing.make(atom, boxes, shared)
+
+
+def load(config, channels, boxes: tma.TileRing, tile, step) -> None:
+    """Issue the loads of a KV tile's bias, for its step-th visit. Consumes bias_empty, produces bias_full."""
+    full = channels["bias_full"]
+    channels["bias_empty"].wait_previous(step)
+    full.expect_bytes(step, config.bias_boxes * tma.tile_bytes(config.bias_box))
+    for box in range(config.bias_boxes):
+        stage = full.stage(step) * config.bias_boxes + box
+        boxes.load(tile * config.bias_boxes + box, stage, full.barrier(step))
+
+
+def row_of(config, bias: cute.Tensor, place) -> cute.Tensor:
+    """The row of the bias (KEY) in global memory; idle rows get the last one there is."""
+    batch = place.batch if config.bias_batches else 0
+    head = cutlass.min(place.head, bias.shape[1] - 1) if config.bias_heads else 0
+    return bias[batch, head, cutlass.min(place.query, bias.shape[2] - 1), None]
+
+
+def source(config, bias: cute.Tensor | None, place, base: cute.Pointer) -> cute.Pointer | cute.Tensor | None:
+    """Where a thread finds its row's bias: the ring at ``base`` in shared memory, or the row in global memory."""
+    if config.bias_stages:
+        return base
+    return row_of(config, bias, place) if config.bias else None
+
+
+@cute.jit
+def add(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    row,
+    bias,
+    scores: cute.Tensor,
+    first_key,
+    step,
+    scale_log2,
+    masked: cutlass.Constexpr,
+):
+    """scores (n) fp32 of the step-th KV tile become powers of two with their bias, in place.
+
+    bias: Uint8 pointer to the ring in shared memory, or the row (KEY) in global memory. masked: the tile may
+    reach past the keys; what is made of those, the caller hides. Consumes bias_full, produces bias_empty.
+    """
+    if cutlass.const_expr(config.bias_stages > 0):
+        full = channels["bias_full"]
+        full.wait(step)
+        index = row.index if cutlass.const_expr(config.bias_heads) else row.index // config.pack
+        index = cutlass.min(index, config.bias_rows - 1)  # idle rows may lie past the box
+        start = bias + full.stage(step) * config.bias_tile_bytes + index * tma.ROW_BYTES
+        vectors = tma.ROW_BYTES // VECTOR_BYTES
+        dtype = TYPES[config.bias]
+        words = VECTOR_BYTES * 8 // dtype.width
+        for vector in cutlass.range_constexpr(config.tile_n // words):
+            offset = vector // vectors * config.bias_box_room
+            offset += (vector % vectors ^ index % SWIZZLE_ROWS) * VECTOR_BYTES
+            source = cute.make_tensor(
+                cute.recast_ptr((start + offset).align(VECTOR_BYTES), dtype=dtype),
+                cute.make_layout(words),
+            )  # (KEY part)
+            part = cute.make_rmem_tensor(words, dtype)
+            cute.autovec_copy(source, part)
+            for i in cutlass.range_constexpr(0, words, 2):
+                add_pair(scores, vector * words + i, (part[i], part[i + 1]), scale_log2)
+        channels["bias_empty"].arrive(step)
+    else:
+        last = cute.size(bias) - 1
+        for i in cutlass.range_constexpr(0, config.tile_n, 2):
+            keys = (first_key + i, first_key + i + 1)
+            if cutlass.const_expr(masked):
+                keys = tuple(cutlass.min(key, last) for key in keys)
+            add_pair(scores, i, tuple(bias[key] for key in keys), scale_log2)
+
+
+def add_pair(scores: cute.Tensor, i: int, bias, scale_log2) -> None:
+    """scores[i], scores[i + 1] with their two values of bias; -inf by selection, for the score may be NaN.
+
+    Rounded to zero: the largest negative bias, which masks like to be made of, stays finite.
+    """
+    bias = tuple(value.to(Float32) for value in bias)
+    scaled = cute.arch.mul_packed_f32x2((scores[i], scores[i + 1]), (scale_log2, scale_log2))
+    sums = cute.arch.fma_packed_f32x2(bias, (Float32(LOG2_E), Float32(LOG2_E)), scaled, rnd="rz")
+    for place in range(2):
+        hidden = Boolean(bias[place] == -Float32.inf)
+        scores[i + place] = Float32(cutlass.select_(hidden, -Float32.inf, sums[place]))
+
+
+def power(config, operands, place, key, score, scale_log2):
+    """One score as a power of two, from global memory: for the path that sums a row again."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair.fill(score)
+    value = row_of(config, operands.bias, place)[Int32(key)]
+    add_pair(pair, 0, (value, value), scale_log2)
+    return pair[0]

@@ -1,0 +1,32 @@
+"""Page numbers: which page of K and V holds a key.
+
+Whatever a page table holds, nothing outside the table or outside K and V is read: a page number out of range
+counts as a page of zeros, and no entry is read whose keys all lie past the KV length.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Int32
+
+NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory is read
+
+
+def page_or_none(config, operands, batch, slot, length) -> Int32:
+    """Page number in ``slot`` of a batch row's table; NO_PAGE where all its keys lie past ``length``.
+
+    Not checked against the number of pages: TMA does that.
+    """
+    slots = operands.page_table.shape[1]
+    page = operands.page_table[batch, cutlass.min(slot, slots - 1)]
+    return Int32(cutlass.select_(Boolean(slot * config.page_size < length), page, Int32(NO_PAGE)))
+
+
+def locate_key(config, operands, batch, key) -> tuple:
+    """((first index of k and v, row), exists) of a key within the KV length. Where its page does not exist the
+    indices are those of a page that does."""
+    if not config.page_size:
+        return (batch, key), Boolean(True)
+    page = operands.page_table[batch, key // config.page_size]
+    nearest = cutlass.max(cutlass.min(page, operands.k.shape[0] - 1), 0)
+    return (nearest, key % config.page_size), Boolean(page == nearest)
