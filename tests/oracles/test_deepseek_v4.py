@@ -33,7 +33,7 @@ KEY_SCALE = 2.0  # of keys and values; the standard deviation of attention's log
 WAYS = ["bias", "key_sets"]
 # (way, kind of layer, head size) that the kernel runs in the simulator: to be extended as the kernel is. Only
 # tests of a size it finishes in seconds take them.
-SIMULATED = [("key_sets", SLIDING, 64)]
+SIMULATED = [("key_sets", SLIDING, 64), *(("key_sets", kind, 512) for kind in KINDS)]
 ONE_LAYER = [("reference", way, kind, 512) for way in WAYS for kind in KINDS]
 ONE_LAYER += [("sim", *case) for case in SIMULATED]
 
@@ -123,19 +123,36 @@ def test_prefill(heads, length, way):
 
 
 @one_layer
-@pytest.mark.parametrize("length", [5, 131])
-def test_prefill_of_one_layer(length, backend, way, kind, head_dim):
-    """Lengths: before the first heavily compressed key, and just past window and that key."""
+def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
+    """One compressed key for 4 positions, none for 128."""
     model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, length)
     ours, exact = (logits_in_steps(one, ids) for one in pair(model, backend, way))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("backend", "way", "kind", "head_dim"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] == "sim")) for case in ONE_LAYER],
+)
+def test_prefill_of_one_layer_past_the_window(backend, way, kind, head_dim):
+    """Just past the window and the first key that is compressed from 128."""
+    test_prefill_of_one_layer(backend, way, kind, head_dim, length=131)
+
+
 @one_layer
 def test_decode_of_one_layer(backend, way, kind, head_dim):
-    model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(2, 130)
-    ours, exact = (logits_in_steps(one, ids, 127, 128, 129)[:, 127:] for one in pair(model, backend, way))
-    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+    """The window fills and the first key compressed from 128 appears. The prompt is the reference's."""
+    model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
+    ours, exact = pair(model, "reference", way)
+    caches, steps = [], []
+    with torch.no_grad():
+        for one in (ours, exact):
+            caches.append(one(ids[:, :127], use_cache=True).past_key_values)
+        ours.set_attn_implementation(attention_name(backend, way))
+        for one, cache in zip((ours, exact), caches, strict=True):
+            logits = [one(ids[:, i : i + 1], past_key_values=cache).logits for i in range(127, 130)]
+            steps.append(torch.cat(logits, dim=1))
+    assert relative_error(*steps) <= ATTENTION_TOLERANCE
 
 
 @every_way
