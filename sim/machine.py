@@ -202,7 +202,7 @@ class Machine:
         program = self.program
         quota = self.rng.randint(1, SYSTEM_QUOTA)
         steps = BLOCK_BUDGET
-        favoured = self.favoured(w)
+        favoured = self.favoured(w) if len(w.groups) > 1 else None
         forced = None  # a group whose collective instruction may run although other lanes are elsewhere
         while forced is not None or (quota > 0 and steps > 0):
             if forced is not None:
@@ -212,7 +212,7 @@ class Machine:
             else:
                 group = favoured if favoured in w.groups and favoured.free else w.runnable()
             forced = None
-            if group is None or not group.free:
+            if group is None or group.wait is not None or group.converge:
                 return False
             block = group.block
             ins = self.system_instr[block] if block < len(self.system_instr) else None
@@ -258,11 +258,9 @@ class Machine:
 
     def favoured(self, w: Warp) -> Group | None:
         """The group of a diverged warp that goes first in this turn; None: the one furthest behind in the text."""
-        if len(w.groups) == 1:
-            w.diverged_states.clear()
-            return None
         free = [group for group in w.groups if group.free]
         if len(free) < 2:
+            w.diverged_states.clear()
             return None
         seen, state = w.diverged_states, w.state_hash()
         if state in seen or len(seen) >= LAG_TURNS:

@@ -123,7 +123,7 @@ class Warp:
         self.current = self.groups[0]
         self.ready = True
         self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
-        self.diverged_states: set[int] = set()  # states at the turns since its lanes were last together
+        self.diverged_states: set[int] = set()  # states at its last turns in which lanes could run apart
         self.flying: list[tuple[int, Callable[[], None]]] = []  # (registers as a bitset, how to fill them)
         self.state: dict[str, object] = {}  # per-warp state of instruction families
         for name, value in special.items():
