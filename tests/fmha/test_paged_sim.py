@@ -1,0 +1,181 @@
+"""Paged K and V in the sm100 kernel: the same result as of the same keys without pages."""
+
+import itertools
+
+import pytest
+import torch
+
+from warpspec.common.compile import resources
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha import attention, sm100
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm100 import AttentionConfig, compiled
+from warpspec.fmha.sm100.config import PAGE_SIZES
+from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
+
+BACKEND = "sim"
+# Against the dense kernel in fp32, un-normalised: the same sums, but the simulator (like hardware) is free in
+# the order in which products accumulate.
+TOLERANCE = 2e-5
+LENGTHS = (150, 200, 1, 0)
+FAR = (-1, 2**31 - 1, -(2**31), 10**6)  # page numbers out of range, in slots that hold no key
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def paged(dense, lengths, page_size, spare_slots=2, seed=0):
+    """(pages [pages, page_size, Hkv, D], page_table) that hold ``dense`` [B, Sk, Hkv, D] up to ``lengths``.
+
+    Pages lie in random order; one is used by all batch rows whose page has the same keys. NaN everywhere
+    else: at keys past the lengths and in pages that no row uses. Slots past the lengths are out of range.
+    """
+    batch, seq_k = dense.shape[:2]
+    assert seq_k % page_size == 0
+    slots = seq_k // page_size + spare_slots
+    contents, table = [], torch.empty(batch, slots, dtype=torch.int32)
+    for row in range(batch):
+        for slot in range(slots):
+            used = min(page_size, lengths[row] - slot * page_size)
+            if used <= 0:
+                table[row, slot] = FAR[slot % len(FAR)]
+                continue
+            page = torch.full((page_size, *dense.shape[2:]), torch.nan, dtype=dense.dtype)
+            page[:used] = dense[row, slot * page_size :][:used]
+            same = [i for i, other in enumerate(contents) if page.equal(other)]
+            if not same:
+                contents.append(page)
+            table[row, slot] = same[0] if same else len(contents) - 1
+    contents += [torch.full_like(contents[0], torch.nan)] * 2
+    place = torch.randperm(len(contents), generator=torch.Generator().manual_seed(seed))
+    pages = torch.stack(contents)[place.argsort()]
+    inside = (table >= 0) & (table < len(contents))
+    return pages, torch.where(inside, place[table.clamp(0, len(contents) - 1)], table).int()
+
+
+def inputs(lengths, page_size, *, seq_q, heads_q, heads_kv=1, head_dim=64, shared_kv=False, **options):
+    """(arguments with dense K and V, arguments with pages). The first page of all rows is one."""
+    batch, seq_k = len(lengths), -(-max(lengths) // page_size) * page_size
+    dense = normal(2, batch, seq_k, heads_kv, head_dim, seed=1)
+    dense[:, :, :page_size] = dense[:, :1, :page_size]
+    (k_pages, table), (v_pages, _) = (paged(t, lengths, page_size) for t in dense)
+    if batch > 1 and min(lengths[:2]) >= page_size:
+        assert table[0, 0] == table[1, 0], "the first page is shared"
+    options |= {
+        "q": normal(batch, seq_q, heads_q, head_dim),
+        "kv_lengths": torch.tensor(lengths, dtype=torch.int32),
+        "normalize": False,
+        "num_splits": 1,  # chosen from Sk it would differ: spare slots of a page table count as keys
+    }
+    v, v_pages = (None, None) if shared_kv else (dense[1], v_pages)
+    return {**options, "k": dense[0], "v": v}, {**options, "k": k_pages, "v": v_pages, "page_table": table}
+
+
+def run_unchecked(arguments):
+    """State of the kernel, without the checks of the values of CPU tensors."""
+    problem = AttentionProblem.check(**arguments, memory=False)
+    o = torch.full(problem.o_shape, torch.nan)
+    stats = torch.full((2, *problem.stat_shape), torch.nan)
+    q, k, v = (arguments[name] for name in "qkv")
+    lengths, table = arguments["kv_lengths"], arguments["page_table"]
+    sm100.run_sim(
+        problem, q, k, k if v is None else v, None, lengths, None, o, None, *stats, page_table=table
+    )
+    return o, *stats
+
+
+def assert_same(expected, got):
+    for name, a, b in zip(("o", "row_max", "row_sum"), expected, got, strict=True):
+        assert a.isfinite().any()
+        close = a.isclose(b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        assert close.all(), f"{name}: {int((~close).sum())} elements differ, at {(~close).nonzero()[0]}"
+
+
+def assert_no_spills(config):
+    (kernel,) = resources(compiled(config)).values()
+    assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pages_give_the_dense_result(page_size):
+    dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
+    assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
+    assert_no_spills(sm100.plan(AttentionProblem.check(**pages))[0])
+
+
+@pytest.mark.parametrize(
+    "head_dim, page_size, shared_kv",
+    [
+        (128, 32, False),
+        (512, 16, True),
+        pytest.param(128, 128, True, marks=pytest.mark.long),
+        pytest.param(256, 64, False, marks=pytest.mark.long),
+        pytest.param(512, 128, False, marks=pytest.mark.long),
+    ],
+)
+def test_pages_of_other_head_dims(head_dim, page_size, shared_kv):
+    dense, pages = inputs((100, 40), page_size, seq_q=1, heads_q=8, head_dim=head_dim, shared_kv=shared_kv)
+    assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
+    assert_no_spills(sm100.plan(AttentionProblem.check(**pages))[0])
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_page_out_of_range_reads_as_zeros(far):
+    """Where nothing checked the table: in a page that keys use, by TMA and by the exact path of rows that a
+    NaN hidden from them may have reached."""
+    page_size, page = 16, 2
+    dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
+    dense["v"][0, LENGTHS[0] - 1] = torch.nan  # the last query of batch row 0 sees it, the others do not
+    last = divmod(LENGTHS[0] - 1, page_size)
+    pages["v"][pages["page_table"][0, last[0]], last[1]] = torch.nan
+    for name in "kv":
+        dense[name][0, page * page_size : (page + 1) * page_size] = 0
+    pages["page_table"][0, page] = far
+    with pytest.raises(ValueError, match="page_table"):
+        attention(**pages, backend=BACKEND)
+    got = run_unchecked(pages)
+    assert got[0][0, :2].isfinite().all() and got[0][0, 2].isnan().all()
+    assert_same(attention(**dense, backend=BACKEND), got)
+
+
+def test_no_pages_at_all():
+    _, pages = inputs(LENGTHS, 16, seq_q=3, heads_q=4, heads_kv=2)
+    nothing = {"k": pages["k"][:0], "v": pages["v"][:0], "kv_lengths": torch.zeros_like(pages["kv_lengths"])}
+    state = attention(**{**pages, **nothing}, backend=BACKEND)
+    assert (state.o == 0).all() and (state.row_max == -torch.inf).all() and (state.row_sum == 0).all()
+
+
+def test_page_sizes_that_are_not_supported_are_named():
+    _, pages = inputs((40,), 24, seq_q=1, heads_q=1)
+    with pytest.raises(UnsupportedProblem, match="page_size=24"):
+        attention(**pages, backend=BACKEND)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pages_of_split_keys(page_size):
+    dense, pages = inputs((900, 300), page_size, seq_q=2, heads_q=4, causal=True)
+    dense["num_splits"] = pages["num_splits"] = 3
+    # The parts of the keys follow from the length, so they are the same ones.
+    assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size, head_dim", list(itertools.product(PAGE_SIZES, SHAPES)))
+@pytest.mark.parametrize("shared_kv", [False, True])
+@pytest.mark.parametrize("band", [False, True])
+def test_compiles_without_spills(page_size, head_dim, shared_kv, band):
+    for shape in (SHARED_SHAPES if shared_kv else SHAPES)[head_dim]:
+        assert_no_spills(
+            AttentionConfig(
+                "bfloat16",
+                head_dim=head_dim,
+                shape=shape,
+                shared_kv=shared_kv,
+                causal=band,
+                has_left=band,
+                has_kv_lengths=True,
+                page_size=page_size,
+            )
+        )
