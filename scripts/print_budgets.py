@@ -27,12 +27,12 @@ def table(header: tuple[str, ...], rows) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def attention_budgets(config: fmha.AttentionConfig) -> str:
-    """Markdown: shared memory, tensor memory, registers and barriers of one attention kernel."""
+def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> str:
+    """Markdown: shared memory, tensor memory, registers and, if asked for, barriers of one attention kernel."""
     smem = table(
         ("shared memory", "bytes", "holds"),
         [
-            *config.smem_regions,
+            *(region for region in config.smem_regions if region[1]),
             ("a CTA", config.smem_bytes, f"of {fmha.SMEM_PER_CTA}"),
             (
                 f"{config.ctas_per_sm} CTAs an SM",
@@ -41,12 +41,14 @@ def attention_budgets(config: fmha.AttentionConfig) -> str:
             ),
         ],
     )
+    p = f"[{config.tile_m}, {config.tile_n}] 16 bits"
+    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.halves > 1 else ""
     tmem = table(
         ("tensor memory", "columns", "holds"),
         [
-            ("S", _columns(config.tmem_s, config.tmem_p), f"[{fmha.TILE_M}, {fmha.TILE_N}] fp32"),
-            ("P", _columns(config.tmem_p, config.tmem_o), f"[{fmha.TILE_M}, {fmha.TILE_N}] 16 bits"),
-            ("O", _columns(config.tmem_o, config.tmem_columns), f"[{fmha.TILE_M}, {fmha.HEAD_DIM}] fp32"),
+            ("S", _columns(config.tmem_s, config.tmem_p), f"[{config.tile_m}, {config.tile_n}] fp32"),
+            *([] if config.p_in_smem else [("P", _columns(config.tmem_p, config.tmem_p + config.p_columns), p)]),
+            ("O", _columns(config.tmem_o, config.tmem_columns), f"[{config.tile_m}, {config.head_dim}] fp32{halves}"),
             ("a CTA", config.tmem_allocation, "allocated"),
             (
                 f"{config.ctas_per_sm} CTAs an SM",
@@ -55,29 +57,79 @@ def attention_budgets(config: fmha.AttentionConfig) -> str:
             ),
         ],
     )
-    registers = table(
-        ("registers", "a thread", "threads"),
-        [
-            ("at launch", config.launch_registers, config.threads),
-            ("softmax warps 0-3", config.softmax_registers, config.softmax_threads),
-            ("MMA and load warps 4-5", config.other_registers, config.threads - config.softmax_threads),
-            ("a CTA", f"{config.role_registers} in all", f"of {config.register_pool}"),
-        ],
-    )
-    barriers = table(
-        ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means"),
-        [(f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in config.barriers],
-    )
-    return "\n\n".join((smem, tmem, registers, barriers))
+    parts = [smem, tmem]
+    if config.ctas_per_sm > 1:  # a CTA with an SM to itself has registers enough without setmaxnreg
+        parts.append(
+            table(
+                ("registers", "a thread", "threads"),
+                [
+                    ("at launch", config.launch_registers, config.threads),
+                    ("softmax warps 0-3", config.softmax_registers, config.softmax_threads),
+                    (
+                        "MMA and load warps 4-5",
+                        config.other_registers,
+                        config.threads - config.softmax_threads,
+                    ),
+                    ("a CTA", f"{config.role_registers} in all", f"of {config.register_pool}"),
+                ],
+            )
+        )
+    if barriers:
+        rows = [
+            (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in config.barriers
+        ]
+        head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
+        parts.append(table(head, rows))
+    return "\n\n".join(parts)
 
 
 def _columns(first: int, end: int) -> str:
     return f"{first}-{end - 1} ({end - first})"
 
 
+def overview() -> str:
+    """Markdown: every shape of every head dimension in a row; the first of a head dimension is its default."""
+    rows = []
+    for shared, shapes in ((False, fmha.SHAPES), (True, fmha.SHARED_SHAPES)):
+        for head_dim, choices in shapes.items():
+            for shape in choices:
+                c = fmha.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared)
+                smem_left = fmha.SMEM_PER_SM // c.ctas_per_sm - fmha.SMEM_RESERVED_PER_CTA - c.smem_bytes
+                stage = len(c.rings) * c.kv_tile_bytes
+                tmem_left = TMEM_COLUMNS // c.ctas_per_sm - c.tmem_columns
+                limit = "SMEM: no further stage fits" if smem_left < stage else "TMEM" if tmem_left < 64 else "-"
+                rows.append(
+                    (
+                        head_dim,
+                        "one" if shared else "two",
+                        f"{c.tile_m} x {c.tile_n}",
+                        shape.p_in.upper(),
+                        c.kv_stages,
+                        c.ctas_per_sm,
+                        c.smem_bytes,
+                        f"{c.tmem_columns} of {c.tmem_allocation}",
+                        limit,
+                    )
+                )
+    head = ("D", "K, V tensors", "tile", "P in", "KV stages", "CTAs an SM", "SMEM a CTA", "TMEM columns", "limit")
+    return table(head, rows)
+
+
 def budgets() -> str:
     """Everything this script generates."""
-    return attention_budgets(fmha.AttentionConfig("bfloat16"))
+    default = fmha.AttentionConfig("bfloat16")
+    large = fmha.AttentionConfig(
+        "bfloat16", head_dim=512, shape=fmha.SHARED_SHAPES[512][0], shared_kv=True
+    )
+    return "\n\n".join(
+        (
+            overview(),
+            "D = 64:",
+            attention_budgets(default),
+            "D = 512, K and V one tensor (its barriers are those above without V's):",
+            attention_budgets(large, barriers=False),
+        )
+    )
 
 
 def replaced(text: str, generated: str) -> str:

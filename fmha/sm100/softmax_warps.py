@@ -146,14 +146,16 @@ def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.
     if row.half == 0:
         vectors = tma.ROW_BYTES // VECTOR_BYTES
         words = VECTOR_BYTES // WORD_BYTES
-        for vector in cutlass.range_constexpr(cute.size(weights) // words):
-            block, place = vector // vectors, vector % vectors
-            offset = (block * config.tile_m + row.index) * tma.ROW_BYTES
-            offset += (place ^ row.index % SWIZZLE_ROWS) * VECTOR_BYTES
-            target = cute.make_tensor(
-                cute.recast_ptr((p + offset).align(VECTOR_BYTES), dtype=Int32), cute.make_layout(words)
-            )  # (WORD)
-            cute.autovec_copy(cute.local_tile(weights, (words,), (vector,)), target)
+        blocks = cute.size(weights) // (vectors * words)
+        for place in cutlass.range_constexpr(vectors):
+            # One address a place; blocks lie at constant distances from it, which cost no register.
+            offset = row.index * tma.ROW_BYTES + (place ^ row.index % SWIZZLE_ROWS) * VECTOR_BYTES
+            base = cute.recast_ptr((p + offset).align(VECTOR_BYTES), dtype=Int32)
+            for block in cutlass.range_constexpr(blocks):
+                target = cute.make_tensor(
+                    base + block * config.tile_m * tma.ROW_BYTES // WORD_BYTES, cute.make_layout(words)
+                )  # (WORD)
+                cute.autovec_copy(cute.local_tile(weights, (words,), (block * vectors + place,)), target)
 
 
 @cute.jit

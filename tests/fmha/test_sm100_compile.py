@@ -14,9 +14,11 @@ from warpspec.common.compile import resources
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.scheduler import TileGrid, key_span
 from warpspec.fmha.sm100 import AttentionConfig, compiled
-from warpspec.fmha.sm100.config import TILE_M, TILE_N, choose_pack
+from warpspec.fmha.sm100.config import choose_pack
+from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 ROOT = Path(__file__).parents[2]
+TILE_M = 128
 BAND = [
     dict(causal=causal, has_left=left, has_right=right)
     for causal, left, right in itertools.product((False, True), repeat=3)
@@ -36,6 +38,17 @@ VARIANTS = [
 ]
 
 
+SHAPE_VARIANTS = [
+    AttentionConfig(
+        "bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared, pack=8, causal=True, has_kv_lengths=True, **outputs
+    )
+    for shared, table in ((False, SHAPES), (True, SHARED_SHAPES))
+    for head_dim, shapes in table.items()
+    for shape in shapes
+    for outputs in (dict(has_sink=True, has_lse=True), dict(normalize=False, splits=True))
+]
+
+
 def label(config):
     changed = [
         f"{field.name}={getattr(config, field.name)}"
@@ -45,13 +58,35 @@ def label(config):
     return ",".join(changed)
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=label)
-def test_compiles_without_spills(config):
+def check_resources(config):
     (kernel,) = resources(compiled(config)).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
     assert kernel.required_threads == (config.threads, 1, 1)
-    assert kernel.registers == config.launch_registers
+    assert kernel.registers <= config.launch_registers
+    assert kernel.registers == config.launch_registers or config.ctas_per_sm == 1
     assert kernel.static_smem == 0
+
+
+@pytest.mark.parametrize("config", VARIANTS[::3], ids=label)
+def test_compiles_without_spills(config):
+    check_resources(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", VARIANTS, ids=label)
+def test_every_variant_compiles_without_spills(config):
+    check_resources(config)
+
+
+@pytest.mark.parametrize("config", SHAPE_VARIANTS[::2], ids=label)
+def test_every_shape_compiles_without_spills(config):
+    check_resources(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", SHAPE_VARIANTS[1::2], ids=label)
+def test_every_shape_of_partial_results_compiles_without_spills(config):
+    check_resources(config)
 
 
 def test_instructions_are_those_of_the_design():
@@ -67,23 +102,26 @@ def test_instructions_are_those_of_the_design():
     # QK stands twice, for the first tile and in the loop.
     assert len(qk) == 2 * config.qk_tiler[2] // 16
     assert len(pv) == config.pv_tiler[2] // 16, "P is not read from tensor memory"
-    assert "cp.async.bulk.tensor.5d" in ptx and "cp.async.bulk.tensor.4d" in ptx
+    assert "cp.async.bulk.tensor.4d" in ptx
     assert "st.local" not in ptx and "ld.local" not in ptx
 
 
 def test_budgets_are_asserted():
     config = AttentionConfig("bfloat16")
     assert config.smem_bytes == sum(size for _, size, _ in config.smem_regions)
-    for change in (dict(kv_stages=4), dict(kv_stages=1), dict(ctas_per_sm=3), dict(softmax_registers=224)):
+    for change in (dict(kv_stages=4), dict(ctas_per_sm=3), dict(tile_n=256)):
         with pytest.raises(AssertionError):
-            dataclasses.replace(config, **change)
-    assert dataclasses.replace(config, kv_stages=4, ctas_per_sm=1).tmem_allocation == config.tmem_allocation
+            dataclasses.replace(config, shape=dataclasses.replace(config.shape, **change))
+    with pytest.raises(AssertionError):
+        dataclasses.replace(config, softmax_registers=224)
+    alone = dataclasses.replace(config.shape, kv_stages=4, ctas_per_sm=1)
+    assert dataclasses.replace(config, shape=alone).tmem_allocation == config.tmem_allocation
 
 
 @pytest.mark.parametrize("seq_q", [1, 2, 17, 127, 128, 129, 1000])
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 64, 65, 128, 200])
 def test_pack_covers_every_row_with_the_fewest_tiles(group, seq_q):
-    pack = choose_pack(group, seq_q)
+    pack = choose_pack(group, seq_q, TILE_M)
     rows = {
         (head_tile * pack + row % pack, query_tile * (TILE_M // pack) + row // pack)
         for head_tile in range(-(-group // pack))
@@ -124,42 +162,41 @@ def test_key_span_visits_tiles_some_row_sees_and_masks_only_where_needed(causal,
             assert span.has_unseen(tile, keys) == (not tile_keys <= set.union(*seen))
 
 
-def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads():
-    """Row r of a tile starts r * 128 bytes into it for TMA, for Q, for K, and for V read with D as N."""
+@pytest.mark.parametrize(("head_dim", "shared"), [(64, False), (128, False), (256, True)])
+def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
+    """Row r of block b starts (b * rows + r) * 128 bytes into a tile for TMA, for K, and for V read with D as N."""
     import cutlass
     import cutlass.cute as cute
     import cutlass.utils.blackwell_helpers as blackwell
 
     from warpspec.fmha.sm100 import mma
 
-    config = AttentionConfig("float16")
-    offsets = {}
+    shape = (SHARED_SHAPES if shared else SHAPES)[head_dim][0]
+    config = AttentionConfig("float16", head_dim=head_dim, shape=shape, shared_kv=shared)
+    layouts = {}
 
     @cute.jit
     def trace():
         dtype, stages = cutlass.Float16, config.kv_stages
         qk, pv = mma.make_qk(config, dtype), mma.make_pv(config, dtype)
-        layouts = {
+        found = {
             "tma": tma.swizzled_layout(config.kv_box, stages),
-            "q": blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1),
             "k": blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages),
             "v": blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages),
         }
-        for name, layout in layouts.items():
-            offsets[name] = (str(layout.inner), layout.outer.shape, layout.outer.stride)
+        for name, layout in found.items():
+            layouts[name] = (str(layout.inner), layout.outer.shape, layout.outer.stride)
 
     cute.compile(trace, options="--gpu-arch sm_100a")
-    rows, depth, k = TILE_N, 64, 16
-    stage = rows * depth
-    swizzle = offsets["tma"][0]
-    assert offsets["tma"] == (swizzle, (depth, rows, config.kv_stages), (1, depth, stage))
-    assert offsets["q"] == (swizzle, ((rows, k), 1, depth // k, 1), ((depth, 1), 0, k, 0))
-    assert offsets["k"] == (swizzle, ((rows, k), 1, depth // k, config.kv_stages), ((depth, 1), 0, k, stage))
-    assert offsets["v"] == (
-        swizzle,
-        ((depth, k), 1, rows // k, config.kv_stages),
-        ((1, depth), 0, k * depth, stage),
-    )
+    rows, depth, k, blocks = config.tile_n, 64, 16, config.blocks
+    block, stage = rows * depth, rows * depth * blocks
+    swizzle = layouts["tma"][0]
+    steps, stride = (depth // k, k) if blocks == 1 else ((depth // k, blocks), (k, block))
+    columns, across = (depth, 1) if blocks == 1 else ((depth, blocks), (1, block))
+    stages = config.kv_stages
+    assert layouts["tma"] == (swizzle, (depth, rows, blocks, stages), (1, depth, 0 if blocks == 1 else block, stage))
+    assert layouts["k"] == (swizzle, ((rows, k), 1, steps, stages), ((depth, 1), 0, stride, stage))
+    assert layouts["v"] == (swizzle, ((columns, k), 1, rows // k, stages), ((across, depth), 0, k * depth, stage))
 
 
 def test_architecture_has_the_current_budgets():
