@@ -47,8 +47,16 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
         ("tensor memory", "columns", "holds"),
         [
             ("S", _columns(config.tmem_s, config.tmem_p), f"[{config.tile_m}, {config.tile_n}] fp32"),
-            *([] if config.p_in_smem else [("P", _columns(config.tmem_p, config.tmem_p + config.p_columns), p)]),
-            ("O", _columns(config.tmem_o, config.tmem_columns), f"[{config.tile_m}, {config.head_dim}] fp32{halves}"),
+            *(
+                []
+                if config.p_in_smem
+                else [("P", _columns(config.tmem_p, config.tmem_p + config.p_columns), p)]
+            ),
+            (
+                "O",
+                _columns(config.tmem_o, config.tmem_columns),
+                f"[{config.tile_m}, {config.head_dim}] fp32{halves}",
+            ),
             ("a CTA", config.tmem_allocation, "allocated"),
             (
                 f"{config.ctas_per_sm} CTAs an SM",
@@ -97,7 +105,9 @@ def overview() -> str:
                 smem_left = fmha.SMEM_PER_SM // c.ctas_per_sm - fmha.SMEM_RESERVED_PER_CTA - c.smem_bytes
                 stage = len(c.rings) * c.kv_tile_bytes
                 tmem_left = TMEM_COLUMNS // c.ctas_per_sm - c.tmem_columns
-                limit = "SMEM: no further stage fits" if smem_left < stage else "TMEM" if tmem_left < 64 else "-"
+                limit = (
+                    "SMEM: no further stage fits" if smem_left < stage else "TMEM" if tmem_left < 64 else "-"
+                )
                 rows.append(
                     (
                         head_dim,
@@ -111,16 +121,24 @@ def overview() -> str:
                         limit,
                     )
                 )
-    head = ("D", "K, V tensors", "tile", "P in", "KV stages", "CTAs an SM", "SMEM a CTA", "TMEM columns", "limit")
+    head = (
+        "D",
+        "K, V tensors",
+        "tile",
+        "P in",
+        "KV stages",
+        "CTAs an SM",
+        "SMEM a CTA",
+        "TMEM columns",
+        "limit",
+    )
     return table(head, rows)
 
 
 def budgets() -> str:
     """Everything this script generates."""
     default = fmha.AttentionConfig("bfloat16")
-    large = fmha.AttentionConfig(
-        "bfloat16", head_dim=512, shape=fmha.SHARED_SHAPES[512][0], shared_kv=True
-    )
+    large = fmha.AttentionConfig("bfloat16", head_dim=512, shape=fmha.SHARED_SHAPES[512][0], shared_kv=True)
     return "\n\n".join(
         (
             overview(),

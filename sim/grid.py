@@ -16,7 +16,9 @@ from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_
 if TYPE_CHECKING:
     from warpspec.sim.machine import Machine
 
-MAX_SHARED_BYTES = 227 * 1024  # a CTA's own, besides the reserved SHARED_BASE_OFFSET (CUDA programming guide, 9.0 and 10.0)
+MAX_SHARED_BYTES = (
+    227 * 1024
+)  # a CTA's own, besides the reserved SHARED_BASE_OFFSET (CUDA programming guide, 9.0 and 10.0)
 SHARED_BYTES_PER_SM = 228 * 1024
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
@@ -79,9 +81,13 @@ class ClusterFactory:
             if any(size > limit for size, limit in zip(shape, limits, strict=True)):
                 raise HostError(f"{what} {shape}: at most {limits} are allowed")
         if launch.cluster_size > MAX_CLUSTER_CTAS:
-            raise HostError(f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER_CTAS}")
+            raise HostError(
+                f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER_CTAS}"
+            )
         per_sm = min(
-            SHARED_BYTES_PER_SM // max(self.smem_end, 1), MAX_THREADS_PER_SM // launch.threads, MAX_CTAS_PER_SM
+            SHARED_BYTES_PER_SM // max(self.smem_end, 1),
+            MAX_THREADS_PER_SM // launch.threads,
+            MAX_CTAS_PER_SM,
         )
         self.capacity = max(1, launch.sm_count * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]

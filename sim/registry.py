@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from warpspec.sim.errors import UnsupportedInstruction
 
@@ -33,7 +33,7 @@ class Wait:
 class Op:
     """Asynchronous work. Operations with the same `queue` run in the order deferred, others in any order."""
 
-    __slots__ = ("queue", "text", "origin")
+    __slots__ = ("origin", "queue", "text")
 
     def __init__(self, text: str = "", queue: Hashable | None = None):
         self.queue = queue
@@ -87,7 +87,7 @@ def instruction(*prefixes: str, collective: bool = False):
     return register
 
 
-@lru_cache(maxsize=None)
+@cache
 def handler_for(opcode: str) -> Handler | None:
     """The handler of an opcode, or None."""
     prefix = opcode

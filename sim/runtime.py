@@ -32,7 +32,7 @@ families.load_all()
 
 
 @lru_cache(maxsize=64)
-def _parse(digest: str, text: "_Text") -> PtxModule:
+def _parse(digest: str, text: _Text) -> PtxModule:
     return ptx.parse(text.value)
 
 
@@ -135,7 +135,9 @@ def execute(
     module = program.module
     buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
     tables = [
-        gmem.allocate(max(v.size, 1), f"variable {v.name}", writable=v.space == "global", data=v.init or bytes(v.size))
+        gmem.allocate(
+            max(v.size, 1), f"variable {v.name}", writable=v.space == "global", data=v.init or bytes(v.size)
+        )
         for v in program.tables.table
     ]
     addresses = np.array([t.address for t in tables] or [0], np.uint64)

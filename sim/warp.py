@@ -36,7 +36,7 @@ def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.nda
 class Group:
     """Lanes of a warp that are at the same place. `block` is a block index; `wait` is set while they are blocked."""
 
-    __slots__ = ("block", "mask", "wait", "converge", "timed_out", "since")
+    __slots__ = ("block", "converge", "mask", "since", "timed_out", "wait")
 
     def __init__(self, block: int, mask: int):
         self.block = block

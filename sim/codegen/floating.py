@@ -180,7 +180,7 @@ def neg_abs(e: Emitter, ins: Instr) -> None:
 
 @emits("min", "max")
 def min_max(e: Emitter, ins: Instr) -> None:
-    """f32 min/max of two or three inputs (9.7.3.11): without .NaN a NaN input loses; -0 < +0; NaN results are canonical."""
+    """f32 min/max of two or three inputs (9.7.3.11): without .NaN a NaN input loses; -0 < +0; a NaN is canonical."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         return integer.min_max_integer(e, ins)
     bits = float_bits(ins, "ftz", "NaN")
@@ -219,7 +219,7 @@ def _number_min_max(e: Emitter, word: str, a: str, b: str, bits: int) -> str:
 
 @emits("rcp", "sqrt", "rsqrt")
 def roots(e: Emitter, ins: Instr) -> None:
-    """rcp, sqrt, rsqrt: .rn exactly; .approx as the correctly rounded f32 value (error 0, the ISA allows 1 to 2 ulp)."""
+    """rcp, sqrt, rsqrt: .rn exactly; .approx as the correctly rounded f32 value (the ISA allows 1 to 2 ulp)."""
     bits = float_bits(ins, "rn", "approx", "ftz")
     a = _operand(e, ins, 1, bits)
     word, t = ins.parts[0], fvec(bits)

@@ -163,7 +163,11 @@ def min_max_integer(e: Emitter, ins: Instr) -> None:
     _plain(ins)
     a, b = e.get(ins.operands[1], bits), e.get(ins.operands[2], bits)
     word = ("s" if signed else "u") + ins.parts[0]
-    e.set(ins.operands[0], e.call(ivec(bits), f"llvm.{word}.v32i{bits}", f"{ivec(bits)} {a}", f"{ivec(bits)} {b}"), bits)
+    e.set(
+        ins.operands[0],
+        e.call(ivec(bits), f"llvm.{word}.v32i{bits}", f"{ivec(bits)} {a}", f"{ivec(bits)} {b}"),
+        bits,
+    )
 
 
 def neg_abs_integer(e: Emitter, ins: Instr) -> None:
@@ -176,7 +180,18 @@ def neg_abs_integer(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], minus, bits)
 
 
-_INTEGER_COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+_INTEGER_COMPARE = {
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "lo": "lt",
+    "ls": "le",
+    "hi": "gt",
+    "hs": "ge",
+}
 _FLOAT_COMPARE = {
     "eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge",
     "equ": "ueq", "neu": "une", "ltu": "ult", "leu": "ule", "gtu": "ugt", "geu": "uge", "num": "ord", "nan": "uno",
@@ -340,5 +355,3 @@ def bit_count(e: Emitter, ins: Instr) -> None:
         e.set(ins.operands[0], result, bits)
     else:
         e.set(ins.operands[0], e.resize(result, bits, 32), 32)
-
-

@@ -1,4 +1,4 @@
-"""Instructions in which lanes exchange values, in native code: shfl, vote, redux, elect, activemask (PTX ISA 9.7.9, 9.7.13)."""
+"""Lanes exchange values, in native code: shfl, vote, redux, elect, activemask (PTX ISA 9.7.9, 9.7.13)."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def no_effect(e: Emitter, ins: Instr) -> None:
 
 @emits("fence", "membar")
 def fence(e: Emitter, ins: Instr) -> None:
-    """Memory is sequentially consistent in the simulator (ARCHITECTURE.md says what this hides); tensormap fences copy."""
+    """Memory is sequentially consistent here (ARCHITECTURE.md says what this hides); tensormap fences copy."""
     if ins.has("tensormap") or any(p.startswith("proxy::tensormap") for p in ins.parts):
         raise NotNative(ins.opcode)
 

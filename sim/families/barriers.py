@@ -1,4 +1,4 @@
-"""Named barriers, warp barriers, cluster barriers and cluster launch control (PTX ISA 9.7.13.1 to 9.7.13.4, 9.7.13.17)."""
+"""Named, warp and cluster barriers, cluster launch control (PTX ISA 9.7.13.1 to 9.7.13.4, 9.7.13.17)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class NamedBarrier:
     results: list = field(default_factory=list)  # groups to which a reduction is delivered
 
     def describe(self) -> str:
-        return (
-            f"waits at named barrier {self.number} of CTA {self.cta.coords}: {self.arrived} of {self.expected} threads"
-        )
+        counts = f"{self.arrived} of {self.expected} threads"
+        return f"waits at named barrier {self.number} of CTA {self.cta.coords}: {counts}"
 
 
 def _barrier(cta: Cta, number: int) -> NamedBarrier:
@@ -48,9 +47,14 @@ def _live_threads(cta: Cta) -> int:
 def _arrive(m, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> bool:
     """Arrive with a warp's lanes; True if that completes the barrier. Threads count by whole warps."""
     if count is not None and (count % WARP_SIZE or count <= 0):
-        raise BarrierFault(f"named barrier {barrier.number} with {count} threads; a multiple of {WARP_SIZE} is needed")
+        raise BarrierFault(
+            f"named barrier {barrier.number} with {count} threads; a multiple of {WARP_SIZE} is needed"
+        )
     if barrier.expected is None:
-        barrier.expected, barrier.all_threads = _live_threads(w.cta) if count is None else count, count is None
+        barrier.expected, barrier.all_threads = (
+            _live_threads(w.cta) if count is None else count,
+            count is None,
+        )
     elif count is not None and barrier.expected != count:
         raise BarrierFault(
             f"named barrier {barrier.number}: {count} threads here, but {barrier.expected} where others arrived"
@@ -58,7 +62,9 @@ def _arrive(m, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> 
     barrier.arrived += WARP_SIZE if count is not None else mask.bit_count()
     m.progress += 1
     if barrier.arrived > barrier.expected:
-        raise BarrierFault(f"named barrier {barrier.number}: {barrier.arrived} threads arrived, {barrier.expected} expected")
+        raise BarrierFault(
+            f"named barrier {barrier.number}: {barrier.arrived} threads arrived, {barrier.expected} expected"
+        )
     return barrier.arrived == barrier.expected
 
 
@@ -122,7 +128,7 @@ def _reduce(m, w: Warp, ins: Instr, operands: list, mask: int) -> Wait | None:
     """barrier.red.popc|and|or d, a[, b], c: every thread gets the reduction of predicate c over all threads."""
     target, number, *rest = operands
     predicate = w.pred(rest[-1])
-    if isinstance(rest[-1], Not) or isinstance(rest[-1], Reg):
+    if isinstance(rest[-1], Not | Reg):
         predicate &= mask
     count = w.scalar(rest[0], mask) if len(rest) > 1 else None
     barrier = _barrier(w.cta, w.scalar(number, mask))
@@ -235,5 +241,3 @@ def query_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
     rows = words.T.copy()
     rows[3] = 0
     w.write_vec(ins.operands[0], rows, mask)
-
-

@@ -19,7 +19,9 @@ WINDOW = Case(
 DECODE = Case(
     "decode", batch=2, seq_q=2, seq_k=180, heads_q=32, heads_kv=1, causal=True, sink=True, kv_lengths=(180, 0)
 )
-STATE = Case("state", seq_q=5, seq_k=90, heads_q=8, heads_kv=2, causal=True, normalize=False, dtype=torch.float16)
+STATE = Case(
+    "state", seq_q=5, seq_k=90, heads_q=8, heads_kv=2, causal=True, normalize=False, dtype=torch.float16
+)
 
 
 def run(case: Case, seed: int = 0, **options) -> sim.SimReport:
@@ -39,7 +41,10 @@ def run(case: Case, seed: int = 0, **options) -> sim.SimReport:
     ids=lambda value: getattr(value, "id", str(value)),
 )  # fmt: skip
 def test_head_dimension(case, head_dim, shared):
-    run(replace(case, head_dim=head_dim, shared_kv=shared, heads_kv=1 if shared else case.heads_kv), num_splits=1)
+    run(
+        replace(case, head_dim=head_dim, shared_kv=shared, heads_kv=1 if shared else case.heads_kv),
+        num_splits=1,
+    )
 
 
 OTHER_SHAPES = [
@@ -71,7 +76,10 @@ def test_p_through_shared_memory(monkeypatch, head_dim, shared, number):
 @pytest.mark.parametrize("case", [PREFILL, WINDOW, DECODE], ids=lambda case: case.id)
 def test_other_shape(monkeypatch, case, head_dim, shared, number):
     with_shape(monkeypatch, head_dim, shared, number)
-    run(replace(case, head_dim=head_dim, shared_kv=shared, heads_kv=1 if shared else case.heads_kv), num_splits=1)
+    run(
+        replace(case, head_dim=head_dim, shared_kv=shared, heads_kv=1 if shared else case.heads_kv),
+        num_splits=1,
+    )
 
 
 @pytest.mark.long
@@ -79,7 +87,10 @@ def test_other_shape(monkeypatch, case, head_dim, shared, number):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("case", [PREFILL, WINDOW, DECODE, STATE], ids=lambda case: case.id)
 def test_every_head_dimension(case, head_dim, shared):
-    run(replace(case, head_dim=head_dim, shared_kv=shared, heads_kv=1 if shared else case.heads_kv), num_splits=1)
+    run(
+        replace(case, head_dim=head_dim, shared_kv=shared, heads_kv=1 if shared else case.heads_kv),
+        num_splits=1,
+    )
 
 
 def test_shared_kv_is_loaded_once():
@@ -91,9 +102,7 @@ def test_shared_kv_is_loaded_once():
     assert report.launches[0].tma_bytes_loaded == 128 * row + m_tiles * case.seq_k * row
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "shared", "splits"), [(64, False, 3), (512, True, 7)]
-)
+@pytest.mark.parametrize(("head_dim", "shared", "splits"), [(64, False, 3), (512, True, 7)])
 def test_split_keys(head_dim, shared, splits):
     """More splits than tiles included: some then hold no key."""
     case = replace(DECODE, head_dim=head_dim, shared_kv=shared)

@@ -40,7 +40,14 @@ VARIANTS = [
 
 SHAPE_VARIANTS = [
     AttentionConfig(
-        "bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared, pack=8, causal=True, has_kv_lengths=True, **outputs
+        "bfloat16",
+        head_dim=head_dim,
+        shape=shape,
+        shared_kv=shared,
+        pack=8,
+        causal=True,
+        has_kv_lengths=True,
+        **outputs,
     )
     for shared, table in ((False, SHAPES), (True, SHARED_SHAPES))
     for head_dim, shapes in table.items()
@@ -194,9 +201,17 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
     steps, stride = (depth // k, k) if blocks == 1 else ((depth // k, blocks), (k, block))
     columns, across = (depth, 1) if blocks == 1 else ((depth, blocks), (1, block))
     stages = config.kv_stages
-    assert layouts["tma"] == (swizzle, (depth, rows, blocks, stages), (1, depth, 0 if blocks == 1 else block, stage))
+    assert layouts["tma"] == (
+        swizzle,
+        (depth, rows, blocks, stages),
+        (1, depth, 0 if blocks == 1 else block, stage),
+    )
     assert layouts["k"] == (swizzle, ((rows, k), 1, steps, stages), ((depth, 1), 0, stride, stage))
-    assert layouts["v"] == (swizzle, ((columns, k), 1, rows // k, stages), ((across, depth), 0, k * depth, stage))
+    assert layouts["v"] == (
+        swizzle,
+        ((columns, k), 1, rows // k, stages),
+        ((across, depth), 0, k * depth, stage),
+    )
 
 
 def test_architecture_has_the_current_budgets():

@@ -169,7 +169,7 @@ def test_the_lane_that_faults_is_named():
 
 
 def test_unsupported_instruction_names_itself():
-    with pytest.raises(UnsupportedInstruction, match="does not execute `tex.2d.v4.f32.f32`") as error:
+    with pytest.raises(UnsupportedInstruction, match=r"does not execute `tex\.2d\.v4\.f32\.f32`") as error:
         run("tex.2d.v4.f32.f32 {%f1, %f2, %f3, %f4}, [%rd1, {%f5, %f6}];")
     assert error.value.where.ptx_text.startswith("tex.2d")
 
@@ -183,7 +183,10 @@ def test_trap():
         run(OUT + "setp.eq.u32 %p1, %r1, 7; @%p1 trap;")
 
 
-ALLOCATE = "mov.b32 %r10, sm; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64; ld.shared.b32 %r11, [%r10];\n"
+ALLOCATE = (
+    "mov.b32 %r10, sm; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64;"
+    " ld.shared.b32 %r11, [%r10];\n"
+)
 FREE = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r11, 64;\n"
 
 

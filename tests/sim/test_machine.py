@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from ptx_launch import launch
 
+from warpspec.sim import SimError
+
 INDEX = """
   ld.param.u64 %rd1, [out];
   mov.u32 %r1, %tid.x;
@@ -49,6 +51,36 @@ def test_nested_branches_reconverge_before_a_shuffle():
     )
     mine = np.array([0 if i % 2 == 0 else (1 if i & 2 == 0 else 3) for i in range(32)])
     assert (out == mine[np.arange(32) ^ 1]).all()
+
+
+BRX = """
+  ld.param.u64 %rd1, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;
+  and.b32 %r2, %r1, 3; setp.lt.u32 %p1, %r1, 20; mov.u32 %r3, 7;
+  T: .branchtargets A, B, A, C;
+  {guard} brx.idx %r2, T;
+  add.u32 %r3, %r3, 1; bra E;
+A: mov.u32 %r3, 10; bra E;
+B: mov.u32 %r3, 20; bra E;
+C: mov.u32 %r3, 30;
+E: add.u32 %r3, %r3, %r2;
+  st.global.u32 [%rd1], %r3;
+"""
+
+
+@pytest.mark.parametrize("guard", ["", "@%p1"])
+def test_indirect_branches_go_where_each_lane_s_index_says(guard):
+    out = np.zeros(32, np.uint32)
+    launch(BRX.format(guard=guard), {"out": out})
+    wanted = [(10, 20, 10, 30)[i % 4] + i % 4 for i in range(32)]
+    if guard:
+        wanted[20:] = [8 + i % 4 for i in range(20, 32)]
+    assert out.tolist() == wanted
+
+
+def test_an_indirect_branch_beyond_its_targets():
+    with pytest.raises(SimError, match="index beyond its targets") as error:
+        launch(BRX.format(guard="").replace("%r1, 3;", "%r1, 7;"), {"out": np.zeros(32, np.uint32)})
+    assert "brx.idx" in str(error.value)
 
 
 def test_lanes_that_exit_early_do_not_take_part():

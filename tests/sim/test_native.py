@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (tables of instructions)
 """Native code against the Python handlers: two implementations of each instruction, on edge values and random ones.
 
 The Python handlers are tested against exact arithmetic in test_alu.py and test_convert.py.
