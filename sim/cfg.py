@@ -144,8 +144,8 @@ def cut(
 ) -> list[Block]:
     """The blocks of a kernel, in textual order.
 
-    A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction,
-    and at a collective one. A collective with the immediate membermask -1 stays in a block that already
+    A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction
+    or brx.idx, and at a collective one. A collective with the immediate membermask -1 stays in a block that already
     holds such a one: all lanes are there.
     """
     instrs = kernel.instrs
@@ -155,6 +155,8 @@ def cut(
         at = instr.index
         if is_transfer(instr):
             starts.add(at + 1)
+            if instr.parts[0] == "brx":  # lanes with different indices execute it one index after the other
+                starts.add(at)
             starts.update(kernel.labels[name] for name in targets(instr, kernel))
         elif is_system(instr):
             starts.update((at, at + 1))

@@ -86,6 +86,8 @@ def fault(m: Machine, w: Warp, group: Group) -> SimError:
     kind, address, size = (int(w.ctx[f]) for f in (Ctx.FAULT_KIND, Ctx.FAULT_ADDRESS, Ctx.FAULT_SIZE))
     ins = m.program.kernel.instrs[int(w.ctx[Ctx.FAULT_INSTR])]
     lane = int(w.ctx[Ctx.FAULT_LANE])
+    if kind == Fault.BRANCH_INDEX:
+        return SimError("brx.idx with an index beyond its targets", where(m, w, ins, group.mask))
     if kind == Fault.TRAP:
         return SimError("the kernel executed trap", where(m, w, ins, group.mask))
     write = ins.parts[0] != "ld"

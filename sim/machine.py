@@ -148,7 +148,9 @@ class Machine:
                 if self.progress != before:
                     self.watch.event()
                 elif self.watch.stuck(warp):
-                    raise diagnosis.deadlock(self, "warps spin, and nothing that they wait for can still happen")
+                    raise diagnosis.deadlock(
+                        self, "warps spin, and nothing that they wait for can still happen"
+                    )
                 elif self.watch.turns % PATIENCE == 0:
                     admitted = [self.admit() for _ in range(len(self.resident))]
                     if not any(admitted):
@@ -273,7 +275,10 @@ class Machine:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
         taken = int(w.ctx[Ctx.TAKEN])
         last = self.program.kernel.instrs[self.program.blocks[block].end - 1]
-        target, through = self.program.branch(block, last)
+        if last.parts[0] == "brx":  # the other lanes run it again
+            target, through = int(w.ctx[Ctx.TARGET]), block
+        else:
+            target, through = self.program.branch(block, last)
         w.groups.remove(group)
         w.groups += [Group(target, taken), Group(through, group.mask & ~taken)]
         w.merge()

@@ -34,7 +34,8 @@ class Ctx(IntEnum):
     CLOCK = 17
     PARAMS = 18  # host address of the parameter buffer
     SYMBOLS = 19  # pointer to addresses of module-scope variables
-    COUNT = 20
+    TARGET = 20  # block that the lanes in TAKEN go to, of a branch with more than one target
+    COUNT = 21
 
 
 class Fault(IntEnum):
@@ -46,6 +47,7 @@ class Fault(IntEnum):
     READ_ONLY = 3
     REMOTE_SHARED = 4  # a shared::cta access with another CTA's address
     TRAP = 5
+    BRANCH_INDEX = 6  # brx.idx beyond its list of targets
 
 
 class Stop(IntEnum):
@@ -60,7 +62,9 @@ class Stop(IntEnum):
 
 
 SPECIAL_BITS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%current_graph_exec": 64}
-CLOCK_REGISTERS = frozenset({"%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"})
+CLOCK_REGISTERS = frozenset(
+    {"%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"}
+)
 
 
 def special_bits(name: str) -> int:
@@ -97,7 +101,9 @@ class RegisterFile:
                 for name in registers_of(operand):
                     if name not in self.bits:
                         self.bits[name] = special_bits(name)
-        self.special = [n for n in self.bits if n not in kernel.registers and n != CARRY and n not in CLOCK_REGISTERS]
+        self.special = [
+            n for n in self.bits if n not in kernel.registers and n != CARRY and n not in CLOCK_REGISTERS
+        ]
         self.offset: dict[str, int] = {}
         self.size = 0
 

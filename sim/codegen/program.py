@@ -20,7 +20,7 @@ from warpspec.sim.codegen.support import RESOLVE, TRAMPOLINE
 from warpspec.sim.instruction import Instr, Kernel, Label, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
 from warpspec.sim.memory import SHARED_BASE_OFFSET
 
-BRANCHES = frozenset({"bra", "ret", "exit", "trap"})
+BRANCHES = frozenset({"bra", "brx", "ret", "exit", "trap"})
 OBJECT_CACHE_LIMIT = 2 << 30  # bytes kept in the cache folder
 
 
@@ -199,6 +199,8 @@ class Program:
         """Store live registers, then return the next block's index or the reason to stop."""
         live = self.live.names(self.live.live_out[block.index])
         e.guard = None
+        if last is not None and last.parts[0] == "brx":
+            return self._indirect(e, block, last)
         if last is None or last.parts[0] not in BRANCHES:
             e.store_live(live)
             return f"  ret i32 {self.block_at.get(block.end, self.exit_index)}"
@@ -224,8 +226,41 @@ class Program:
         e.ctx_store(Ctx.TAKEN, e.op(f"zext i32 {taken} to i64"))
         return f"  ret i32 -{int(Stop.DIVERGED)}"
 
-    def _trap(self, e: Emitter, ins: Instr) -> str:
-        e.ctx_store(Ctx.FAULT_KIND, str(int(Fault.TRAP)))
+    def _indirect(self, e: Emitter, block: cfg.Block, last: Instr) -> str:
+        """brx.idx, a block of its own: the lanes that share the first one's index go, others run it again."""
+        through = self.block_at.get(block.end, self.exit_index)
+        taking = "%mask"
+        if last.guard is not None:
+            guard = e.pred(Not(last.guard) if last.guard_negated else last.guard)
+            taking = e.op(f"and i32 {e.op(f'bitcast {ivec(1)} {guard} to i32')}, %mask")
+        none = e.op(f"icmp eq i32 {taking}, 0")
+        e.do(f"br i1 {none}, label %through, label %some")
+        e.lines += ["through:", f"  ret i32 {through}", "some:"]
+        index = e.get(last.operands[0], 32)
+        first = e.call("i32", "llvm.cttz.i32", f"i32 {taking}", "i1 true")
+        chosen = e.op(f"extractelement {ivec(32)} {index}, i32 {first}")
+        alike = e.op(f"icmp eq {ivec(32)} {index}, {e.splat(32, chosen)}")
+        together = e.op(f"and i32 {e.op(f'bitcast {ivec(1)} {alike} to i32')}, {taking}")
+        targets = [self.block_at[self.kernel.labels[name]] for name in cfg.targets(last, self.kernel)]
+        cases = " ".join(f"i32 {i}, label %go" for i in range(len(targets)))
+        e.do(f"switch i32 {chosen}, label %beyond [ {cases} ]")
+        e.lines.append("beyond:")
+        e.lines.append(self._trap(e, last, Fault.BRANCH_INDEX))
+        e.lines.append("go:")
+        table = f"[{len(targets)} x i32] [{', '.join(f'i32 {t}' for t in targets)}]"
+        place = e.buffer(f"[{len(targets)} x i32]")
+        e.do(f"store {table}, ptr {place}")
+        at = e.op(f"getelementptr i32, ptr {place}, i32 {chosen}")
+        target = e.op(f"load i32, ptr {at}")
+        every = e.op(f"icmp eq i32 {together}, %mask")
+        e.do(f"br i1 {every}, label %take, label %split")
+        e.lines += ["take:", f"  ret i32 {target}", "split:"]
+        e.ctx_store(Ctx.TAKEN, e.op(f"zext i32 {together} to i64"))
+        e.ctx_store(Ctx.TARGET, e.op(f"zext i32 {target} to i64"))
+        return f"  ret i32 -{int(Stop.DIVERGED)}"
+
+    def _trap(self, e: Emitter, ins: Instr, kind: Fault = Fault.TRAP) -> str:
+        e.ctx_store(Ctx.FAULT_KIND, str(int(kind)))
         e.ctx_store(Ctx.FAULT_INSTR, str(ins.index))
         return f"  ret i32 -{int(Stop.FAULT)}"
 
@@ -269,7 +304,7 @@ def _host_id() -> str:
 def _generator_version() -> str:
     """Hash of the sources that decide the generated code."""
     folder = Path(__file__).parent
-    sources = sorted(folder.glob("*.py")) + [folder.parent / "cfg.py", folder.parent / "memory.py"]
+    sources = [*sorted(folder.glob("*.py")), folder.parent / "cfg.py", folder.parent / "memory.py"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 
 
