@@ -95,7 +95,8 @@ def run(arguments, backend, out=None):
     bias = None if bias is None else regular_strides(bias)
     small = (kv_lengths, q_start, page_table)
     kv_lengths, q_start, page_table = (None if t is None else t.contiguous() for t in small)
-    launch(problem, q, k, v, sink, kv_lengths, q_start, o, lse, row_max, row_sum, page_table=page_table, bias=bias)
+    results = (o, lse, row_max, row_sum)
+    launch(problem, q, k, v, sink, kv_lengths, q_start, *results, page_table=page_table, bias=bias)
     return o, stats
 
 

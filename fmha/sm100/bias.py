@@ -70,11 +70,11 @@ def row_of(config, bias: cute.Tensor, place) -> cute.Tensor:
     return bias[batch, head, cutlass.min(place.query, bias.shape[2] - 1), None]
 
 
-def source(config, bias: cute.Tensor | None, place, base: cute.Pointer) -> cute.Pointer | cute.Tensor | None:
+def source(config, bias: cute.Tensor | None, tile, row, base: cute.Pointer) -> cute.Pointer | cute.Tensor | None:
     """Where a thread finds its row's bias: the ring at ``base`` in shared memory, or the row in global memory."""
     if config.bias_stages:
         return base
-    return row_of(config, bias, place) if config.bias else None
+    return row_of(config, bias, tile.place(row)) if config.bias else None
 
 
 @cute.jit
@@ -103,25 +103,28 @@ def add(
         vectors = tma.ROW_BYTES // VECTOR_BYTES
         dtype = TYPES[config.bias]
         words = VECTOR_BYTES * 8 // dtype.width
-        for vector in cutlass.range_constexpr(config.tile_n // words):
-            offset = vector // vectors * config.bias_box_room
-            offset += (vector % vectors ^ index % SWIZZLE_ROWS) * VECTOR_BYTES
-            source = cute.make_tensor(
-                cute.recast_ptr((start + offset).align(VECTOR_BYTES), dtype=dtype),
-                cute.make_layout(words),
-            )  # (KEY part)
-            part = cute.make_rmem_tensor(words, dtype)
-            cute.autovec_copy(source, part)
-            for i in cutlass.range_constexpr(0, words, 2):
-                add_pair(scores, vector * words + i, (part[i], part[i + 1]), scale_log2)
+        for place in cutlass.range_constexpr(vectors):
+            # One address a place; boxes lie at constant distances from it, which cost no register.
+            base = (start + (place ^ index % SWIZZLE_ROWS) * VECTOR_BYTES).align(VECTOR_BYTES)
+            base = cute.recast_ptr(base, dtype=dtype)
+            for box in cutlass.range_constexpr(config.bias_boxes):
+                source = base + box * config.bias_box_room * 8 // dtype.width
+                part = cute.make_rmem_tensor(words, dtype)  # (KEY part)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), part)
+                for i in cutlass.range_constexpr(0, words, 2):
+                    key = (box * vectors + place) * words + i
+                    add_pair(scores, key, (part[i], part[i + 1]), scale_log2)
         channels["bias_empty"].arrive(step)
     else:
         last = cute.size(bias) - 1
+        start = bias.iterator + first_key
         for i in cutlass.range_constexpr(0, config.tile_n, 2):
-            keys = (first_key + i, first_key + i + 1)
-            if cutlass.const_expr(masked):
-                keys = tuple(cutlass.min(key, last) for key in keys)
-            add_pair(scores, i, tuple(bias[key] for key in keys), scale_log2)
+            pair = cute.make_rmem_tensor(2, TYPES[config.bias])
+            pair.fill(0.0)
+            for place in cutlass.range_constexpr(2):
+                if cutlass.const_expr(not masked) or first_key + i + place <= last:
+                    pair[place] = start[i + place]
+            add_pair(scores, i, (pair[0], pair[1]), scale_log2)
 
 
 def add_pair(scores: cute.Tensor, i: int, bias, scale_log2) -> None:

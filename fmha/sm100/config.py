@@ -137,7 +137,9 @@ class AttentionConfig:
             bias_batches=problem.bias_batches,
         )
         if problem.bias_rows != "aligned":
-            return config  # not for TMA: threads read it from global memory
+            # Not for TMA: threads read it from global memory. ptxas starts a tile's loads all at once, and at 128
+            # keys has no registers for that.
+            return replace(config, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
         stage_bytes = len(self.rings) * self.kv_tile_bytes
         for ctas in range(self.ctas_per_sm, 0, -1):
             room = min(SMEM_PER_CTA, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)

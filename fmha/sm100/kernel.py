@@ -167,17 +167,16 @@ class Attention:
                 cute.arch.setmaxregister_increase(config.softmax_registers)
             tile = locate(config, operands, *where)
             row = tile.row(thread)
-            place = tile.place(row)
             places = Columns(
                 s=columns + config.tmem_s,
                 p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
                 o=columns + config.tmem_o,
                 p_smem=p_base,
                 v_smem=v_base,
-                bias=biases.source(config, operands.bias, place, storage.bias.data_ptr()),
+                bias=biases.source(config, operands.bias, tile, row, storage.bias.data_ptr()),
             )
             state = softmax(config, channels, row, tile.span, places, scale_log2, dtype)
-            epilogue(config, channels, row, place, tile, state, places.o, operands, scale_log2)
+            epilogue(config, channels, row, tile.place(row), tile, state, places.o, operands, scale_log2)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)

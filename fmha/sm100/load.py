@@ -38,9 +38,10 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
     """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order;
     one tile for both where they are one tensor.
 
-    rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it comes through one. Produces: q_full, k_full, v_full (expect_tx by one lane,
-    bytes by TMA). Consumes: k_empty, v_empty, a stage of each before it is filled again. Leaves only when
-    every stage has been released, so no arrival is still on its way to a barrier of a CTA that has ended.
+    rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it
+    comes through one. Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes:
+    k_empty, v_empty, a stage of each before it is filled again. Leaves only when every stage has been released,
+    so no arrival is still on its way to a barrier of a CTA that has ended.
     """
     span = tile.span
     if span.count > 0:
@@ -54,7 +55,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
             empty.wait_previous(step)
             full.expect_bytes(step, config.kv_tile_bytes)
             blocks, pages = config.kv_boxes
-            for block in cutlass.range_constexpr(blocks):
+            for block in cutlass.range(blocks, unroll=1):  # unrolled, its addresses cost spills
                 for page in cutlass.range_constexpr(pages):
                     row, source = places[page]
                     box = (full.stage(step) * blocks + block) * pages + page
@@ -70,7 +71,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
 
 
 def kv_places(config, operands, tile, kv_tile) -> tuple:
-    """Where each of a KV tile's boxes comes from: (tile of the batch row, batch), or (part of the page, page).
+    """Where each of a KV tile's boxes comes from: (tile, batch), or (part of the page, page).
 
     Pages are read here, before the wait for the stage, so that their latency lies under it.
     """

@@ -23,8 +23,8 @@ def page_or_none(config, operands, batch, slot, length) -> Int32:
 
 
 def locate_key(config, operands, batch, key) -> tuple:
-    """((first index of k and v, row), exists) of a key within the KV length. Where its page does not exist the
-    indices are those of a page that does."""
+    """((first index of k and v, row), exists) of a key within the KV length. Where its page does not exist
+    the indices are those of a page that does."""
     if not config.page_size:
         return (batch, key), Boolean(True)
     page = operands.page_table[batch, key // config.page_size]

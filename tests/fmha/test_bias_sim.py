@@ -3,6 +3,8 @@
 Aligned rows come through TMA; rows of an odd length are read from global memory.
 """
 
+import itertools
+
 import pytest
 import torch
 from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
@@ -50,14 +52,19 @@ def check(arguments):
     return o, lse
 
 
-@pytest.mark.parametrize("batches", [False, True])
-@pytest.mark.parametrize("heads", [False, True])
-@pytest.mark.parametrize("seq_k", [264, 261])
+@pytest.mark.parametrize(
+    "seq_k, heads, batches",
+    [
+        pytest.param(*case, marks=() if case in ((264, False, True), (261, True, False)) else pytest.mark.long)
+        for case in itertools.product((264, 261), (False, True), (False, True))
+    ],
+)
 def test_broadcasts(seq_k, heads, batches):
     """Through TMA and from global memory; -inf here and there."""
     check(inputs(seq_k, BF16, heads=heads, batches=batches))
 
 
+@pytest.mark.long
 def test_expanded_dimensions_are_broadcast():
     arguments = inputs(264, BF16, heads=False, batches=False)
     whole = attention(**arguments, backend="sim")
@@ -76,6 +83,7 @@ def test_rows_that_the_bias_hides_whole():
     assert (lse[0, 1, 3], *lse[1, :, 19]) == (-torch.inf,) * 5
 
 
+@pytest.mark.long
 def test_largest_negative_bias_is_not_minus_infinity():
     """Masks made of it: a row of nothing else weighs all keys alike, beside others it counts as 0."""
     arguments = inputs(264, FP32, hidden=0.0)
@@ -86,7 +94,7 @@ def test_largest_negative_bias_is_not_minus_infinity():
     assert relative_error(o.float(), expected.float()) <= 2 * O_TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("seq_k", [264, 261])
+@pytest.mark.parametrize("seq_k", [pytest.param(264, marks=pytest.mark.long), 261])
 def test_nan_at_keys_that_only_the_bias_hides(seq_k):
     """NaN in K and V at a key hidden from most rows, and one row that sees V's."""
     arguments = inputs(seq_k, BF16)
@@ -98,7 +106,7 @@ def test_nan_at_keys_that_only_the_bias_hides(seq_k):
     assert o[0, 5, 0].isnan().all() and int(o.isnan().any(dim=-1).sum()) == 1
 
 
-@pytest.mark.parametrize("seq_k", [264, 261])
+@pytest.mark.parametrize("seq_k", [264, pytest.param(261, marks=pytest.mark.long)])
 def test_nan_bias_at_keys_that_are_hidden_anyway(seq_k):
     """Past the KV length and after the row's position."""
     arguments = inputs(seq_k, BF16, causal=True, kv_lengths=torch.tensor([seq_k, 140], dtype=torch.int32))
@@ -108,6 +116,7 @@ def test_nan_bias_at_keys_that_are_hidden_anyway(seq_k):
     check(arguments)
 
 
+@pytest.mark.long
 def test_states_merge():
     arguments = inputs(264, BF16)
     states = [
@@ -132,7 +141,7 @@ def test_shared_kv_at_512():
 
 LONG = {
     "fp32": dict(seq_k=264, bias_dtype=FP32),
-    "fp32-global": dict(seq_k=262 - 1, bias_dtype=FP32, heads=False),
+    "fp32-global": dict(seq_k=261, bias_dtype=FP32, heads=False),
     "fp16": dict(seq_k=264, bias_dtype=BF16, dtype=FP16, causal=True),
     "fp16-fp32": dict(seq_k=264, bias_dtype=FP32, dtype=FP16, seq_q=140, heads_q=2, batch=1),
     "scale-negative": dict(seq_k=264, bias_dtype=FP32, scale=-0.2),
