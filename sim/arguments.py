@@ -65,6 +65,8 @@ def flatten(name: str, value: object, annotation: object = None) -> Iterator[Val
             yield from flatten(f"{name}[{i}]", element)
     elif isinstance(value, tuple):
         yield from _flatten_static_numbers(name, value)
+    elif isinstance(value, type):
+        return  # fixed when it was compiled
     elif hasattr(value, "__c_pointers__"):
         for i, pointer in enumerate(value.__c_pointers__()):
             yield Value(f"{name} (slot {i})", _Opaque(int(getattr(pointer, "value", pointer)), value))
@@ -90,10 +92,18 @@ def _flatten_static_numbers(name: str, value: object) -> Iterator[Value]:
 
 @dataclass(frozen=True)
 class _Opaque:
-    """A slot that an object of the caller's own type has packed itself."""
+    """A slot that an object of the caller's own type has packed itself (`__c_pointers__`)."""
 
     address: int
     owner: object
+
+    def pointers(self, slot: Slot) -> dict[int, int]:
+        """The slot's pointers: host address by offset in it."""
+        return {
+            leaf.offset: ctypes.c_uint64.from_address(self.address + leaf.offset).value
+            for leaf in slot.leaves
+            if leaf.kind == "ptr"
+        }
 
 
 class _Stream:
@@ -163,19 +173,22 @@ class PackedArguments:
                 regions.append(tensors[i][0].region(f"`{value.name}`"))
         for i, tensor in enumerate(reachable):
             regions.append(host_tensor(tensor, f"memory[{i}]").region(f"`memory[{i}]`"))
-        pointers = {
-            value.name: _address(value.value) or 0
-            for slot, value in zip(slots, values, strict=True)
-            if slot.kinds == ("ptr",) and not isinstance(value.value, _Opaque | _Stream)
-        }
+        pointers: dict[str, int] = {}
+        for slot, value in zip(slots, values, strict=True):
+            if isinstance(value.value, _Opaque):
+                found = value.value.pointers(slot)
+                pointers |= {f"{value.name} byte {at}": address for at, address in found.items()}
+            elif slot.kinds == ("ptr",) and not isinstance(value.value, _Stream):
+                pointers[value.name] = _address(value.value) or 0
         regions += behind({name: address for name, address in pointers.items() if address}, regions)
         memory.stage(regions)
         self._keep: list[object] = [regions]
         self.pointers: list[int] = []
         for i, (slot, value) in enumerate(zip(slots, values, strict=True)):
             if isinstance(value.value, _Opaque):
-                self._keep.append(value.value)
-                self.pointers.append(value.value.address)
+                buffer = self._repack(value.value, slot)
+                self._keep += (value.value, buffer)
+                self.pointers.append(ctypes.addressof(buffer))
                 continue
             if i in tensors:
                 leaves: Sequence[object] = self._tensor_leaves(*tensors[i], value.name)
@@ -190,6 +203,15 @@ class PackedArguments:
             buffer = ctypes.create_string_buffer(_pack(slot, leaves, value), max(slot.nbytes, 1))
             self._keep.append(buffer)
             self.pointers.append(ctypes.addressof(buffer))
+
+    def _repack(self, value: _Opaque, slot: Slot) -> ctypes.Array:
+        """The object's own bytes with the pointers in them, those into staged memory, as device addresses."""
+        data = bytearray(ctypes.string_at(value.address, slot.nbytes))
+        for at, host in value.pointers(slot).items():
+            device = self._memory.device_address(host)
+            if device is not None:
+                data[at : at + POINTER_BITS // 8] = device.to_bytes(POINTER_BITS // 8, "little")
+        return ctypes.create_string_buffer(bytes(data), max(slot.nbytes, 1))
 
     def _tensor_leaves(self, tensor: HostTensor, kind: TensorType | PointerType, name: str) -> list[int]:
         """Address, dynamic sizes and dynamic strides of a staged tensor."""

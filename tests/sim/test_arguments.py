@@ -331,6 +331,47 @@ def pointer_host(p: cute.Pointer, t: cute.Tensor):
     through_pointer(p).launch(grid=[cute.size(t), 1, 1], block=[THREADS, 1, 1])
 
 
+class Buffer:
+    """A user's own argument type: a pointer and a name fixed at compile time (the DSL's JitArgument protocol)."""
+
+    def __init__(self, pointer, name):
+        self.pointer, self.name = pointer, name
+
+    def __c_pointers__(self):
+        return self.pointer.__c_pointers__()
+
+    def __get_mlir_types__(self):
+        return self.pointer.__get_mlir_types__()
+
+    def __extract_mlir_values__(self):
+        return self.pointer.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        return Buffer(self.pointer.__new_from_mlir_values__(values), self.name)
+
+
+@cute.jit
+def buffer_host(b: Buffer, kind: type[cutlass.Numeric], t: cute.Tensor):
+    through_pointer(b.pointer).launch(grid=[cute.size(t), 1, 1], block=[THREADS, 1, 1])
+
+
+def gmem_pointer(address):
+    return make_ptr(cutlass.Float16, address, cute.AddressSpace.gmem, assumed_align=16)
+
+
+def test_pointers_inside_an_argument_of_the_caller_s_own_type():
+    module = build(buffer_host, Buffer(gmem_pointer(0), "b"), cutlass.Float16, dynamic(cutlass.Int64, 1))
+    data, t = torch.arange(64.0).half(), torch.zeros(5, dtype=torch.int64)
+    arguments = [Buffer(gmem_pointer(data.data_ptr() + 32), "b"), t]
+    if len(module._execution_args.signature.parameters) == 3:
+        arguments.insert(1, cutlass.Float16)
+    (launch,) = launches_of(module, *arguments)
+    (address,) = parameter(launch, 0, "<Q")
+    assert launch.memory.view(address, 8).view(np.float16).tolist() == [16, 17, 18, 19]
+    (launch,) = launches_of(module, Buffer(gmem_pointer(0), "b"), *arguments[1:])
+    assert parameter(launch, 0, "<Q") == (0,)
+
+
 @pytest.fixture(scope="module")
 def module():
     null = make_ptr(cutlass.Float16, 0, cute.AddressSpace.gmem, assumed_align=16)
