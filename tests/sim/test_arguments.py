@@ -362,13 +362,10 @@ def gmem_pointer(address):
 def test_pointers_inside_an_argument_of_the_caller_s_own_type():
     module = build(buffer_host, Buffer(gmem_pointer(0), "b"), cutlass.Float16, dynamic(cutlass.Int64, 1))
     data, t = torch.arange(64.0).half(), torch.zeros(5, dtype=torch.int64)
-    arguments = [Buffer(gmem_pointer(data.data_ptr() + 32), "b"), t]
-    if len(module._execution_args.signature.parameters) == 3:
-        arguments.insert(1, cutlass.Float16)
-    (launch,) = launches_of(module, *arguments)
+    (launch,) = launches_of(module, Buffer(gmem_pointer(data.data_ptr() + 32), "b"), cutlass.Float16, t)
     (address,) = parameter(launch, 0, "<Q")
     assert launch.memory.view(address, 8).view(np.float16).tolist() == [16, 17, 18, 19]
-    (launch,) = launches_of(module, Buffer(gmem_pointer(0), "b"), *arguments[1:])
+    (launch,) = launches_of(module, Buffer(gmem_pointer(0), "b"), cutlass.Float16, t)
     assert parameter(launch, 0, "<Q") == (0,)
 
 
