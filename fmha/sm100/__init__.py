@@ -93,7 +93,9 @@ def run_cuda(
     combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
 
 
-def partial_results(problem: AttentionProblem, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def partial_results(
+    problem: AttentionProblem, splits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Workspace of split keys, fp32: o [S, B, Sq, Hq, D], row_max and row_sum [S, B, Hq, Sq]."""
     rows, heads = (splits, problem.batch), problem.heads_q
     kind = {"dtype": torch.float32, "device": problem.device}
@@ -104,8 +106,10 @@ def partial_results(problem: AttentionProblem, splits: int) -> tuple[torch.Tenso
 
 
 def launch_cuda(kernel, tensors, problem: AttentionProblem) -> None:
-    """Call a compiled kernel on CUDA tensors, on their device's current stream; the first four hold rows of D, the last is
-    the bias."""
+    """Call a compiled kernel on CUDA tensors, on their device's current stream.
+
+    The first four tensors hold rows of D, the last is the bias.
+    """
     import cuda.bindings.driver as driver
     from cutlass.cute.runtime import from_dlpack
 

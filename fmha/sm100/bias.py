@@ -70,7 +70,9 @@ def row_of(config, bias: cute.Tensor, place) -> cute.Tensor:
     return bias[batch, head, cutlass.min(place.query, bias.shape[2] - 1), None]
 
 
-def source(config, bias: cute.Tensor | None, tile, row, base: cute.Pointer) -> cute.Pointer | cute.Tensor | None:
+def source(
+    config, bias: cute.Tensor | None, tile, row, base: cute.Pointer
+) -> cute.Pointer | cute.Tensor | None:
     """Where a thread finds its row's bias: the ring at ``base`` in shared memory, or the row in global memory."""
     if config.bias_stages:
         return base

@@ -422,7 +422,7 @@ class AttentionConfig:
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Every mbarrier: who arrives, how often, who waits, what then holds. One use a KV tile."""
-        stages, threads = self.kv_stages, self.softmax_threads
+        threads = self.softmax_threads
         load, mma, softmax = "load warp", "MMA warp", "softmax warps"
         commit = f"{mma}, tcgen05.commit"
         every = f"{softmax}, each of {threads} threads"

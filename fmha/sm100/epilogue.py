@@ -22,7 +22,7 @@ def epilogue(
     state: (reference, maximum, row_sum) from the softmax loop. o: TMEM pointer to O. operands: global
     tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
-    reference, row_maximum, row_sum = state
+    reference, _, row_sum = state
     if tile.span.count > 0:
         channels["pv_done"].wait(tile.span.count - 1)
         tmem.fence_after_wait()
@@ -71,7 +71,7 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, sca
         if writes:
             operands.row_max[index] = row_maximum * (scale_log2 * LN_2)
             operands.row_sum[index] = Float32(cutlass.select_(empty, Float32(0.0), row_sum * factor))
-    if cutlass.const_expr(config.has_lse):
+    if cutlass.const_expr(config.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if writes:
             operands.lse[index] = log_sum(reference, row_sum, scale_log2)
     return factor

@@ -30,8 +30,8 @@ SMEM_CARVEOUT_PERCENT = 100
 class Operands(NamedTuple):
     """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D], with a
     page_table [B, max_pages] int32 [pages, page_size, Hkv, D]; sink [Hq]; kv_lengths, q_start [B] int32; lse,
-    row_max, row_sum [B, Hq, Sq] fp32; bias [B or 1, Hq or 1, Sq, Sk]. Partial results: o, row_max and row_sum have one more dimension in front,
-    the splits."""
+    row_max, row_sum [B, Hq, Sq] fp32; bias [B or 1, Hq or 1, Sq, Sk]. Partial results: o, row_max and row_sum
+    have one more dimension in front, the splits."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -50,7 +50,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
             rings[0].load(block, block, channels["q_full"].barrier(0))
     for step in cutlass.range(span.count, unroll=1):
         places = kv_places(config, operands, tile, span.tile(step))
-        for name, ring in zip(config.rings, rings[1:]):
+        for name, ring in zip(config.rings, rings[1:], strict=True):
             full, empty = channels[name + "_full"], channels[name + "_empty"]
             empty.wait_previous(step)
             full.expect_bytes(step, config.kv_tile_bytes)
