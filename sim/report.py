@@ -57,9 +57,13 @@ class LaunchStats:
     mma_flops: int = 0
     peak_tmem_columns: int = 0
     barrier_waits: dict[int, int] = field(default_factory=dict)  # warp index -> times blocked
-    block_counts: dict[int, np.ndarray] = field(default_factory=dict)  # warp index -> executions of each block
+    block_counts: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # warp index -> executions of each block
     events: list[tuple] = field(default_factory=list)  # (cta, warp or None, name, start, end)
-    warnings: dict[str, str] = field(default_factory=dict)  # first words -> what the kernel does that it should not
+    warnings: dict[str, str] = field(
+        default_factory=dict
+    )  # first words -> what the kernel does that it should not
 
     def warn(self, text: str) -> None:
         """Record something that hardware tolerates and the programming model does not; once for each kind."""
@@ -136,7 +140,9 @@ class LaunchReport:
         return sum(sum(f.values()) for f in self.instructions.values())
 
 
-def count_instructions(program: Program, stats: LaunchStats) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+def count_instructions(
+    program: Program, stats: LaunchStats
+) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
     """Counts by warp index and family, and by opcode over all warps."""
     families = [family(ins) for ins in program.kernel.instrs]
     by_warp: dict[int, dict[str, int]] = {}
@@ -209,7 +215,9 @@ class SimReport:
         for number, launch in enumerate(self.launches):
             for cta, warp, name, start, end in launch.events:
                 pid, tid = number * TIMELINE_CTAS + cta, 99 if warp is None else warp
-                events.append({"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start})
+                events.append(
+                    {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start}
+                )
             for cta in {e[0] for e in launch.events}:
                 pid = number * TIMELINE_CTAS + cta
                 title = {"name": f"launch {number} {launch.kernel[:40]} CTA {cta}"}

@@ -48,7 +48,9 @@ def fvec(bits: int) -> str:
 class Emitter:
     """Text of one block function `i32 @name(ptr %regs, ptr %ctx, i32 %mask)`."""
 
-    def __init__(self, registers: RegisterFile, symbols: dict[str, int], params: dict[str, int], shared: dict[str, int]):
+    def __init__(
+        self, registers: RegisterFile, symbols: dict[str, int], params: dict[str, int], shared: dict[str, int]
+    ):
         self.registers = registers
         self.symbols = symbols  # module variable -> index in the symbol table
         self.params = params  # kernel parameter -> byte offset

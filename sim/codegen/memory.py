@@ -70,7 +70,9 @@ def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, add
     """Call a lane loop; leave the block on a fault."""
     name, text = function
     e.intrinsics.add(text)
-    bad = e.op(f"call i32 @{name}(ptr %ctx, i32 {SPACES[space]}, ptr {address}, i32 {e.active()}, {buffers}, i32 {e.index})")
+    bad = e.op(
+        f"call i32 @{name}(ptr %ctx, i32 {SPACES[space]}, ptr {address}, i32 {e.active()}, {buffers}, i32 {e.index})"
+    )
     failed = e.op(f"icmp ne i32 {bad}, 0")
     stop, go = e.label("fault"), e.label("ok")
     e.do(f"br i1 {failed}, label %{stop}, label %{go}")
@@ -156,7 +158,12 @@ def atom(e: Emitter, ins: Instr) -> None:
         e.set(target, e.op(f"load {ivec(bits)}, ptr {out}, align 32"), bits)
 
 
-_WINDOWS = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "shared::cluster": SHARED_WINDOW, "local": LOCAL_WINDOW}
+_WINDOWS = {
+    "shared": SHARED_WINDOW,
+    "shared::cta": SHARED_WINDOW,
+    "shared::cluster": SHARED_WINDOW,
+    "local": LOCAL_WINDOW,
+}
 
 
 @emits("cvta")

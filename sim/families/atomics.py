@@ -64,7 +64,9 @@ def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     addresses = w.address(operands[0])
     sources = [operand_lanes(w, operand, bits) for operand in operands[1 : 3 if operation == "cas" else 2]]
     old = np.zeros_like(sources[0])
-    flush = ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""  # as the scalar form does in global memory
+    flush = (
+        ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""
+    )  # as the scalar form does in global memory
     combine = None if operation in ("exch", "cas") else form_of(f"{operation}{flush}.{type_}", 2).function
     for lane in lanes(mask):
         cells = place(m, w, ins, int(addresses[lane]), count * bits // 8, True).view(old.dtype)

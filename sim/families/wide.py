@@ -71,5 +71,9 @@ def st(m, w: Warp, ins: Instr, mask: int) -> None:
 
 
 def require_b128(ins: Instr) -> None:
-    if ins.parts[-1] != "b128" or vector_count(ins) > 1 or not isinstance(ins.operands[0 if ins.parts[0] == "ld" else 1], (Reg, Vec)):
+    if (
+        ins.parts[-1] != "b128"
+        or vector_count(ins) > 1
+        or not isinstance(ins.operands[0 if ins.parts[0] == "ld" else 1], (Reg, Vec))
+    ):
         raise UnsupportedInstruction(f"`{ins.opcode}`")

@@ -27,7 +27,9 @@ def inputs(
     """Arguments of ``attention``; a part ``hidden`` of the bias is -inf."""
     generator = torch.Generator().manual_seed(seq_k)
     k, v = (torch.randn(batch, seq_k, 1, head_dim, generator=generator).to(dtype) for _ in range(2))
-    bias = 2 * torch.randn(batch if batches else 1, heads_q if heads else 1, seq_q, seq_k, generator=generator)
+    bias = 2 * torch.randn(
+        batch if batches else 1, heads_q if heads else 1, seq_q, seq_k, generator=generator
+    )
     bias[torch.rand(bias.shape, generator=generator) < hidden] = -torch.inf
     return {
         "q": torch.randn(batch, seq_q, heads_q, head_dim, generator=generator).to(dtype),
@@ -55,7 +57,9 @@ def check(arguments):
 @pytest.mark.parametrize(
     "seq_k, heads, batches",
     [
-        pytest.param(*case, marks=() if case in ((264, False, True), (261, True, False)) else pytest.mark.long)
+        pytest.param(
+            *case, marks=() if case in ((264, False, True), (261, True, False)) else pytest.mark.long
+        )
         for case in itertools.product((264, 261), (False, True), (False, True))
     ],
 )
