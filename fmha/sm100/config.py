@@ -130,25 +130,29 @@ class AttentionConfig:
         """This kernel, of a problem with a bias. Room for it comes from the rings of K and V, which keep two
         stages where they had them, then from the second CTA of an SM; it gets two stages where that is enough.
         """
+        streamed = problem.bias_rows == "aligned"  # otherwise threads read it from global memory
+        tiles = self
+        # ptxas starts a tile's loads from global memory all at once, and at 128 keys has no registers for that. In
+        # fp32, half the keys leave room for two CTAs, with two stages of everything.
+        if not streamed or (problem.bias_dtype.itemsize == FP32_BYTES and self.ctas_per_sm > 1):
+            tiles = replace(self, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
         config = replace(
-            self,
+            tiles,
             bias=str(problem.bias_dtype).removeprefix("torch."),
             bias_heads=problem.bias_heads,
             bias_batches=problem.bias_batches,
         )
-        if problem.bias_rows != "aligned":
-            # Not for TMA: threads read it from global memory. ptxas starts a tile's loads all at once, and at 128
-            # keys has no registers for that.
-            return replace(config, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
-        stage_bytes = len(self.rings) * self.kv_tile_bytes
+        if not streamed:
+            return config
+        stage_bytes = len(tiles.rings) * tiles.kv_tile_bytes
         for ctas in range(self.ctas_per_sm, 0, -1):
             room = min(SMEM_PER_CTA, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
-            room -= self.smem_bytes - self.kv_stages * stage_bytes
+            room -= tiles.smem_bytes - tiles.kv_stages * stage_bytes
             most = self.kv_stages * self.ctas_per_sm // ctas
             for stages in (2, 1):
                 kv_stages = min((room - stages * config.bias_tile_bytes) // stage_bytes, most)
                 if kv_stages >= min(self.kv_stages, 2):
-                    shape = replace(self.shape, kv_stages=kv_stages, ctas_per_sm=ctas)
+                    shape = replace(tiles.shape, kv_stages=kv_stages, ctas_per_sm=ctas)
                     return replace(config, shape=shape, bias_stages=stages)
         raise AssertionError("every shape leaves room for a tile of bias")
 
