@@ -14,7 +14,7 @@ from warpspec.common.compile import resources
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.scheduler import TileGrid, key_span
 from warpspec.fmha.sm100 import AttentionConfig, compiled
-from warpspec.fmha.sm100.config import choose_pack
+from warpspec.fmha.sm100.config import MAX_REGISTERS, choose_pack
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +69,10 @@ def check_resources(config):
     (kernel,) = resources(compiled(config)).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
     assert kernel.required_threads == (config.threads, 1, 1)
-    assert kernel.registers <= config.launch_registers
-    assert kernel.registers == config.launch_registers or config.ctas_per_sm == 1
+    if config.ctas_per_sm == 1:  # roles keep what they were launched with; an SM has enough for one CTA
+        assert kernel.registers <= MAX_REGISTERS
+    else:
+        assert kernel.registers == config.launch_registers
     assert kernel.static_smem == 0
 
 
