@@ -1,0 +1,1 @@
+"""Mixture of experts: NVFP4 SwiGLU grouped GEMM, routing, activation quantisation."""

@@ -1,0 +1,1 @@
+"""Row softmax and fused softmax + top-k."""
