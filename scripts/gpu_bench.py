@@ -1,0 +1,161 @@
+"""Timing on a GPU, shared by the bench_*.py scripts: what was measured on, how long a call takes, how fast memory is.
+
+Times are medians. ``gpu_times`` is of do_bench's kind: two CUDA events around each call. The host is kept ahead
+of the GPU, so what stands between the events is the GPU's work and its launch, not Python. Two events with
+nothing between them already read a few microseconds apart, the same for every candidate; ``graph_time`` has no
+events inside: many calls captured in one CUDA graph, replayed, divided. Inputs rotate through more memory than
+the L2 holds, except where one set does by itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+L2_MULTIPLES = 4  # rotated inputs and outputs together hold this many times the L2
+MOST_SETS = 256  # of rotated inputs: tiny shapes need no more
+CALLS_AHEAD = 200  # calls queued while the GPU sleeps; the launch queue holds about a thousand entries
+SLEEP_CLOCKS_PER_CALL = 100_000  # about 50 us of the GPU's clock: longer than any candidate's host cost
+MOST_SLEEP_CLOCKS = 20_000_000  # about 10 ms
+GRAPH_CALLS = 32  # in one captured graph
+COPY_BYTES = 4 << 30  # of the copy that measures bandwidth: read once and written once
+
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")
+
+
+def header(packages: Sequence[str] = PACKAGES) -> str:
+    """One line: date, GPU, SMs, L2, driver, versions of ``packages`` (those installed)."""
+    properties = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.split("\n")[0]
+    versions = [f"CUDA {torch.version.cuda}"]
+    for package in packages:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(
+        (
+            datetime.date.today().isoformat(),
+            properties.name,
+            f"{properties.multi_processor_count} SMs",
+            f"L2 {properties.L2_cache_size >> 20} MiB",
+            f"driver {driver}",
+            *versions,
+        )
+    )
+
+
+def rotation(make: Callable[[int], tuple], set_bytes: int) -> list[tuple]:
+    """Sets of arguments, make(0), make(1), ..., enough that together they exceed the L2 several times.
+
+    set_bytes: what a call on one set reads and writes. One set where that alone is enough.
+    """
+    wanted = L2_MULTIPLES * torch.cuda.get_device_properties(0).L2_cache_size
+    return [make(i) for i in range(max(1, min(MOST_SETS, -(-wanted // set_bytes))))]
+
+
+def gpu_times(
+    candidates: dict[str, Callable], inputs: Sequence[tuple], *, rounds: int = 3, round_ms: float = 40.0
+) -> dict[str, float]:
+    """Median microseconds of one call of each candidate, called as candidate(*inputs[i]) with i going round.
+
+    Candidates take turns, ``rounds`` times, so that a drift of the clocks meets all of them. The first calls,
+    which may compile, are made here and not timed.
+    """
+    counts, times = {}, {name: [] for name in candidates}
+    for name, call in candidates.items():
+        for i in range(3):
+            call(*inputs[i % len(inputs)])
+        rough = statistics.median(_event_times(call, inputs, 5))
+        counts[name] = max(5, min(CALLS_AHEAD, int(round_ms * 1e3 / rough)))
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            times[name] += _event_times(call, inputs, counts[name])
+    return {name: statistics.median(of) for name, of in times.items()}
+
+
+def _event_times(call: Callable, inputs: Sequence[tuple], count: int) -> list[float]:
+    """Microseconds between events around each of ``count`` calls, all queued while the GPU sleeps."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(min(SLEEP_CLOCKS_PER_CALL * count, MOST_SLEEP_CLOCKS))
+    for i, (start, end) in enumerate(events):
+        start.record()
+        call(*inputs[i % len(inputs)])
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def graph_time(
+    call: Callable, inputs: Sequence[tuple], *, calls: int = GRAPH_CALLS, replays: int = 20
+) -> float:
+    """Median microseconds a call takes inside a CUDA graph of ``calls`` calls, gaps between kernels included.
+
+    Raises what capturing raises for a call that cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            call(*inputs[i % len(inputs)])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(calls):
+            call(*inputs[i % len(inputs)])
+    graph.replay()
+    return statistics.median(_event_times(graph.replay, [()], replays)) / calls
+
+
+def host_time(call: Callable, inputs: Sequence[tuple], *, calls: int = 100, rounds: int = 20) -> float:
+    """Microseconds of CPU time from Python that one call takes, the GPU not waited for: median of rounds."""
+    for i in range(10):
+        call(*inputs[i % len(inputs)])
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(calls):
+            call(*inputs[i % len(inputs)])
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a device-to-device copy through torch: bytes read plus bytes written, over the median time."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    microseconds = gpu_times({"copy": target.copy_}, [(source,)])["copy"]
+    return 2 * COPY_BYTES / microseconds * 1e-6
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False) -> str:
+    """Rows under their column names; floats with three significant digits, None as "-"."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    if markdown:
+        lines = [columns, ["---"] * len(columns), *cells]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    widths = [max(len(line[i]) for line in (columns, *cells)) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in (columns, *cells)
+    )
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    digits = max(0, 2 - len(str(int(abs(value)))) + 1) if value else 0
+    return f"{value:.{digits}f}"
