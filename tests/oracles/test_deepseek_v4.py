@@ -31,9 +31,8 @@ HEAVY = "heavily_compressed_attention"
 KINDS = (SELECTED, HEAVY, SLIDING)
 KEY_SCALE = 2.0  # of keys and values; the standard deviation of attention's logits
 WAYS = ["bias", "key_sets"]
-# (way, kind of layer, head size) that the kernel runs in the simulator: to be extended as the kernel is. Only
-# tests of a size it finishes in seconds take them.
-SIMULATED = [("key_sets", SLIDING, 64), *(("key_sets", kind, 512) for kind in KINDS)]
+# (way, kind of layer, head size) that the kernel runs in the simulator, in tests of a size it finishes in seconds.
+SIMULATED = [("key_sets", SLIDING, 64), *((way, kind, 512) for way in WAYS for kind in KINDS)]
 ONE_LAYER = [("reference", way, kind, 512) for way in WAYS for kind in KINDS]
 ONE_LAYER += [("sim", *case) for case in SIMULATED]
 
