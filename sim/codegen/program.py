@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -114,6 +116,28 @@ class Program:
             except NotNative:
                 self._native[key] = False
         return self._native[key]
+
+    @cache  # noqa: B019 (programs are cached for the life of the process)
+    def touches(self, block: int) -> int:
+        """Registers in flight that a block needs or overwrites, as a bitset."""
+        first = self.kernel.instrs[self.blocks[block].start]
+        touched = self.live.uses[block] | self.live.defs[block]
+        if first.opcode.startswith(cfg.ACCUMULATES):  # may go on with an accumulator in flight
+            reads, _ = cfg.reads_writes(replace(first, operands=(None, *first.operands[1:])))
+            touched = self.live.bits(reads)
+        return touched
+
+    @cache  # noqa: B019
+    def uses_beyond_moves(self, block: int) -> int:
+        """Registers that a native block reads, before it writes them, in instructions other than mov; a bitset."""
+        used = defined = 0
+        span = self.blocks[block]
+        for instr in self.kernel.instrs[span.start : span.end]:
+            reads, writes = cfg.reads_writes(instr)
+            if instr.parts[0] != "mov":
+                used |= self.live.bits(reads) & ~defined
+            defined |= self.live.bits(writes)
+        return used
 
     def branch(self, block: int, last: Instr) -> tuple[int, int]:
         """(target, fall-through) blocks of the conditional branch or exit that ends a block."""
@@ -320,7 +344,7 @@ def _cache_folder() -> Path:
 
 def _store(path: Path, code: bytes) -> None:
     """Write atomically; drop the least recently used objects beyond the limit."""
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
     part.write_bytes(code)
     part.replace(path)
     objects = sorted(path.parent.glob("*.o"), key=lambda p: p.stat().st_mtime, reverse=True)
