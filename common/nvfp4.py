@@ -1,0 +1,244 @@
+"""NVFP4: e2m1 values, one e4m3 scale per 16 along K, one fp32 global scale. Definition, in torch.
+
+x = value * block_scale * global_scale. Every quantiser of this project gives these bits. With fl() for rounding
+to the nearest fp32 (IEEE-754 division and multiplication):
+
+    global = max(fl(amax / 2688), 2**-100)                   2688 = 6 * 448, the largest value times scale
+    scale  = e4m3(min(fl(fl(block_amax / 6) / global), 448)) to the nearest, ties to even
+    value  = e2m1(fl(x / fl(scale * global)))                to the nearest, ties to even, at most 6; 0 if scale is 0
+
+The floor of the global scale keeps every quotient normal: rows of less than 2e-27 lose precision, then become 0.
+A block that holds NaN or Inf, or whose global scale is NaN, has the scale NaN and all values +6; it dequantises to
+NaN. Where the global scale is taken from amax, NaN or Inf among the values makes it NaN, hence all it scales NaN.
+Negative numbers that round to 0 keep their sign; values of a block of scale 0 are +0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 16  # values along K that share one scale
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+AMAX_TO_GLOBAL = E2M1_MAX * E4M3_MAX
+MIN_GLOBAL_SCALE = 2.0**-100
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15: the same, negative
+SIGN = 8  # the sign's bit in an e2m1 code
+E4M3_NAN = 0x7F
+
+ATOM_ROWS, ATOM_COLUMNS = 128, 4  # scales that lie together, as tcgen05 wants them
+ATOM_BYTES = ATOM_ROWS * ATOM_COLUMNS
+ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 share one 16-byte line of an atom
+
+MX_BLOCK = 32  # values that share one scale in MXFP4
+UE8M0_BIAS = 127
+UE8M0_NAN = 255
+E4M3_MIN_EXPONENT, E4M3_MAX_EXPONENT = -9, 8  # of the powers of two e4m3 has (subnormal ones included)
+
+
+@dataclass(frozen=True)
+class NVFP4Tensor:
+    """A quantised tensor [..., R, K].
+
+    data: uint8 [..., R, K/2], two e2m1 codes a byte, the lower index in the low nibble. scale: float8_e4m3fn
+    [..., R, K/16]. global_scale: fp32 of shape () or a prefix of data.shape[:-1]: [E] is one per expert, [T] one per
+    row. Raises TypeError or ValueError naming the field where these do not fit each other.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor
+
+    def __post_init__(self):
+        for name, tensor, dtype in (
+            ("data", self.data, torch.uint8),
+            ("scale", self.scale, torch.float8_e4m3fn),
+            ("global_scale", self.global_scale, torch.float32),
+        ):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+                raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+            if tensor.device != self.data.device:
+                raise ValueError(f"{name}: device must be data's, {self.data.device}, got {tensor.device}")
+        if self.data.dim() < 1 or self.data.shape[-1] * 2 % BLOCK:
+            raise ValueError(f"data: must have {BLOCK // 2} bytes a block, got shape {list(self.data.shape)}")
+        rows = self.data.shape[:-1]
+        if self.scale.shape != (*rows, self.k // BLOCK):
+            raise ValueError(
+                f"scale: must be {[*rows, self.k // BLOCK]} for data {list(self.data.shape)}, "
+                f"got {list(self.scale.shape)}"
+            )
+        if self.global_scale.shape != rows[: self.global_scale.dim()]:
+            raise ValueError(
+                f"global_scale: shape must be a prefix of {list(rows)}, got {list(self.global_scale.shape)}"
+            )
+
+    @property
+    def k(self) -> int:
+        """Values of a row."""
+        return self.data.shape[-1] * 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., R, K]: of the tensor that was quantised."""
+        return (*self.data.shape[:-1], self.k)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def to(self, device) -> NVFP4Tensor:
+        """The same on another device."""
+        return NVFP4Tensor(self.data.to(device), self.scale.to(device), self.global_scale.to(device))
+
+
+def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """The recipe's global scale, fp32, for largest magnitudes `amax` (fp32 >= 0, NaN or Inf: NaN)."""
+    amax = amax.float()
+    return (amax / AMAX_TO_GLOBAL).clamp(min=MIN_GLOBAL_SCALE) + amax * 0.0
+
+
+def quantize(
+    x: torch.Tensor, global_scale: torch.Tensor | float | None = None, *, global_dims: int = 0
+) -> NVFP4Tensor:
+    """Quantise x [..., K], floating, K a multiple of 16.
+
+    global_scale: fp32 of shape () or a prefix of x.shape[:-1], positive; None: from the largest magnitude over all
+    dimensions of x but the first `global_dims` (0: one for the tensor; 1: one per expert of [E, R, K]; x.dim() - 1:
+    one per row). Raises TypeError or ValueError naming the argument.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise TypeError(f"x: must be a floating tensor, got {getattr(x, 'dtype', x)!r}")
+    if x.dim() < 1 or x.shape[-1] % BLOCK:
+        raise ValueError(f"x: last dimension must be a multiple of {BLOCK}, got shape {list(x.shape)}")
+    if not 0 <= global_dims < x.dim():
+        raise ValueError(f"global_dims: must be within 0..{x.dim() - 1}, got {global_dims}")
+    if global_scale is None:
+        flat = x.flatten(global_dims)
+        amax = flat.abs().amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+        global_scale = global_scale_of(amax)
+    else:
+        global_scale = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+        if global_scale.shape != x.shape[: global_scale.dim()] or global_scale.dim() >= x.dim():
+            raise ValueError(
+                f"global_scale: shape must be a prefix of {list(x.shape[:-1])}, got {list(global_scale.shape)}"
+            )
+    blocks = x.float().unflatten(-1, (-1, BLOCK))  # [..., K/16, 16]
+    spread = spread_over(global_scale, blocks.dim() - 1)
+    block_amax = blocks.abs().amax(-1)
+    scale = block_scale(block_amax, spread)
+    divisor = scale.float() * spread
+    codes = e2m1_codes(torch.where(divisor[..., None] == 0.0, 0.0, blocks / divisor[..., None]))
+    return NVFP4Tensor(pack(codes.flatten(-2)), scale, global_scale)
+
+
+def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """The recipe's e4m3 scale of blocks with largest magnitudes `block_amax`, fp32, NaN and Inf included."""
+    scale = (block_amax / E2M1_MAX / global_scale).clamp(max=E4M3_MAX) + block_amax * 0.0  # Inf * 0: NaN
+    return torch.where(scale.isnan(), torch.nan, scale).to(
+        torch.float8_e4m3fn
+    )  # a NaN's sign is the machine's
+
+
+def dequantize(t: NVFP4Tensor) -> torch.Tensor:
+    """x [..., K] fp32: fl(fl(value * block_scale) * global_scale); the first product is exact."""
+    values = e2m1_values(unpack(t.data)).unflatten(-1, (-1, BLOCK))  # [..., K/16, 16]
+    scaled = (values * t.scale.float()[..., None]).flatten(-2)
+    return scaled * spread_over(t.global_scale, scaled.dim())
+
+
+def spread_over(global_scale: torch.Tensor, dims: int) -> torch.Tensor:
+    """Global scales with dimensions of size 1 behind, `dims` in all."""
+    return global_scale.reshape(*global_scale.shape, *(1,) * (dims - global_scale.dim()))
+
+
+def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
+    """uint8 codes 0..15 of fp32 x: nearest, ties to the even code, at most 6 in magnitude; NaN is +6."""
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    # torch.round takes ties to even. Steps are 1/2 below 2, 1 below 4, 2 above; a step's count of steps is the code.
+    below_2 = torch.round(magnitude * 2)
+    below_4 = torch.round(magnitude) + 2
+    above_4 = torch.round(magnitude / 2) + 4
+    code = torch.where(magnitude < 2, below_2, torch.where(magnitude < 4, below_4, above_4))
+    code = code.nan_to_num(7.0).to(torch.uint8)
+    return code | (torch.signbit(x) & ~x.isnan()).to(torch.uint8) * SIGN
+
+
+def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 values of uint8 codes 0..15."""
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
+    return table[codes.int()]
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K/2] of codes 0..15 [..., K], the lower index in the low nibble."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack(data: torch.Tensor) -> torch.Tensor:
+    """Codes 0..15, uint8 [..., K], of packed data [..., K/2]."""
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
+    """The layout tcgen05 reads scales in: uint8 [..., ceil(R/128), ceil(C/4), 512] of scale [..., R, C] (1 byte each).
+
+    Byte (r % 32) * 16 + r // 32 % 4 * 4 + c % 4 of atom (r // 128, c // 4) holds scale (r, c); padding is 0.
+    """
+    *outer, rows, columns = scale.shape
+    atoms_r, atoms_c = -(-rows // ATOM_ROWS), -(-columns // ATOM_COLUMNS)
+    padded = scale.new_zeros((*outer, atoms_r * ATOM_ROWS, atoms_c * ATOM_COLUMNS), dtype=torch.uint8)
+    padded[..., :rows, :columns] = scale.view(torch.uint8)
+    # [..., atom row, r // 32, r % 32, atom column, c % 4]
+    tiled = padded.reshape(*outer, atoms_r, ATOM_ROWS // ATOM_LANES, ATOM_LANES, atoms_c, ATOM_COLUMNS)
+    first = len(outer)
+    order = [*range(first), *(first + dim for dim in (0, 3, 2, 1, 4))]
+    return tiled.permute(order).reshape(*outer, atoms_r, atoms_c, ATOM_BYTES)
+
+
+def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse: float8_e4m3fn [..., rows, columns] of [..., ceil(R/128), ceil(C/4), 512]."""
+    *outer, atoms_r, atoms_c, _ = swizzled.shape
+    tiled = swizzled.reshape(*outer, atoms_r, atoms_c, ATOM_LANES, ATOM_ROWS // ATOM_LANES, ATOM_COLUMNS)
+    first = len(outer)
+    order = [*range(first), *(first + dim for dim in (0, 3, 2, 1, 4))]
+    full = tiled.permute(order).reshape(*outer, atoms_r * ATOM_ROWS, atoms_c * ATOM_COLUMNS)
+    return full[..., :rows, :columns].contiguous().view(torch.float8_e4m3fn)
+
+
+def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
+    """MXFP4 (e2m1, one ue8m0 scale per 32) as NVFP4.
+
+    data: uint8 [..., R, K/2], low nibble first; scale: uint8 [..., R, K/32], 2**(scale - 127), 255: NaN. One global
+    scale () for a matrix [R, K], else [E], one for each entry of the first dimension.
+
+    Exact where the scales under one global scale span at most 2**17, which is what e4m3 has in powers of two (2**-9
+    to 2**8). Blocks below that are rounded to e2m1 at the scale 2**-9: off by at most 2**-19 of the largest scale's 1.
+    """
+    for name, tensor in (("data", data), ("scale", scale)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
+            raise TypeError(f"{name}: must be a uint8 tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+    k = data.shape[-1] * 2
+    if k % MX_BLOCK or scale.shape != (*data.shape[:-1], k // MX_BLOCK):
+        raise ValueError(
+            f"scale: must be {[*data.shape[:-1], k // MX_BLOCK]} for data {list(data.shape)}, got {list(scale.shape)}"
+        )
+    exponent = scale.int() - UE8M0_BIAS
+    matters = (unpack(data) & ~SIGN & 0xF).unflatten(-1, (-1, MX_BLOCK)).bool().any(-1) & (scale != UE8M0_NAN)
+    lowest = math.floor(math.log2(MIN_GLOBAL_SCALE)) + E4M3_MAX_EXPONENT
+    largest = (
+        torch.where(matters, exponent, lowest).flatten(1 if data.dim() > 2 else 0).amax(-1).clamp(min=lowest)
+    )
+    shift = largest - E4M3_MAX_EXPONENT  # global scale: 2**shift
+    relative = exponent - spread_over(shift, exponent.dim())
+    below = (E4M3_MIN_EXPONENT - relative).clamp(min=0)  # halvings that values must take over from the scale
+    codes = unpack(data)
+    if bool((below * matters).any()):
+        halved = e2m1_values(codes).unflatten(-1, (-1, MX_BLOCK)) * torch.exp2(-below.float())[..., None]
+        codes = e2m1_codes(halved.flatten(-2))
+    power = torch.exp2((relative + below).clamp(max=E4M3_MAX_EXPONENT).float()) * matters
+    power = torch.where(scale == UE8M0_NAN, torch.nan, power)
+    narrow = power.to(torch.float8_e4m3fn).repeat_interleave(MX_BLOCK // BLOCK, dim=-1)
+    return NVFP4Tensor(pack(codes), narrow, torch.exp2(shift.float()))

@@ -1,0 +1,281 @@
+"""What the grouped GEMMs read: activation rows and weights in NVFP4, laid out for TMA and tcgen05.
+
+Data rows are padded to whole 16 bytes, which TMA asks of a pitch; scales lie in the swizzled layout of
+``warpspec.common.nvfp4``. K is counted in whole blocks of 16: what stands behind a matrix' own K is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpspec.common import nvfp4
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, BLOCK, NVFP4Tensor
+
+PITCH_ALIGNMENT = 16  # bytes
+INTERLEAVE = 8  # rows of gate, then as many of up: the epilogue's tile along N
+GATE, UP = 0, 1  # columns of w13's global scales
+
+
+def pitch_of(k: int) -> int:
+    """Bytes from one packed row of k values to the next."""
+    return -(-k // (2 * PITCH_ALIGNMENT)) * PITCH_ALIGNMENT
+
+
+def scale_atoms(k: int) -> int:
+    """Scale atoms along K."""
+    return -(-k // (BLOCK * ATOM_COLUMNS))
+
+
+def row_atoms_bound(rows: int, experts: int) -> int:
+    """Scale atoms that `rows` rows of `experts` experts need at most, each expert beginning a new one."""
+    return rows // ATOM_ROWS + min(experts, rows)
+
+
+def first_atoms(offsets: torch.Tensor) -> torch.Tensor:
+    """int32 [E]: the first scale atom of each expert's rows, from running ends [E]."""
+    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    atoms = (counts + (ATOM_ROWS - 1)) // ATOM_ROWS
+    return (torch.cumsum(atoms, 0) - atoms).int()
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows sorted by expert, [R, K] in NVFP4.
+
+    data: uint8 [R, pitch], two codes a byte, low nibble first; bytes behind K/2 are not read. scales: uint8
+    [atoms, ceil(K/64), 512]: swizzled, each expert's rows beginning at a new atom of 128 rows (`first_atoms`); columns
+    of the last atom behind K/16 are 0, rows behind an expert's last hold anything. row_scale: fp32 [R], every row's
+    global scale, or None where one is known beforehand and multiplied into the weights'. k: K, a multiple of 16.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    row_scale: torch.Tensor | None
+    k: int
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    @classmethod
+    def empty(cls, rows: int, k: int, experts: int, device, *, row_scale: bool) -> QuantizedRows:
+        """Unwritten, for any distribution of the rows over the experts. k is rounded up to whole blocks."""
+        k = -(-k // BLOCK) * BLOCK
+        atoms = row_atoms_bound(rows, experts)
+        return cls(
+            torch.empty(rows, pitch_of(k), dtype=torch.uint8, device=device),
+            torch.empty(atoms, scale_atoms(k), ATOM_BYTES, dtype=torch.uint8, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device) if row_scale else None,
+            k,
+        )
+
+    @classmethod
+    def from_rows(
+        cls, rows: torch.Tensor, offsets: torch.Tensor, *, out_scale: torch.Tensor | None = None
+    ) -> QuantizedRows:
+        """The reference: rows [R, K] floating, already sorted, offsets int32 [E], in torch operations.
+
+        out_scale: fp32 [E], a global scale for each expert's rows (row_scale is then None); None: one a row, from its
+        largest magnitude. K is padded with zeros to whole blocks. Rows past offsets[-1] are left 0. Synchronises.
+        """
+        used = int(offsets[-1]) if len(offsets) else 0
+        result = cls.empty(len(rows), rows.shape[1], len(offsets), rows.device, row_scale=out_scale is None)
+        for tensor in (result.data, result.scales, result.row_scale):
+            if tensor is not None:
+                tensor.zero_()
+        rows = pad_columns(rows[:used].float(), BLOCK)
+        if out_scale is None:
+            t = nvfp4.quantize(rows, global_dims=1)
+            result.row_scale[:used] = t.global_scale
+        else:
+            expert = torch.searchsorted(offsets, torch.arange(used, device=offsets.device), right=True)
+            t = nvfp4.quantize(rows, out_scale[expert])
+        result.data[:used, : rows.shape[1] // 2] = t.data
+        start = 0
+        for end, atom in zip(offsets.tolist(), first_atoms(offsets).tolist(), strict=True):
+            swizzled = nvfp4.swizzle_scales(t.scale[start:end])
+            result.scales[atom : atom + len(swizzled)] = swizzled
+            start = end
+        return result
+
+    def dequantize(self, offsets: torch.Tensor) -> torch.Tensor:
+        """fp32 [offsets[-1], K], row_scale multiplied in where there is one. Synchronises."""
+        columns = self.k // BLOCK
+        parts, start = [], 0
+        for end, atom in zip(offsets.tolist(), first_atoms(offsets).tolist(), strict=True):
+            atoms = -(-(end - start) // ATOM_ROWS)
+            parts.append(nvfp4.unswizzle_scales(self.scales[atom : atom + atoms], end - start, columns))
+            start = end
+        if not parts:
+            return torch.zeros(0, self.k, device=self.data.device)
+        scale = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+        unit = torch.ones((), device=scale.device) if self.row_scale is None else self.row_scale[:start]
+        return nvfp4.dequantize(NVFP4Tensor(self.data[:start, : self.k // 2].contiguous(), scale, unit))
+
+
+@dataclass(frozen=True)
+class PreparedWeights:
+    """The weights [N, K] of E experts in NVFP4, as the kernel reads them.
+
+    data: uint8 [E, N, pitch], bytes behind K/2 are 0; scales: uint8 [E, ceil(N/128), ceil(K/64), 512], padding 0.
+    global_scale: fp32 [E, 2], of gate and up, which then alternate by 8 rows (rows 0-7 are gate's 0-7, rows 8-15 up's
+    0-7, ...), or [E, 1]. bias: fp32 [E, N], rows in the same order, or None: added after the global scale, before
+    clamp and activation. k: K, a multiple of 16.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor
+    n: int
+    k: int
+    bias: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def gated(self) -> bool:
+        """Whether it is w13: gate and up, interleaved."""
+        return self.global_scale.shape[1] == 2
+
+    @property
+    def width(self) -> int:
+        """Columns of the GEMM's result: N, or N/2 where gate and up become one."""
+        return self.n // 2 if self.gated else self.n
+
+    def dequantize(self) -> torch.Tensor:
+        """fp32 [E, N, K], gate and up still interleaved."""
+        scale = nvfp4.unswizzle_scales(self.scales, self.n, self.k // BLOCK)
+        rows = self.row_scales()
+        return nvfp4.dequantize(NVFP4Tensor(self.data[..., : self.k // 2].contiguous(), scale, rows))
+
+    def row_scales(self) -> torch.Tensor:
+        """fp32 [E, N]: the global scale of every row."""
+        if not self.gated:
+            return self.global_scale.expand(-1, self.n).contiguous()
+        return interleave(*(self.global_scale[:, part, None].expand(-1, self.width) for part in (GATE, UP)))
+
+
+def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[E, 2I, ...] of gate and up [E, I, ...], alternating by 8 rows."""
+    parts = [part.unflatten(1, (-1, INTERLEAVE)) for part in (gate, up)]
+    return torch.stack(parts, dim=2).flatten(1, 3)
+
+
+def deinterleave(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up), each [E, I, ...], of [E, 2I, ...]."""
+    gate, up = rows.unflatten(1, (-1, 2, INTERLEAVE)).unbind(2)
+    return gate.flatten(1, 2), up.flatten(1, 2)
+
+
+def pad_columns(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """x with zeros behind its last dimension up to a multiple."""
+    extra = -x.shape[-1] % multiple
+    return torch.nn.functional.pad(x, (0, extra)) if extra else x
+
+
+def prepare_w13(
+    gate: torch.Tensor | NVFP4Tensor,
+    up: torch.Tensor | NVFP4Tensor,
+    *,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+) -> PreparedWeights:
+    """w13 of `grouped_swiglu`, gate and up interleaved 8 by 8.
+
+    gate, up: [E, I, H], I a multiple of 8: bf16 or fp32 (quantised here, one global scale for each expert and matrix;
+    H is padded with zeros to a multiple of 16), or NVFP4Tensor with global_scale () or [E]. gate_bias, up_bias: [E, I]
+    floating, both or neither. Raises TypeError or ValueError naming the argument.
+    """
+    gate, up = _experts_of("gate", gate), _experts_of("up", up)
+    if gate.shape != up.shape:
+        raise ValueError(f"up: shape must be gate's, {list(gate.shape)}, got {list(up.shape)}")
+    if gate.device != up.device:
+        raise ValueError(f"up: device must be gate's, {gate.device}, got {up.device}")
+    _, width, k = gate.shape
+    if width % INTERLEAVE:
+        raise ValueError(
+            f"gate: I must be a multiple of {INTERLEAVE}, got {width} (shape {list(gate.shape)})"
+        )
+    if (gate_bias is None) != (up_bias is None):
+        raise ValueError("gate_bias: must be given together with up_bias")
+    bias = None
+    if gate_bias is not None:
+        biases = [_bias_of(name, b, gate) for name, b in (("gate_bias", gate_bias), ("up_bias", up_bias))]
+        bias = interleave(*biases).contiguous()
+    scale = interleave(gate.scale.view(torch.uint8), up.scale.view(torch.uint8))
+    return PreparedWeights(
+        data=pad_columns(interleave(gate.data, up.data), PITCH_ALIGNMENT).contiguous(),
+        scales=nvfp4.swizzle_scales(scale),
+        global_scale=torch.stack([gate.global_scale, up.global_scale], dim=1),
+        n=2 * width,
+        k=k,
+        bias=bias,
+    )
+
+
+def prepare_w2(
+    down: torch.Tensor | NVFP4Tensor,
+    *,
+    input_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> PreparedWeights:
+    """w2 of the layer: down [E, H, I] as the second GEMM reads it.
+
+    down: as gate of `prepare_w13`. input_scale: fp32 [E], the fixed global scale of the GEMM's A operand, multiplied
+    into the global scale here; None where A has row scales. bias: [E, H] floating. Raises like `prepare_w13`.
+    """
+    down = _experts_of("down", down)
+    experts, n, k = down.shape
+    global_scale = down.global_scale[:, None]
+    if input_scale is not None:
+        if input_scale.shape != (experts,):
+            raise ValueError(f"input_scale: must be [E={experts}], got {list(input_scale.shape)}")
+        global_scale = global_scale * input_scale.to(global_scale)[:, None]
+    return PreparedWeights(
+        data=pad_columns(down.data, PITCH_ALIGNMENT).contiguous(),
+        scales=nvfp4.swizzle_scales(down.scale),
+        global_scale=global_scale.contiguous(),
+        n=n,
+        k=k,
+        bias=None if bias is None else _bias_of("bias", bias, down).contiguous(),
+    )
+
+
+def _experts_of(name: str, weights) -> NVFP4Tensor:
+    """weights [E, N, K] as NVFP4 with K in whole blocks and one global scale per expert."""
+    if not isinstance(weights, NVFP4Tensor):
+        if not isinstance(weights, torch.Tensor) or weights.dtype not in (torch.bfloat16, torch.float32):
+            raise TypeError(
+                f"{name}: must be an NVFP4Tensor or a bf16 or fp32 tensor, got {getattr(weights, 'dtype', weights)!r}"
+            )
+        if weights.dim() != 3 or weights.shape[0] == 0:
+            raise ValueError(f"{name}: must be [experts, rows, columns], got shape {list(weights.shape)}")
+        # Expert by expert: quantising takes several times the memory of what it is given.
+        parts = [nvfp4.quantize(pad_columns(matrix.detach(), BLOCK)) for matrix in weights]
+        return NVFP4Tensor(
+            torch.stack([part.data for part in parts]),
+            torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
+            torch.stack([part.global_scale for part in parts]),
+        )
+    if len(weights.shape) != 3 or weights.shape[0] == 0:
+        raise ValueError(f"{name}: must be [experts, rows, columns], got shape {list(weights.shape)}")
+    if weights.global_scale.dim() > 1:
+        raise ValueError(
+            f"{name}: global_scale must be () or [E={weights.shape[0]}], got {list(weights.global_scale.shape)}"
+        )
+    return NVFP4Tensor(weights.data, weights.scale, weights.global_scale.expand(weights.shape[0]))
+
+
+def _bias_of(name: str, bias: torch.Tensor, weights: NVFP4Tensor) -> torch.Tensor:
+    """bias [E, N] in fp32."""
+    if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+        raise TypeError(f"{name}: must be a floating tensor, got {getattr(bias, 'dtype', bias)!r}")
+    if bias.shape != weights.shape[:2] or bias.device != weights.device:
+        raise ValueError(
+            f"{name}: must be {list(weights.shape[:2])} on {weights.device}, got {list(bias.shape)} on {bias.device}"
+        )
+    return bias.detach().float()

@@ -1,0 +1,47 @@
+"""Rows sorted by expert: which row of the sorted space is which choice of which token. No host synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DROPPED = -1  # as an id: no expert; as a position: no row
+
+
+@dataclass(frozen=True)
+class SortedTokens:
+    """R = T * k rows, those of expert 0 first; within an expert in the order of tokens and choices.
+
+    source: int32 [R], row r is choice source[r] % k of token source[r] // k. position: int32 [T, k], the row of each
+    choice, -1 where it has none. offsets: int32 [E], running ends: rows of expert e are offsets[e - 1] to offsets[e].
+    Rows from offsets[-1] on are the dropped choices; no kernel reads or writes them.
+    """
+
+    source: torch.Tensor
+    position: torch.Tensor
+    offsets: torch.Tensor
+
+    @property
+    def choices(self) -> int:
+        """k: experts a token takes."""
+        return self.position.shape[1]
+
+
+def sort_tokens(topk_ids: torch.Tensor, experts: int) -> SortedTokens:
+    """Sorts the choices topk_ids [T, k] (int32) by expert. Ids outside 0..experts-1, -1 among them, are dropped."""
+    flat = topk_ids.reshape(-1)
+    # Dropped choices sort behind all experts; the sort is stable, so the order is always the same.
+    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    key, source = torch.sort(key, stable=True)
+    ends = torch.arange(experts, dtype=key.dtype, device=key.device)
+    offsets = torch.searchsorted(key, ends, right=True, out_int32=True)
+    rows = torch.arange(len(flat), dtype=torch.int32, device=key.device)
+    rows = torch.where(key < experts, rows, DROPPED)
+    position = torch.empty_like(rows).scatter_(0, source, rows)
+    return SortedTokens(source.int(), position.view(topk_ids.shape), offsets)
+
+
+def counts(offsets: torch.Tensor) -> torch.Tensor:
+    """Rows of each expert, [E], from running ends."""
+    return torch.diff(offsets, prepend=offsets.new_zeros(1))
