@@ -84,6 +84,10 @@ class BarrierFault(SimError):
     """Misuse of an mbarrier or a named barrier: uninitialised, count overflow, mixed thread counts."""
 
 
+class RegisterHazard(SimError):
+    """A register is read while an asynchronous instruction is still to write it."""
+
+
 class Deadlock(SimError):
     """Nothing can make progress. The message lists each blocked warp and what it waits for."""
 

@@ -219,7 +219,7 @@ class Machine:
             block = group.block
             ins = self.system_instr[block] if block < len(self.system_instr) else None
             if w.flying and block < len(program.blocks):
-                w.settle(program.live.uses[block] | program.live.defs[block])
+                w.settle(program.touches(block), block)
             if ins is not None:
                 quota -= 1
                 self.clock += 1

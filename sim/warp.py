@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.errors import UnsupportedInstruction
+from warpspec.sim.errors import RegisterHazard, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
 from warpspec.sim.registry import FULL_MASK, WARP_SIZE, Wait
@@ -31,6 +31,15 @@ def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.nda
     if fill is not None:
         out.fill(fill)
     return out
+
+
+class InFlight(NamedTuple):
+    """Registers (a bitset) that are filled later; see `Warp.in_flight`."""
+
+    bits: int
+    fill: Callable[[], None]
+    owner: object
+    moved_only: str
 
 
 class Group:
@@ -67,6 +76,7 @@ class Cta:
         self.live_warps = 0
         self.pending = 0  # asynchronous operations that its warps issued and that have not taken effect
         self.mbarriers: dict[int, object] = {}
+        self.warpgroups: dict[int, object] = {}  # owned by the wgmma family
         self.named_barriers: dict[int, object] = {}
         self._tmem: Tmem | None = None
 
@@ -124,7 +134,7 @@ class Warp:
         self.ready = True
         self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
         self.diverged_states: set[int] = set()  # states at its last turns in which lanes could run apart
-        self.flying: list[tuple[int, Callable[[], None]]] = []  # (registers as a bitset, how to fill them)
+        self.flying: list[InFlight] = []
         self.state: dict[str, object] = {}  # per-warp state of instruction families
         for name, value in special.items():
             self._preset(name, value)
@@ -297,21 +307,37 @@ class Warp:
         at = self._offset[reg.name] >> 2
         self._u32[at] = (int(self._u32[at]) & ~mask & FULL_MASK) | (bits & mask)
 
-    def in_flight(self, vec: Operand, fill: Callable[[], None]) -> None:
-        """Mark registers as filled later: `fill` runs before the first instruction that touches one of them."""
+    def in_flight(
+        self, vec: Operand, fill: Callable[[], None], owner: object = None, moved_only: str = ""
+    ) -> None:
+        """Mark registers as filled later: `fill` runs before the first instruction that touches one of them.
+
+        owner: what `landed` names when it has filled them itself. moved_only: why no instruction but mov may read
+        them until then (ptxas, too, follows a result in flight through moves).
+        """
         items = vec.items if isinstance(vec, Vec) else (vec,)
         bits = self.program.live.bits(item.name for item in items if item is not None)
-        self.flying.append((bits, fill))
+        self.flying.append(InFlight(bits, fill, owner, moved_only))
 
-    def settle(self, touched: int = -1) -> None:
-        """Fill registers in flight: those in the bitset `touched`, or all."""
-        keep = []
-        for bits, fill in self.flying:
-            if bits & touched:
-                fill()
-            else:
-                keep.append((bits, fill))
-        self.flying = keep
+    def settle(self, touched: int = -1, block: int | None = None) -> None:
+        """Fill registers in flight: those in the bitset `touched`, or all. block: the one that touches them."""
+        for entry in tuple(self.flying):
+            if entry.bits & touched:
+                if entry.moved_only and block is not None:
+                    self._check_moved_only(entry, touched, block)
+                entry.fill()
+                if entry in self.flying:
+                    self.flying.remove(entry)
+
+    def landed(self, owner: object) -> None:
+        """Registers that `owner` was to fill have their values."""
+        self.flying = [entry for entry in self.flying if entry.owner is not owner]
+
+    def _check_moved_only(self, entry: InFlight, touched: int, block: int) -> None:
+        read = self.program.uses_beyond_moves(block) & touched & entry.bits
+        if read:
+            name = self.program.live.names(read)[0]
+            raise RegisterHazard(f"{name} is read {entry.moved_only}")
 
     # ---- threads ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,338 @@
+"""wgmma: the asynchronous matrix multiply of a warpgroup. PTX ISA: "Asynchronous Warpgroup Level Matrix
+Multiply-Accumulate Instructions".
+
+D (64 x N, in registers) = A B + D. A comes from shared memory or registers, B from shared memory. Consecutive
+instructions on one accumulator form a `Product`, which takes effect when the schedule says so, after all four
+warps have issued it and before wgmma.wait_group lets one of them go on; shared memory is read only then. Not
+modelled: a missing wgmma.fence or fence.proxy.async.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
+from warpspec.sim.families.mma_sync import a_matrix
+from warpspec.sim.instruction import Imm, Instr, Operand, Vec
+from warpspec.sim.registry import Op, Wait, instruction
+from warpspec.sim.tcgen05 import operands, smem_descriptor
+
+M = 64
+WARPS = 4  # of a warpgroup
+ROWS = M // WARPS  # of D and of an A in registers, in each warp
+K = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
+ACCUMULATORS = {"f16": ("f16", "f32"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("f16", "f32")}
+ACCUMULATORS |= {"e5m2": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",)}
+TRANSPOSABLE = ("f16", "bf16")  # may be MN-major in shared memory
+MAX_N = 256
+LONGEST_PRODUCT = 16  # instructions computed as one matrix product
+# The descriptor's swizzle field (bits 62-63) -> that of tcgen05 (bits 61-63); the layouts are the same.
+SWIZZLE_MODES = {0: 0, 1: 2, 2: 4, 3: 6}
+MOVED_ONLY = "before wgmma.wait_group has waited for the wgmma.mma_async that writes it"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an opcode says."""
+
+    n: int
+    k: int
+    d: str
+    a: str
+    b: str
+    saturate: bool
+
+    @property
+    def flops(self) -> int:
+        return 2 * M * self.n * self.k
+
+
+@lru_cache(maxsize=256)
+def form(parts: tuple[str, ...]) -> Form:
+    """Raises UnsupportedInstruction for sparse and one-bit operands and for shapes the ISA does not list."""
+    opcode = ".".join(parts)
+    shape = next((p for p in parts if p.startswith("m64n")), "")
+    types = [p for p in parts if p in K or p in ("f32", "s32")]
+    if "sp" in parts or len(types) != 3 or not shape:
+        raise UnsupportedInstruction(f"`{opcode}`")
+    d, a, b = types
+    n, k = (int(number) for number in shape.removeprefix("m64n").split("k"))
+    mixed = a != b and not ({a, b} <= {"s8", "u8"} or {a, b} <= {"e4m3", "e5m2"})
+    if mixed or a not in K or k != K[a] or d not in ACCUMULATORS[a] or n % 8 or not 8 <= n <= MAX_N:
+        raise UnsupportedInstruction(f"`{opcode}`")
+    return Form(n, k, d, a, b, "satfinite" in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One instruction as a warp issues it. a: descriptor, or None where A is in registers."""
+
+    form: Form
+    d: Operand
+    a: int | None
+    b: int
+    use_d: bool
+    negate: bool
+    a_mn_major: bool
+    b_mn_major: bool
+
+
+@lru_cache(maxsize=1 << 14)
+def matrix_descriptor(bits: int) -> int:
+    """The tcgen05 descriptor of the same matrix. PTX ISA: "Matrix Descriptor Format" of wgmma."""
+    reserved = bits >> 14 & 0x3 | bits >> 30 & 0x3 | bits >> 46 & 0x7 | bits >> 52 & 0x3FF
+    if reserved:
+        raise BadDescriptor(f"wgmma matrix descriptor 0x{bits:016x}: bits that must be 0 are set")
+    return smem_descriptor.encode(
+        start=(bits & 0x3FFF) << 4,
+        leading_offset=(bits >> 16 & 0x3FFF) << 4,
+        stride_offset=(bits >> 32 & 0x3FFF) << 4,
+        swizzle_mode=SWIZZLE_MODES[bits >> 62],
+        base_offset=bits >> 49 & 0x7,
+    )
+
+
+class Product(Op):
+    """Consecutive instructions on one accumulator, of all four warps of a warpgroup."""
+
+    __slots__ = ("closed", "cta", "done", "fragments", "number", "steps", "warps")
+
+    def __init__(self, warpgroup: Warpgroup, number: int):
+        super().__init__(
+            f"wgmma of warpgroup {warpgroup.index}", ("wgmma", warpgroup.cta.number, warpgroup.index)
+        )
+        self.cta = warpgroup.cta
+        self.number = number
+        self.steps: list[Step] = []
+        self.warps: list = [None] * WARPS
+        self.fragments: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # A in registers, float32 [16, K]
+        self.closed: set[int] = set()  # warps of the group that issue no more of it
+        self.done: set[int] = set()
+
+    def describe(self) -> str:
+        """What a warp in wgmma.wait_group waits for."""
+        missing = WARPS - len(self.closed)
+        return "wgmma group" + f", which {missing} other warps of the warpgroup have not committed" * bool(
+            missing
+        )
+
+    def execute(self, m) -> None:
+        self.compute([part for part in range(WARPS) if part not in self.done])
+        m.stats.mma_flops += sum(step.form.flops for step in self.steps)
+        m.notify(self)
+
+    def compute(self, parts: list[int]) -> None:
+        """The rows of some warps into their registers."""
+        if not parts:
+            return
+        first = self.steps[0]
+        f = first.form
+        with np.errstate(all="ignore"):
+            descriptors = tuple(step.b for step in self.steps)
+            b = operands.smem_operand(self.cta.smem, descriptors, f.n, f.b, "", f.k, first.b_mn_major)
+            if first.a is None:
+                a = np.concatenate([np.concatenate(self.fragments[part], axis=1) for part in parts])
+            else:
+                descriptors = tuple(step.a for step in self.steps)
+                a = operands.smem_operand(self.cta.smem, descriptors, M, f.a, "", f.k, first.a_mn_major)
+                a = a.reshape(WARPS, ROWS, -1)[parts].reshape(len(parts) * ROWS, -1)
+            product = a @ b.T
+            if first.negate:
+                product = -product
+            for i, part in enumerate(parts):
+                self.finish(part, product[i * ROWS : (i + 1) * ROWS])
+
+    def finish(self, part: int, product: np.ndarray) -> None:
+        """Add float32 [16, N] to a warp's accumulator."""
+        w, first = self.warps[part], self.steps[0]
+        f = first.form
+        if f.d == "s32":
+            total = product.astype(np.int64)
+            if first.use_d:
+                total += from_registers(w.read_vec(first.d), f.d)
+            if f.saturate:
+                total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+            total = total.astype(np.uint32).view(np.int32)
+        else:
+            total = product + from_registers(w.read_vec(first.d), f.d) if first.use_d else product
+        w.write_vec(first.d, to_registers(total, f.d), w.alive)
+        self.done.add(part)
+        w.landed(self)
+        self.warps[part] = None
+
+
+@dataclass(slots=True)
+class Issue:
+    """What one warp of a warpgroup has issued."""
+
+    next_number: int = 0
+    open: Product | None = None
+    uncommitted: list[Product] = field(default_factory=list)
+    groups: deque[list[Product]] = field(default_factory=deque)
+
+
+class Warpgroup:
+    """Four warps whose first has a number that is a multiple of four."""
+
+    def __init__(self, cta, index: int):
+        self.cta, self.index = cta, index
+        self.issues = [Issue() for _ in range(WARPS)]
+        self.products: dict[int, Product] = {}  # by number, until all four warps have closed them
+
+    def issue(self, m, w, step: Step, fragment: np.ndarray | None) -> None:
+        """One instruction of one warp."""
+        part = w.index % WARPS
+        mine = self.issues[part]
+        if mine.open is not None and not continues(mine.open, len(mine.open.fragments[part]), step):
+            self.close(m, part)
+        if mine.open is None:
+            number, mine.next_number = mine.next_number, mine.next_number + 1
+            mine.open = self.products.setdefault(number, Product(self, number))
+            mine.open.warps[part] = w
+            mine.uncommitted.append(mine.open)
+            w.in_flight(step.d, forced(mine.open, part), owner=mine.open, moved_only=MOVED_ONLY)
+        product = mine.open
+        at = len(product.fragments[part])
+        if at == len(product.steps):
+            product.steps.append(step)
+        elif product.steps[at] != step:
+            raise BadDescriptor(
+                f"warps of a warpgroup execute different wgmma.mma_async: warp {w.index} {step}, "
+                f"another {product.steps[at]}"
+            )
+        product.fragments[part].append(fragment)
+
+    def close(self, m, part: int) -> None:
+        """A warp issues no more of its open product; the last of the four makes it ready to run."""
+        mine = self.issues[part]
+        product, mine.open = mine.open, None
+        if product is None:
+            return
+        product.closed.add(part)
+        if len(product.closed) == WARPS:
+            del self.products[product.number]
+            m.defer(product)
+
+
+def continues(product: Product, issued: int, step: Step) -> bool:
+    """Whether an instruction goes on with what a warp has open, so that both run as one matrix product."""
+    first = product.steps[0]
+    return (
+        issued < LONGEST_PRODUCT
+        and step.use_d
+        and step.d == first.d
+        and step.form == first.form
+        and first.form.d != "f16"  # rounds after every instruction
+        and not first.form.saturate
+        and (step.a is None) == (first.a is None)
+        and (step.negate, step.a_mn_major, step.b_mn_major)
+        == (first.negate, first.a_mn_major, first.b_mn_major)
+    )
+
+
+def forced(product: Product, part: int) -> Callable[[], None]:
+    """Completes a product for one warp early, those before it first (its registers are about to be touched)."""
+
+    def force() -> None:
+        if part not in product.done:
+            product.compute([part])
+
+    return force
+
+
+def from_registers(words: np.ndarray, fmt: str) -> np.ndarray:
+    """A warp's 16 x N of D's registers uint32[n, 32]: float32, or int32 for s32."""
+    words = np.ascontiguousarray(words)
+    if fmt == "f16":  # [8 columns, row half, group, 2 columns of a thread: thread in group, element]
+        halves = words.view(np.float16).reshape(-1, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4)
+        return halves.reshape(ROWS, -1).astype(np.float32)
+    values = words.view(np.float32 if fmt == "f32" else np.int32).reshape(-1, 2, 2, 8, 4)
+    return values.transpose(1, 3, 0, 4, 2).reshape(ROWS, -1)  # [row half, group][8 columns, thread, element]
+
+
+def to_registers(values: np.ndarray, fmt: str) -> np.ndarray:
+    """Registers uint32[n, 32] of a warp's 16 x N."""
+    if fmt == "f16":
+        parts = values.astype(np.float16).reshape(2, 8, -1, 4, 2).transpose(2, 0, 1, 3, 4)
+        return np.ascontiguousarray(parts).view(np.uint32).reshape(-1, 32)
+    parts = np.ascontiguousarray(values).reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3)
+    return np.ascontiguousarray(parts).view(np.uint32).reshape(-1, 32)
+
+
+def warpgroup(w) -> Warpgroup:
+    """The warpgroup of a warp."""
+    groups = w.cta.warpgroups
+    index = w.index // WARPS
+    if index not in groups:
+        if (index + 1) * WARPS > len(w.cta.warps):
+            raise BadDescriptor(
+                f"warp {w.index} executes wgmma and belongs to no whole warpgroup: the CTA has {len(w.cta.warps)} warps"
+            )
+        groups[index] = Warpgroup(w.cta, index)
+    return groups[index]
+
+
+@instruction("wgmma.mma_async.sync", collective=True)
+def mma_async(m, w, ins: Instr, mask: int) -> None:
+    """wgmma.mma_async: D = A B + D, later."""
+    f = form(ins.parts)
+    d, a, b, scale_d, *rest = ins.operands
+    in_registers = isinstance(a, Vec)
+    use_d = bool(scale_d.value) if isinstance(scale_d, Imm) else bool(w.pred(scale_d) & mask)
+    flags = [immediate(operand) for operand in rest]  # scales of A and B, then which are transposed
+    signs, transposed = (flags[:2], flags[2:]) if f.d != "s32" else ([1, 1], [])
+    expected = 0 if f.a not in TRANSPOSABLE else 1 if in_registers else 2
+    if len(transposed) != expected:
+        raise UnsupportedInstruction(f"`{ins.text}`: {len(transposed)} transpose flags, {expected} expected")
+    step = Step(
+        form=f,
+        d=d,
+        a=None if in_registers else matrix_descriptor(w.scalar(a, mask)),
+        b=matrix_descriptor(w.scalar(b, mask)),
+        use_d=use_d,
+        negate=(signs[0] < 0) != (signs[1] < 0),
+        a_mn_major=bool(transposed[0]) if expected == 2 else False,
+        b_mn_major=bool(transposed[-1]) if expected else False,
+    )
+    fragment = a_matrix(w.read_vec(a), f.a, f.k) if in_registers else None
+    warpgroup(w).issue(m, w, step, fragment)
+
+
+def immediate(operand: Operand) -> int:
+    """The signed value of an immediate."""
+    value = operand.value & 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
+
+
+@instruction("wgmma.fence.sync", collective=True)
+def fence(m, w, ins: Instr, mask: int) -> None:
+    """wgmma.fence: orders register accesses, which are in order here anyhow."""
+
+
+@instruction("wgmma.commit_group.sync", collective=True)
+def commit_group(m, w, ins: Instr, mask: int) -> None:
+    """wgmma.commit_group: what this warp has issued since the last one is a group."""
+    group = warpgroup(w)
+    group.close(m, w.index % WARPS)
+    mine = group.issues[w.index % WARPS]
+    mine.groups.append(mine.uncommitted)
+    mine.uncommitted = []
+
+
+@instruction("wgmma.wait_group.sync", collective=True)
+def wait_group(m, w, ins: Instr, mask: int) -> Wait | None:
+    """wgmma.wait_group N: until at most the N newest groups are pending."""
+    part = w.index % WARPS
+    groups = warpgroup(w).issues[part].groups
+    newest = w.scalar(ins.operands[0], mask)
+    while len(groups) > newest:
+        for product in groups[0]:
+            if part not in product.done:
+                return Wait(on=product, text=product.describe)
+        groups.popleft()
+    return None
