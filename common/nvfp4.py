@@ -3,14 +3,15 @@
 x = value * block_scale * global_scale. Every quantiser of this project gives these bits. With fl() for rounding
 to the nearest fp32 (IEEE-754 division and multiplication):
 
-    global = max(fl(amax / 2688), 2**-100)                   2688 = 6 * 448, the largest value times scale
+    global = max(fl(amax / 2688), 2**-90)                    2688 = 6 * 448, the largest value times scale
     scale  = e4m3(min(fl(fl(block_amax / 6) / global), 448)) to the nearest, ties to even
     value  = e2m1(fl(x / fl(scale * global)))                to the nearest, ties to even, at most 6; 0 if scale is 0
 
-The floor of the global scale keeps every quotient normal: rows of less than 2e-27 lose precision, then become 0.
+The floor of the global scale keeps quotients and remainders normal, whatever way they are computed in: rows of less
+than 2e-24 lose precision, then become 0.
 A block that holds NaN or Inf, or whose global scale is NaN, has the scale NaN and all values +6; it dequantises to
 NaN. Where the global scale is taken from amax, NaN or Inf among the values makes it NaN, hence all it scales NaN.
-Negative numbers that round to 0 keep their sign; values of a block of scale 0 are +0.
+Negative numbers that round to 0 keep their sign; -0 itself and values of a block of scale 0 are +0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 16  # values along K that share one scale
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 AMAX_TO_GLOBAL = E2M1_MAX * E4M3_MAX
-MIN_GLOBAL_SCALE = 2.0**-100
+MIN_GLOBAL_SCALE = 2.0**-90
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15: the same, negative
 SIGN = 8  # the sign's bit in an e2m1 code
 E4M3_NAN = 0x7F
@@ -130,7 +131,8 @@ def quantize(
     block_amax = blocks.abs().amax(-1)
     scale = block_scale(block_amax, spread)
     divisor = scale.float() * spread
-    codes = e2m1_codes(torch.where(divisor[..., None] == 0.0, 0.0, blocks / divisor[..., None]))
+    zero = (divisor[..., None] == 0.0) | (blocks == 0.0)
+    codes = e2m1_codes(torch.where(zero & ~divisor[..., None].isnan(), 0.0, blocks / divisor[..., None]))
     return NVFP4Tensor(pack(codes.flatten(-2)), scale, global_scale)
 
 
