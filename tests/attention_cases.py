@@ -47,6 +47,7 @@ class Case:
     sink: bool = False
     kv_lengths: tuple[int, ...] | None = None
     q_start: tuple[int, ...] | None = None
+    key_stride: int = 1
     normalize: bool = True
     shared_kv: bool = False
     layout: str = "bshd"
@@ -160,6 +161,7 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
         "sink": _normal((case.heads_q,), generator).bfloat16().to(device) if case.sink else None,
         "kv_lengths": _int32(case.kv_lengths, device),
         "q_start": _int32(case.q_start, device),
+        "key_stride": case.key_stride,
     }
     if case.poison:
         plain = {name: values[name].to(case.dtype) for name in "qkv"}
@@ -240,7 +242,10 @@ def torch_attention(case: Case, inputs: dict) -> torch.Tensor:
     problem = AttentionProblem.check(**inputs)
     seen = visible(problem, inputs["kv_lengths"], inputs["q_start"])[:, None].expand(-1, case.heads_q, -1, -1)
     k, v = (torch.where(seen.any(dim=2).any(dim=1)[..., None, None], t, 0.0) for t in (k, v))
-    mask = torch.where(seen, 0.0, -torch.inf).to(q.dtype)
+    bias = inputs.get("bias")
+    bias = 0.0 if bias is None else torch.where(seen, bias.float(), 0.0)
+    mask = torch.where(seen, bias, -torch.inf).to(q.dtype)
+    seen = seen & (mask != -torch.inf)
     # Every row has this key; without a sink it is visible to rows without another, which then give 0.
     extra = torch.where(seen.any(dim=-1), -torch.inf, 0.0).to(q.dtype)
     if inputs["sink"] is not None:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from page_layouts import FAR, paged
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
@@ -18,40 +19,10 @@ BACKEND = "sim"
 # the order in which products accumulate.
 TOLERANCE = 2e-5
 LENGTHS = (150, 200, 1, 0)
-FAR = (-1, 2**31 - 1, -(2**31), 10**6)  # page numbers out of range, in slots that hold no key
 
 
 def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def paged(dense, lengths, page_size, spare_slots=2, seed=0):
-    """(pages [pages, page_size, Hkv, D], page_table) that hold ``dense`` [B, Sk, Hkv, D] up to ``lengths``.
-
-    Pages lie in random order; one is used by all batch rows whose page has the same keys. NaN everywhere
-    else: at keys past the lengths and in pages that no row uses. Slots past the lengths are out of range.
-    """
-    batch, seq_k = dense.shape[:2]
-    assert seq_k % page_size == 0
-    slots = seq_k // page_size + spare_slots
-    contents, table = [], torch.empty(batch, slots, dtype=torch.int32)
-    for row in range(batch):
-        for slot in range(slots):
-            used = min(page_size, lengths[row] - slot * page_size)
-            if used <= 0:
-                table[row, slot] = FAR[slot % len(FAR)]
-                continue
-            page = torch.full((page_size, *dense.shape[2:]), torch.nan, dtype=dense.dtype)
-            page[:used] = dense[row, slot * page_size :][:used]
-            same = [i for i, other in enumerate(contents) if page.equal(other)]
-            if not same:
-                contents.append(page)
-            table[row, slot] = same[0] if same else len(contents) - 1
-    contents += [torch.full_like(contents[0], torch.nan)] * 2
-    place = torch.randperm(len(contents), generator=torch.Generator().manual_seed(seed))
-    pages = torch.stack(contents)[place.argsort()]
-    inside = (table >= 0) & (table < len(contents))
-    return pages, torch.where(inside, place[table.clamp(0, len(contents) - 1)], table).int()
 
 
 def inputs(lengths, page_size, *, seq_q, heads_q, heads_kv=1, head_dim=64, shared_kv=False, **options):
@@ -59,7 +30,7 @@ def inputs(lengths, page_size, *, seq_q, heads_q, heads_kv=1, head_dim=64, share
     batch, seq_k = len(lengths), -(-max(lengths) // page_size) * page_size
     dense = normal(2, batch, seq_k, heads_kv, head_dim, seed=1)
     dense[:, :, :page_size] = dense[:, :1, :page_size]
-    (k_pages, table), (v_pages, _) = (paged(t, lengths, page_size) for t in dense)
+    (k_pages, v_pages), table = paged(dense, lengths, page_size)
     if batch > 1 and min(lengths[:2]) >= page_size:
         assert table[0, 0] == table[1, 0], "the first page is shared"
     options |= {
