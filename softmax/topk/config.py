@@ -1,0 +1,113 @@
+"""Softmax + top-k: who reads what, and how much shared memory that takes. Plain Python.
+
+A row is read by ``warps`` warps of each of ``cluster`` CTAs. One ``TopkConfig`` is one compiled kernel; k and
+the row length are arguments of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from warpspec.softmax.topk.keys import CANDIDATE_BYTES
+from warpspec.softmax.vectors import VECTOR_BYTES, WIDTHS
+
+WARP = 32
+FP32_BYTES = 4
+K_LIMIT = 128
+LENGTH_LIMIT = 2**20
+MAX_WARPS = 16  # of a row in one CTA
+MAX_CLUSTER = 8
+K_CAPACITIES = (32, 128)  # k up to which a kernel is compiled
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    """Compile-time shape of one kernel.
+
+    dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster:
+    CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight.
+    edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
+    """
+
+    dtype: str
+    k_capacity: int
+    warps: int = 8
+    cluster: int = 1
+    rows: int = 1
+    unroll: int = 4
+    edges: bool = True
+    renormalize: bool = False
+
+    def __post_init__(self):
+        assert self.k_capacity in K_CAPACITIES
+        assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
+        assert self.rows == 1 or self.warps == self.cluster == 1
+        # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
+        assert self.k_capacity <= self.warps * WARP
+
+    @property
+    def per_vector(self) -> int:
+        """Elements of a 16-byte vector."""
+        return VECTOR_BYTES // WIDTHS[self.dtype]
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps * self.rows
+
+    @property
+    def slots(self) -> int:
+        """Candidates a warp has room for: k that it keeps, and what one vector of every lane can add."""
+        return self.k_capacity + WARP * self.per_vector
+
+    @property
+    def tile_vectors(self) -> int:
+        """Vectors of a row that its warps read at a time."""
+        return self.unroll * self.warps * self.cluster * WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """Candidates of every warp; sorted candidates of every CTA of the cluster, and of the row; statistics."""
+        warps = self.warps * self.rows
+        lists = self.k_capacity * ((self.cluster if self.cluster > 1 else 0) + self.rows)
+        return CANDIDATE_BYTES * (warps * self.slots + lists) + FP32_BYTES * (5 * warps + 3 * self.cluster + 16)
+
+
+def smallest_capacity(k: int) -> int:
+    return next(capacity for capacity in K_CAPACITIES if k <= capacity)
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
+) -> TopkConfig:
+    """The kernel for ``rows`` rows of ``length`` logits on a device of ``sm_count`` SMs."""
+    capacity = smallest_capacity(k)
+    per_lane_vector = WARP * (VECTOR_BYTES // WIDTHS[dtype])
+    vectors = -(-length // per_lane_vector)  # that a lane would have if a warp had the row to itself
+    least = -(-capacity // WARP)
+    wanted = -(-WARPS_PER_SM * sm_count // rows)  # warps a row, to fill the device
+    warps = max(least, min(wanted, -(-vectors // LEAST_VECTORS)))
+    warps = 1 << (warps - 1).bit_length()
+    if vectors > WARP_ROW_VECTORS:
+        warps = max(warps, 4)
+    cluster = 1
+    while warps > 8 and cluster < MAX_CLUSTER:
+        warps, cluster = warps // 2, cluster * 2
+    warps = min(warps, MAX_WARPS)
+    return TopkConfig(
+        dtype=dtype,
+        k_capacity=capacity,
+        warps=warps,
+        cluster=cluster,
+        rows=ROWS_PER_CTA if warps == cluster == 1 else 1,
+        unroll=max(1, min(4, -(-vectors // (warps * cluster)))),
+        edges=edges,
+        renormalize=renormalize,
+    )
+
+
+WARPS_PER_SM = 32  # of all rows that it takes to keep memory busy
+LEAST_VECTORS = 2  # of a lane, below which a further warp costs more than it brings
+WARP_ROW_VECTORS = 16  # of a lane, up to which one warp may have a row to itself
+ROWS_PER_CTA = 4

@@ -1,0 +1,284 @@
+"""Softmax + top-k of rows in one launch, on sm_90a and sm_100a: the kernel put together, host side and device side.
+
+A row belongs to one warp, to the warps of a CTA, or to the CTAs of a cluster (``TopkConfig``). Every warp streams
+its part of the row (``stream``) and ends with a softmax state per lane and a few candidates in shared memory.
+Then the candidates that some threshold rules out are dropped, the rest are ranked by counting who is larger,
+which sorts them, and one warp turns the k first into probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64, Uint64
+
+from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.topk.config import FP32_BYTES, WARP, TopkConfig
+from warpspec.softmax.topk.keys import (
+    CANDIDATE_BYTES,
+    NAN_KEY,
+    NOTHING_YET,
+    candidate_column,
+    candidate_key,
+    key_of,
+    logit_of,
+    lowest_candidate,
+)
+from warpspec.softmax.topk.select import keep_from, keep_largest, rank_in, rank_in_sorted
+from warpspec.softmax.topk.stream import Part, renewed, stream
+from warpspec.softmax.vectors import locate
+
+LEADER = 0  # CTA of a cluster that merges its candidates
+UNSET = NOTHING_YET + 1  # what no logit's key is below: a share of k that a warp has not set yet
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k."""
+
+    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
+    ranked: cute.Tensor  # (K, R) candidates of the row, in order
+    shares: cute.Tensor  # (W) key: no share of k lies below the smallest
+    bounds: cute.Tensor  # (W) key: the row's top k does not lie below the largest
+    counts: cute.Tensor  # (W) candidates
+    maxima: cute.Tensor  # (W) maximum of a warp's elements
+    sums: cute.Tensor  # (W) their sum of exp(x - maximum)
+    # In the leader, written by every CTA of the cluster:
+    lists: cute.Tensor | None  # (K, C) a CTA's candidates, in order
+    list_counts: cute.Tensor | None  # (C)
+    list_maxima: cute.Tensor | None  # (C)
+    list_sums: cute.Tensor | None  # (C)
+
+
+def allocate(config: TopkConfig) -> Shared:
+    allocator = cutlass.memory.SmemAllocator()
+
+    def tensor(dtype, *shape):
+        size = CANDIDATE_BYTES if dtype is Uint64 else FP32_BYTES
+        return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
+
+    shared = config.cluster > 1
+    return Shared(
+        slots=tensor(Uint64, config.slots, config.warps * config.rows),
+        ranked=tensor(Uint64, config.k_capacity, config.rows),
+        lists=tensor(Uint64, config.k_capacity, config.cluster) if shared else None,
+        shares=tensor(Int32, config.warps),
+        bounds=tensor(Int32, config.warps),
+        counts=tensor(Int32, config.warps),
+        maxima=tensor(Float32, config.warps),
+        sums=tensor(Float32, config.warps),
+        list_counts=tensor(Int32, config.cluster) if shared else None,
+        list_maxima=tensor(Float32, config.cluster) if shared else None,
+        list_sums=tensor(Float32, config.cluster) if shared else None,
+    )
+
+
+class SoftmaxTopk:
+    def __init__(self, config: TopkConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Pointer,
+        probs: cute.Pointer,
+        indices: cute.Pointer,
+        rows: Int32,
+        length: Int32,
+        stride: Int64,
+        k: Int32,
+        stream: CUstream,
+    ):
+        """Host side. logits: ``rows`` rows of ``length`` elements, ``stride`` elements apart. probs, indices:
+        [rows, k] fp32 and int32, contiguous."""
+        config = self.config
+        tensor = cute.make_tensor(logits, cute.make_layout((rows, length), stride=(stride, 1)))
+        self.kernel(tensor, probs, indices, k).launch(
+            grid=(cute.ceil_div(rows, config.rows) * config.cluster, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+            smem=config.smem_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, logits: cute.Tensor, probs: cute.Pointer, indices: cute.Pointer, k: Int32):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread % WARP
+        shared = allocate(config)
+        if cutlass.const_expr(config.rows > 1):
+            row = block * config.rows + warp
+            if row < logits.shape[0]:
+                place = locate(logits, row, config.dtype, config.edges)
+                part = Part(place, Int32(0), Int32(0), lane, k, shared.slots[None, warp], shared.shares)
+                row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
+        else:
+            row, rank = block // config.cluster, block % config.cluster
+            place = locate(logits, row, config.dtype, config.edges)
+            part = Part(
+                place, rank * config.warps + warp, warp, lane, k, shared.slots[None, warp], shared.shares
+            )
+            if cutlass.const_expr(config.warps * config.cluster == 1):
+                row_of_warp(config, part, shared.ranked[None, 0], probs, indices, row)
+            else:
+                row_of_cta(config, part, shared, rank, probs, indices, row)
+
+
+@cute.jit
+def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
+    maximum, sum_, count, threshold = stream(config, part)
+    if count > WARP:
+        own, _ = renewed(config, part, maximum)
+        floor = lowest_candidate(cutlass.max(own, threshold))
+        count = keep_from(part.slots, count, floor, part.lane)
+        if count > WARP:
+            keep_largest(part.slots, count, part.k, part.lane)
+            count = part.k
+    maximum, sum_ = state_of_lanes(maximum, sum_)
+    cute.arch.sync_warp()
+    if part.lane < count:
+        word = part.slots[part.lane]
+        rank = rank_in(part.slots, count, word)
+        if rank < part.k:
+            ranked[rank] = word
+    cute.arch.sync_warp()
+    write(config, ranked, part, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, probs, indices, row):
+    if part.lane == 0:
+        shared.shares[part.warp_in_cta] = Int32(UNSET)
+    if cutlass.const_expr(config.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
+    cute.arch.sync_threads()
+
+    # 1. Every warp's part; what the warps' thresholds together rule out.
+    maximum, sum_, count, threshold = stream(config, part)
+    own, _ = renewed(config, part, maximum)
+    maximum, sum_ = state_of_lanes(maximum, sum_)
+    if part.lane == 0:
+        shared.bounds[part.warp_in_cta] = cutlass.max(own, threshold)
+        shared.maxima[part.warp_in_cta] = maximum
+        shared.sums[part.warp_in_cta] = sum_
+    cute.arch.sync_threads()
+    bound, share = Int32(NOTHING_YET), Int32(NAN_KEY)
+    if part.lane < config.warps:
+        bound, share = shared.bounds[part.lane], shared.shares[part.lane]
+    bound = cute.arch.warp_redux_sync(bound, "max")
+    share = cute.arch.warp_redux_sync(share, "min")
+    floor = lowest_candidate(cutlass.max(bound, share))
+    count = keep_from(part.slots, count, floor, part.lane)
+    if count > config.k_capacity:
+        keep_largest(part.slots, count, part.k, part.lane)
+        count = part.k
+    if part.lane == 0:
+        shared.counts[part.warp_in_cta] = count
+    cute.arch.sync_threads()
+
+    # 2. Ranks among the CTA's candidates.
+    if cutlass.const_expr(config.cluster > 1):
+        cute.arch.cluster_wait()
+    for i in cutlass.range(part.lane, count, WARP, unroll=1):
+        word = part.slots[i]
+        position = Int32(0)
+        for w in cutlass.range(config.warps, unroll=1):
+            position += rank_in(shared.slots[None, w], shared.counts[w], word)
+        if position < part.k:
+            if cutlass.const_expr(config.cluster > 1):
+                place = shared.lists.iterator + (rank * config.k_capacity + position)
+                cute.arch.map_dsmem_ptr(place, LEADER).store(word)
+            else:
+                shared.ranked[position, 0] = word
+    maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps)
+
+    # 3. Ranks among the cluster's.
+    if cutlass.const_expr(config.cluster > 1):
+        if (part.warp_in_cta == 0) & (part.lane == 0):
+            candidates = Int32(0)
+            for w in cutlass.range_constexpr(config.warps):
+                candidates += shared.counts[w]
+            for tensor, value in (
+                (shared.list_counts, cutlass.min(candidates, part.k)),
+                (shared.list_maxima, maximum),
+                (shared.list_sums, sum_),
+            ):
+                cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if rank == LEADER:
+            merge_lists(config, part, shared)
+            maximum, sum_ = state_of_parts(shared.list_maxima, shared.list_sums, config.cluster)
+    cute.arch.sync_threads()
+    if (rank == LEADER) & (part.warp_in_cta == 0):
+        write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
+    """shared.ranked becomes the k first of all CTAs' candidates; called by all threads of the leader."""
+    for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
+        for i in cutlass.range(part.lane, shared.list_counts[c], WARP, unroll=1):
+            word = shared.lists[i, c]
+            position = i
+            for other in cutlass.range(config.cluster, unroll=1):
+                if other != c:
+                    larger = rank_in_sorted(shared.lists[None, other], shared.list_counts[other], word)
+                    position += larger
+            if position < part.k:
+                shared.ranked[position, 0] = word
+
+
+@cute.jit
+def state_of_lanes(maximum: Float32, sum_: Float32):
+    """The softmax state of the warp, known to every lane; its maximum is NaN where a lane's is."""
+    largest = logit_of(cute.arch.warp_redux_sync(key_of(maximum), "max"))
+    sum_ = sum_ * exponential(maximum - reference_of(largest), False)
+    return largest, cute.arch.warp_reduction_sum(sum_)
+
+
+@cute.jit
+def state_of_parts(maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr):
+    """The state of all parts, joined in their order."""
+    largest = maxima[0]
+    for i in cutlass.range_constexpr(1, parts):
+        largest = cute.arch.fmax(largest, maxima[i], nan=True)
+    reference = reference_of(largest)
+    sum_ = Float32(0.0)
+    for i in cutlass.range_constexpr(parts):
+        sum_ += sums[i] * exponential(maxima[i] - reference, False)
+    return largest, sum_
+
+
+@cute.jit
+def write(config: cutlass.Constexpr, ranked, part: Part, maximum: Float32, sum_: Float32, probs, indices, row):
+    """One warp writes the row's k probabilities and indices.
+
+    An exponent is taken against the maximum itself: where that is -inf, NaN or +inf, so is torch.softmax's.
+    """
+    rounds = config.k_capacity // WARP
+    weights = cute.make_rmem_tensor(rounds, Float32)
+    columns = cute.make_rmem_tensor(rounds, Int32)
+    divisor = Float32(0.0)
+    for i in cutlass.range_constexpr(rounds):
+        weights[i], columns[i] = Float32(0.0), Int32(0)
+        if i * WARP + part.lane < part.k:
+            word = ranked[i * WARP + part.lane]
+            weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
+            columns[i] = candidate_column(word)
+        divisor += weights[i]
+    if cutlass.const_expr(config.renormalize):
+        divisor = cute.arch.warp_reduction_sum(divisor)
+    else:
+        divisor = sum_
+    first = Int64(row) * part.k + part.lane
+    for i in cutlass.range_constexpr(rounds):
+        if i * WARP + part.lane < part.k:
+            (probs + first + i * WARP).store(weights[i] / divisor)
+            (indices + first + i * WARP).store(columns[i])

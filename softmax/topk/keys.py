@@ -1,0 +1,69 @@
+"""Order of candidates: one 64-bit word each, so that a comparison of words is the whole rule. Device side.
+
+A logit's *key* is an Int32 that orders as the logits do: NaN, whatever its sign and payload, above +inf, and -0
+equal to +0. A *candidate* is the key (offset to unsigned) above the complement of the column: larger logits
+first, among equal ones the lower column, and no two candidates of a row are equal.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Uint32, Uint64
+
+KEY_BITS = 31  # below the sign
+MAGNITUDE = 0x7FFFFFFF
+SIGN = -0x80000000
+NAN_KEY = 0x7FFFFFFF
+INF_KEY = 0x7F800000  # +inf's bits
+LOWEST_KEY = -0x7F800001  # of -inf
+NOTHING_YET = LOWEST_KEY - 1  # below every logit's key
+BELOW_ZERO = -2  # key of the number just below 0; -1 would be -0's bits, and -0 is not below 0
+COLUMN_MASK = 0xFFFFFFFF
+COLUMN_BITS = 32
+CANDIDATE_BYTES = 8
+
+
+def key_of(logit: Float32) -> Int32:
+    """The key of a logit."""
+    bits = (logit + Float32(0.0)).bitcast(Int32)  # -0 + 0 is +0
+    key = bits ^ ((bits >> KEY_BITS) & MAGNITUDE)
+    return Int32(cutlass.select_(Boolean(logit != logit), Int32(NAN_KEY), key))
+
+
+def logit_of(key: Int32) -> Float32:
+    """The logit of a key (+0 for -0, one NaN for all)."""
+    return (key ^ ((key >> KEY_BITS) & MAGNITUDE)).bitcast(Float32)
+
+
+def bar_of(key: Int32) -> Float32:
+    """A number b such that ``passes(x, b)`` holds for every x whose key is above ``key``.
+
+    And for no others, but for two: with ``key`` NOTHING_YET b is NaN, which -inf passes too, as it must; where
+    ``key`` is NaN's, NaNs pass.
+    """
+    key = cutlass.min(key, Int32(INF_KEY))
+    key = Int32(cutlass.select_(Boolean(key == -1), Int32(BELOW_ZERO), key))
+    return logit_of(key)
+
+
+def passes(logit: Float32, bar: Float32) -> Boolean:
+    """logit above ``bar``, or either is NaN: one instruction."""
+    return ~Boolean(logit <= bar)
+
+
+def candidate(logit: Float32, column: Int32) -> Uint64:
+    high = Uint64(Uint32(key_of(logit) ^ SIGN))
+    return (high << COLUMN_BITS) | Uint64(Uint32(~column))
+
+
+def lowest_candidate(key: Int32) -> Uint64:
+    """At most every candidate of ``key``, above every candidate of a lower one."""
+    return Uint64(Uint32(key ^ SIGN)) << COLUMN_BITS
+
+
+def candidate_key(word: Uint64) -> Int32:
+    return Int32(Uint32(word >> COLUMN_BITS)) ^ SIGN
+
+
+def candidate_column(word: Uint64) -> Int32:
+    return ~Int32(Uint32(word & COLUMN_MASK))

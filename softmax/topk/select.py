@@ -1,0 +1,94 @@
+"""Selecting among what lanes and warps hold: order statistics, compaction, ranks. Device side.
+
+All functions are collective: every lane of the warp calls them together.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint64
+
+from warpspec.softmax.topk.config import WARP
+from warpspec.softmax.topk.keys import candidate_key
+
+TOP_BIT = 63
+
+
+def before(ballot: Int32) -> Int32:
+    """Lanes below this one that voted."""
+    return cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt()))
+
+
+@cute.jit
+def sort_lanes(key: Int32, lane: Int32) -> Int32:
+    """The keys of the 32 lanes in descending order, one a lane (bitonic)."""
+    for level in cutlass.range_constexpr(1, 6):
+        for step in cutlass.range_constexpr(level - 1, -1, -1):
+            other = cute.arch.shuffle_sync_bfly(key, 1 << step)
+            # In runs of 2**level lanes, alternately descending and ascending; the last run descends.
+            larger = Boolean(((lane >> step) ^ (lane >> level)) & 1 == 0)
+            key = Int32(cutlass.select_(larger, cutlass.max(key, other), cutlass.min(key, other)))
+    return key
+
+
+@cute.jit
+def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> Int32:
+    """Moves the candidates from ``floor`` up, of the first ``count``, to the front; returns how many they are."""
+    kept = Int32(0)
+    cute.arch.sync_warp()
+    for first in cutlass.range(0, count, WARP, unroll=1):
+        here = Boolean(first + lane < count)
+        word = Uint64(0)
+        if here:
+            word = slots[first + lane]
+        keep = here & Boolean(word >= floor)
+        ballot = cute.arch.vote_ballot_sync(keep)
+        cute.arch.sync_warp()
+        if keep:
+            slots[kept + before(ballot)] = word
+        kept += cute.arch.popc(ballot)
+        cute.arch.sync_warp()
+    return kept
+
+
+@cute.jit
+def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32):
+    """Moves the k largest of ``count`` > k candidates to the front; returns a key that none of them is below.
+
+    Bisects for a word that exactly k candidates reach, bit by bit; no two candidates are equal.
+    """
+    cute.arch.sync_warp()
+    floor = Uint64(0)
+    bit = Int32(TOP_BIT)
+    while bit >= 0:
+        trial = floor | (Uint64(1) << Uint64(bit))
+        reach = Int32(0)
+        for i in cutlass.range(lane, count, WARP, unroll=1):
+            reach += Int32(slots[i] >= trial)
+        reach = cute.arch.warp_redux_sync(reach, "add")
+        floor = Uint64(cutlass.select_(Boolean(reach >= k), trial, floor))
+        bit = Int32(cutlass.select_(Boolean(reach == k), Int32(-1), bit - 1))
+    keep_from(slots, count, floor, lane)
+    return candidate_key(floor)
+
+
+@cute.jit
+def rank_in(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
+    """How many of ``count`` candidates are larger than ``word``."""
+    rank = Int32(0)
+    for i in cutlass.range(count, unroll=4):
+        rank += Int32(slots[i] > word)
+    return rank
+
+
+@cute.jit
+def rank_in_sorted(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
+    """How many of ``count`` candidates in descending order are larger than ``word``, which is not among them."""
+    low, high = Int32(0), count
+    while low < high:
+        middle = (low + high) // 2
+        larger = Boolean(slots[middle] > word)
+        low = Int32(cutlass.select_(larger, middle + 1, low))
+        high = Int32(cutlass.select_(larger, high, middle))
+    return low
