@@ -1,0 +1,291 @@
+"""Activation quantiser: every token's row to NVFP4 once, written to the row of each of its choices.
+
+One CTA a token. Its row stays in registers between the two passes (largest magnitude, then values); what differs
+between the copies is only where they go, so a token is read once however many experts take it. Scales go straight to
+the swizzled layout, in which each expert's rows begin at a new atom. Bits as `QuantizedRows.from_rows`. sm_100a:
+narrower architectures have no conversion to e2m1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from warpspec.common import nvfp4_device
+from warpspec.common.compile import compile_cached
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
+from warpspec.moe.operands import PITCH_ALIGNMENT, QuantizedRows, scale_atoms
+
+ARCH = "sm_100a"
+WARP_THREADS = 32
+MAX_WARPS = 8
+BLOCKS_PER_THREAD = 2  # at most, while more warps can be had: a block is 8 registers
+WORD_BYTES = 4
+TARGET_ALIGNMENT = 16  # bytes: two choices
+VALUE_WORDS = BLOCK // 2  # of a block in bf16
+DATA_WORDS = BLOCK // 8  # of a block in NVFP4
+VECTOR_WORDS = 4  # of one load
+LINE_WORDS = (
+    ATOM_BYTES // ATOM_LANES // WORD_BYTES
+)  # of an atom, with scales of rows r, r + 32, r + 64, r + 96
+MAGNITUDES = 0x7FFF7FFF  # of two bf16
+HIGH_HALF = 0xFFFF0000
+HALF_BITS = 16
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """k: values of a row, a multiple of 16. choices: experts a token takes at most."""
+
+    k: int
+    choices: int
+
+    @property
+    def blocks(self) -> int:
+        """Of 16 values, those that pad the last scale atom included."""
+        return scale_atoms(self.k) * ATOM_COLUMNS
+
+    @property
+    def warps(self) -> int:
+        """Enough for BLOCKS_PER_THREAD, a power of two."""
+        needed = -(-self.blocks // (BLOCKS_PER_THREAD * WARP_THREADS))
+        return min(MAX_WARPS, 1 << (needed - 1).bit_length())
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP_THREADS
+
+    @property
+    def passes(self) -> int:
+        """Blocks a thread has at most."""
+        return -(-self.blocks // self.threads)
+
+
+class QuantizeRows:
+    """``QuantizeRows(config)(...)`` is the host function; ``quantize_rows`` compiles and calls it."""
+
+    def __init__(self, config: QuantizeConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        position: cute.Tensor,
+        offsets: cute.Tensor,
+        data: cute.Tensor,
+        scales: cute.Tensor,
+        row_scale: cute.Tensor,
+        stream: CUstream,
+    ):
+        """x: [T, K/2] words of two bf16. position: [T, k]. offsets: [E]. data: [R, pitch/4], scales:
+        [atoms, ceil(K/64), 128] words. row_scale: [R] fp32."""
+        self.kernel(x, position, offsets, data, scales, row_scale).launch(
+            grid=(x.shape[0], 1, 1), block=(self.config.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, x, position, offsets, data, scales, row_scale):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        token, _, _ = cute.arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        largest = smem.allocate_tensor(Uint32, cute.make_layout(config.warps), byte_alignment=WORD_BYTES)
+        # A whole number of vectors: the compiler reads them as such.
+        targets = smem.allocate_tensor(
+            Int32, cute.make_layout((2, config.choices + config.choices % 2)), byte_alignment=TARGET_ALIGNMENT
+        )  # (row and row among the scales, CHOICE)
+
+        words = load_row(config, x[token, None], thread)  # (VALUE_WORDS, PASS)
+        amaxes = [block_magnitude(words[None, i]) for i in range(config.passes)]
+        find_targets(config, position[token, None], offsets, targets, thread)
+        row_amax = amaxes[0]
+        for amax in amaxes[1:]:
+            row_amax = cutlass.max(row_amax, amax)
+        row_amax = largest_of_cta(config, row_amax, largest, thread)  # and a barrier: targets are there too
+        global_scale = nvfp4_device.global_scale_of(row_amax.bitcast(Float32))
+
+        rows = [targets[0, choice] for choice in range(config.choices)]
+        scale_rows = [targets[1, choice] for choice in range(config.choices)]
+        for i in cutlass.range_constexpr(config.passes):
+            block = i * config.threads + thread
+            values = unpack_bf16(words[None, i])
+            scale, low, high = nvfp4_device.quantize_block(
+                values, amaxes[i].bitcast(Float32), global_scale, bounded=True
+            )
+            scale = Uint32(cutlass.select_(Boolean(block < config.k // BLOCK), scale, Uint32(0)))
+            quad = gather_quad(scale, thread)
+            for choice in cutlass.range_constexpr(config.choices):
+                if rows[choice] >= 0:
+                    store_block(
+                        config, data, scales, rows[choice], scale_rows[choice], block, low, high, quad
+                    )
+        for choice in cutlass.range_constexpr(config.choices):
+            if (thread == choice % config.threads) & (rows[choice] >= 0):
+                row_scale[rows[choice]] = global_scale
+
+
+@cute.jit
+def load_row(config: cutlass.Constexpr, row: cute.Tensor, thread) -> cute.Tensor:
+    """This thread's blocks of row (K/2 words), (VALUE_WORDS, PASS); blocks behind the row are 0."""
+    words = cute.make_rmem_tensor((VALUE_WORDS, config.passes), Uint32)
+    words.fill(0)
+    for i in cutlass.range_constexpr(config.passes):
+        block = i * config.threads + thread
+        if block < config.k // BLOCK:
+            for part in cutlass.range_constexpr(VALUE_WORDS // VECTOR_WORDS):
+                vector = block * (VALUE_WORDS // VECTOR_WORDS) + part
+                source = cute.local_tile(row, (VECTOR_WORDS,), (vector,))
+                target = cute.local_tile(words[None, i], (VECTOR_WORDS,), (part,))
+                cute.autovec_copy(source, target)
+    return words
+
+
+def block_magnitude(words: cute.Tensor) -> Uint32:
+    """Largest magnitude of words (VALUE_WORDS) of two bf16, as fp32 bits: they order like the numbers, NaN last."""
+    largest = words[0] & Uint32(MAGNITUDES)
+    for i in range(1, VALUE_WORDS):
+        largest = cute.arch.inline_ptx(
+            "max.u16x2 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Uint32],
+            read_only_args=[largest, words[i] & Uint32(MAGNITUDES)],
+        )
+    return cutlass.max(largest << HALF_BITS, largest & Uint32(HIGH_HALF))
+
+
+def unpack_bf16(words: cute.Tensor) -> cute.Tensor:
+    """(16) fp32 of words (VALUE_WORDS) of two bf16."""
+    values = cute.make_rmem_tensor(BLOCK, Float32)
+    for i in range(VALUE_WORDS):
+        values[2 * i] = (words[i] << HALF_BITS).bitcast(Float32)
+        values[2 * i + 1] = (words[i] & Uint32(HIGH_HALF)).bitcast(Float32)
+    return values
+
+
+@cute.jit
+def largest_of_cta(config: cutlass.Constexpr, value: Uint32, largest: cute.Tensor, thread) -> Uint32:
+    """The largest of all threads' values, known to all; largest: (WARP) in shared memory. A barrier of the CTA."""
+    value = Uint32(cute.arch.warp_redux_sync(value, "max"))
+    if thread % WARP_THREADS == 0:
+        largest[thread // WARP_THREADS] = value
+    cute.arch.sync_threads()
+    for warp in cutlass.range_constexpr(config.warps):
+        value = cutlass.max(value, largest[warp])
+    return value
+
+
+@cute.jit
+def find_targets(config: cutlass.Constexpr, position, offsets, targets: cute.Tensor, thread):
+    """targets (2, CHOICE): the row of each choice, -1: none, and where its scales are in rows of all atoms.
+
+    A warp a choice. Scales of a row lie behind it by what the experts before its own leave of their last atoms.
+    """
+    lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+    for first in cutlass.range_constexpr(0, config.choices, config.warps):
+        choice = first + warp
+        if choice < config.choices:
+            row = Int32(position[choice])
+            padding = Int32(0)
+            for expert in cutlass.range(lane, offsets.shape[0], WARP_THREADS):
+                end = Int32(offsets[expert])
+                begin = Int32(0)
+                if expert > 0:
+                    begin = Int32(offsets[expert - 1])
+                if end <= row:
+                    padding += (begin - end) & (ATOM_ROWS - 1)
+            padding = Int32(cute.arch.warp_redux_sync(padding, "add"))
+            if lane == 0:
+                targets[0, choice] = row
+                targets[1, choice] = row + padding
+
+
+def gather_quad(scale: Uint32, thread) -> Uint32:
+    """The scales of four neighbouring threads, the lowest thread's in the low byte, known to all four."""
+    word = scale << (thread % ATOM_COLUMNS * 8).to(Uint32)
+    for distance in (1, 2):
+        word = word | Uint32(cute.arch.shuffle_sync_bfly(word, distance))
+    return word
+
+
+@cute.jit
+def store_block(config: cutlass.Constexpr, data, scales, row, scale_row, block, low, high, quad):
+    """Codes of a block by every thread, scales of four blocks by every fourth."""
+    if block < config.k // BLOCK:
+        codes = cute.make_rmem_tensor(DATA_WORDS, Uint32)
+        codes[0], codes[1] = low, high
+        cute.autovec_copy(codes, cute.local_tile(data[row, None], (DATA_WORDS,), (block,)))
+    if (block % ATOM_COLUMNS == 0) & (block < config.blocks):
+        line = scale_row % ATOM_LANES * LINE_WORDS + scale_row // ATOM_LANES % LINE_WORDS
+        scales[scale_row // ATOM_ROWS, block // ATOM_COLUMNS, line] = quad
+
+
+def quantize_rows(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor, out: QuantizedRows):
+    """Quantise tokens x into the rows of out: one launch on the tensors' device and its current stream.
+
+    x: [T, K] bf16, rows contiguous and aligned to 16 bytes, K a multiple of 16. position: int32 [T, k] contiguous, the
+    row of each choice or -1; no two alike. offsets: int32 [E] contiguous, running ends of the experts' rows; never
+    falling, the last at most R. out: as `QuantizedRows.empty` makes it, with row scales. CPU tensors run in the
+    simulator; its SimReport is returned, otherwise None.
+    """
+    config = QuantizeConfig(x.shape[1], position.shape[1])
+    if position.numel() == 0:
+        return None
+    tensors = (
+        x.detach().view(torch.int32),
+        position,
+        offsets,
+        out.data.view(torch.int32),
+        out.scales.view(torch.int32),
+        out.row_scale,
+    )
+    kernel = compiled(config)
+    if not x.is_cuda:
+        from warpspec import sim  # brings in llvmlite, an optional dependency
+
+        return sim.run(kernel, *tensors, None)
+    import cuda.bindings.driver as driver
+    from cutlass.cute.runtime import from_dlpack
+
+    arguments = [
+        from_dlpack(tensor, assumed_align=alignment).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
+        for tensor, alignment in zip(tensors, (PITCH_ALIGNMENT, 4, 4, PITCH_ALIGNMENT, 4, 4), strict=True)
+    ]
+    with torch.cuda.device(x.device):
+        kernel(*arguments, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+    return None
+
+
+def compiled(config: QuantizeConfig):
+    """``QuantizeRows(config)``, compiled on first use in this process. Needs no GPU."""
+    return compile_cached(("moe.quantize_rows", config), lambda: _host_and_arguments(config), arch=ARCH)
+
+
+def _host_and_arguments(config: QuantizeConfig) -> tuple:
+    """The host function and fake arguments: extents and strides unknown but for the rows' lengths."""
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    def tensor(dtype, rank, *, aligned=False):
+        step = PITCH_ALIGNMENT // WORD_BYTES if aligned else 1
+        return make_fake_tensor(
+            dtype,
+            tuple(cute.sym_int() for _ in range(rank)),
+            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
+            assumed_align=PITCH_ALIGNMENT if aligned else WORD_BYTES,
+            memspace=cute.AddressSpace.gmem,
+        )
+
+    return (
+        QuantizeRows(config),
+        tensor(Uint32, 2, aligned=True),
+        tensor(Int32, 2),
+        tensor(Int32, 1),
+        tensor(Uint32, 2, aligned=True),
+        tensor(Uint32, 3),
+        tensor(Float32, 1),
+        make_fake_stream(),
+    )
