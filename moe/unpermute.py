@@ -1,0 +1,132 @@
+"""Un-permute: every token's result is the weighted sum of its choices' rows, in their order, in fp32.
+
+The order is fixed and no one else writes the token's result: bitwise repeatable. Arch-neutral (sm_90a and sm_100a).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32
+
+from warpspec.common.compile import compile_cached
+
+THREADS = 128
+VECTOR = 8  # bf16 of one 16-byte access
+VECTOR_BYTES = 16
+
+
+class Unpermute:
+    """``Unpermute(choices)(...)`` is the host function; ``unpermute`` compiles and calls it."""
+
+    def __init__(self, choices: int):
+        self.choices = choices
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        position: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        stream: CUstream,
+    ):
+        """rows: [R, H] bf16. position: [T, k]. weights: [T, k] fp32. out: [T, H] bf16."""
+        tokens, columns = out.shape
+        chunks = cute.ceil_div(columns, THREADS * VECTOR)
+        self.kernel(rows, position, weights, out).launch(
+            grid=(tokens, chunks, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, rows: cute.Tensor, position: cute.Tensor, weights: cute.Tensor, out: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        token, chunk, _ = cute.arch.block_idx()
+        column = chunk * THREADS + thread  # in units of VECTOR
+        if column * VECTOR < out.shape[1]:
+            taken = [Int32(position[token, choice]) for choice in range(self.choices)]
+            loaded = cute.make_rmem_tensor((VECTOR, self.choices), BFloat16)
+            for choice in cutlass.range_constexpr(self.choices):  # all loads first: they overlap
+                if taken[choice] >= 0:
+                    source = cute.local_tile(rows[taken[choice], None], (VECTOR,), (column,))
+                    cute.autovec_copy(source, loaded[None, choice])
+            total = cute.make_rmem_tensor(VECTOR, Float32)
+            total.fill(0.0)
+            for choice in cutlass.range_constexpr(self.choices):
+                if taken[choice] >= 0:
+                    weight = Float32(weights[token, choice])
+                    for i in cutlass.range_constexpr(VECTOR):
+                        total[i] += weight * loaded[i, choice].to(Float32)
+            rounded = cute.make_rmem_tensor(VECTOR, BFloat16)
+            for i in cutlass.range_constexpr(VECTOR):
+                rounded[i] = total[i].to(BFloat16)
+            cute.autovec_copy(rounded, cute.local_tile(out[token, None], (VECTOR,), (column,)))
+
+
+def unpermute(
+    rows: torch.Tensor,
+    position: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    arch: str = "sm_100a",
+):
+    """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
+
+    rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous.
+    out: bf16. H a multiple of 8; rows and out contiguous along H, aligned to 16 bytes. On the tensors' device and its
+    current stream; CPU tensors run in the simulator as ``arch``, and its SimReport is returned, otherwise None.
+    """
+    if out.numel() == 0:
+        return None
+    if position.shape[1] == 0:
+        out.zero_()
+        return None
+    tensors = (rows, position, weights, out)
+    if not out.is_cuda:
+        from warpspec import sim  # brings in llvmlite, an optional dependency
+
+        return sim.run(compiled(position.shape[1], arch), *tensors, None)
+    import cuda.bindings.driver as driver
+    from cutlass.cute.runtime import from_dlpack
+
+    major, minor = torch.cuda.get_device_capability(out.device)
+    arguments = [
+        from_dlpack(tensor.detach(), assumed_align=alignment).mark_layout_dynamic(leading_dim=1)
+        for tensor, alignment in zip(tensors, (VECTOR_BYTES, 4, 4, VECTOR_BYTES), strict=True)
+    ]
+    with torch.cuda.device(out.device):
+        kernel = compiled(position.shape[1], f"sm_{major}{minor}a")
+        kernel(*arguments, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+    return None
+
+
+def compiled(choices: int, arch: str):
+    """``Unpermute(choices)``, compiled on first use in this process. Needs no GPU."""
+    return compile_cached(("moe.unpermute", choices), lambda: _host_and_arguments(choices), arch=arch)
+
+
+def _host_and_arguments(choices: int) -> tuple:
+    """The host function and fake arguments: extents and strides unknown."""
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    def tensor(dtype, alignment):
+        step = alignment * 8 // dtype.width
+        return make_fake_tensor(
+            dtype,
+            (cute.sym_int(), cute.sym_int()),
+            stride=(cute.sym_int64(divisibility=step), 1),
+            assumed_align=alignment,
+            memspace=cute.AddressSpace.gmem,
+        )
+
+    return (
+        Unpermute(choices),
+        tensor(BFloat16, VECTOR_BYTES),
+        tensor(Int32, Int32.width // 8),
+        tensor(Float32, Float32.width // 8),
+        tensor(BFloat16, VECTOR_BYTES),
+        make_fake_stream(),
+    )
