@@ -1,0 +1,229 @@
+"""Joining the states of a row's parts: over the lanes of a warp, the warps of a CTA, the CTAs of a cluster.
+
+Every thread ends up with the state of the whole row. Sums are taken in a fixed order, so results repeat bit for
+bit. Device side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from warpspec.softmax.online import WARP, exponential, join, reference_of
+
+STATE_WORDS = 2  # maximum and sum, fp32
+STATE_BYTES = 8
+
+
+def warp_maximum(value, lanes: int) -> Float32:
+    """Largest of a group of ``lanes`` threads (a power of two, at most a warp); NaN is passed over."""
+    return cute.arch.warp_reduction_max(value, threads_in_group=min(lanes, WARP))
+
+
+def warp_sum(value, lanes: int) -> Float32:
+    """Sum over a group of ``lanes`` threads, likewise."""
+    return cute.arch.warp_reduction_sum(value, threads_in_group=min(lanes, WARP))
+
+
+def warp_join(state: tuple, lanes: int) -> tuple:
+    """State of a group of ``lanes`` threads from theirs."""
+    maximum = warp_maximum(state[0], lanes)
+    scaled = state[1] * exponential(state[0] - reference_of(maximum), False)
+    return maximum, warp_sum(scaled, lanes)
+
+
+@cute.jit
+def join_slots(slots: cute.Tensor, count: cutlass.Constexpr) -> tuple:
+    """State of the whole row from slots (STATE_WORDS, count) in shared memory, by a whole warp."""
+    lane = cute.arch.lane_idx()
+    state = (-Float32.inf, Float32(0.0))
+    for first in cutlass.range_constexpr(0, count, WARP):
+        slot = first + lane
+        inside = Boolean(slot < count)
+        slot = Int32(cutlass.select_(inside, slot, 0))
+        maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
+        total = Float32(cutlass.select_(inside, slots[1, slot], Float32(0.0)))
+        state = (maximum, total) if cutlass.const_expr(first == 0) else join(state, (maximum, total))
+    return warp_join(state, WARP)
+
+
+@cute.jit
+def join_warps(state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Constexpr) -> tuple:
+    """State of a row that ``warps`` warps of the CTA share; called by all threads of the CTA.
+
+    state: of the calling warp. slots: (STATE_WORDS, WARP, ROW) in shared memory, used once. row, warp: which
+    row of the CTA's, which of the row's warps.
+    """
+    if cute.arch.lane_idx() == 0:
+        slots[0, warp, row], slots[1, warp, row] = state
+    cute.arch.sync_threads()
+    return join_slots(slots[None, None, row], warps)
+
+
+@dataclass(frozen=True)
+class ClusterExchange:
+    """One exchange of states between all warps of a cluster's CTAs, through distributed shared memory.
+
+    slots: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every slot of this
+    CTA is written. ``open`` first, ``close`` when the CTA has its states; each once.
+    """
+
+    slots: cute.Tensor
+    full: cute.Pointer
+    cluster: int
+    warps: int
+
+    @cute.jit
+    def open(self, thread):
+        """Set up the mbarrier and tell the cluster. By all threads."""
+        if thread == 0:
+            cute.arch.mbarrier_init(self.full, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full, self.cluster * self.warps * STATE_BYTES)
+        cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def close(self, state: tuple, warp) -> tuple:
+        """Send the calling warp's state to every CTA, wait for all others': the whole row's state.
+
+        A CTA waits for every write into its memory, so none can leave while one is under way.
+        """
+        cute.arch.cluster_wait()  # every CTA's mbarrier is set up
+        lane = cute.arch.lane_idx()
+        slot = cute.arch.block_idx_in_cluster() * self.warps + warp
+        if lane < self.cluster:
+            words = (Float32(state[0]).bitcast(Int32), Float32(state[1]).bitcast(Int32))
+            target = (self.slots.iterator + slot * STATE_WORDS).align(STATE_BYTES)
+            cute.arch.store_async_dsmem(target, words, self.full, lane)
+        cute.arch.mbarrier_wait(self.full, 0)
+        return join_slots(self.slots, self.cluster * self.warps)
+
+
+BUFFERS = 2  # of ClusterRounds
+
+
+@dataclass(frozen=True)
+class ClusterRounds:
+    """Exchanges of states between the CTAs of a cluster, one a round; any number of rounds.
+
+    slots: (STATE_WORDS, CTA, BUFFER) in shared memory. full: an mbarrier a buffer. Two buffers are enough: a CTA
+    sends its state of round r + 2 only after it has every CTA's of round r + 1, which each sent after all its
+    threads had read those of round r.
+    """
+
+    slots: cute.Tensor
+    full: cute.Pointer
+    cluster: int
+
+    @cute.jit
+    def open(self, thread):
+        """Set up the mbarriers, for all CTAs. By all threads."""
+        if thread == 0:
+            for buffer in cutlass.range_constexpr(BUFFERS):
+                cute.arch.mbarrier_init(self.full + buffer, 1)
+            cute.arch.mbarrier_init_fence()
+            for buffer in cutlass.range_constexpr(BUFFERS):
+                cute.arch.mbarrier_arrive_and_expect_tx(self.full + buffer, self.cluster * STATE_BYTES)
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def publish(self, state: tuple, row, round_):
+        """Send the CTA's state to all CTAs of the cluster. By one warp."""
+        lane = cute.arch.lane_idx()
+        buffer = round_ % BUFFERS
+        if lane < self.cluster:
+            words = (Float32(state[0]).bitcast(Int32), Float32(state[1]).bitcast(Int32))
+            slot = cute.arch.block_idx_in_cluster() + buffer * self.cluster
+            target = (self.slots.iterator + slot * STATE_WORDS).align(STATE_BYTES)
+            cute.arch.store_async_dsmem(target, words, self.full + buffer, lane)
+
+    @cute.jit
+    def collect(self, row, round_, thread) -> tuple:
+        """State of the whole row, once all CTAs have sent theirs. By all threads that call it each round."""
+        buffer = round_ % BUFFERS
+        cute.arch.mbarrier_wait(self.full + buffer, round_ // BUFFERS % 2)
+        state = join_slots(self.slots[None, None, buffer], self.cluster)
+        if thread == 0:  # open the buffer's next phase; what arrives before waits for this
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + buffer, self.cluster * STATE_BYTES)
+        return state
+
+    def finish(self, thread, threads):
+        """Nothing: a CTA has waited for all that was written into its memory."""
+
+
+EMPTY = -1  # a slot of the workspace that holds no state: as two floats it is (NaN, NaN), which no state is
+
+
+@dataclass(frozen=True)
+class GridRounds:
+    """Exchanges of states between CTAs that are all on the GPU at once, through global memory.
+
+    workspace: Int64, EMPTY everywhere before the launch and after it. Word 0 counts CTAs that have finished;
+    behind it every (row, CTA of its group) has a slot, written once in a launch: a state is 8 bytes, stored and
+    read whole, so that nothing else need be ordered with it. Waiting cannot deadlock: the launch is cooperative,
+    so it starts only when every CTA has a place. The last CTA to finish empties the workspace again.
+
+    group: CTAs to a row. rank: this one's number. scratch: (STATE_WORDS, WARP) in shared memory, leader: Int32
+    there. threads: those that call ``collect`` and ``finish``, on named barrier ``barrier``.
+    """
+
+    workspace: cute.Tensor
+    group: Int32
+    rank: Int32
+    scratch: cute.Tensor
+    leader: cute.Tensor
+    threads: int
+    barrier: int
+
+    def open(self, thread):
+        """Nothing to set up."""
+
+    def _synchronize(self):
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.threads)
+
+    def _slot(self, row, rank):
+        return self.workspace.iterator + (1 + Int64(row) * self.group + rank)
+
+    @cute.jit
+    def publish(self, state: tuple, row, round_):
+        """Write the CTA's state. By one warp."""
+        if cute.arch.lane_idx() == 0:
+            low = Int64(cutlass.Uint32(Float32(state[0]).bitcast(cutlass.Uint32)))
+            high = Int64(cutlass.Uint32(Float32(state[1]).bitcast(cutlass.Uint32)))
+            cute.arch.store(self._slot(row, self.rank), high << 32 | low, sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def collect(self, row, round_, thread) -> tuple:
+        """State of the whole row, once all CTAs of the group have written theirs."""
+        warps = self.threads // WARP
+        state = (-Float32.inf, Float32(0.0))
+        for peer in cutlass.range(thread, self.group, self.threads, unroll=1):
+            word = Int64(EMPTY)
+            while word == EMPTY:
+                word = cute.arch.load(self._slot(row, peer), Int64, sem="relaxed", scope="gpu")
+            maximum = cutlass.Int32(word & 0xFFFFFFFF).bitcast(Float32)
+            state = join(state, (maximum, cutlass.Int32(word >> 32).bitcast(Float32)))
+        state = warp_join(state, WARP)
+        if cute.arch.lane_idx() == 0:
+            self.scratch[0, thread // WARP], self.scratch[1, thread // WARP] = state
+        self._synchronize()
+        state = join_slots(self.scratch, warps)
+        self._synchronize()  # before the next round writes the scratch again
+        return state
+
+    @cute.jit
+    def finish(self, thread, threads):
+        """The last CTA of the launch leaves the workspace as it was found. After the last ``collect``."""
+        blocks, _, _ = cute.arch.grid_dim()
+        if thread == 0:
+            self.leader[0] = cute.arch.atomic_add(
+                self.workspace.iterator, Int64(1), sem="acq_rel", scope="gpu"
+            ).to(Int32)
+        self._synchronize()
+        if self.leader[0] == blocks - 1 + EMPTY:
+            for word in cutlass.range(thread, cute.size(self.workspace), threads, unroll=1):
+                self.workspace[word] = Int64(EMPTY)

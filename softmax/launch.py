@@ -1,0 +1,82 @@
+"""Compiling a strategy's kernel once a configuration, and calling it: on a GPU, or in the simulator."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from warpspec.common.compile import compile_cached
+from warpspec.softmax.problem import VECTOR_BYTES
+
+TVM_FFI = "--enable-tvm-ffi"  # callable with torch tensors, on their current stream, at about a microsecond
+EMPTY = -1  # what an unused word of a workspace holds
+
+
+def compiled(config, arch: str, native: bool):
+    """The kernel of a configuration for ``arch``. native: callable on CUDA tensors; else for the simulator."""
+    return compile_cached(
+        ("softmax", config, native),
+        lambda: _host_and_arguments(config, native),
+        arch=arch,
+        options=TVM_FFI if native else "",
+    )
+
+
+def _host_and_arguments(config, native: bool) -> tuple:
+    """The host function and fake arguments: row count, length and row stride unknown."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from warpspec.softmax import resident, rows, two_pass
+    from warpspec.softmax.vectors import TYPES, elements
+
+    dtype = TYPES[config.dtype]
+    step = 1 if config.edges else elements(config.dtype)
+    count, length = cute.sym_int(), cute.sym_int(divisibility=step)
+
+    def matrix():
+        return make_fake_tensor(
+            dtype,
+            (count, length),
+            stride=(cute.sym_int64(divisibility=step), 1),
+            assumed_align=dtype.width // 8 if config.edges else VECTOR_BYTES,
+            memspace=cute.AddressSpace.gmem,
+        )
+
+    stream = make_fake_stream(use_tvm_ffi_env_stream=native)
+    if isinstance(config, resident.ResidentConfig):
+        workspace = make_fake_tensor(
+            cutlass.Int64, (cute.sym_int(),), stride=(1,), assumed_align=8, memspace=cute.AddressSpace.gmem
+        )
+        return (resident.Resident(config), matrix(), matrix(), workspace, 0, 0, stream)
+    host = rows.Rows if isinstance(config, rows.RowsConfig) else two_pass.TwoPass
+    return (host(config), matrix(), matrix(), stream)
+
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def workspace(words: int, device: torch.device) -> torch.Tensor:
+    """At least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
+
+    One for each stream, which runs its launches one after another and finds it as the last one left it, emptied.
+    A launch captured into a graph gets its own, which the graph fills at every replay.
+    """
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    found = _workspaces.get(key)
+    if found is None or found.numel() < words:
+        size = 1 << (words - 1).bit_length()
+        found = _workspaces[key] = torch.full((size,), EMPTY, dtype=torch.int64, device=device)
+    return found
+
+
+@functools.cache
+def target(device_index: int) -> tuple[str, int, int]:
+    """(architecture to compile for, SMs, bytes of L2) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device_index)
+    arch = f"sm_{properties.major}{properties.minor}a"
+    return arch, properties.multi_processor_count, properties.L2_cache_size

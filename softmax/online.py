@@ -1,0 +1,82 @@
+"""The online softmax's state of some elements: their maximum and the sum of their exponentials. Device side.
+
+State of a set of elements: maximum m and sum s of exp(x - m), both fp32 (Milakov and Gimelshein 2018). The state
+of no element, or of elements that are all -inf, is (-inf, 0). Two states join into that of the union, in any
+grouping: m = max(m1, m2), s = s1 exp(m1 - m) + s2 exp(m2 - m). A NaN anywhere ends up in s, an element of +inf
+too (inf - inf), and a row of all -inf ends with s NaN or 0: each makes the whole row NaN, as torch.softmax does.
+
+Exponentials are powers of two: exp(x) = 2**(x log2 e), one instruction for the power.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+from warpspec.softmax.vectors import TYPES, as_float
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+WARP = 32
+# log2 e in two fp32 numbers: what rounding it leaves.
+LOG2_E_HIGH = 1.44269502162933349609375
+LOG2_E_LOW = LOG2_E - LOG2_E_HIGH
+# 2 to the log2(e) times this is 0 in fp32: below it, x - m may as well be this. Keeps -inf out of products.
+LOWEST_EXPONENT = -200.0
+
+
+def exponential(difference, accurate: bool) -> Float32:
+    """exp(difference), difference <= 0 or NaN; about 2 ulp where ``accurate``.
+
+    Otherwise the relative error grows with |difference|, as 6e-8 of it, from the one rounding of
+    difference * log2(e): less than a rounding of the 16-bit types wherever the result is not 0.
+    """
+    if not accurate:
+        return cute.math.exp2(difference * LOG2_E, fastmath=True)
+    difference = cute.arch.fmax(difference, LOWEST_EXPONENT, nan=True)
+    power = difference * LOG2_E_HIGH
+    rest = cute.math.fma(difference, LOG2_E_HIGH, -power)
+    rest = cute.math.fma(difference, LOG2_E_LOW, rest)
+    result = cute.math.exp2(power, fastmath=True)
+    return cute.math.fma(result, rest * LN_2, result)
+
+
+def reference_of(maximum) -> Float32:
+    """What exponents are taken against: the maximum, or 0 where that is -inf (-inf - -inf would be NaN)."""
+    return Float32(cutlass.select_(Boolean(maximum == -Float32.inf), Float32(0.0), maximum))
+
+
+def state_of(value, accurate: bool) -> tuple:
+    """State of one element."""
+    return Float32(value), exponential(value - reference_of(value), accurate)
+
+
+def join(first: tuple, second: tuple) -> tuple:
+    """State of the union of two sets."""
+    maximum = cute.arch.fmax(first[0], second[0])
+    reference = reference_of(maximum)
+    total = first[1] * exponential(first[0] - reference, False)
+    return maximum, total + second[1] * exponential(second[0] - reference, False)
+
+
+@cute.jit
+def absorb(state: tuple, values: cute.Tensor, accurate: cutlass.Constexpr) -> tuple:
+    """State of a set of elements and of ``values`` (fp32 registers) together."""
+    maximum = values.load().reduce(cute.ReductionOp.MAX, state[0], 0)
+    reference = reference_of(maximum)
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        total += exponential(values[i] - reference, accurate)
+    return maximum, state[1] * exponential(state[0] - reference, False) + total
+
+
+@cute.jit
+def scale(words: cute.Tensor, maximum, inverse, dtype: cutlass.Constexpr):
+    """Packed elements x become exp(x - maximum) * inverse, in place."""
+    values = as_float(words, dtype)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        values[i] = exponential(values[i] - maximum, dtype == "float32") * inverse
+    cute.recast_tensor(words, TYPES[dtype]).store(values.load().to(TYPES[dtype]))

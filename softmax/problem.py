@@ -1,0 +1,116 @@
+"""The softmax problem: every argument checked once, every size derived once.
+
+``SoftmaxProblem.check`` raises ``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with
+the argument's name, what it was and what is allowed. Nothing has been launched or written when it raises.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+MOST_ELEMENTS = 2**25  # of a row
+MOST_ROWS = 2**31 - 1
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class SoftmaxProblem:
+    """What a kernel may rely on, and what decides which one is taken. Without tensors, hashable.
+
+    rows, length: of x seen as a matrix. dtype: name. aligned: every row of x and out starts and ends on a 16-byte
+    boundary. store_bytes: widest store to out that is aligned where loads from x are aligned to 16.
+    """
+
+    rows: int
+    length: int
+    dtype: str
+    aligned: bool = True
+    store_bytes: int = VECTOR_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        return self.rows == 0
+
+    @property
+    def bytes(self) -> int:
+        """Read and written, each once."""
+        return 2 * self.rows * self.length * (4 if self.dtype == "float32" else 2)
+
+    @classmethod
+    def of(cls, x: torch.Tensor, out: torch.Tensor) -> SoftmaxProblem:
+        """Of matrices x and out (ROW, ELEMENT), rows contiguous."""
+        rows, length = x.shape
+        width = x.element_size()
+        ends = x.data_ptr() | x.stride(0) * width | length * width
+        apart = (out.data_ptr() - x.data_ptr()) | (out.stride(0) - x.stride(0)) * width
+        aligned = ends % VECTOR_BYTES == 0
+        return cls(rows, length, DTYPES[x.dtype], aligned, min(VECTOR_BYTES, math.gcd(apart, VECTOR_BYTES)))
+
+
+def check_input(x) -> None:
+    """Raise for an x that ``softmax`` does not take."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: must be a torch.Tensor, got {x!r} ({type(x).__name__})")
+    if x.layout != torch.strided:
+        raise TypeError(f"x: must be a strided tensor, got layout {x.layout}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: dtype must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("x: must have at least one dimension, got none")
+    if not 1 <= x.shape[-1] <= MOST_ELEMENTS:
+        raise ValueError(f"x: rows must have 1..{MOST_ELEMENTS} elements, got shape {list(x.shape)}")
+    if x.numel() // x.shape[-1] > MOST_ROWS:
+        raise ValueError(f"x: must have at most {MOST_ROWS} rows, got shape {list(x.shape)}")
+
+
+def check_output(out, x: torch.Tensor, memory: bool = True) -> None:
+    """Raise for an ``out`` that the result for x cannot be written to. memory: False for tensors without storage."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: must be a torch.Tensor, got {out!r} ({type(out).__name__})")
+    if out.dtype != x.dtype:
+        raise TypeError(f"out: dtype must be x's, {x.dtype}, got {out.dtype}")
+    if out.shape != x.shape:
+        raise ValueError(f"out: shape must be x's, {list(x.shape)}, got {list(out.shape)}")
+    if out.device != x.device:
+        raise ValueError(f"out: device must be x's, {x.device}, got {out.device}")
+    if as_matrix(out) is None:
+        raise ValueError(
+            "out: rows must be contiguous and evenly spaced, none over another, "
+            f"got shape {list(out.shape)}, strides {tuple(out.stride())}"
+        )
+    if memory and out.numel() > 0 and not (out.data_ptr() == x.data_ptr() and out.stride() == x.stride()):
+        first, end = _extent(out)
+        other_first, other_end = _extent(x)
+        if first < other_end and other_first < end:
+            raise ValueError("out: must be x itself or not share memory with it, got one that overlaps it")
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor as (ROW, ELEMENT) without a copy, rows contiguous and not overlapping; None where impossible."""
+    length = tensor.shape[-1]
+    if tensor.numel() == 0:
+        return tensor.reshape(0, length)
+    if length > 1 and tensor.stride(-1) != 1:
+        return None
+    rows, step = 1, 0  # of the dimensions seen so far, from the last on; step 0: one row
+    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if rows > 1 and stride != step * rows:
+            return None
+        if rows == 1:
+            step = stride
+        rows *= size
+    if rows > 1 and step < length:
+        return None
+    return tensor.as_strided((rows, length), (step or length, 1))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses [first, end) between which a tensor's elements lie."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

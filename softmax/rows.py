@@ -1,0 +1,217 @@
+"""Rows held in registers: each read once, written once. One kernel, sm_90a and sm_100a.
+
+``lanes`` threads of a CTA share a row; several rows fit a CTA where rows are short. Where they are long, the CTAs
+of a cluster share one row and exchange (maximum, sum) over distributed shared memory. ``vectors`` 16-byte vectors
+a thread bound the length: vectors * lanes * cluster of them, plus edges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64
+
+from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_maximum, warp_sum
+from warpspec.softmax.online import WARP, exponential, reference_of, scale
+from warpspec.softmax.vectors import (
+    TYPES,
+    VECTOR_BYTES,
+    WORDS,
+    as_float,
+    edge_of,
+    elements,
+    forget,
+    load_edge,
+    load_vector,
+    locate,
+    store_edge,
+    store_vector,
+)
+
+# Exponentials are kept in fp32 registers up to so many a thread; beyond, inputs are kept and the exponentials
+# computed twice.
+MOST_KEPT = 32
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """dtype: name of it. lanes: threads of a CTA to a row, a power of two, or a multiple of a warp. rows: to a CTA.
+    cluster: CTAs to a row, 1 to 16; then one row a CTA. vectors: 16-byte vectors a thread. edges: rows may start
+    or end off a 16-byte boundary; then at least two vectors' elements of lanes. ctas_per_sm: that an SM must have
+    registers for, at least. store_bytes: widest store that the distance of out from x allows. load_hint, store_hint: of vectors.LOAD_HINTS, STORE_HINTS."""
+
+    dtype: str
+    lanes: int
+    rows: int
+    cluster: int
+    vectors: int
+    edges: bool
+    ctas_per_sm: int = 1
+    store_bytes: int = VECTOR_BYTES
+    load_hint: str = "once"
+    store_hint: str = "plain"
+
+    def __post_init__(self):
+        if self.lanes % WARP and (self.lanes > WARP or WARP % self.lanes):
+            raise ValueError(f"lanes: must be a power of two or a multiple of {WARP}, got {self.lanes}")
+        if self.cluster > 1 and (self.rows > 1 or self.lanes < WARP):
+            raise ValueError("cluster: shares one row, by whole warps")
+        if self.edges and self.lanes < 2 * elements(self.dtype):
+            raise ValueError(f"lanes: edges need {2 * elements(self.dtype)}, got {self.lanes}")
+
+    @property
+    def threads(self) -> int:
+        return self.lanes * self.rows
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA to a row, at least 1."""
+        return max(1, self.lanes // WARP)
+
+    @property
+    def capacity(self) -> int:
+        """Elements of the longest row, at worst alignment."""
+        return self.vectors * self.lanes * self.cluster * elements(self.dtype)
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether registers hold exp(x - warp's maximum), or x.
+
+        fp32 takes exponentials against the row's own maximum, so that they are rounded as torch rounds them.
+        """
+        if self.dtype == "float32":
+            return self.warps == 1 and self.cluster == 1
+        return self.vectors * elements(self.dtype) <= MOST_KEPT
+
+
+class Rows:
+    """``cute.compile(Rows(config), x, out, stream)``."""
+
+    def __init__(self, config: RowsConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        config = self.config
+        self.kernel(x, out).launch(
+            grid=(cute.ceil_div(x.shape[0], config.rows) * config.cluster, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
+            min_blocks_per_mp=config.ctas_per_sm,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor):
+        config = self.config
+        dtype = config.dtype
+        accurate = dtype == "float32"
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane, row_in_cta = thread % config.lanes, thread // config.lanes
+        warp = lane // WARP
+        row_index = block // config.cluster * config.rows + row_in_cta
+        in_range = Boolean(row_index < x.shape[0])
+        row_index = cutlass.min(row_index, x.shape[0] - 1)  # threads without a row work on the last, unseen
+
+        # 1. Shared memory: states of the warps.
+        smem = cutlass.memory.SmemAllocator()
+        exchange, slots = None, None
+        if cutlass.const_expr(config.cluster > 1):
+            slots = smem.allocate_tensor(
+                Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
+            )
+            full = smem.allocate_array(Int64, 1)
+            exchange = ClusterExchange(slots, full, config.cluster, config.warps)
+            exchange.open(thread)
+        elif cutlass.const_expr(config.warps > 1):
+            slots = smem.allocate_tensor(
+                Float32, cute.make_layout((STATE_WORDS, config.warps, config.rows)), byte_alignment=16
+            )
+
+        # 2. Load: this CTA's vectors of the row, interleaved over its threads.
+        row = locate(x, row_index, dtype, config.edges)
+        begin, end = Int32(0), row.vectors
+        if cutlass.const_expr(config.cluster > 1):
+            share = cute.ceil_div(row.vectors, config.cluster)
+            begin = cute.arch.block_idx_in_cluster() * share
+            end = cutlass.min(begin + share, row.vectors)
+        words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
+        for i in cutlass.range_constexpr(config.vectors):
+            vector = begin + i * config.lanes + lane
+            address = row.first + Int64(vector) * VECTOR_BYTES
+            load_vector(words[None, i], address, Boolean(vector < end), dtype, config.load_hint)
+        edge, edge_value = None, None
+        if cutlass.const_expr(config.edges):
+            # A cluster's first CTA has the edges.
+            number = lane + cutlass.select_(Boolean(begin == 0), 0, config.lanes)
+            edge = edge_of(row, number if cutlass.const_expr(config.cluster > 1) else lane, dtype)
+            edge_value = load_edge(row, edge, dtype)
+
+        # 3. This warp's maximum, and the sum of its exponentials.
+        maximum = warp_maximum(largest(words, edge_value, dtype), config.lanes)
+        reference = reference_of(maximum)
+        kept = None
+        if cutlass.const_expr(config.keeps_exponentials):
+            kept = as_float(words, dtype)  # (ELEMENT of vector, VECTOR)
+            total = exponentiate(kept, reference, accurate)
+        else:
+            forget(words)
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(config.vectors):
+                total += exponentiate(as_float(words[None, i], dtype), reference, accurate)
+        if cutlass.const_expr(config.edges):
+            total += exponential(edge_value - reference, accurate)
+        total = warp_sum(total, config.lanes)
+
+        # 4. The row's.
+        if cutlass.const_expr(config.cluster > 1):
+            maximum, total = exchange.close((maximum, total), warp)
+        elif cutlass.const_expr(config.warps > 1):
+            maximum, total = join_warps((maximum, total), slots, row_in_cta, warp, config.warps)
+        inverse = Float32(1.0) / total
+
+        # 5. Scale and store.
+        target = locate(out, row_index, dtype, False)
+        factor = inverse
+        if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):
+            factor = inverse * exponential(reference - maximum, False)
+        if cutlass.const_expr(not config.keeps_exponentials):
+            forget(words)
+        for i in cutlass.range_constexpr(config.vectors):
+            if cutlass.const_expr(config.keeps_exponentials):
+                cute.recast_tensor(words[None, i], TYPES[dtype]).store(
+                    (kept[None, i].load() * factor).to(TYPES[dtype])
+                )
+            else:
+                scale(words[None, i], maximum, inverse, dtype)
+            vector = begin + i * config.lanes + lane
+            address = row.first + (target.address - row.address) + Int64(vector) * VECTOR_BYTES
+            present = Boolean(vector < end) & in_range
+            store_vector(words[None, i], address, present, config.store_bytes, config.store_hint)
+        if cutlass.const_expr(config.edges):
+            value = exponential(edge_value - maximum, accurate) * inverse
+            if in_range:
+                store_edge(target, edge, value, dtype)
+
+
+@cute.jit
+def largest(words: cute.Tensor, edge_value, dtype: cutlass.Constexpr) -> Float32:
+    """Largest element of packed words (WORDS, VECTOR), and of the edge where there may be one."""
+    maximum = -Float32.inf if cutlass.const_expr(edge_value is None) else edge_value
+    for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+        maximum = as_float(words[None, i], dtype).load().reduce(cute.ReductionOp.MAX, maximum, 0)
+    return maximum
+
+
+def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
+    """values become exp(values - reference), in place; returns their sum."""
+    sums = [Float32(0.0), Float32(0.0)]  # two chains: one's latency hides under the other's
+    for i in range(cute.size(values)):
+        values[i] = exponential(values[i] - reference, accurate)
+        sums[i % 2] += values[i]
+    return sums[0] + sums[1]

@@ -1,0 +1,141 @@
+"""Rows of any length, read twice: once for the maximum and the sum, once more to scale. sm_90a and sm_100a.
+
+The second read finds in L2 what the rows under way leave there. A row is one CTA's, or shared by a cluster's
+CTAs. Nothing is held, so there is no limit to the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64
+
+from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_join
+from warpspec.softmax.online import WARP, absorb, exponential, state_of
+from warpspec.softmax.vectors import (
+    TYPES,
+    VECTOR_BYTES,
+    WORDS,
+    edge_of,
+    load_edge,
+    load_vector,
+    locate,
+    store_edge,
+    store_vector,
+)
+
+
+@dataclass(frozen=True)
+class TwoPassConfig:
+    """dtype, edges, store_bytes: as RowsConfig. threads: a CTA, whole warps. cluster: CTAs to a row. unroll:
+    vectors a thread loads before it uses the first."""
+
+    dtype: str
+    threads: int
+    cluster: int
+    edges: bool
+    store_bytes: int = VECTOR_BYTES
+    unroll: int = 4
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+
+class TwoPass:
+    """``cute.compile(TwoPass(config), x, out, stream)``."""
+
+    def __init__(self, config: TwoPassConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        config = self.config
+        self.kernel(x, out).launch(
+            grid=(x.shape[0] * config.cluster, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor):
+        config = self.config
+        dtype = config.dtype
+        accurate = dtype == "float32"
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        slots = smem.allocate_tensor(
+            Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
+        )
+        exchange = None
+        if cutlass.const_expr(config.cluster > 1):
+            full = smem.allocate_array(Int64, 1)
+            exchange = ClusterExchange(slots, full, config.cluster, config.warps)
+            exchange.open(thread)
+
+        # 1. This CTA's share of the row's vectors.
+        row_index = block // config.cluster
+        row = locate(x, row_index, dtype, config.edges)
+        begin, end = Int32(0), row.vectors
+        if cutlass.const_expr(config.cluster > 1):
+            share = cute.ceil_div(row.vectors, config.cluster)
+            begin = cute.arch.block_idx_in_cluster() * share
+            end = cutlass.min(begin + share, row.vectors)
+        step = config.threads * config.unroll
+        rounds = cute.ceil_div(cutlass.max(end - begin, 0), step)
+
+        # 2. First pass.
+        words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
+        packed = cute.recast_tensor(words, TYPES[dtype])
+        values = cute.make_rmem_tensor(packed.layout, Float32)
+        edge, edge_value = None, None
+        maximum, total = -Float32.inf, Float32(0.0)
+        if cutlass.const_expr(config.edges):
+            number = thread + Int32(cutlass.select_(Boolean(begin == 0), 0, config.threads))
+            edge = edge_of(row, number, dtype)
+            edge_value = load_edge(row, edge, dtype)
+            if edge.present:
+                maximum, total = state_of(edge_value, accurate)
+        for r in cutlass.range(rounds, unroll=1):
+            for i in cutlass.range_constexpr(config.unroll):
+                vector = begin + r * step + i * config.threads + thread
+                address = row.first + Int64(vector) * VECTOR_BYTES
+                load_vector(words[None, i], address, Boolean(vector < end), dtype, "once")
+            values.store(packed.load().to(Float32))
+            maximum, total = absorb((maximum, total), values, accurate)
+
+        # 3. The row's state.
+        state = warp_join((maximum, total), WARP)
+        if cutlass.const_expr(config.cluster > 1):
+            state = exchange.close(state, thread // WARP)
+        else:
+            by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, config.warps, 1)))
+            state = join_warps(state, by_row, 0, thread // WARP, config.warps)
+        maximum, total = state
+        inverse = Float32(1.0) / total
+
+        # 4. Second pass, backwards: what was read last is the likeliest to be in L2 still.
+        target = locate(out, row_index, dtype, False)
+        distance = target.address - row.address
+        for k in cutlass.range(rounds, unroll=1):
+            r = rounds - 1 - k
+            for i in cutlass.range_constexpr(config.unroll):
+                vector = begin + r * step + i * config.threads + thread
+                address = row.first + Int64(vector) * VECTOR_BYTES
+                load_vector(words[None, i], address, Boolean(vector < end), dtype, "stream")
+            values.store(packed.load().to(Float32))
+            for i in cutlass.range_constexpr(cute.size(values)):
+                values[i] = exponential(values[i] - maximum, accurate) * inverse
+            packed.store(values.load().to(TYPES[dtype]))
+            for i in cutlass.range_constexpr(config.unroll):
+                vector = begin + r * step + i * config.threads + thread
+                address = row.first + distance + Int64(vector) * VECTOR_BYTES
+                store_vector(words[None, i], address, Boolean(vector < end), config.store_bytes, "stream")
+        if cutlass.const_expr(config.edges):
+            store_edge(target, edge, exponential(edge_value - maximum, accurate) * inverse, dtype)

@@ -1,0 +1,164 @@
+"""16-byte vectors of a row in global memory, whatever the row's alignment. Device side.
+
+A row of n elements is cut at the 16-byte boundaries of memory: fewer than a vector's worth of elements before
+the first boundary (the head), whole vectors, fewer than a vector's worth after the last (the tail). Whole
+vectors move 16 bytes at a time; head and tail together are fewer than two vectors, and each of their elements
+is one thread's, its ``Edge``. Where every row starts and ends on a boundary there are no edges, and the code for
+them is left out.
+
+Nothing outside the row is read or written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+VECTOR_BYTES = 16
+WORDS = 4  # of 32 bits in a vector
+# Two elements of -inf (one of fp32) as a word.
+MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
+TYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
+
+LOAD_HINTS = {"plain": "", "once": ".L1::no_allocate", "stream": ".cs", "keep": ".L1::no_allocate"}
+STORE_HINTS = {"plain": "", "stream": ".cs"}
+PIECES = {16: ("v4.b32", 4), 8: ("v2.b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes: PTX type, words
+
+
+def elements(dtype: str) -> int:
+    """Elements of ``dtype`` in a vector."""
+    return VECTOR_BYTES // WIDTHS[dtype]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a row lies: what every access of it needs.
+
+    address: of element 0, bytes. head, vectors, tail: elements, vectors, elements. The vectors start at
+    ``first``, a 16-byte boundary.
+    """
+
+    address: Int64
+    first: Int64
+    head: Int32
+    vectors: Int32
+    tail: Int32
+
+
+@cute.jit
+def locate(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Constexpr) -> Row:
+    """Row ``row`` of tensor (ROW, ELEMENT), its elements contiguous."""
+    width, per_vector = WIDTHS[dtype], elements(dtype)
+    length = tensor.shape[1]
+    address = tensor.iterator.toint() + Int64(row) * Int64(tensor.stride[0]) * width
+    first, head, tail = address, Int32(0), Int32(0)
+    vectors = length // per_vector
+    if cutlass.const_expr(edges):
+        past = Int32(address % VECTOR_BYTES) // width
+        head = cutlass.min((per_vector - past) % per_vector, length)
+        vectors = (length - head) // per_vector
+        tail = length - head - vectors * per_vector
+        first = address + Int64(head * width)
+    return Row(address, first, head, vectors, tail)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The one element of head or tail that a thread has, if any. offset: in bytes from the row's start."""
+
+    present: Boolean
+    offset: Int32
+
+
+@cute.jit
+def edge_of(row: Row, thread, dtype: cutlass.Constexpr) -> Edge:
+    """Threads 0, 1, ... have the head's elements, from the vector's length on the tail's."""
+    width, per_vector = WIDTHS[dtype], elements(dtype)
+    in_tail = Boolean(thread >= per_vector)
+    index = Int32(cutlass.select_(in_tail, thread - per_vector, thread))
+    count = Int32(cutlass.select_(in_tail, row.tail, row.head))
+    start = Int32(cutlass.select_(in_tail, row.head + row.vectors * per_vector, Int32(0)))
+    return Edge(Boolean(index < count), (start + index) * width)
+
+
+@cute.jit
+def load_edge(row: Row, edge: Edge, dtype: cutlass.Constexpr) -> Float32:
+    """The edge's element, -inf where there is none."""
+    value = -Float32.inf
+    if edge.present:
+        pointer = cute.make_ptr(TYPES[dtype], row.address + edge.offset, cute.AddressSpace.gmem)
+        value = cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
+    return value
+
+
+@cute.jit
+def store_edge(row: Row, edge: Edge, value: Float32, dtype: cutlass.Constexpr):
+    """Write the edge's element, if there is one."""
+    if edge.present:
+        pointer = cute.make_ptr(TYPES[dtype], row.address + edge.offset, cute.AddressSpace.gmem)
+        cute.make_tensor(pointer, cute.make_layout(1))[0] = value.to(TYPES[dtype])
+
+
+def load_vector(words: cute.Tensor, address, present, dtype: str, hint: str) -> None:
+    """words (WORDS) Int32 become the 16 bytes at ``address`` where ``present``, else elements of -inf.
+
+    Written as one predicated instruction, so that loads stand side by side with no branch between them.
+    """
+    fill = MINUS_INFINITY[dtype]
+    outputs = ", ".join(f"{{$w{i}}}" for i in range(WORDS))
+    fills = " ".join(f"@!here mov.b32 {{$w{i}}}, {fill:#x};" for i in range(WORDS))
+    loaded = cute.arch.inline_ptx(
+        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; "
+        f"@here ld.global{LOAD_HINTS[hint]}.v4.b32 {{{outputs}}}, [{{$r0}}]; {fills} }}",
+        write_only_types=[Int32] * WORDS,
+        read_only_args=[address, Int32(present)],
+    )
+    for i in range(WORDS):
+        words[i] = loaded[i]
+
+
+def as_float(words: cute.Tensor, dtype: str) -> cute.Tensor:
+    """The elements of packed ``words`` (WORDS, ...) in new fp32 registers."""
+    packed = cute.recast_tensor(words, TYPES[dtype])
+    values = cute.make_rmem_tensor(packed.layout, Float32)
+    values.store(packed.load().to(Float32))
+    return values
+
+
+def forget(words: cute.Tensor) -> None:
+    """Hide from the compiler that words (WORDS, ...) Int32 are what they were.
+
+    Otherwise it keeps what it computed from them, twice as many registers, for the next use.
+    """
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[i]]
+        )
+
+
+def store_vector(words: cute.Tensor, address, present, piece_bytes: int, hint: str) -> None:
+    """The 16 bytes of words (WORDS) Int32 to ``address`` where ``present``, in pieces of ``piece_bytes``."""
+    kind, count = PIECES[piece_bytes]
+    stores = []
+    for offset in range(0, VECTOR_BYTES, piece_bytes):
+        first = offset // 4
+        if kind == "b16":
+            value = f"{'high' if offset % 4 else 'low'}{first}"
+        elif count == 1:
+            value = f"{{$r{2 + first}}}"
+        else:
+            value = "{" + ", ".join(f"{{$r{2 + first + i}}}" for i in range(count)) + "}"
+        stores.append(f"@here st.global{STORE_HINTS[hint]}.{kind} [{{$r0}}+{offset}], {value};")
+    halves = ""
+    if kind == "b16":
+        halves = "".join(
+            f" .reg .b16 low{i}, high{i}; mov.b32 {{low{i}, high{i}}}, {{$r{2 + i}}};" for i in range(WORDS)
+        )
+    cute.arch.inline_ptx(
+        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0;" + halves + " " + " ".join(stores) + " }",
+        read_only_args=[address, Int32(present), *(words[i] for i in range(WORDS))],
+    )
