@@ -47,12 +47,7 @@ def quantize_block(
     values: (16) fp32, left as they are; amax: their largest magnitude, NaN if one is. global_scale: positive or NaN;
     bounded: it was taken from values at least as large as these, so that no quotient can overflow.
     """
-    if cutlass.const_expr(bounded):
-        quotient = divide(divide(amax, Float32(E2M1_MAX)), global_scale)
-    else:
-        quotient = divide_any(divide(amax, Float32(E2M1_MAX)), global_scale)
-    scale = to_e4m3(cute.arch.fmin(quotient, E4M3_MAX, nan=True) + amax * 0.0)  # Inf * 0 is NaN
-    divisor = from_e4m3(scale) * global_scale
+    scale, divisor = block_scale(amax, global_scale, bounded=bounded)
     empty = Boolean(divisor == 0.0)
     reciprocal = reciprocal_of(divisor)
     limit = BEYOND_MAX * divisor
@@ -66,6 +61,28 @@ def quantize_block(
             quotients.extend(divide_pair(pair, divisor, reciprocal))
         words.append(Uint32(cutlass.select_(empty, Uint32(0), to_e2m1(quotients))))
     return scale, *words
+
+
+def block_scale(
+    amax: Float32, global_scale: Float32, *, bounded: cutlass.Constexpr = False
+) -> tuple[Uint32, Float32]:
+    """-> (e4m3 scale of a block, what its values are divided by: 0 where they all become +0). As ``quantize_block``."""
+    if cutlass.const_expr(bounded):
+        quotient = divide(divide(amax, Float32(E2M1_MAX)), global_scale)
+    else:
+        quotient = divide_any(divide(amax, Float32(E2M1_MAX)), global_scale)
+    scale = to_e4m3(cute.arch.fmin(quotient, E4M3_MAX, nan=True) + amax * 0.0)  # Inf * 0 is NaN
+    return scale, from_e4m3(scale) * global_scale
+
+
+def quantize_lane(x: Float32, divisor: Float32) -> Uint32:
+    """The code of one value of a block whose lanes hold one each; divisor: from ``block_scale``."""
+    limit = BEYOND_MAX * divisor
+    x = cute.arch.fmax(cute.arch.fmin(x, limit), -limit)
+    quotient, _ = divide_pair((x, x), divisor, reciprocal_of(divisor))
+    zero = Float32(0.0)
+    code = to_e2m1([quotient, *(zero,) * (CODES_PER_WORD - 1)])
+    return Uint32(cutlass.select_(divisor == 0.0, Uint32(0), code))
 
 
 def divide_pair(pair, divisor: Float32, reciprocal: Float32):

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
 MBARRIER_BYTES = 8
+BOTH_CTAS = 0b11  # mask of a cluster of two
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,34 @@ class Channel:
         """One arrival by each calling thread, releasing what the thread wrote before."""
         cute.arch.mbarrier_arrive(self.barrier(use))
 
+    def arrive_in(self, rank, use):
+        """``arrive`` on the same barrier of the cluster's CTA ``rank``."""
+        cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=nvvm.MemScopeKind.CLUSTER)
+
+    def arrive_warp(self, use, rank=None):
+        """One arrival of the whole warp, once all its lanes are here; on CTA ``rank``'s barrier where given."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if rank is None:
+                self.arrive(use)
+            else:
+                self.arrive_in(rank, use)
+
     def expect_bytes(self, use, transaction_bytes):
         """The producer's arrival, by one elected thread: the phase also waits for these TMA bytes."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(use), transaction_bytes)
 
-    def commit_mma(self, use):
-        """One arrival when every tcgen05.mma this warp has issued so far is complete (tcgen05.commit)."""
+    def commit_mma(self, use, *, pair=False):
+        """One arrival when every tcgen05.mma this warp has issued so far is complete (tcgen05.commit).
+
+        pair: of cta_group::2, on the same barrier of both CTAs.
+        """
         with cute.arch.elect_one():
-            tcgen05.commit(self.barrier(use))
+            if pair:
+                tcgen05.commit(self.barrier(use), BOTH_CTAS, tcgen05.CtaGroup.TWO)
+            else:
+                tcgen05.commit(self.barrier(use))
 
 
 def init_barriers(table: tuple[Barrier, ...], base: cute.Pointer) -> dict[str, Channel]:

@@ -49,17 +49,21 @@ def shared_tiles(
     return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
 
 
-def make_load(tensor: cute.Tensor, box: tuple[int, ...]) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """Descriptor that loads boxes of ``tensor`` (D, rows..., rest...), 16-bit elements. Host side.
+def make_load(
+    tensor: cute.Tensor, box: tuple[int, ...], *, swizzled: bool = True, pair: bool = False
+) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """Descriptor that loads boxes of ``tensor`` (D, rows..., rest...). Host side.
 
     box: (D, rows...). Returns the copy atom that carries the descriptor and the tensor of TMA coordinates.
-    The extents of ``tensor`` bound each load: what lies outside arrives as zeros.
+    The extents of ``tensor`` bound each load: what lies outside arrives as zeros. swizzled: for a row of ROW_BYTES;
+    else the box lands as it is. pair: bytes complete on the mbarrier of the even CTA of the pair (cta_group::2).
     """
-    if box[0] * tensor.element_type.width // 8 != ROW_BYTES:
+    if swizzled and box[0] * tensor.element_type.width // 8 != ROW_BYTES:
         raise ValueError(f"a row must be {ROW_BYTES} bytes, got {box[0]} of {tensor.element_type}")
     padded = box + (1,) * (cute.rank(tensor) - len(box))
-    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
-    return cpasync.make_tiled_tma_atom(op, tensor, swizzled_layout(padded), padded)
+    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE)
+    layout = swizzled_layout(padded) if swizzled else cute.make_layout(padded)
+    return cpasync.make_tiled_tma_atom(op, tensor, layout, padded)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
@@ -19,6 +20,12 @@ TMEM_COLUMNS = 512
 TMEM_COLUMN_BYTES = 4
 LANE_STRIDE = 1 << 16
 MIN_ALLOCATION = 32
+
+SCALE_LINE_BYTES = 16  # of a scale atom: what one lane gets
+# Shared memory descriptor of a scale atom, all but its address: lines of 16 bytes, eight of them 128 bytes, no swizzle
+# (PTX ISA, "Shared memory descriptor": address and offsets in units of 16 bytes, version 1 at bit 46).
+SCALE_DESCRIPTOR = 1 << 46 | (8 * SCALE_LINE_BYTES >> 4) << 32 | (SCALE_LINE_BYTES >> 4) << 16
+DESCRIPTOR_ADDRESS_MASK = 0x3FFFF
 
 
 def allocation(columns: int) -> int:
@@ -86,3 +93,21 @@ def _row_partition(atom, columns, count, thread, *, loading):
     if cutlass.const_expr(cute.size(shape) != count):
         raise ValueError(f"a row of {count} columns does not make one tcgen05 access")
     return part, cute.make_layout(shape)
+
+
+@dsl_user_op
+def copy_scale_atom(source: cute.Pointer, columns: cute.Pointer, *, pair: bool = False, loc=None, ip=None):
+    """Issue tcgen05.cp.32x128b.warpx4: 32 lines of 16 bytes in shared memory to 4 columns, into every warp's lanes.
+
+    So an atom of the 128x4 scale layout becomes what a block-scaled MMA reads: lane r % 32, column r / 32, 4 scales.
+    By one lane; in order with the MMAs of the same warp. source: the lines, 16-byte aligned. columns: TMEM. pair: in
+    both CTAs of a pair, each from its own shared memory.
+    """
+    address = source.toint(loc=loc, ip=ip) & DESCRIPTOR_ADDRESS_MASK
+    descriptor = Int64(address >> 4) | SCALE_DESCRIPTOR
+    cute.arch.inline_ptx(
+        f"tcgen05.cp.cta_group::{2 if pair else 1}.32x128b.warpx4 [{{$r0}}], {{$r1}};",
+        read_only_args=[columns.toint(loc=loc, ip=ip), descriptor],
+        loc=loc,
+        ip=ip,
+    )

@@ -1,0 +1,266 @@
+"""NVFP4 grouped GEMM on sm_100a: the kernel compiled once a configuration, run on a GPU or in the simulator."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.compile import compile_cached
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
+from warpspec.moe.operands import (
+    PITCH_ALIGNMENT,
+    PreparedWeights,
+    QuantizedRows,
+    row_atoms_bound,
+    scale_atoms,
+)
+from warpspec.moe.sm100.config import EPILOGUES, GemmConfig, Shape
+from warpspec.moe.sm100.plan import SM_COUNT, choose_shape, group_count
+
+__all__ = ["EPILOGUES", "GemmConfig", "Shape", "compiled", "grouped_gemm", "plan"]
+
+SIMULATED_ARCH = "sm_100a"
+ROW_ALIGNMENT = 16  # bytes: what TMA and 16-byte stores ask of rows
+FEATURE_MULTIPLE = 8  # N, and rows of gate and of up
+
+
+def plan(
+    a: QuantizedRows,
+    w: PreparedWeights,
+    *,
+    epilogue="linear",
+    nvfp4_out=False,
+    limit=None,
+    shape: Shape | None = None,
+):
+    """The configuration for operands, chosen from their shapes alone. shape: instead of the chosen tiles."""
+    return GemmConfig(
+        shape=shape or choose_shape(a.rows, w.experts),
+        epilogue=epilogue,
+        output="nvfp4" if nvfp4_out else "bf16",
+        has_row_scale=a.row_scale is not None,
+        has_limit=limit is not None,
+        has_bias=w.bias is not None,
+    )
+
+
+def grouped_gemm(
+    a: QuantizedRows,
+    w: PreparedWeights,
+    offsets: torch.Tensor,
+    out: torch.Tensor | QuantizedRows,
+    *,
+    epilogue: str = "linear",
+    limit: float | None = None,
+    out_scale: torch.Tensor | None = None,
+    run: str,
+    shape: Shape | None = None,
+    groups: int | None = None,
+):
+    """out[r] = epilogue(a[r] @ w[e]^T) for every row r of every expert e, in one launch without synchronisation.
+
+    a: rows sorted by expert, R of them. w: w13 (gated) for "swiglu" and "swiglu_oai", any for "linear". offsets: int32
+    [E], running ends; rows from offsets[-1] on are neither read nor written. out: bf16 [R, width], or QuantizedRows of
+    k >= width without row_scale, which then takes out_scale, fp32 [E]: its fixed global scales. limit: of the clamp of
+    gate and up. run: "sim" (CPU tensors; returns the ``SimReport``) or "cuda" (the device's current stream; returns
+    None). shape, groups: for tests, instead of the chosen tiles and number of CTAs (or pairs).
+
+    Raises TypeError or ValueError naming the argument, before anything is launched.
+    """
+    check(a, w, offsets, out, epilogue, limit, out_scale, run)
+    config = plan(a, w, epilogue=epilogue, nvfp4_out=isinstance(out, QuantizedRows), limit=limit, shape=shape)
+    if a.rows == 0:
+        return None
+    quantized = isinstance(out, QuantizedRows)
+    tensors = (
+        *(a.data, a.scales, a.row_scale),
+        *(w.data, w.scales, w.global_scale, w.bias),
+        offsets,
+        *((out.data, out.scales, out_scale) if quantized else (out, None, None)),
+    )
+    columns = w.n // 2 if config.gated else w.n
+
+    def scalars(sm_count):
+        count = groups or group_count(config.shape, a.rows, w.experts, w.n, sm_count)
+        return a.k, columns, float(limit or 0.0), count
+
+    if run == "sim":
+        from warpspec import sim  # brings in llvmlite, an optional dependency
+
+        return sim.run(compiled(config, SIMULATED_ARCH), *tensors, *scalars(SM_COUNT), None)
+    properties = torch.cuda.get_device_properties(a.data.device)
+    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a")
+    launch_cuda(kernel, tensors, scalars(properties.multi_processor_count))
+    return None
+
+
+def launch_cuda(kernel, tensors, scalars) -> None:
+    """Call a compiled kernel on CUDA tensors, on their device's current stream."""
+    import cuda.bindings.driver as driver
+    from cutlass.cute.runtime import from_dlpack
+
+    arguments = [
+        None
+        if tensor is None
+        else from_dlpack(tensor.detach(), assumed_align=alignment(tensor)).mark_layout_dynamic(
+            leading_dim=tensor.dim() - 1
+        )
+        for tensor in tensors
+    ]
+    with torch.cuda.device(tensors[0].device):
+        kernel(*arguments, *scalars, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+
+
+def alignment(tensor: torch.Tensor) -> int:
+    """Bytes: rows of operands and results are aligned for TMA, vectors for their elements."""
+    return ROW_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
+
+
+def compiled(config: GemmConfig, arch: str = SIMULATED_ARCH):
+    """The kernel of a configuration, compiled on first use in this process. Needs no GPU."""
+    return compile_cached(("moe", config), lambda: _host_and_arguments(config), arch=arch)
+
+
+def _host_and_arguments(config: GemmConfig) -> tuple:
+    """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from warpspec.moe.sm100.kernel import GroupedGemm
+
+    def tensor(dtype, rank, last=None, aligned=True):
+        """Of ``rank`` dimensions, the last contiguous and, where given, of a known length."""
+        step = ROW_ALIGNMENT * 8 // dtype.width if aligned else 1
+        return make_fake_tensor(
+            dtype,
+            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
+            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
+            assumed_align=ROW_ALIGNMENT if aligned else dtype.width // 8,
+            memspace=cute.AddressSpace.gmem,
+        )
+
+    uint8, fp32 = cutlass.Uint8, cutlass.Float32
+
+    def atoms(rank):
+        """Contiguous scale atoms."""
+        return tensor(uint8, rank, ATOM_BYTES)
+
+    def vector(dtype):
+        return tensor(dtype, 1, aligned=False)
+
+    quantizes = config.quantizes
+    return (
+        GroupedGemm(config),
+        tensor(uint8, 2),
+        atoms(3),
+        vector(fp32) if config.has_row_scale else None,
+        tensor(uint8, 3),
+        atoms(4),
+        tensor(fp32, 2, 2 if config.gated else 1, aligned=False),
+        tensor(fp32, 2) if config.has_bias else None,
+        vector(cutlass.Int32),
+        tensor(uint8 if quantizes else cutlass.BFloat16, 2),
+        atoms(3) if quantizes else None,
+        vector(fp32) if quantizes else None,
+        *(1, 1, 0.0, 1),  # k, columns, limit, groups
+        make_fake_stream(),
+    )
+
+
+def check(a, w, offsets, out, epilogue, limit, out_scale, run) -> None:
+    """Raise TypeError or ValueError naming the argument that this kernel cannot take."""
+    if run not in ("sim", "cuda"):
+        raise ValueError(f"run: must be 'sim' or 'cuda', got {run!r}")
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue: must be one of {EPILOGUES}, got {epilogue!r}")
+    gated = epilogue != "linear"
+    if gated and not w.gated:
+        raise ValueError(
+            f"w: {epilogue} needs gate and up, two global scales an expert, got {w.global_scale.shape[1]}"
+        )
+    if not gated and w.gated:
+        raise ValueError("w: linear takes weights of one global scale an expert, got two")
+    if limit is not None and not gated:
+        raise ValueError(f"limit: a clamp belongs to swiglu, got {limit} with linear")
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"limit: must not be negative, got {limit}")
+    if a.k != w.k:
+        raise ValueError(f"a: k must be that of w, {w.k}, got {a.k}")
+    if a.k % BLOCK or a.k <= 0:
+        raise ValueError(f"a: k must be a positive multiple of {BLOCK}, got {a.k}")
+    multiple = 2 * FEATURE_MULTIPLE if gated else FEATURE_MULTIPLE
+    if w.n % multiple or w.n <= 0:
+        raise ValueError(f"w: n must be a positive multiple of {multiple}, got {w.n}")
+    shapes = [
+        ("offsets", offsets, torch.int32, (w.experts,)),
+        ("a.scales", a.scales, torch.uint8, (None, scale_atoms(a.k), ATOM_BYTES)),
+        ("a.row_scale", a.row_scale, torch.float32, (a.rows,)),
+        ("w.scales", w.scales, torch.uint8, (w.experts, -(-w.n // ATOM_ROWS), scale_atoms(w.k), ATOM_BYTES)),
+        ("w.global_scale", w.global_scale, torch.float32, (w.experts, 2 if gated else 1)),
+        ("w.bias", w.bias, torch.float32, (w.experts, w.n)),
+        ("a.data", a.data, torch.uint8, (a.rows, None)),
+        ("w.data", w.data, torch.uint8, (w.experts, w.n, None)),
+    ]
+    width = w.n // 2 if gated else w.n
+    if isinstance(out, QuantizedRows):
+        if not gated:
+            raise ValueError("out: linear writes bf16, got QuantizedRows")
+        if out.row_scale is not None:
+            raise ValueError("out: row_scale must be None, its global scales are out_scale")
+        if out.k != -(-width // BLOCK) * BLOCK:
+            raise ValueError(f"out: k must be {width} in whole blocks of {BLOCK}, got {out.k}")
+        if out_scale is None:
+            raise ValueError("out_scale: quantised results need their global scales, got None")
+        shapes += [
+            ("out.data", out.data, torch.uint8, (a.rows, None)),
+            ("out.scales", out.scales, torch.uint8, (None, scale_atoms(out.k), ATOM_BYTES)),
+            ("out_scale", out_scale, torch.float32, (w.experts,)),
+        ]
+        if out.data.shape[-1] * 2 < out.k:
+            raise ValueError(f"out.data: rows of {out.k // 2} bytes needed, got {out.data.shape[-1]}")
+        check_atoms("out.scales", out.scales, a.rows, w.experts)
+    else:
+        if out_scale is not None:
+            raise ValueError("out_scale: belongs to quantised results, out is bf16")
+        shapes.append(("out", out, torch.bfloat16, (a.rows, width)))
+    for name, tensor, dtype, shape in shapes:
+        if tensor is not None:
+            check_tensor(name, tensor, dtype, shape, offsets.device, run)
+    check_atoms("a.scales", a.scales, a.rows, w.experts)
+    for name, tensor in (("a.data", a.data), ("w.data", w.data)):
+        if tensor.shape[-1] * 2 < a.k:
+            raise ValueError(f"{name}: rows of {a.k // 2} bytes needed, got {tensor.shape[-1]}")
+
+
+def check_atoms(name: str, scales: torch.Tensor, rows: int, experts: int) -> None:
+    """Room for the scales of any distribution of the rows."""
+    needed = row_atoms_bound(rows, experts)
+    if scales.shape[0] < needed:
+        raise ValueError(f"{name}: {needed} atoms of rows needed for {rows} rows, got {scales.shape[0]}")
+
+
+def check_tensor(name, tensor, dtype, shape, device, run) -> None:
+    """dtype, shape (None: any extent), device, contiguity, and rows aligned for TMA and 16-byte stores."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+        raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ["any" if want is None else want for want in shape]
+        raise ValueError(f"{name}: shape must be {wanted}, got {list(tensor.shape)}")
+    if tensor.device != device or tensor.device.type != {"sim": "cpu", "cuda": "cuda"}[run]:
+        raise ValueError(
+            f"{name}: must be on offsets' device, {device}, for run={run!r}; got {tensor.device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, got strides {list(tensor.stride())}")
+    if alignment(tensor) == ROW_ALIGNMENT:
+        row = tensor.shape[-1] * tensor.element_size()
+        if row % ROW_ALIGNMENT or tensor.data_ptr() % ROW_ALIGNMENT:
+            raise ValueError(
+                f"{name}: rows must be multiples of {ROW_ALIGNMENT} bytes at such addresses, got rows of {row}, "
+                f"address {tensor.data_ptr():#x}"
+            )
+
+
+assert PITCH_ALIGNMENT == ROW_ALIGNMENT

@@ -1,0 +1,37 @@
+"""From accumulators to outputs: global scales, bias, clamp, SwiGLU. One fp32 value at a time, in registers.
+
+"swiglu": silu(min(gate, limit)) * clamp(up, -limit, limit). "swiglu_oai": with the same clamps,
+gate * sigmoid(1.702 gate) * (up + 1). NaN goes through the clamps, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+LOG2_E = math.log2(math.e)
+OAI_ALPHA = 1.702
+
+
+def gated(config, gate, up, limit) -> Float32:
+    """The activation of one gate and one up. limit: read where the configuration has one."""
+    if config.has_limit:
+        gate = cute.arch.fmin(gate, limit, nan=True)
+        up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
+    if config.epilogue == "swiglu_oai":
+        return gate * sigmoid(gate, OAI_ALPHA) * (up + Float32(1.0))
+    return gate * sigmoid(gate, 1.0) * up
+
+
+def sigmoid(x, slope: float) -> Float32:
+    """1 / (1 + exp(-slope x))."""
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-slope * LOG2_E), fastmath=True))
+
+
+def global_scales(config, operands, expert) -> tuple[Float32, Float32]:
+    """The weights' global scales: of gate and up; twice the same where there is one."""
+    last = cutlass.const_expr(1 if config.gated else 0)
+    return operands.global_scale[expert, 0], operands.global_scale[expert, last]

@@ -1,0 +1,415 @@
+"""Grouped GEMM on sm_100a: tile shapes, warp roles, memory budgets, barrier table.
+
+Plain Python, fixed at compile time: one ``GemmConfig`` is one compiled kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from warpspec.common import tma, tmem
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
+from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+
+WARP_THREADS = 32
+SMEM_PER_CTA = 227 * 1024  # bytes one CTA may have
+MAX_REGISTERS = 255  # a thread
+CODES_PER_BYTE = 2
+INT32_BYTES = 4
+VECTOR_BYTES = 16  # of one access to shared or global memory
+
+MMA_ROWS = 128  # M of one CTA: lanes of tensor memory
+MMA_K = 64  # of one tcgen05.mma of kind mxf4nvf4
+K_TILE = CODES_PER_BYTE * tma.ROW_BYTES  # values of K a stage: one span of the 128-byte swizzle
+K_STEPS = K_TILE // MMA_K  # MMAs a stage; each takes one scale atom of K: ATOM_COLUMNS * BLOCK = MMA_K
+SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // tmem.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
+ACCUMULATORS = 2
+RECORDS = 4  # tiles the scheduler may be ahead
+RECORD_FIELDS = 8  # Int32 each, two 16-byte vectors
+MIN_ACCUMULATOR_COLUMNS = 32
+
+SWIGLU_COLUMNS = (
+    2 * BLOCK
+)  # accumulator columns, or lanes, of one block of outputs: 8 gate, 8 up, 8 gate, 8 up
+INTERLEAVE = 8  # rows of gate, then as many of up
+STEP_TOKENS = 16
+SEGMENT = 96  # outputs of a row that are staged together and written as one piece (where rows are lanes)
+
+EPILOGUES = ("linear", "swiglu", "swiglu_oai")
+OUTPUTS = ("bf16", "nvfp4")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tiles of one kernel.
+
+    swapped: weights are the 128 rows of M, tokens the N of the MMA; else tokens are M and weights N. tile_n: N.
+    ctas: 1, or 2 that share an MMA of 256 rows, each with half of N's rows in its shared memory.
+    """
+
+    swapped: bool
+    tile_n: int
+    ctas: int = 1
+
+    def __str__(self):
+        return f"{'swapped' if self.swapped else 'pair' if self.ctas == 2 else 'single'}-{self.tile_n}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.tile_n if self.swapped else MMA_ROWS * self.ctas
+
+    @property
+    def features(self) -> int:
+        """Rows of the weights of a tile."""
+        return MMA_ROWS if self.swapped else self.tile_n
+
+
+SINGLE = Shape(swapped=False, tile_n=192)
+PAIR = Shape(swapped=False, tile_n=192, ctas=2)
+SWAPPED = {n: Shape(swapped=True, tile_n=n) for n in (8, 16, 32, 64)}
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Compile-time shape of one kernel.
+
+    epilogue: of EPILOGUES. output: of OUTPUTS. has_row_scale: every token has a global scale of its own. has_limit:
+    gate and up are clamped. has_bias: the weights have one.
+    """
+
+    shape: Shape
+    epilogue: str = "linear"
+    output: str = "bf16"
+    has_row_scale: bool = True
+    has_limit: bool = False
+    has_bias: bool = False
+    stages: int = field(init=False)
+
+    def __post_init__(self):
+        assert self.epilogue in EPILOGUES and self.output in OUTPUTS
+        assert self.gated or (self.output == "bf16" and not self.has_limit)
+        object.__setattr__(self, "stages", (SMEM_PER_CTA - self.fixed_bytes) // self.stage_bytes)
+        assert self.stages >= 2
+        assert self.smem_bytes <= SMEM_PER_CTA
+        assert self.tmem_columns <= tmem.TMEM_COLUMNS
+        assert barrier_count(self.barriers) <= self.barrier_slots
+        assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
+        assert self.tile_n % (8 * self.ctas) == 0
+        assert self.swapped or self.out_columns % SEGMENT == 0
+
+    @property
+    def swapped(self) -> bool:
+        return self.shape.swapped
+
+    @property
+    def tile_n(self) -> int:
+        return self.shape.tile_n
+
+    @property
+    def ctas(self) -> int:
+        return self.shape.ctas
+
+    @property
+    def pair(self) -> bool:
+        return self.shape.ctas == 2
+
+    @property
+    def gated(self) -> bool:
+        """Gate and up become one."""
+        return self.epilogue != "linear"
+
+    @property
+    def quantizes(self) -> bool:
+        return self.output == "nvfp4"
+
+    # Warp roles. Warps 0-3 are one warpgroup: warp w reaches lanes 32 w to 32 w + 31 of tensor memory.
+
+    @property
+    def epilogue_warps(self) -> range:
+        return range(4)
+
+    @property
+    def mma_warp(self) -> int:
+        return 4
+
+    @property
+    def load_warp(self) -> int:
+        return 5
+
+    @property
+    def schedule_warp(self) -> int:
+        return 6
+
+    @property
+    def threads(self) -> int:
+        return 7 * WARP_THREADS
+
+    @property
+    def epilogue_threads(self) -> int:
+        return len(self.epilogue_warps) * WARP_THREADS
+
+    # Tiles.
+
+    @property
+    def mma_tiler(self) -> tuple[int, int, int]:
+        """(M, N, K) of a stage, both CTAs together."""
+        return (MMA_ROWS * self.ctas, self.tile_n, K_TILE)
+
+    @property
+    def out_columns(self) -> int:
+        """Outputs of a token in a tile."""
+        return self.shape.features // 2 if self.gated else self.shape.features
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of tokens that one CTA loads."""
+        return self.tile_n if self.swapped else MMA_ROWS
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of weights that one CTA loads: of a pair, half."""
+        return MMA_ROWS if self.swapped else self.tile_n // self.ctas
+
+    @property
+    def token_box(self) -> tuple[int, int]:
+        """(K bytes, ROW)."""
+        return (tma.ROW_BYTES, self.token_rows)
+
+    @property
+    def weight_box(self) -> tuple[int, int]:
+        """(K bytes, ROW)."""
+        return (tma.ROW_BYTES, self.weight_rows)
+
+    @property
+    def weight_atoms(self) -> int:
+        """Rows of scale atoms that a tile's weights touch, wherever it starts: all of N, also in each CTA of a pair."""
+        return -(-self.shape.features // ATOM_ROWS)
+
+    @property
+    def scale_words(self) -> int:
+        """Int32 of a scale atom."""
+        return ATOM_BYTES // INT32_BYTES
+
+    @property
+    def token_scale_box(self) -> tuple[int, int, int]:
+        """(Int32, K ATOM, ROW ATOM)."""
+        return (self.scale_words, K_STEPS, 1)
+
+    @property
+    def weight_scale_box(self) -> tuple[int, int, int]:
+        """(Int32, K ATOM, ROW ATOM)."""
+        return (self.scale_words, K_STEPS, self.weight_atoms)
+
+    # Tensor memory, in 32-bit columns.
+
+    @property
+    def accumulator_columns(self) -> int:
+        """From one accumulator to the next."""
+        return max(self.tile_n, MIN_ACCUMULATOR_COLUMNS)
+
+    @property
+    def tmem_token_scales(self) -> int:
+        """First column of the tokens' scales: SCALE_COLUMNS for each K step."""
+        return ACCUMULATORS * self.accumulator_columns
+
+    @property
+    def tmem_weight_scales(self) -> int:
+        """First column of the weights' scales: weight_atoms times SCALE_COLUMNS for each K step."""
+        return self.tmem_token_scales + K_STEPS * SCALE_COLUMNS
+
+    @property
+    def tmem_columns(self) -> int:
+        return self.tmem_weight_scales + K_STEPS * SCALE_COLUMNS * self.weight_atoms
+
+    @property
+    def tmem_allocation(self) -> int:
+        return tmem.allocation(self.tmem_columns)
+
+    # Shared memory, in bytes.
+
+    @property
+    def token_bytes(self) -> int:
+        """Tokens of a stage; a multiple of the alignment, since rows come in eights."""
+        return self.token_rows * tma.ROW_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_rows * tma.ROW_BYTES
+
+    @property
+    def token_scale_bytes(self) -> int:
+        return K_STEPS * ATOM_BYTES
+
+    @property
+    def weight_scale_bytes(self) -> int:
+        return self.weight_atoms * K_STEPS * ATOM_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage, and the bytes that one CTA's loads of it add to its mbarrier."""
+        return self.token_bytes + self.weight_bytes + self.token_scale_bytes + self.weight_scale_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        return RECORD_FIELDS * INT32_BYTES
+
+    @property
+    def records_bytes(self) -> int:
+        return RECORDS * self.record_bytes
+
+    @property
+    def barrier_slots(self) -> int:
+        """mbarriers there is room for: with records and TMEM address, less than the alignment of what follows."""
+        return 64
+
+    @property
+    def output_bits(self) -> int:
+        """Of one output."""
+        return 4 if self.quantizes else 16
+
+    @property
+    def segment_columns(self) -> int:
+        """Outputs of a token that a warp stages at a time."""
+        if self.swapped:
+            return self.out_columns // len(self.epilogue_warps)
+        return SEGMENT
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of them in the result."""
+        return self.segment_columns * self.output_bits // 8
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a thread takes from tensor memory at a time (where rows are weights)."""
+        return min(self.tile_n, STEP_TOKENS)
+
+    @property
+    def step_outputs(self) -> int:
+        """Outputs of a token that a thread makes of 32 columns (where rows are lanes)."""
+        return BLOCK if self.gated else SWIGLU_COLUMNS
+
+    @property
+    def step_words(self) -> int:
+        """Int32 of them in the result."""
+        return self.step_outputs * self.output_bits // (8 * INT32_BYTES)
+
+    @property
+    def piece_words(self) -> int:
+        """Int32 of one store to global memory."""
+        return min(VECTOR_BYTES, self.segment_bytes) // INT32_BYTES
+
+    @property
+    def segment_pieces(self) -> int:
+        """Such stores of a segment."""
+        return self.segment_bytes // (self.piece_words * INT32_BYTES)
+
+    @property
+    def piece_columns(self) -> int:
+        """Outputs of one."""
+        return self.segment_columns // self.segment_pieces
+
+    @property
+    def staging_pitch(self) -> int:
+        """Bytes from one staged token to the next: an odd number of vectors, so that neither the threads that write
+        one row each nor those that read along rows meet in a bank."""
+        vectors = -(-self.segment_bytes // VECTOR_BYTES)
+        return (vectors | 1) * VECTOR_BYTES
+
+    @property
+    def staging_tokens(self) -> int:
+        """Tokens that a warp stages."""
+        return self.tile_n if self.swapped else WARP_THREADS
+
+    @property
+    def staging_warp_bytes(self) -> int:
+        return self.staging_tokens * self.staging_pitch
+
+    @property
+    def staging_bytes(self) -> int:
+        total = len(self.epilogue_warps) * self.staging_warp_bytes
+        return -(-total // tma.TILE_ALIGNMENT) * tma.TILE_ALIGNMENT
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the stages."""
+        return tma.TILE_ALIGNMENT + self.staging_bytes
+
+    @property
+    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """(region, bytes, what stands in it), in order."""
+        stages, swizzle = self.stages, "128-byte swizzle"
+        barriers = f"{barrier_count(self.barriers)} mbarriers, {RECORDS} tile records, 4 bytes"
+        atoms = f"{K_STEPS} x 512"
+        return (
+            ("barriers, records, TMEM address", tma.TILE_ALIGNMENT, barriers),
+            (
+                "tokens",
+                stages * self.token_bytes,
+                f"{stages} x [{self.token_rows}, {K_TILE}] e2m1, {swizzle}",
+            ),
+            (
+                "weights",
+                stages * self.weight_bytes,
+                f"{stages} x [{self.weight_rows}, {K_TILE}] e2m1, {swizzle}",
+            ),
+            ("token scales", stages * self.token_scale_bytes, f"{stages} x 1 x {atoms}, as in memory"),
+            (
+                "weight scales",
+                stages * self.weight_scale_bytes,
+                f"{stages} x {self.weight_atoms} x {atoms}, as in memory",
+            ),
+            (
+                "staging",
+                self.staging_bytes,
+                f"{len(self.epilogue_warps)} x {self.staging_tokens} tokens x {self.segment_columns} outputs",
+            ),
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(size for _, size, _ in self.smem_regions)
+
+    # Barriers.
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Every mbarrier of a CTA. full and empty: one use a K tile. record and accumulator: one use a tile."""
+        epilogue_warps = len(self.epilogue_warps)
+        load, mma, schedule, epilogue = "load warp", "MMA warp", "scheduler warp", "epilogue warps"
+        commit = f"{mma}, tcgen05.commit" + (" to both CTAs" if self.pair else "")
+        of_pair = " of both CTAs" if self.pair else ""
+        filled = f"{load}, expect_tx + TMA bytes{of_pair}"
+        stages = self.stages if hasattr(self, "stages") else 0
+        return (
+            Barrier("full", stages, 1, filled, mma, f"the K tile is in shared memory{of_pair}"),
+            Barrier("empty", stages, 1, commit, load, "the MMAs have read the K tile"),
+            Barrier(
+                "accumulator_full", ACCUMULATORS, 1, commit, epilogue, "the tile's sums are in tensor memory"
+            ),
+            Barrier(
+                "accumulator_empty",
+                ACCUMULATORS,
+                epilogue_warps * self.ctas,
+                f"{epilogue}{of_pair}, one lane each",
+                mma,
+                "the sums are in registers, their columns may be overwritten",
+            ),
+            Barrier(
+                "record_full",
+                RECORDS,
+                1,
+                f"{schedule}, one lane",
+                f"{load}, {mma}, {epilogue}",
+                "a tile record stands",
+            ),
+            Barrier(
+                "record_empty",
+                RECORDS,
+                2 + epilogue_warps,
+                f"{load}, {mma}, {epilogue}, one lane of each warp",
+                schedule,
+                "every warp has read the record",
+            ),
+        )

@@ -1,0 +1,132 @@
+"""Epilogue where tokens are lanes of tensor memory: a thread has a token, 32 columns of it at a time."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+
+from warpspec.common import tmem
+from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
+from warpspec.moe.sm100 import activation
+from warpspec.moe.sm100.config import INTERLEAVE, MMA_ROWS, SEGMENT, SWIGLU_COLUMNS, WARP_THREADS
+from warpspec.moe.sm100.store import warp_staging, write_scale_pair, write_segment
+
+COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs where gate and up become one
+SCALE_BITS = 8
+BIAS_VECTOR = 4
+
+
+@cute.jit
+def rows_to_result(
+    config: cutlass.Constexpr,
+    empty: cutlass.Constexpr,
+    use,
+    operands,
+    result,
+    accumulator: cute.Pointer,
+    staging: cute.Pointer,
+    features,
+    limit,
+    rank,
+    tile,
+):
+    """One accumulator [128 tokens, tile_n]: scaled, activated, converted, written. Releases it on the way."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
+    own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # of this warp's 32; may be negative
+    warp_row = tile.first_row + rank * MMA_ROWS + warp * WARP_THREADS
+    valid = Boolean(lane < own_rows)
+    gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)
+    if cutlass.const_expr(config.has_row_scale):
+        scale = Float32(0.0)
+        if valid:
+            scale = operands.row_scale[warp_row + lane]
+        gate_scale, up_scale = gate_scale * scale, up_scale * scale
+    steps = config.tile_n // COLUMNS
+    segment_steps = SEGMENT // config.step_outputs
+    words = config.step_words
+    staged = warp_staging(config, staging, warp, words)
+    codes = Int64(0)
+    out_scale = Float32(1.0)
+    if cutlass.const_expr(config.quantizes):
+        out_scale = operands.out_scale[tile.expert]
+    for segment in cutlass.range(steps // segment_steps, unroll=1):
+        for part in cutlass.range(segment_steps, unroll=1):
+            step = segment * segment_steps + part
+            values = cute.make_rmem_tensor(COLUMNS, Float32)
+            tmem.load_row(accumulator + step * COLUMNS, values, thread)
+            tmem.wait_loads()
+            if step == steps - 1:
+                tmem.fence_before_arrive()
+                empty.arrive_warp(use, 0 if config.pair else None)
+            feature = tile.first_feature + step * COLUMNS
+            scale_and_bias(config, operands, values, gate_scale, up_scale, tile.expert, feature, features)
+            outputs = activate(config, values, limit)
+            packed = cute.make_rmem_tensor(words, Int32)
+            if cutlass.const_expr(config.quantizes):
+                code, low, high = quantize_block(outputs, largest_magnitude(outputs), out_scale)
+                packed[0], packed[1] = Int32(low), Int32(high)
+                codes |= Int64(code) << (part * SCALE_BITS)
+            else:
+                converted = cute.make_rmem_tensor(cute.size(outputs), BFloat16)
+                converted.store(outputs.load().to(BFloat16))
+                packed = cute.recast_tensor(converted, Int32)
+            cute.autovec_copy(packed, staged[None, part, lane])
+        pieces = warp_staging(config, staging, warp, config.piece_words)
+        first_output = tile.first_feature // (2 if config.gated else 1) + segment * SEGMENT
+        write_segment(config, pieces, result, lane, warp_row, own_rows, first_output)
+    if cutlass.const_expr(config.quantizes):
+        write_scales(
+            config,
+            result,
+            valid,
+            tile.atom + rank,
+            warp * WARP_THREADS + lane,
+            tile.first_feature,
+            features,
+            codes,
+        )
+
+
+def scale_and_bias(config, operands, values, gate_scale, up_scale, expert, feature, features) -> None:
+    """values (32) times the global scales, plus the bias of features ``feature`` onwards; 0 past the last."""
+    for i in range(COLUMNS):
+        of_up = config.gated and i // INTERLEAVE % 2 == 1
+        values[i] = values[i] * (up_scale if of_up else gate_scale)
+    if config.has_bias:
+        row = operands.bias[expert, None]
+        for i in range(0, COLUMNS, BIAS_VECTOR):
+            inside = Boolean(feature + i < features)  # N is a multiple of 8
+            place = cutlass.min(feature + i, features - BIAS_VECTOR) // BIAS_VECTOR
+            bias = cute.make_rmem_tensor(BIAS_VECTOR, Float32)
+            cute.autovec_copy(cute.local_tile(row, (BIAS_VECTOR,), (place,)), bias)
+            for j in range(BIAS_VECTOR):
+                values[i + j] += Float32(cutlass.select_(inside, bias[j], Float32(0.0)))
+
+
+def activate(config, values, limit) -> cute.Tensor:
+    """Outputs of 32 columns: 16 where they are 8 gate, 8 up, 8 gate, 8 up; else the columns."""
+    if not config.gated:
+        return values
+    outputs = cute.make_rmem_tensor(BLOCK, Float32)
+    for i in range(BLOCK):
+        gate = i // INTERLEAVE * 2 * INTERLEAVE + i % INTERLEAVE
+        outputs[i] = activation.gated(config, values[gate], values[gate + INTERLEAVE], limit)
+    return outputs
+
+
+@cute.jit
+def write_scales(config: cutlass.Constexpr, result, valid, atom, atom_row, first_feature, features, codes):
+    """The token's scales of this tile; the last tile also clears the padding that it does not reach."""
+    pairs = config.out_columns // BLOCK // 2
+    first = first_feature // SWIGLU_COLUMNS
+    for pair in cutlass.range_constexpr(pairs + 1):
+        present = valid
+        if cutlass.const_expr(pair == pairs):
+            present = valid & (first_feature + config.tile_n >= features)
+        two = (
+            Int32(codes >> (2 * SCALE_BITS * pair)) & 0xFFFF if cutlass.const_expr(pair < pairs) else Int32(0)
+        )
+        write_scale_pair(config, result, present, atom, atom_row, first + 2 * pair, two)

@@ -1,0 +1,139 @@
+"""Epilogue where weights are lanes of tensor memory and tokens its columns.
+
+A thread has one feature of every token. Of gate and up, interleaved by 8, lanes l and l + 8 have a pair: of two tokens,
+the lower lane takes the first, the upper one the second. So a warp's 32 lanes are one block of 16 outputs of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
+
+from warpspec.common import tmem
+from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
+from warpspec.moe.sm100 import activation
+from warpspec.moe.sm100.config import INTERLEAVE, WARP_THREADS
+from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
+
+CODE_BITS = 4
+BLOCK_LANES = (1, 2, 4, 2 * INTERLEAVE)  # lane distances between the 16 outputs of a block
+
+
+class Feature(NamedTuple):
+    """What a thread knows of its row of the weights. upper: its lane is of up, or takes the second of two tokens.
+    place: of its output among its warp's. column: the warp's first output. scale: global scale. bias: 0 for none.
+    """
+
+    upper: Boolean
+    place: Int32
+    column: Int32
+    scale: Float32
+    bias: Float32
+
+
+@cute.jit
+def columns_to_result(
+    config: cutlass.Constexpr,
+    empty: cutlass.Constexpr,
+    use,
+    operands,
+    result,
+    accumulator: cute.Pointer,
+    staging: cute.Pointer,
+    features,
+    limit,
+    rank,
+    tile,
+):
+    """One accumulator [128 features, tile_n tokens]: scaled, activated, converted, written. Releases it on the way."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
+    feature = feature_of(config, operands, tile, warp, lane, features)
+    staged = staged_values(config, staging, warp)
+    count = config.step_tokens
+    for first in cutlass.range(0, config.tile_n, count, unroll=1):
+        values = cute.make_rmem_tensor(count, Float32)
+        tmem.load_row(accumulator + first, values, thread)
+        tmem.wait_loads()
+        if first == config.tile_n - count:
+            tmem.fence_before_arrive()
+            empty.arrive_warp(use)
+        for token in cutlass.range_constexpr(count):
+            own = feature.scale
+            if cutlass.const_expr(config.has_row_scale):
+                own = own * operands.row_scale[tile.first_row + cutlass.min(first + token, tile.rows - 1)]
+            values[token] = values[token] * own + feature.bias
+        if cutlass.const_expr(config.quantizes):
+            quantize_tokens(config, operands, result, values, staged, feature, first, tile, limit)
+        elif cutlass.const_expr(config.gated):
+            for token in cutlass.range_constexpr(0, count, 2):
+                output = exchange(config, values, token, feature.upper, limit)
+                staged[feature.place, first + token + Int32(feature.upper)] = output.to(BFloat16)
+        else:
+            for token in cutlass.range_constexpr(count):
+                staged[lane, first + token] = values[token].to(BFloat16)
+    pieces = warp_staging(config, staging, warp, config.piece_words)
+    write_segment(config, pieces, result, lane, tile.first_row, tile.rows, feature.column)
+
+
+@cute.jit
+def feature_of(config: cutlass.Constexpr, operands, tile, warp, lane, features) -> Feature:
+    """Of this thread, whose row of the weights may be past the last: then its scale is that of others, its bias 0."""
+    upper = Boolean(lane // INTERLEAVE % 2 == 1)
+    gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)
+    bias = Float32(0.0)
+    if cutlass.const_expr(config.has_bias):
+        row = tile.first_feature + warp * WARP_THREADS + lane
+        if row < features:
+            bias = operands.bias[tile.expert, row]
+    return Feature(
+        upper=upper,
+        place=lane // (2 * INTERLEAVE) * INTERLEAVE + lane % INTERLEAVE,
+        column=tile.first_feature // (2 if config.gated else 1) + warp * config.segment_columns,
+        scale=Float32(cutlass.select_(upper, up_scale, gate_scale)),
+        bias=bias,
+    )
+
+
+@cute.jit
+def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged, feature, first, tile, limit):
+    """Two tokens at a time: outputs, the block's scale by an exchange across its lanes, codes by pairs of lanes."""
+    out_scale = operands.out_scale[tile.expert]
+    for token in cutlass.range_constexpr(0, cute.size(values), 2):
+        output = exchange(config, values, token, feature.upper, limit)
+        amax = absolute(output)
+        for distance in BLOCK_LANES:
+            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, distance), nan=True)
+        code, divisor = block_scale(amax, out_scale)
+        mine = quantize_lane(output, divisor)
+        both = mine | cute.arch.shuffle_sync_bfly(mine, 1) << CODE_BITS
+        own = first + token + Int32(feature.upper)
+        if feature.place % 2 == 0:
+            staged[feature.place // 2, own] = Uint8(both)
+        valid = Boolean(feature.place == 0) & (own < tile.rows)
+        write_scale(config, result, valid, tile.atom, tile.atom_row + own, feature.column // BLOCK, code)
+
+
+def staged_values(config, staging, warp) -> cute.Tensor:
+    """This warp's staging as outputs (OUTPUT, TOKEN); as bytes, two outputs each, where they are quantised."""
+    dtype = Uint8 if config.quantizes else BFloat16
+    words = warp_staging(config, staging, warp, config.piece_words)
+    size = dtype.width // 8
+    layout = cute.make_layout(
+        (config.staging_pitch // size, config.staging_tokens), stride=(1, config.staging_pitch // size)
+    )
+    return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
+
+
+def exchange(config, values, token: int, upper, limit) -> Float32:
+    """The output of this lane's feature pair: of ``token`` in the lower lanes, of the next token in the upper ones."""
+    first, second = values[token], values[token + 1]
+    sent = Float32(cutlass.select_(upper, first, second))
+    received = cute.arch.shuffle_sync_bfly(sent, INTERLEAVE)
+    gate = Float32(cutlass.select_(upper, received, first))
+    up = Float32(cutlass.select_(upper, second, received))
+    return activation.gated(config, gate, up, limit)

@@ -1,0 +1,146 @@
+"""The scheduler warp: which tiles this CTA works on, handed to its other warps through a ring in shared memory.
+
+Static and persistent: with G groups of CTAs in the grid, group g takes tiles g, g + G, g + 2 G, ... of one numbering
+over all experts. The numbering follows from the running ends ``offsets``, which only the device knows: 32 experts at a
+time, one a lane, count their tiles and scale atoms, and prefix sums across the warp say which expert a tile number
+falls on. An expert without tokens has no tile. Within an expert, its tiles of tokens go first, so that CTAs working at
+the same time share a tile of weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common.nvfp4 import ATOM_ROWS
+from warpspec.moe.sm100.config import RECORD_FIELDS, RECORDS, WARP_THREADS
+
+LAST_LANE = WARP_THREADS - 1
+
+
+class Tile(NamedTuple):
+    """A tile record. expert. first_row: of the tile, among all sorted rows. rows: tokens of the expert from there on,
+    at most a tile's; 0 says that there are no more tiles. first_feature: row of the weights. atom, atom_row: scale
+    atom of first_row, and its row in it."""
+
+    expert: Int32
+    first_row: Int32
+    rows: Int32
+    first_feature: Int32
+    atom: Int32
+    atom_row: Int32
+
+
+@dataclass(frozen=True)
+class Records:
+    """The ring of tile records, from a reading warp's side."""
+
+    full: object
+    empty: object
+    slots: cute.Tensor  # (FIELD, SLOT)
+
+    @classmethod
+    def make(cls, channels, base: cute.Pointer) -> Records:
+        slots = cute.make_tensor(base, cute.make_layout((RECORD_FIELDS, RECORDS), stride=(1, RECORD_FIELDS)))
+        return cls(channels["record_full"], channels["record_empty"], slots)
+
+    def read(self, use) -> Tile:
+        """The use-th record, by a whole warp; its slot is released."""
+        self.full.wait(use)
+        slot = self.slots[None, self.full.stage(use)]
+        tile = Tile(*(slot[i] for i in range(len(Tile._fields))))
+        self.empty.arrive_warp(use)
+        return tile
+
+    def write(self, use, *fields) -> None:
+        """The use-th record, by a whole warp, once its slot is free."""
+        self.empty.wait_previous(use)
+        slot = self.slots[None, self.full.stage(use)]
+        with cute.arch.elect_one():
+            for i, value in enumerate(fields):
+                slot[i] = value
+            self.full.arrive(use)
+
+
+@cute.jit
+def prefix_sum(value, lane) -> Int32:
+    """Sum of the lanes' values up to and with this one's."""
+    total = Int32(value)
+    for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
+        before = cute.arch.shuffle_sync_up(total, 1 << step)
+        if lane >= 1 << step:
+            total += before
+    return total
+
+
+@cute.jit
+def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features, rows, group, groups):
+    """Write this CTA's tile records, and one that ends them.
+
+    offsets: int32 [E]. features: rows N of each expert's weights. rows: R, that no end may pass. group, groups: this
+    CTA's (a pair's) number, and how many there are. Consumes: record_empty. Produces: record_full.
+    """
+    lane = cute.arch.lane_idx()
+    tokens = config.shape.tokens
+    feature_tiles = cute.ceil_div(features, config.shape.features)
+    experts = cute.size(offsets)
+    chunk = Int32(0)  # first expert of those that the lanes hold
+    tiles_before, atoms_before = Int32(0), Int32(0)  # of the experts before them
+    begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
+    tile_ends, atom_ends = prefix_sum(tiles, lane), prefix_sum(atoms, lane)
+    use, number = Int32(0), Int32(group)
+    while chunk < experts:
+        here = cute.arch.shuffle_sync(tile_ends, LAST_LANE)
+        if number < tiles_before + here:
+            later = cute.arch.vote_ballot_sync(number < tiles_before + tile_ends)
+            owner = (
+                cute.arch.popc(later ^ (later - 1)) - 1
+            )  # the lowest lane whose tiles end behind this number
+            own = number - tiles_before - cute.arch.shuffle_sync(tile_ends - tiles, owner)
+            expert_rows = cute.arch.shuffle_sync(count, owner)
+            token_tiles = cute.ceil_div(expert_rows, tokens)
+            first = own % token_tiles * tokens  # among the expert's rows
+            records.write(
+                use,
+                chunk + owner,
+                cute.arch.shuffle_sync(begin, owner) + first,
+                cutlass.min(expert_rows - first, tokens),
+                own // token_tiles * config.shape.features,
+                atoms_before + cute.arch.shuffle_sync(atom_ends - atoms, owner) + first // ATOM_ROWS,
+                first % ATOM_ROWS,
+            )
+            use += 1
+            number += groups
+        else:
+            tiles_before += here
+            atoms_before += cute.arch.shuffle_sync(atom_ends, LAST_LANE)
+            chunk += WARP_THREADS
+            begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
+            tile_ends, atom_ends = prefix_sum(tiles, lane), prefix_sum(atoms, lane)
+    zero = Int32(0)
+    records.write(use, zero, zero, zero, zero, zero, zero)
+    # Every record has been read before this warp leaves: no arrival comes to a barrier of a CTA that has ended.
+    for behind in cutlass.range(cutlass.max(use + 1 - RECORDS, 0), use + 1, unroll=1):
+        records.empty.wait(behind)
+
+
+@cute.jit
+def load_chunk(config: cutlass.Constexpr, offsets, chunk, lane, feature_tiles, rows):
+    """(first row, rows, tiles, scale atoms) of this lane's expert; past the last expert, none."""
+    expert = chunk + lane
+    begin, end = Int32(0), Int32(0)
+    if expert < cute.size(offsets):
+        end = cutlass.min(offsets[expert], rows)
+        if expert > 0:
+            begin = cutlass.max(offsets[expert - 1], 0)
+    count = cutlass.max(end - begin, 0)
+    return (
+        begin,
+        count,
+        cute.ceil_div(count, config.shape.tokens) * feature_tiles,
+        cute.ceil_div(count, ATOM_ROWS),
+    )

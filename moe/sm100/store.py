@@ -1,0 +1,117 @@
+"""Outputs through shared memory to global memory, a warp by itself.
+
+A warp stages a segment of each of its tokens, then writes it along rows: 16-byte pieces (8-byte ones where a segment is
+no more), neighbouring lanes neighbouring pieces. A tile may end in the midst of the rows that share a line with another
+expert's, so stores are predicated by token; TMA would write them all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint8, Uint16
+
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
+from warpspec.moe.sm100.config import INT32_BYTES, WARP_THREADS
+
+
+class Result(NamedTuple):
+    """What the epilogue writes. pieces: Int32 (WORD, PIECE, ROW) of the data [R, ...]. scales: uint8
+    [atoms, K atoms, 512] or None. columns: outputs of a row."""
+
+    pieces: cute.Tensor
+    scales: cute.Tensor | None
+    columns: Int32
+
+    @property
+    def scale_columns(self):
+        """Columns of scales, padding included."""
+        return self.scales.shape[1] * ATOM_COLUMNS
+
+
+def make_result(config, data: cute.Tensor, scales, columns) -> Result:
+    """data: bf16 or uint8 [R, C], rows a multiple of 16 bytes. Host side."""
+    words = cute.make_tensor(
+        cute.recast_ptr(data.iterator, dtype=Int32),
+        cute.make_layout(
+            (
+                config.piece_words,
+                data.shape[1] * data.element_type.width // (8 * INT32_BYTES * config.piece_words),
+                data.shape[0],
+            ),
+            stride=(
+                1,
+                config.piece_words,
+                cute.assume(
+                    data.stride[0] * data.element_type.width // (8 * INT32_BYTES), divby=config.piece_words
+                ),
+            ),
+        ),
+    )
+    return Result(words, scales, columns)
+
+
+def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
+    """This warp's staging as Int32 (WORD, GROUP, TOKEN), ``words`` a group."""
+    pitch = config.staging_pitch // INT32_BYTES
+    base = cute.recast_ptr(base, dtype=Int32)
+    layout = cute.make_layout(
+        (
+            words,
+            config.staging_pitch // INT32_BYTES // words,
+            config.staging_tokens,
+            len(config.epilogue_warps),
+        ),
+        stride=(1, words, pitch, config.staging_warp_bytes // INT32_BYTES),
+    )
+    return cute.make_tensor(base, layout)[None, None, None, warp]
+
+
+@cute.jit
+def write_segment(config: cutlass.Constexpr, staging, result, lane, first_row, rows, first_column):
+    """A staged segment to global memory, by the warp that staged it.
+
+    staging: (WORD, PIECE, TOKEN). first_row: row of the result of the first staged token; rows: how many of them there
+    are. first_column: output of the segment's first. What lies past a row's end is not written.
+    """
+    cute.arch.sync_warp()
+    pieces = config.segment_pieces
+    first_piece = first_column // config.piece_columns
+    for step in cutlass.range_constexpr(-(-config.staging_tokens * pieces // WARP_THREADS)):
+        index = step * WARP_THREADS + lane
+        token, piece = index // pieces, index % pieces
+        if (token < rows) & (first_piece + piece < cute.size(result.pieces, mode=[1])):
+            registers = cute.make_rmem_tensor(config.piece_words, Int32)
+            cute.autovec_copy(staging[None, piece, token], registers)
+            cute.autovec_copy(registers, result.pieces[None, first_piece + piece, first_row + token])
+    cute.arch.sync_warp()
+
+
+def scale_place(atom_row, column) -> tuple:
+    """(K atom, byte) of the scale of row ``atom_row`` of an atom, in column ``column``."""
+    line = atom_row % ATOM_LANES * (ATOM_BYTES // ATOM_LANES) + atom_row // ATOM_LANES * ATOM_COLUMNS
+    return column // ATOM_COLUMNS, line + column % ATOM_COLUMNS
+
+
+@cute.jit
+def write_scale(config: cutlass.Constexpr, result, valid, atom, atom_row, column, code):
+    """One e4m3 code; 0 in the padding behind the last block, nothing behind the padding."""
+    if valid & (column < result.scale_columns):
+        blocks = cute.ceil_div(result.columns, BLOCK)
+        k_atom, byte = scale_place(atom_row, column)
+        result.scales[atom, k_atom, byte] = Uint8(cutlass.select_(column < blocks, code, Int32(0)))
+
+
+@cute.jit
+def write_scale_pair(config: cutlass.Constexpr, result, valid, atom, atom_row, column, codes):
+    """``write_scale`` of two columns from an even one on; codes: the first in the low byte."""
+    if valid & (column < result.scale_columns):
+        blocks = cute.ceil_div(result.columns, BLOCK)
+        mask = cutlass.select_(
+            column + 1 < blocks, Int32(0xFFFF), cutlass.select_(column < blocks, Int32(0xFF), Int32(0))
+        )
+        k_atom, byte = scale_place(atom_row, column)
+        pairs = cute.recast_tensor(result.scales, Uint16)
+        pairs[atom, k_atom, byte // 2] = Uint16(codes & mask)
