@@ -139,7 +139,7 @@ class PreparedWeights:
     @property
     def gated(self) -> bool:
         """Whether it is w13: gate and up, interleaved."""
-        return self.global_scale.shape[1] == 2
+        return bool(self.global_scale.shape[1] == 2)  # a symbolic comparison is no bool by itself
 
     @property
     def width(self) -> int:

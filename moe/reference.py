@@ -52,3 +52,11 @@ def unpermute(rows: torch.Tensor, tokens: SortedTokens, weights: torch.Tensor) -
         taken = (position >= 0).nonzero()[:, 0]
         total[taken] += weights[taken, j, None] * rows[position[taken]].float()
     return total
+
+
+def layer(x, tokens: SortedTokens, weights, w13, w2, intermediate_scale, activation, limit) -> torch.Tensor:
+    """fp32 [T, H] of the whole layer: x [T, H] and what comes between the GEMMs quantised, nothing else rounded."""
+    a = QuantizedRows.from_rows(x[(tokens.source // tokens.choices).long()], tokens.offsets)
+    h = grouped_gemm(a, w13, tokens.offsets, activation=activation, limit=limit)
+    h = QuantizedRows.from_rows(h, tokens.offsets, out_scale=intermediate_scale)
+    return unpermute(grouped_gemm(h, w2, tokens.offsets, activation=None, limit=None), tokens, weights)

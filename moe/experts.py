@@ -1,0 +1,121 @@
+"""The weights of a layer's experts, quantised and laid out for the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from warpspec.common.nvfp4 import NVFP4Tensor
+from warpspec.moe.activations import DEFAULT_INTERMEDIATE_SCALE
+from warpspec.moe.operands import PreparedWeights, prepare_w2, prepare_w13
+
+
+@dataclass(frozen=True)
+class NVFP4Experts:
+    """Gate, up and down of E experts in NVFP4: what `moe_ffn` takes.
+
+    w13: gate and up, interleaved. w2: down; intermediate_scale is multiplied into its global scale. intermediate_scale:
+    fp32 [E], global scale of each expert's activations between the two GEMMs. shared: the last so many of the experts
+    are taken by every token, with weight 1, and have no id.
+    """
+
+    w13: PreparedWeights
+    w2: PreparedWeights
+    intermediate_scale: torch.Tensor
+    shared: int = 0
+
+    @property
+    def experts(self) -> int:
+        """Experts that ids name: without the shared ones."""
+        return self.w13.experts - self.shared
+
+    @property
+    def hidden(self) -> int:
+        """H: width of a token."""
+        return self.w13.k
+
+    @property
+    def width(self) -> int:
+        """I: width between the GEMMs."""
+        return self.w13.width
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.data.device
+
+    def to(self, device) -> NVFP4Experts:
+        """The same on another device."""
+
+        def move(w):
+            tensors = {name: getattr(w, name) for name in ("data", "scales", "global_scale", "bias")}
+            return replace(w, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+
+        return replace(
+            self, w13=move(self.w13), w2=move(self.w2), intermediate_scale=self.intermediate_scale.to(device)
+        )
+
+    @classmethod
+    def quantize(
+        cls,
+        gate: torch.Tensor | NVFP4Tensor,
+        up: torch.Tensor | NVFP4Tensor,
+        down: torch.Tensor | NVFP4Tensor,
+        *,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        intermediate_scale: torch.Tensor | float | None = None,
+        shared: int = 0,
+    ) -> NVFP4Experts:
+        """From weights: bf16 or fp32, quantised here with one global scale per expert and matrix, or NVFP4Tensors.
+
+        Args:
+            gate, up: [E, I, H]; down: [E, H, I]. H a multiple of 16, I of 8.
+            gate_bias, up_bias: [E, I] floating, both or neither; down_bias: [E, H].
+            intermediate_scale: positive, a float or [E]: global scale of the activations between the GEMMs. Where a
+                largest magnitude is known, ``intermediate_scale_of(activation, limit)``. Default 2**-4: up to 168
+                before values are cut, full precision down to 6e-3.
+            shared: the last so many of the experts are taken by every token.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        w13 = prepare_w13(gate, up, gate_bias=gate_bias, up_bias=up_bias)
+        experts, hidden, width = w13.experts, w13.k, w13.width
+        if gate.shape[2] != hidden:
+            raise ValueError(f"gate: H must be a multiple of 16, got {gate.shape[2]}")
+        columns = down.shape[-1] if isinstance(down, (torch.Tensor, NVFP4Tensor)) else None
+        padded = -(-width // 16) * 16
+        if columns not in (width, padded) or tuple(down.shape[:-1]) != (experts, hidden):
+            raise ValueError(
+                f"down: must be [{experts}, {hidden}, {width}], got {getattr(down, 'shape', type(down).__name__)}"
+            )
+        if isinstance(shared, bool) or not isinstance(shared, int):
+            raise TypeError(f"shared: must be an int, got {shared!r}")
+        if not 0 <= shared <= experts:
+            raise ValueError(f"shared: must be within 0..{experts} (E), got {shared}")
+        scale = _intermediate_scale(intermediate_scale, experts, w13.data.device)
+        return cls(w13, prepare_w2(down, input_scale=scale, bias=down_bias), scale, shared)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, layer: str, **options) -> NVFP4Experts:
+        """From a safetensors file or folder; see `warpspec.moe.checkpoint.load_experts` for the forms and options."""
+        from warpspec.moe.checkpoint import load_experts
+
+        return load_experts(path, layer, **options)
+
+
+def _intermediate_scale(scale, experts: int, device) -> torch.Tensor:
+    """fp32 [E]."""
+    if scale is None:
+        scale = DEFAULT_INTERMEDIATE_SCALE
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.Tensor)):
+        raise TypeError(f"intermediate_scale: must be a float or a tensor, got {scale!r}")
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=device)
+    if scale.shape not in ((), (experts,)):
+        raise ValueError(f"intermediate_scale: must be () or [E={experts}], got {list(scale.shape)}")
+    if not bool((scale > 0).all() & scale.isfinite().all()):
+        raise ValueError(f"intermediate_scale: must be positive and finite, got {scale.tolist()}")
+    return scale.expand(experts).contiguous()

@@ -1,0 +1,225 @@
+"""The torch operators behind ``grouped_swiglu`` and ``moe_ffn``: checks, backend choice, the stages in order.
+
+Weights travel as plain tensors; ``weights`` puts them together again. Checks run inside, on real tensors, so compiled
+and eager calls raise the same.
+"""
+
+import torch
+
+from warpspec.common.dispatch import resolve_backend
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.moe import reference
+from warpspec.moe.operands import PreparedWeights, QuantizedRows
+from warpspec.moe.permute import SortedTokens, sort_tokens
+from warpspec.moe.problem import GroupedProblem, LayerProblem
+
+WEIGHTS = "Tensor {0}_data, Tensor {0}_scales, Tensor {0}_global, Tensor? {0}_bias, SymInt {0}_k"
+RESULT = "SymInt? shared, str activation, float? limit, bool check, str backend"
+GROUPED = (
+    f"(Tensor a, Tensor offsets, {WEIGHTS.format('w13')}, Tensor? out_scale, str out_format, str activation, "
+    "float? limit, bool check, str backend) -> (Tensor, Tensor)"
+)
+LAYER = (
+    f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {WEIGHTS.format('w13')}, {WEIGHTS.format('w2')}, "
+    "Tensor intermediate_scale, SymInt shared, str activation, float? limit, bool check, str backend) -> Tensor"
+)
+WEIGHT_ARGUMENTS = 5
+
+
+def flatten(w: PreparedWeights) -> tuple:
+    """The operators' arguments for weights."""
+    return w.data, w.scales, w.global_scale, w.bias, w.k
+
+
+def weights(data, scales, global_scale, bias, k) -> PreparedWeights:
+    """The inverse of `flatten`."""
+    return PreparedWeights(data, scales, global_scale, data.shape[1], k, bias)
+
+
+def stages(backend: str):
+    """ "reference", or how kernels are launched: "sim" or "cuda"."""
+    if backend == "sm90":
+        raise UnsupportedProblem("backend 'sm90': the MoE layer needs the NVFP4 MMA of sm_100a")
+    return {"sm100": "cuda"}.get(backend, backend)
+
+
+def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
+    """Rows that are sorted already, as tokens of one choice each; rows from offsets[-1] on are dropped.
+
+    Ends out of range are brought into it, so that no kernel can leave the rows: a check of values needs the host.
+    """
+    offsets = torch.cummax(offsets.clamp(0, rows), 0).values if len(offsets) else offsets
+    index = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    used = offsets[-1] if len(offsets) else 0
+    return SortedTokens(index, torch.where(index < used, index, -1)[:, None], offsets)
+
+
+class Stages:
+    """The stages of a layer on kernels, run "sim" or "cuda"; in the simulator, the reports of all together."""
+
+    def __init__(self, run: str):
+        self.run = run
+        self.report = None
+
+    def add(self, report) -> None:
+        """Keep a stage's report, None where nothing was simulated."""
+        if report is None:
+            return
+        from warpspec import sim
+
+        self.report = sim.remember(report if self.report is None else self.report + report)
+
+    def quantize(self, x: torch.Tensor, tokens: SortedTokens) -> QuantizedRows:
+        from warpspec.moe.quantize_rows import quantize_rows
+
+        experts, (_, choices) = len(tokens.offsets), tokens.position.shape
+        a = QuantizedRows.empty(x.shape[0] * choices, x.shape[1], experts, x.device, row_scale=True)
+        self.add(quantize_rows(x, tokens.position, tokens.offsets, a))
+        return a
+
+    def gemm(self, a, w, offsets, out, **options):
+        from warpspec.moe import sm100
+
+        self.add(sm100.grouped_gemm(a, w, offsets, out, run=self.run, **options))
+        return out
+
+    def unpermute(self, rows, tokens, topk_weights, out):
+        from warpspec.moe.unpermute import unpermute
+
+        self.add(unpermute(rows, tokens.position, topk_weights.contiguous(), out))
+        return out
+
+
+def new_rows(
+    problem: GroupedProblem, out_format: str, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten results of `grouped_swiglu`: (data, scales), scales of no element where the result is bf16."""
+    if out_format == "bf16":
+        return like.new_empty(problem.rows, problem.width), like.new_empty(0, dtype=torch.uint8)
+    q = QuantizedRows.empty(problem.rows, problem.width, problem.experts, like.device, row_scale=False)
+    return q.data, q.scales
+
+
+def check_grouped(arguments, memory):
+    """(problem, a, offsets, w13, out_scale, out_format, backend) of the operator's arguments."""
+    a, offsets, *rest = arguments
+    w13 = weights(*rest[:WEIGHT_ARGUMENTS])
+    out_scale, out_format, activation, limit, check, backend = rest[WEIGHT_ARGUMENTS:]
+    problem = GroupedProblem.check(
+        a,
+        offsets,
+        w13,
+        activation=activation,
+        limit=limit,
+        out_format=out_format,
+        out_scale=out_scale,
+        values=check or a.device.type == "cpu",
+        memory=memory,
+    )
+    return problem, a, offsets, w13, out_scale, out_format, backend
+
+
+@torch.library.custom_op("warpspec::moe_grouped_swiglu", mutates_args=(), schema=GROUPED)
+def moe_grouped_swiglu(*arguments):
+    """(data, scales) of ``grouped_swiglu``."""
+    problem, a, offsets, w13, out_scale, out_format, backend = check_grouped(arguments, memory=True)
+    run = stages(resolve_backend(backend, problem.device))
+    data, scales = new_rows(problem, out_format, a)
+    if problem.rows == 0:
+        return data, scales
+    tokens = sorted_rows(problem.rows, offsets)
+    options = dict(limit=problem.limit)
+    if run == "reference":
+        quantized = QuantizedRows.from_rows(a, tokens.offsets)
+        rows = reference.grouped_gemm(
+            quantized, w13, tokens.offsets, activation=problem.activation, **options
+        )
+        if out_format == "bf16":
+            return rows.bfloat16(), scales
+        q = QuantizedRows.from_rows(rows, tokens.offsets, out_scale=out_scale)
+        return q.data, q.scales
+    steps = Stages(run)
+    out = data
+    if out_format == "nvfp4":
+        out = QuantizedRows(data, scales, None, -(-problem.width // 16) * 16)
+        options["out_scale"] = out_scale.contiguous()
+    steps.gemm(steps.quantize(a, tokens), w13, tokens.offsets, out, epilogue=problem.activation, **options)
+    return data, scales
+
+
+@moe_grouped_swiglu.register_fake
+def _(*arguments):
+    problem, a, _, _, _, out_format, _ = check_grouped(arguments, memory=False)
+    return new_rows(problem, out_format, a)
+
+
+def check_layer(arguments, memory):
+    """(problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, backend) of the operator's arguments."""
+    x, topk_ids, topk_weights, *rest = arguments
+    w13, w2 = (weights(*rest[i : i + WEIGHT_ARGUMENTS]) for i in (0, WEIGHT_ARGUMENTS))
+    intermediate_scale, shared, activation, limit, check, backend = rest[2 * WEIGHT_ARGUMENTS :]
+    problem = LayerProblem.check(
+        x,
+        topk_ids,
+        topk_weights,
+        w13,
+        w2,
+        intermediate_scale,
+        shared=shared,
+        activation=activation,
+        limit=limit,
+        values=check,
+        memory=memory,
+    )
+    return problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, backend
+
+
+def with_shared(problem: LayerProblem, topk_ids, topk_weights):
+    """Ids and weights with the shared experts as the last choices of every token, weight 1."""
+    # An id that names a shared expert is out of range like any other, not a second helping of it.
+    topk_ids = torch.where(topk_ids < problem.experts, topk_ids, -1)
+    if problem.shared:
+        shared = torch.arange(problem.shared, dtype=torch.int32, device=problem.device) + problem.experts
+        topk_ids = torch.cat([topk_ids, shared.expand(problem.tokens, -1)], dim=1)
+        topk_weights = torch.cat([topk_weights, topk_weights.new_ones(problem.tokens, problem.shared)], dim=1)
+    return topk_ids, topk_weights
+
+
+@torch.library.custom_op("warpspec::moe_ffn", mutates_args=(), schema=LAYER)
+def moe_ffn(*arguments):
+    """The result of ``moe_ffn``, [T, H] bf16."""
+    problem, x, topk_ids, topk_weights, w13, w2, middle, backend = check_layer(arguments, memory=True)
+    run = stages(resolve_backend(backend, problem.device))
+    out = x.new_empty(problem.tokens, problem.hidden)
+    if problem.rows == 0:
+        return out.zero_()
+    topk_ids, topk_weights = with_shared(problem, topk_ids, topk_weights)
+    tokens = sort_tokens(topk_ids, w13.experts)
+    if run == "reference":
+        return out.copy_(
+            reference.layer(x, tokens, topk_weights, w13, w2, middle, problem.activation, problem.limit)
+        )
+    steps = Stages(run)
+    a = steps.quantize(x, tokens)
+    h = QuantizedRows.empty(problem.rows, problem.width, w13.experts, x.device, row_scale=False)
+    options = dict(epilogue=problem.activation, limit=problem.limit, out_scale=middle.contiguous())
+    steps.gemm(a, w13, tokens.offsets, h, **options)
+    rows = steps.gemm(h, w2, tokens.offsets, x.new_empty(problem.rows, problem.hidden), epilogue="linear")
+    return steps.unpermute(rows, tokens, topk_weights, out)
+
+
+@moe_ffn.register_fake
+def _(*arguments):
+    problem, x, *_ = check_layer(arguments, memory=False)
+    return x.new_empty(problem.tokens, problem.hidden)
+
+
+def _backward(name):
+    def backward(context, *gradients):
+        raise NotImplementedError(f"warpspec.moe.{name}: gradients are not implemented (forward only)")
+
+    return backward
+
+
+moe_grouped_swiglu.register_autograd(_backward("grouped_swiglu"))
+moe_ffn.register_autograd(_backward("moe_ffn"))
