@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 from warpspec.common import tma
 from warpspec.fmha.sm100 import bias as biases
@@ -55,11 +58,10 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
             empty.wait_previous(step)
             full.expect_bytes(step, config.kv_tile_bytes)
             blocks, pages = config.kv_boxes
-            for block in cutlass.range(blocks, unroll=1):  # unrolled, its addresses cost spills
-                for page in cutlass.range_constexpr(pages):
-                    row, source = places[page]
-                    box = (full.stage(step) * blocks + block) * pages + page
-                    ring.load((row, block, source), box, full.barrier(step))
+            for box in cutlass.range(blocks * pages, unroll=1):  # unrolled, its addresses cost spills
+                block, page = (box, 0) if cutlass.const_expr(pages == 1) else (box // pages, box % pages)
+                row, source = places[page]
+                ring.load((row, block, source), full.stage(step) * blocks * pages + box, full.barrier(step))
         if cutlass.const_expr(bias is not None):
             biases.load(config, channels, bias, span.tile(step), step)
     for step in cutlass.range(cutlass.max(span.count - config.kv_stages, 0), span.count, unroll=1):
@@ -70,8 +72,8 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
             channels["bias_empty"].wait(step)
 
 
-def kv_places(config, operands, tile, kv_tile) -> tuple:
-    """Where each of a KV tile's boxes comes from: (tile, batch), or (part of the page, page).
+def kv_places(config, operands, tile, kv_tile):
+    """Where each of a KV tile's boxes comes from, by page of the tile: (tile, batch), or (part of the page, page).
 
     Pages are read here, before the wait for the stage, so that their latency lies under it.
     """
@@ -79,7 +81,19 @@ def kv_places(config, operands, tile, kv_tile) -> tuple:
         return ((kv_tile, tile.batch),)
     first_key = kv_tile * config.tile_n
     slot, part = first_key // config.page_size, first_key % config.page_size // config.page_keys
-    return tuple(
-        (part, page_or_none(config, operands, tile.batch, slot + page, tile.length))
-        for page in range(config.tile_pages)
-    )
+    if config.tile_pages == 1:
+        return ((part, page_or_none(config, operands, tile.batch, slot, tile.length)),)
+    lane = cute.arch.lane_idx()
+    return PagesByLane(page_or_none(config, operands, tile.batch, slot + lane, tile.length))
+
+
+@dataclass(frozen=True)
+class PagesByLane:
+    """Places of a tile's pages: a lane of the load warp has one page number, so that they take one register, not one
+    each, and one load."""
+
+    page: Int32
+
+    def __getitem__(self, index):
+        """The index-th page's (part of the page, page). By a whole warp."""
+        return 0, cute.arch.shuffle_sync(self.page, index)

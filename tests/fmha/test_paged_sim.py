@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from page_layouts import FAR, paged
 
 from warpspec.common.compile import resources
@@ -108,6 +109,37 @@ def test_page_out_of_range_reads_as_zeros(far):
     got = run_unchecked(pages)
     assert got[0][0, :2].isfinite().all() and got[0][0, 2].isnan().all()
     assert_same(attention(**dense, backend=BACKEND), got)
+
+
+@pytest.mark.parametrize(
+    "head_dim, page_size, shared_kv, bias_dtype",
+    [
+        (64, 16, False, torch.bfloat16),
+        pytest.param(128, 128, False, torch.float32, marks=pytest.mark.long),
+        pytest.param(256, 64, True, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(512, 32, True, torch.float32, marks=pytest.mark.long),
+    ],
+)
+def test_bias_over_pages(head_dim, page_size, shared_kv, bias_dtype):
+    """The bias counts keys through the page table; NaN in it at keys past the lengths, -inf here and there."""
+    heads, seq_q = 4, 3
+    dense, pages = inputs(
+        LENGTHS, page_size, seq_q=seq_q, heads_q=heads, head_dim=head_dim, shared_kv=shared_kv, causal=True
+    )
+    bias = 2 * normal(len(LENGTHS), heads, seq_q, pages["page_table"].shape[1] * page_size, seed=2)
+    bias[bias < -2] = -torch.inf
+    for row, length in enumerate(LENGTHS):
+        bias[row, ..., length:] = torch.nan
+    pages["bias"] = bias.to(bias_dtype)
+    dense["bias"] = pages["bias"][..., : dense["k"].shape[1]].contiguous()
+    assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
+    reference, got = (attention(**pages, backend=name) for name in ("reference", BACKEND))
+    torch.testing.assert_close(got.lse, reference.lse, rtol=0, atol=LSE_TOLERANCE)
+    o, expected = (
+        state.o / state.row_sum.clamp(min=1e-30).transpose(1, 2)[..., None] for state in (got, reference)
+    )
+    assert relative_error(o, expected) <= O_TOLERANCE[torch.bfloat16]
+    assert_no_spills(sm100.plan(AttentionProblem.check(**pages))[0])
 
 
 def test_no_pages_at_all():
