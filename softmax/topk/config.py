@@ -14,10 +14,18 @@ from warpspec.softmax.vectors import VECTOR_BYTES, WIDTHS
 
 WARP = 32
 FP32_BYTES = 4
+REGISTERS_PER_SM = 65536
+REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread, at most; fewer spill
+MAX_THREADS_PER_SM = 2048
+MAX_CTAS_PER_SM = 32
+SMEM_PER_SM = 228 * 1024
+SMEM_RESERVED_PER_CTA = 1024
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
 MAX_WARPS = 16  # of a row in one CTA
 MAX_CLUSTER = 8
+SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
+SAMPLES = 32  # of a CTA's lanes' maxima, that its row's threshold is taken from
 K_CAPACITIES = (32, 128)  # k up to which a kernel is compiled
 
 
@@ -41,6 +49,7 @@ class TopkConfig:
 
     def __post_init__(self):
         assert self.k_capacity in K_CAPACITIES
+        assert SAMPLES % self.warps == 0
         assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
         assert self.rows == 1 or self.warps == self.cluster == 1
         # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
@@ -56,9 +65,21 @@ class TopkConfig:
         return WARP * self.warps * self.rows
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM's registers must leave room for."""
+        return REGISTERS_PER_SM // (REGISTERS[self.dtype] * self.threads)
+
+    @property
+    def smem_carveout_percent(self) -> int:
+        """Of an SM's L1 and shared memory, what its resident CTAs take."""
+        resident = min(self.ctas_per_sm, MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // self.threads)
+        taken = resident * (self.smem_bytes + SMEM_RESERVED_PER_CTA)
+        return min(100, -(-100 * taken // SMEM_PER_SM))
+
+    @property
     def slots(self) -> int:
-        """Candidates a warp has room for: k that it keeps, and what one vector of every lane can add."""
-        return self.k_capacity + WARP * self.per_vector
+        """Candidates a warp has room for: k that it keeps, some more, and what one vector of every lane can add."""
+        return self.k_capacity + SPARE_SLOTS + WARP * self.per_vector
 
     @property
     def tile_vectors(self) -> int:
@@ -70,7 +91,9 @@ class TopkConfig:
         """Candidates of every warp; sorted candidates of every CTA of the cluster, and of the row; statistics."""
         warps = self.warps * self.rows
         lists = self.k_capacity * ((self.cluster if self.cluster > 1 else 0) + self.rows)
-        return CANDIDATE_BYTES * (warps * self.slots + lists) + FP32_BYTES * (5 * warps + 3 * self.cluster + 16)
+        words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
+        size = CANDIDATE_BYTES * (warps * self.slots + lists) + FP32_BYTES * words
+        return -(-size // VECTOR_BYTES) * VECTOR_BYTES  # the compiler reads the last words as a vector
 
 
 def smallest_capacity(k: int) -> int:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32, Int64, Uint64
+from cutlass import Float32, Int32, Uint64
 
 from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import FP32_BYTES, WARP, TopkConfig
+from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, WARP, TopkConfig
 from warpspec.softmax.topk.keys import (
     CANDIDATE_BYTES,
-    NAN_KEY,
     NOTHING_YET,
     candidate_column,
     candidate_key,
@@ -32,7 +31,6 @@ from warpspec.softmax.topk.stream import Part, renewed, stream
 from warpspec.softmax.vectors import locate
 
 LEADER = 0  # CTA of a cluster that merges its candidates
-UNSET = NOTHING_YET + 1  # what no logit's key is below: a share of k that a warp has not set yet
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Shared:
 
     slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
     ranked: cute.Tensor  # (K, R) candidates of the row, in order
-    shares: cute.Tensor  # (W) key: no share of k lies below the smallest
-    bounds: cute.Tensor  # (W) key: the row's top k does not lie below the largest
+    samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
+    bound: cute.Tensor  # (1) key that the row's top k does not lie below
     counts: cute.Tensor  # (W) candidates
     maxima: cute.Tensor  # (W) maximum of a warp's elements
     sums: cute.Tensor  # (W) their sum of exp(x - maximum)
@@ -65,8 +63,8 @@ def allocate(config: TopkConfig) -> Shared:
         slots=tensor(Uint64, config.slots, config.warps * config.rows),
         ranked=tensor(Uint64, config.k_capacity, config.rows),
         lists=tensor(Uint64, config.k_capacity, config.cluster) if shared else None,
-        shares=tensor(Int32, config.warps),
-        bounds=tensor(Int32, config.warps),
+        samples=tensor(Int32, SAMPLES),
+        bound=tensor(Int32, 1),
         counts=tensor(Int32, config.warps),
         maxima=tensor(Float32, config.warps),
         sums=tensor(Float32, config.warps),
@@ -83,30 +81,27 @@ class SoftmaxTopk:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Pointer,
-        probs: cute.Pointer,
-        indices: cute.Pointer,
-        rows: Int32,
-        length: Int32,
-        stride: Int64,
-        k: Int32,
+        logits: cute.Tensor,
+        probs: cute.Tensor,
+        indices: cute.Tensor,
         stream: CUstream,
     ):
-        """Host side. logits: ``rows`` rows of ``length`` elements, ``stride`` elements apart. probs, indices:
-        [rows, k] fp32 and int32, contiguous."""
+        """Host side. logits: (ROW, COLUMN), columns contiguous. probs, indices: (ROW, K) fp32 and int32."""
         config = self.config
-        tensor = cute.make_tensor(logits, cute.make_layout((rows, length), stride=(stride, 1)))
-        self.kernel(tensor, probs, indices, k).launch(
-            grid=(cute.ceil_div(rows, config.rows) * config.cluster, 1, 1),
+        self.kernel(logits, probs, indices).launch(
+            grid=(cute.ceil_div(logits.shape[0], config.rows) * config.cluster, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
             smem=config.smem_bytes,
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=config.smem_carveout_percent,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, logits: cute.Tensor, probs: cute.Pointer, indices: cute.Pointer, k: Int32):
+    def kernel(self, logits: cute.Tensor, probs: cute.Tensor, indices: cute.Tensor):
         config = self.config
+        k = Int32(probs.shape[1])
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -116,14 +111,15 @@ class SoftmaxTopk:
             row = block * config.rows + warp
             if row < logits.shape[0]:
                 place = locate(logits, row, config.dtype, config.edges)
-                part = Part(place, Int32(0), Int32(0), lane, k, shared.slots[None, warp], shared.shares)
+                slots = shared.slots[None, warp]
+                part = Part(place, Int32(0), Int32(0), lane, k, slots, shared.samples, shared.bound)
                 row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
         else:
             row, rank = block // config.cluster, block % config.cluster
             place = locate(logits, row, config.dtype, config.edges)
-            part = Part(
-                place, rank * config.warps + warp, warp, lane, k, shared.slots[None, warp], shared.shares
-            )
+            slots = shared.slots[None, warp]
+            of_row = rank * config.warps + warp
+            part = Part(place, of_row, warp, lane, k, slots, shared.samples, shared.bound)
             if cutlass.const_expr(config.warps * config.cluster == 1):
                 row_of_warp(config, part, shared.ranked[None, 0], probs, indices, row)
             else:
@@ -153,27 +149,22 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
 
 @cute.jit
 def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, probs, indices, row):
-    if part.lane == 0:
-        shared.shares[part.warp_in_cta] = Int32(UNSET)
+    if part.warp_in_cta == 0:
+        shared.samples[part.lane] = Int32(NOTHING_YET)
+        shared.bound[0] = Int32(NOTHING_YET)
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
     cute.arch.sync_threads()
 
     # 1. Every warp's part; what the warps' thresholds together rule out.
     maximum, sum_, count, threshold = stream(config, part)
-    own, _ = renewed(config, part, maximum)
     maximum, sum_ = state_of_lanes(maximum, sum_)
     if part.lane == 0:
-        shared.bounds[part.warp_in_cta] = cutlass.max(own, threshold)
         shared.maxima[part.warp_in_cta] = maximum
         shared.sums[part.warp_in_cta] = sum_
+        cute.arch.atomic_max(part.bound.iterator, threshold, sem="relaxed", scope="cta")
     cute.arch.sync_threads()
-    bound, share = Int32(NOTHING_YET), Int32(NAN_KEY)
-    if part.lane < config.warps:
-        bound, share = shared.bounds[part.lane], shared.shares[part.lane]
-    bound = cute.arch.warp_redux_sync(bound, "max")
-    share = cute.arch.warp_redux_sync(share, "min")
-    floor = lowest_candidate(cutlass.max(bound, share))
+    floor = lowest_candidate(shared.bound[0])
     count = keep_from(part.slots, count, floor, part.lane)
     if count > config.k_capacity:
         keep_largest(part.slots, count, part.k, part.lane)
@@ -257,7 +248,9 @@ def state_of_parts(maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Conste
 
 
 @cute.jit
-def write(config: cutlass.Constexpr, ranked, part: Part, maximum: Float32, sum_: Float32, probs, indices, row):
+def write(
+    config: cutlass.Constexpr, ranked, part: Part, maximum: Float32, sum_: Float32, probs, indices, row
+):
     """One warp writes the row's k probabilities and indices.
 
     An exponent is taken against the maximum itself: where that is -inf, NaN or +inf, so is torch.softmax's.
@@ -277,8 +270,7 @@ def write(config: cutlass.Constexpr, ranked, part: Part, maximum: Float32, sum_:
         divisor = cute.arch.warp_reduction_sum(divisor)
     else:
         divisor = sum_
-    first = Int64(row) * part.k + part.lane
     for i in cutlass.range_constexpr(rounds):
         if i * WARP + part.lane < part.k:
-            (probs + first + i * WARP).store(weights[i] / divisor)
-            (indices + first + i * WARP).store(columns[i])
+            probs[row, i * WARP + part.lane] = weights[i] / divisor
+            indices[row, i * WARP + part.lane] = columns[i]

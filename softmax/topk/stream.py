@@ -1,11 +1,10 @@
 """One warp's part of a row: read once, its softmax state summed, its candidates for the top k kept. Device side.
 
-Each lane has the maximum of what it has seen, which the online softmax needs anyway. Take the maxima of the 32
-lanes in order: as many elements reach the j-th as there are lanes down to it, so the k-th largest of a row cannot
-be below the k-th largest of one warp's lanes; nor below the smallest, over a row's warps, of their ceil(k /
-warps)-th largest. Either is a *threshold*: an element below it is done with, one comparison for a lane's whole
-batch. The others, about a hundred of a row's fifty thousand, become candidates in shared memory. The thresholds
-are renewed as candidates come in.
+Each lane has the maximum of what it has seen, which the online softmax needs anyway. As many elements reach the
+j-th largest of the lanes' maxima as there are lanes that do. So the k-th largest of a warp's 32 lanes' maxima is
+a *threshold*: the row's k-th largest element is not below it. Samples of all warps' maxima give a better one. An
+element below is done with, by one comparison for a lane's whole batch; the others, about a hundred of a row's
+fifty thousand, become candidates in shared memory. The thresholds are renewed as candidates come in.
 
 Ties. Columns rise as the warp goes along, so an element equal to the warp's own threshold that comes after the
 elements which set it loses to them, and is dropped: a row of equal logits costs no more than any other. An
@@ -18,13 +17,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import WARP, TopkConfig
+from warpspec.softmax.topk.config import SAMPLES, WARP
 from warpspec.softmax.topk.keys import (
-    LOWEST_KEY,
-    NAN_KEY,
     NOTHING_YET,
     bar_of,
     candidate,
@@ -34,7 +31,8 @@ from warpspec.softmax.topk.keys import (
 from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
 from warpspec.softmax.vectors import VECTOR_BYTES, WORDS, Row, edge_of, load_edge, load_vector
 
-RENEW_AFTER = 12  # lanes with candidates until the threshold is renewed
+RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed
+JOINT_RANK = 16  # among the samples, at most
 HIGH_HALF = -0x10000  # of a word
 HALF_BITS = 16
 
@@ -44,7 +42,8 @@ class Part:
     """Which part of a row a warp reads, and where it keeps what.
 
     row: where it lies. warp: of the row's warps, over the cluster. warp_in_cta, lane. k: of the result. slots:
-    (SLOT) candidates of this warp. shares: (WARP) keys that the warps of the CTA have set, for their share of k.
+    (SLOT) candidates of this warp. samples: (SAMPLES) keys of lanes' maxima, from all warps of the CTA. bound:
+    (1) key: the row's threshold, the highest that a warp of the CTA has found.
     """
 
     row: Row
@@ -53,7 +52,8 @@ class Part:
     lane: Int32
     k: Int32
     slots: cute.Tensor
-    shares: cute.Tensor
+    samples: cute.Tensor
+    bound: cute.Tensor
 
 
 def floats(words: cute.Tensor, dtype: str) -> list:
@@ -108,29 +108,92 @@ def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Te
             load_vector(words[None, u], address + u * span * VECTOR_BYTES, present, config.dtype, "once")
 
 
+def read_shared(place: cute.Pointer) -> Int32:
+    """What any warp of the CTA wrote last."""
+    return cute.arch.load(place, Int32, ss="cta", sem="relaxed", scope="cta")
+
+
+def write_shared(place: cute.Pointer, value: Int32) -> None:
+    cute.arch.store(place, value, ss="cta", sem="relaxed", scope="cta")
+
+
 @cute.jit
 def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
-    """(this warp's threshold, the row's) as keys, from the lanes' maxima so far.
+    """(the warp's own threshold, the row's) as keys, from the lanes' maxima so far.
 
-    Elements at the row's, and those at the warp's own that came no later than the maxima, must be kept.
+    The row's: every warp gives a few of its lanes' maxima, those of rank q, 2 q, ... Where n of all samples reach
+    a value, n q elements of the row do, whenever each sample was taken.
     """
     ordered = sort_lanes(key_of(maximum), part.lane)
-    own = Int32(NOTHING_YET)
+    own, joint = Int32(NOTHING_YET), Int32(NOTHING_YET)
     if cutlass.const_expr(config.k_capacity <= WARP):
         own = cute.arch.shuffle_sync(ordered, part.k - 1)
-    shared = Int32(NOTHING_YET)
     if cutlass.const_expr(config.warps > 1):
-        share = cute.arch.shuffle_sync(ordered, (part.k + config.warps - 1) // config.warps - 1)
-        if part.lane == 0:
-            cute.arch.store(part.shares.iterator + part.warp_in_cta, share, ss="cta", sem="relaxed", scope="cta")
+        given = SAMPLES // config.warps
+        q = (part.k + JOINT_RANK - 1) // JOINT_RANK
+        rank = (part.lane % given + 1) * q - 1
+        sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP - 1))
+        if part.lane < given:
+            sample = Int32(cutlass.select_(Boolean(rank < WARP), sample, Int32(NOTHING_YET)))
+            write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
         cute.arch.sync_warp()
-        shared = Int32(NAN_KEY)
-        if part.lane < config.warps:
-            shared = cute.arch.load(
-                part.shares.iterator + part.lane, Int32, ss="cta", sem="relaxed", scope="cta"
-            )
-        shared = cute.arch.warp_redux_sync(shared, "min")
-    return own, shared
+        ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane)
+        joint = cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
+        if part.lane == 0:
+            cute.arch.atomic_max(part.bound.iterator, joint, sem="relaxed", scope="cta")
+    return own, joint
+
+
+@cute.jit
+def collect(
+    config: cutlass.Constexpr,
+    part: Part,
+    vectors: list,
+    maxima: list,
+    first: Int32,
+    maximum: Float32,
+    hits: Int32,
+    threshold: Int32,
+    since: Int32,
+    count: Int32,
+):
+    """The tile's candidates -> new (threshold, since, count).
+
+    vectors: UNROLL lists of elements; maxima: of each. first: number of the lane's first vector. maximum: of the
+    lane so far. hits: lanes that have candidates. threshold: elements whose key is not above it are done with.
+    since: lanes that have had candidates since thresholds were renewed.
+    """
+    span = config.warps * config.cluster * WARP
+    since += hits
+    if cutlass.const_expr(config.warps > 1):
+        threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
+    floor = threshold  # this tile's, whose elements came no later than those that set the own threshold
+    if since >= RENEW_AFTER:
+        own, joint = renewed(config, part, maximum)
+        threshold = cutlass.max(threshold, joint - 1)
+        floor = cutlass.max(threshold, own - 1)
+        threshold = cutlass.max(threshold, own)
+        since = Int32(0)
+    bar = bar_of(floor)
+    for u in cutlass.range_constexpr(config.unroll):
+        if cute.arch.vote_any_sync(passes(maxima[u], bar)):
+            if count > config.slots - WARP * config.per_vector:
+                key = keep_largest(part.slots, count, part.k, part.lane)
+                count = part.k
+                threshold = cutlass.max(threshold, key)
+                floor = cutlass.max(floor, key)
+                bar = bar_of(floor)
+            vector = first + u * span
+            present = Boolean(vector < part.row.vectors)
+            for e in cutlass.range_constexpr(config.per_vector):
+                chosen = present & passes(vectors[u][e], bar)
+                ballot = cute.arch.vote_ballot_sync(chosen)
+                if ballot != 0:
+                    if chosen:
+                        column = part.row.head + vector * config.per_vector + e
+                        part.slots[count + before(ballot)] = candidate(vectors[u][e], column)
+                    count += cute.arch.popc(ballot)
+    return threshold, since, count
 
 
 @cute.jit
@@ -139,8 +202,6 @@ def stream(config: cutlass.Constexpr, part: Part):
 
     count: candidates in part.slots. Elements whose key is below ``key`` are not in the row's top k.
     """
-    span = config.warps * config.cluster * WARP
-    limit = config.slots - WARP * config.per_vector
     edge = edge_of(part.row, part.warp * WARP + part.lane, config.dtype)
     edge_value = -Float32.inf
     if cutlass.const_expr(config.edges):
@@ -152,54 +213,32 @@ def stream(config: cutlass.Constexpr, part: Part):
 
     maximum, sum_ = -Float32.inf, Float32(0.0)
     threshold, since, count = Int32(NOTHING_YET), Int32(0), Int32(0)
+    bar = bar_of(threshold)
     for turn in cutlass.range(turns, unroll=1):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = ahead[i]
         if turn + 1 < turns:
             load_tile(config, part, turn + 1, ahead)
-
-        # 1. Online softmax.
         vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
         maxima = [largest(vector) for vector in vectors]
         tile_maximum = largest(maxima)
+
         previous = maximum
         maximum = cute.arch.fmax(maximum, tile_maximum, nan=True)
         reference = reference_of(maximum)
         sums = [total([exponential(x - reference, False) for x in vector]) for vector in vectors]
         sum_ = sum_ * exponential(previous - reference, False) + total(sums)
 
-        # 2. Candidates.
-        here = cute.arch.vote_ballot_sync(passes(tile_maximum, bar_of(threshold)))
-        if here != 0:
-            floor = threshold  # candidates of this tile are above it
-            since += cute.arch.popc(here)
-            if since >= RENEW_AFTER:
-                own, shared = renewed(config, part, maximum)
-                threshold = cutlass.max(threshold, shared - 1)
-                floor = cutlass.max(threshold, own - 1)
-                threshold = cutlass.max(threshold, own)
-                since = Int32(0)
-            for u in cutlass.range_constexpr(config.unroll):
-                vector = turn * config.tile_vectors + u * span + part.warp * WARP + part.lane
-                present = Boolean(vector < part.row.vectors)
-                bar = bar_of(floor)
-                if cute.arch.vote_any_sync(present & passes(maxima[u], bar)):
-                    if count > limit:
-                        key = keep_largest(part.slots, count, part.k, part.lane)
-                        count = part.k
-                        floor = cutlass.max(floor, key)
-                        threshold = cutlass.max(threshold, key)
-                        bar = bar_of(floor)
-                    for e in cutlass.range_constexpr(config.per_vector):
-                        chosen = present & passes(vectors[u][e], bar)
-                        ballot = cute.arch.vote_ballot_sync(chosen)
-                        if ballot != 0:
-                            if chosen:
-                                column = part.row.head + vector * config.per_vector + e
-                                part.slots[count + before(ballot)] = candidate(vectors[u][e], column)
-                            count += cute.arch.popc(ballot)
+        ballot = cute.arch.vote_ballot_sync(passes(tile_maximum, bar))
+        if ballot != 0:
+            first = turn * config.tile_vectors + part.warp * WARP + part.lane
+            hits = cute.arch.popc(ballot)
+            threshold, since, count = collect(
+                config, part, vectors, maxima, first, maximum, hits, threshold, since, count
+            )
+            bar = bar_of(threshold)
 
-    # 3. The row's ends. Their columns lie before and behind all others: equal to the threshold, they stay.
+    # The row's ends. Their columns lie before and behind all others: equal to the threshold, they stay.
     if cutlass.const_expr(config.edges):
         previous = maximum
         maximum = cute.arch.fmax(maximum, edge_value, nan=True)
@@ -209,7 +248,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         chosen = edge.present & Boolean(key_of(edge_value) >= threshold)
         ballot = cute.arch.vote_ballot_sync(chosen)
         if ballot != 0:
-            if count > limit:
+            if count > config.slots - WARP:
                 keep_largest(part.slots, count, part.k, part.lane)
                 count = part.k
             if chosen:

@@ -1,0 +1,52 @@
+"""Softmax fused with top-k: the k largest probabilities of every row and where they stand."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.softmax.topk import ops
+
+__all__ = ["softmax_topk"]
+
+
+def softmax_topk(
+    logits: torch.Tensor, k: int, *, renormalize: bool = False, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of softmax(logits, -1) and their columns, in one launch that reads the logits once.
+
+    The V probabilities of a row never reach memory. Forward only.
+
+    Args:
+        logits: [..., V], fp32, fp16 or bf16, V in 1..2**20, any strides (where rows are not contiguous, or not
+            evenly spaced, a contiguous copy is made first). Never modified.
+        k: 1 <= k <= min(V, 128).
+        renormalize: probabilities are divided by the sum of the k.
+        backend: "auto", "sm90", "sm100" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on the
+            CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for CUDA
+            tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
+
+    Returns:
+        (probs fp32 [..., k], indices int32 [..., k]): per row in the order of the *logits*: NaN first (as
+        torch.topk has it), then from the largest down; among equal ones (-0 equals +0) the lower column first. So
+        indices are exact even where probabilities round to the same number, or to 0. probs are torch.softmax's
+        at these columns, in fp32: all NaN in a row that holds NaN or +inf, or -inf only; 0 at -inf.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem:
+        the backend does not run on the tensor's device. NotImplementedError: backward() through the result.
+    """
+    if type(logits) is torch.Tensor and _eager(logits):
+        return ops.run(logits, k, renormalize, backend)
+    ops.check(logits, k, renormalize)
+    return ops.softmax_topk_operator(logits, k, renormalize, backend)
+
+
+def _eager(logits: torch.Tensor) -> bool:
+    """Whether nobody (torch.compile, autograd, a dispatch mode) needs to see an operator: it would cost twice the
+    launch."""
+    return not (
+        torch.compiler.is_compiling()
+        or (logits.requires_grad and torch.is_grad_enabled())
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
