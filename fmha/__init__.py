@@ -54,11 +54,13 @@ def attention(
         bias: [B or 1, Hq or 1, Sq, Sk], bf16 or fp32, natural units, not multiplied by scale; -inf hides a
             key.
         kv_lengths: [B] int32 in 0..Sk: keys at or past it do not exist. Values of a CPU tensor are checked; a
-            CUDA tensor's are not looked at (no host synchronisation), kernels clamp them.
+            CUDA tensor's are looked at only if the environment variable WARPSPEC_DEBUG is 1, because the host
+            then waits for the device at every call. Without it kernels clamp them.
         page_table: [B, max_pages] int32, page numbers in k and v; Sk is max_pages * page_size. Needs
-            kv_lengths; entries of pages that lie wholly past it are not read. Checked like kv_lengths.
+            kv_lengths; entries of pages that lie wholly past it may hold anything. Checked like kv_lengths;
+            unchecked, a page number out of range counts as a page of zeros.
         q_start: [B] int32: query i stands at position p = q_start[b] + i; may be negative. Default L - Sq,
-            with L the batch row's KV length (kv_lengths, or Sk).
+            with L the batch row's KV length (kv_lengths, or Sk). Checked like kv_lengths.
         key_stride: int >= 1: key j stands for positions j * key_stride to (j + 1) * key_stride - 1
             (compressed keys).
         normalize: False returns an AttentionState instead, for ``merge``; it takes no sink (merge applies

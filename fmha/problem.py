@@ -5,9 +5,7 @@
 it was and what is allowed, and returns a frozen, hashable record without tensors. Nothing has been launched
 or written when it raises, and no argument is ever modified.
 
-Values held by tensors (kv_lengths, q_start, page_table) are checked on CPU tensors only: looking at a CUDA
-tensor's values would stop the host until the device has caught up. There, kernels clamp kv_lengths to 0..Sk;
-a page number out of range is undefined behaviour.
+Values held by tensors (kv_lengths, q_start, page_table): see values.py.
 """
 
 from __future__ import annotations
@@ -17,12 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
+
 HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 ROW_ALIGNMENT = 16  # bytes: what TMA wants of a tensor's address and of every stride but the last
-POSITION_LIMIT = 2**29  # of q_start, sequences, windows: one of each adds up within int32
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
 
@@ -200,10 +199,9 @@ class AttentionProblem:
             _check_bias(bias, (batch, heads_q, seq_q, seq_k), q.device)
         _check_per_batch("kv_lengths", kv_lengths, batch, q.device)
         _check_per_batch("q_start", q_start, batch, q.device)
-        if memory:
-            _check_values("kv_lengths", kv_lengths, 0, seq_k, f"0..{seq_k} (Sk)")
-            _check_values("q_start", q_start, -POSITION_LIMIT, POSITION_LIMIT, f"within +-{POSITION_LIMIT}")
-            _check_pages(page_table, kv_lengths, k.shape[0], page_size)
+        if memory and are_checked(q.device):
+            sizes = dict(seq_k=seq_k, pages=k.shape[0], page_size=page_size)
+            check_values(kv_lengths, q_start, page_table, **sizes)
 
         problem = cls(
             batch=batch,
@@ -371,31 +369,6 @@ def _check_per_batch(name, tensor, batch, device):
     _check_tensor(name, tensor, (torch.int32,), device)
     if tuple(tensor.shape) != (batch,):
         raise ValueError(f"{name}: shape must be [B={batch}], got {_shape(tensor)}")
-
-
-def _check_values(name, tensor, lowest, highest, allowed):
-    """Values of a CPU tensor; a CUDA tensor's are left alone (no host synchronisation)."""
-    if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
-        return
-    wrong = (tensor < lowest) | (tensor > highest)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0, 0])
-        raise ValueError(f"{name}: values must be {allowed}, got {int(tensor[at])} at index {at}")
-
-
-def _check_pages(page_table, kv_lengths, pages, page_size):
-    """Page numbers that some key within kv_lengths uses; entries past them may hold anything."""
-    if page_table is None or page_table.device.type != "cpu" or page_table.numel() == 0:
-        return
-    first_key = torch.arange(page_table.shape[1]) * page_size
-    used = first_key[None, :] < kv_lengths[:, None]
-    wrong = used & ((page_table < 0) | (page_table >= pages))
-    if bool(wrong.any()):
-        row, column = (int(index) for index in wrong.nonzero()[0])
-        raise ValueError(
-            f"page_table: values must be 0..{pages - 1} (k has {pages} pages), "
-            f"got {int(page_table[row, column])} at index [{row}, {column}]"
-        )
 
 
 def _check_out(out, problem, inputs, memory):
