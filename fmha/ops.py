@@ -9,7 +9,6 @@ same.
 import torch
 
 from warpspec.common.dispatch import resolve_backend
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import reference
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.state import normalized_output
@@ -58,13 +57,10 @@ def run(arguments, backend, out=None):
     problem = check(arguments, out, memory=True)
     q, k, v, sink, bias, kv_lengths, page_table, q_start = arguments[:8]
     backend = resolve_backend(backend, problem.device)
-    if backend == "sm90":
-        raise UnsupportedProblem("backend 'sm90': attention has no sm90 kernel yet")
-    if backend in ("sm100", "sim"):
-        # Imported here: it loads the DSL, which the reference does without.
-        from warpspec.fmha.sm100.config import AttentionConfig
-
-        AttentionConfig.of(problem)  # raises UnsupportedProblem for what the kernel does not do
+    if backend != "reference":
+        kernels(backend).AttentionConfig.of(
+            problem
+        )  # raises UnsupportedProblem for what the kernel does not do
     o, stats = new_outputs(problem, q, out)
     lse, row_max, row_sum = None, None, None
     if not problem.normalize:
@@ -87,9 +83,7 @@ def run(arguments, backend, out=None):
                 stat.copy_(value)
         return o, stats
 
-    from warpspec.fmha import sm100
-
-    launch = sm100.run_cuda if backend == "sm100" else sm100.run_sim
+    launch = kernels(backend).run_sim if backend == "sim" else kernels(backend).run_cuda
     q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
     sink = None if sink is None else sink.detach().to(torch.float32).contiguous()
     bias = None if bias is None else regular_strides(bias)
@@ -98,6 +92,17 @@ def run(arguments, backend, out=None):
     results = (o, lse, row_max, row_sum)
     launch(problem, q, k, v, sink, kv_lengths, q_start, *results, page_table=page_table, bias=bias)
     return o, stats
+
+
+def kernels(backend: str):
+    """The package of a backend's kernels. Imported here: it loads the DSL, which the reference does without."""
+    if backend == "sm90":
+        from warpspec.fmha import sm90
+
+        return sm90
+    from warpspec.fmha import sm100
+
+    return sm100
 
 
 def regular_strides(tensor: torch.Tensor) -> torch.Tensor:

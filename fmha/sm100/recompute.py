@@ -40,7 +40,7 @@ def recompute(
     values.fill(0.0)
     for key in cutlass.range(Int32(row.first), row.end, unroll=1):
         where, exists = locate_key(config, operands, place.batch, key)
-        score = _dot(config, q, operands.k[(*where, place.kv_head, None)])
+        score = dot(config, q, operands.k[(*where, place.kv_head, None)])
         if cutlass.const_expr(config.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))
         if cutlass.const_expr(config.negate):
@@ -63,7 +63,7 @@ def _load(source: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def _dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
+def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
     """q.k of two rows (D), a block at a time."""
     total = Float32(0.0)
     for block in cutlass.range(config.blocks, unroll=1):

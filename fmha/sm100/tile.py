@@ -87,13 +87,14 @@ class Tile:
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
-def locate(config: AttentionConfig, operands, grid, window_left, window_right) -> Tile:
-    """The tile of this CTA. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits)."""
+def locate(config, operands, grid, window_left, window_right, index=None) -> Tile:
+    """The tile of this CTA, or the index-th. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits)."""
     batch_size, seq_q, heads_q, _ = operands.q.shape
     _, length, heads_kv, _ = operands.k.shape
     if cutlass.const_expr(config.page_size > 0):
         length = operands.page_table.shape[1] * config.page_size
-    index, _, _ = cute.arch.block_idx()
+    if index is None:
+        index, _, _ = cute.arch.block_idx()
     query_tiles, head_tiles, splits = grid
     split = Int32(0)
     if cutlass.const_expr(config.splits):

@@ -1,0 +1,153 @@
+"""Attention on sm_90a: the kernel compiled once a configuration, run on a GPU or in the simulator."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.compile import compile_cached
+from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
+from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.sm100 import partial_results, scalars
+from warpspec.fmha.splits import choose_splits, visited_tiles
+
+__all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim"]
+
+ARCH = "sm_90a"
+SM_COUNT = 132  # of an H100 or H200
+
+
+def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
+    """(configuration, number of splits of the keys) for a problem on a device of ``sm_count`` SMs."""
+    config = AttentionConfig.of(problem)
+    splits = problem.num_splits
+    if splits is None:
+        plain = problem.key_stride == 1  # only then do positions count keys
+        kv_tiles = visited_tiles(
+            seq_k=problem.seq_k,
+            queries=config.queries,
+            tile_n=config.tile_n,
+            left=problem.window_left if plain else None,
+            right=problem.window_right if plain else None,
+            causal=problem.causal and plain,
+        )
+        query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
+        splits = choose_splits(
+            m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
+            kv_tiles=kv_tiles,
+            rows=problem.batch * problem.seq_q * problem.heads_q,
+            head_dim=problem.head_dim,
+            tile_m=config.tile_m,
+            tile_n=config.tile_n,
+            shared_kv=config.shared_kv,
+            sm_count=sm_count,
+            ctas_per_sm=config.shape.ctas_per_sm,
+        )
+    return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
+
+
+def run(
+    launch,
+    problem,
+    sm_count,
+    q,
+    k,
+    v,
+    sink,
+    kv_lengths,
+    q_start,
+    o,
+    lse,
+    row_max,
+    row_sum,
+    page_table=None,
+    bias=None,
+):
+    """Compile, launch the attention kernel and, for split keys, the combine kernel.
+
+    launch: called with a compiled kernel and its arguments but the stream; returns what ``run`` does.
+    """
+    from warpspec.fmha.combine_splits import combine_splits
+
+    config, splits = plan(problem, sm_count)
+    ctas = sm_count * config.shape.ctas_per_sm
+    kernel = compiled(config)
+    if splits == 1:
+        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table)
+        return launch(kernel, tensors, (*scalars(problem), ctas)), None
+    partial = partial_results(problem, splits)
+    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table)
+    first = launch(kernel, tensors, (*scalars(problem), ctas))
+    return first, combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
+
+
+def run_sim(problem, *tensors, sm_count: int = SM_COUNT, seed: int = 0, **options):
+    """Execute the compiled kernel on CPU tensors in the simulator; returns its ``SimReport``."""
+    from warpspec import sim  # brings in llvmlite, an optional dependency
+
+    def launch(kernel, tensors, numbers):
+        return sim.run(kernel, *tensors, *numbers, None, seed=seed)
+
+    first, second = run(launch, problem, sm_count, *tensors, **options)
+    return first if second is None else sim.remember(first + second)
+
+
+def run_cuda(problem, q, *tensors, **options) -> None:
+    """Launch on the tensors' device and its current stream: one kernel, two where the keys are split; no
+    synchronisation."""
+    import cuda.bindings.driver as driver
+    from cutlass.cute.runtime import from_dlpack
+
+    def launch(kernel, tensors, numbers):
+        arguments = [
+            None
+            if tensor is None
+            else from_dlpack(
+                tensor.detach(), assumed_align=ROW_ALIGNMENT if position < 4 else tensor.element_size()
+            ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
+            for position, tensor in enumerate(tensors)
+        ]
+        with torch.cuda.device(q.device):
+            kernel(*arguments, *numbers, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+
+    properties = torch.cuda.get_device_properties(q.device)
+    run(launch, problem, properties.multi_processor_count, q, *tensors, **options)
+
+
+def compiled(config: AttentionConfig):
+    """The kernel of a configuration, compiled on first use in this process. Needs no GPU."""
+    return compile_cached(("fmha sm90", config), lambda: _host_and_arguments(config), arch=ARCH)
+
+
+def _host_and_arguments(config: AttentionConfig) -> tuple:
+    """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from warpspec.fmha.sm90.kernel import Attention
+
+    def tensor(dtype, rank, last=None):
+        step = ROW_ALIGNMENT * 8 // dtype.width if last is not None else 1
+        return make_fake_tensor(
+            dtype,
+            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
+            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
+            assumed_align=ROW_ALIGNMENT if last is not None else dtype.width // 8,
+            memspace=cute.AddressSpace.gmem,
+        )
+
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+    fp32, int32 = cutlass.Float32, cutlass.Int32
+    return (
+        Attention(config),
+        *(tensor(dtype, 4, config.head_dim) for _ in "qkv"),
+        tensor(dtype if config.normalize else fp32, 5 if config.splits else 4, config.head_dim),
+        tensor(fp32, 1) if config.has_sink else None,
+        tensor(int32, 1) if config.has_kv_lengths else None,
+        tensor(int32, 1) if config.has_q_start else None,
+        tensor(fp32, 3) if config.has_lse else None,
+        *(None if config.normalize else tensor(fp32, 4 if config.splits else 3) for _ in range(2)),
+        tensor(int32, 2) if config.page_size else None,
+        *(1.0, 0, 0, 1),  # scale_log2, window_left, window_right, ctas
+        make_fake_stream(),
+    )

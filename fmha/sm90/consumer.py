@@ -1,0 +1,275 @@
+"""A consumer warpgroup: S = Q K^T, softmax and O += P V for its 64 query rows, on wgmma.
+
+QK of the next KV tile is issued before PV of this one and both run under the softmax of neither: a consumer waits
+for S alone, works on it while PV is still running, and only then needs O. Consumers take turns at issuing, so that
+one's softmax lies under another's products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from warpspec.common import tma
+from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER, WARPGROUP_THREADS
+from warpspec.fmha.sm90.rows import ROW_HALVES
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.fmha.softmax import move_reference
+
+ONE_WARPGROUP = (1, 1, 1)
+WORD_BYTES = 4
+
+
+class Products(NamedTuple):
+    """Both products of a consumer. q (MMA, MMA_M, MMA_K), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of shared
+    memory. s, o (n): fp32 registers. p (MMA, MMA_M, MMA_K): registers in q's dtype."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    s: cute.Tensor
+    p: cute.Tensor
+    o: cute.Tensor
+
+
+def make_qk(config, dtype) -> cute.TiledMma:
+    """S [M, N] = Q [M, K] K [N, K]^T: both operands from shared memory, D contiguous."""
+    major = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        dtype, dtype, major, major, Float32, ONE_WARPGROUP, (WARPGROUP_ROWS, config.tile_n)
+    )
+
+
+def make_pv(config, dtype) -> cute.TiledMma:
+    """O [M, N] += P [M, K] V [K, N]: P from registers; V from shared memory, N (that is D) contiguous."""
+    return hopper.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+        Float32,
+        ONE_WARPGROUP,
+        (WARPGROUP_ROWS, config.head_dim),
+        warpgroup.OperandSource.RMEM,
+    )
+
+
+def products(config, dtype, q_base, k_base, v_base) -> Products:
+    """q_base: of this consumer's Q; v_base is k_base where V is K."""
+    rows, keys, depth = WARPGROUP_ROWS, config.tile_n, config.head_dim
+    qk, pv = make_qk(config, dtype), make_pv(config, dtype)
+
+    def shared(base, layout):
+        return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+
+    row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+    q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
+    k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
+    v = shared(v_base, hopper.make_smem_layout_b(column_major, (rows, depth, keys), dtype, config.kv_stages))
+    qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
+    return Products(
+        q=qk.make_fragment_A(qk_slice.partition_A(q))[None, None, None, 0],
+        k=qk.make_fragment_B(qk_slice.partition_B(k)),
+        v=pv.make_fragment_B(pv_slice.partition_B(v)),
+        s=cute.make_rmem_tensor(qk.partition_shape_C((rows, keys)), Float32),
+        p=cute.make_rmem_tensor(pv.partition_shape_A((rows, keys)), dtype),
+        o=cute.make_rmem_tensor(pv.partition_shape_C((rows, depth)), Float32),
+    )
+
+
+def flat(fragment: cute.Tensor) -> cute.Tensor:
+    """(n): the registers of a fragment in order."""
+    return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+
+
+def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
+    """Issue D = A B, plus D where ``accumulate``: one wgmma for every 16 of K; one group."""
+    warpgroup.fence()
+    for k_block in range(cute.size(a, mode=[2])):
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)
+        cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)
+    warpgroup.commit_group()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One consumer's part of a tile. rows: the thread's two. group: which consumer; thread: 0..127 of it. use: KV tiles
+    that this CTA has done before. v_base: Uint8 pointer to the first V stage."""
+
+    config: object
+    channels: dict
+    mma: Products
+    tile: object
+    rows: tuple
+    group: Int32
+    thread: Int32
+    use: Int32
+    scale_log2: Float32
+    v_base: cute.Pointer
+
+    @property
+    def span(self):
+        return self.tile.span
+
+    @property
+    def v_full(self):
+        return self.channels[self.config.v_ring + "_full"]
+
+    @property
+    def v_empty(self):
+        return self.channels[self.config.v_ring + "_empty"]
+
+    def issue_qk(self, step) -> None:
+        """S of the step-th KV tile."""
+        k = self.mma.k[None, None, None, self.channels["k_full"].stage(self.use + step)]
+        multiply(make_qk(self.config, self.mma.p.element_type), self.mma.s, self.mma.q, k, False)
+
+    def issue_pv(self, step) -> None:
+        """O plus P V of the step-th KV tile."""
+        v = self.mma.v[None, None, None, self.v_full.stage(self.use + step)]
+        multiply(make_pv(self.config, self.mma.p.element_type), self.mma.o, self.mma.p, v, True)
+
+    def release_k(self, step) -> None:
+        """QK has read the K tile; where it is V too, PV is still to come."""
+        if not self.config.shared_kv:
+            self.channels["k_empty"].arrive_warp(self.use + step)
+
+    def take_turn(self) -> None:
+        """Wait until it is this consumer's turn to issue."""
+        if self.config.consumers > 1:
+            turn = FIRST_ORDER_BARRIER + self.group
+            cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+def pass_turn(config, group) -> None:
+    """It is the turn of the consumer after ``group``."""
+    if config.consumers > 1:
+        after = FIRST_ORDER_BARRIER + (group + 1) % config.consumers
+        cute.arch.barrier_arrive(barrier_id=after, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+@cute.jit
+def attend(work):
+    """O, in ``work.mma.o``, and the row statistics of one tile.
+
+    Returns (references, maxima, row sums), each of the thread's two rows; sums are of the thread's own columns.
+    Consumes: k_full before QK, v_full before PV. Produces: k_empty after QK (after PV where V is K), v_empty after
+    PV, one arrival a warp.
+    """
+    config, span = work.config, work.tile.span
+    work.mma.o.fill(0.0)
+    state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
+    if span.count > 0:
+        work.channels["k_full"].wait(work.use)
+        work.issue_qk(0)
+        warpgroup.wait_group(0)
+        work.release_k(0)
+        state, _ = weigh(work, 0, state, True)
+        keep_weights(work.mma)
+    # Tiles that some row does not see whole come first (the newest keys) and last (the window's left edge).
+    end = span.begin + span.count
+    low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
+    high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)
+    whole = cutlass.max(end - high, 1)
+    partial = cutlass.max(whole, end - low)
+    for step in cutlass.range(1, cutlass.min(whole, span.count), unroll=1):
+        state = advance(work, step, state, True)
+    for step in cutlass.range(whole, partial, unroll=1):
+        state = advance(work, step, state, False)
+    if cutlass.const_expr(config.has_left):
+        for step in cutlass.range(partial, span.count, unroll=1):
+            state = advance(work, step, state, True)
+    if span.count > 0:
+        last = span.count - 1
+        work.v_full.wait(work.use + last)
+        work.issue_pv(last)
+        warpgroup.wait_group(0)
+        work.v_empty.arrive_warp(work.use + last)
+    return state
+
+
+@cute.jit
+def advance(work, step, state, masked: cutlass.Constexpr):
+    """QK and softmax of the step-th KV tile, PV of the one before."""
+    work.channels["k_full"].wait(work.use + step)
+    work.take_turn()
+    work.issue_qk(step)
+    work.v_full.wait(work.use + step - 1)
+    work.issue_pv(step - 1)
+    pass_turn(work.config, work.group)
+    warpgroup.wait_group(1)
+    work.release_k(step)
+    state, factors = weigh(work, step, state, masked)
+    warpgroup.wait_group(0)
+    work.v_empty.arrive_warp(work.use + step - 1)
+    for half in cutlass.range_constexpr(ROW_HALVES):
+        softmax.scale_by(flat(work.mma.o), half, factors[half])
+    keep_weights(work.mma)
+    return state
+
+
+def keep_weights(mma: Products) -> None:
+    """P in the dtype and the registers that PV reads: the same order as S."""
+    flat(mma.p).store(flat(mma.s).load().to(mma.p.element_type))
+
+
+@cute.jit
+def weigh(work, step, state, masked: cutlass.Constexpr):
+    """S becomes the weights of its tile, in place. Returns the state and the factors that O must be scaled by.
+
+    masked: some row may not see some key of the tile.
+    """
+    config, span, scale_log2 = work.config, work.tile.span, work.scale_log2
+    references, maxima, sums = state
+    scores = flat(work.mma.s)
+    first_key = span.tile(step) * config.tile_n
+    if cutlass.const_expr(config.negate):
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = -scores[i]
+    new = []
+    for half in cutlass.range_constexpr(ROW_HALVES):
+        row = work.rows[half]
+        if cutlass.const_expr(masked):
+            origin = first_key + softmax.PAIR * row.half
+            softmax.hide(scores, half, row.first - origin if config.has_left else None, row.end - origin)
+        highest = softmax.over_quad(softmax.maximum(scores, half), cute.arch.fmax)
+        highest = cute.arch.fmax(maxima[half], highest)
+        reference, factor, _ = move_reference(references[half], highest, scale_log2, config.rescale_threshold)
+        total = sums[half] * factor + softmax.exponentiate(scores, half, reference, scale_log2)
+        new.append((reference, highest, total, factor))
+    references, maxima, sums, factors = zip(*new, strict=True)
+    if cutlass.const_expr(masked and (config.band or config.has_kv_lengths)):  # noqa: SIM102
+        if span.has_unseen(span.tile(step), config.tile_n):
+            use = work.use + step
+            work.v_full.wait(use)
+            stage = work.v_base + work.v_full.stage(use) * config.kv_tile_bytes
+            clear_unseen(config, span, first_key, work.thread, stage)
+    return (references, maxima, sums), factors
+
+
+@cute.jit
+def clear_unseen(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
+    """Zero the V rows of a tile that no row of the M tile sees: 0 times a NaN left there would be NaN.
+
+    All consumers come here; the fence and the barrier make it visible to their wgmma. thread: of a consumer;
+    consumers write the same zeros.
+    """
+    key = first_key + thread
+    if (thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
+        for block in cutlass.range_constexpr(config.blocks):
+            start = (block * config.tile_n + thread) * tma.ROW_BYTES
+            words = cute.make_tensor(
+                cute.recast_ptr((tile + start).align(tma.ROW_BYTES), dtype=Int32),
+                cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
+            )  # (WORD)
+            words.fill(0)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)

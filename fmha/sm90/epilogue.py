@@ -1,0 +1,93 @@
+"""The epilogue of a consumer: its O from registers to global memory, and the row statistics."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90.recompute import recompute, tainted
+from warpspec.fmha.sm90.rows import QUAD, ROW_HALVES, place
+from warpspec.fmha.sm100.epilogue import of_split, statistics
+
+VECTOR = 8  # 16-bit elements of one 16-byte store
+
+
+@cute.jit
+def epilogue(config: cutlass.Constexpr, tile, rows, group, state, o: cute.Tensor, operands, scale_log2):
+    """Write both rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
+
+    state: from ``consumer.attend``. o (n): fp32 registers. A row that sees no key writes zeros and -inf.
+    """
+    references, maxima, sums = state
+    for half in cutlass.range_constexpr(ROW_HALVES):
+        row = rows[half]
+        total = softmax.over_quad(sums[half], lambda a, b: a + b)
+        empty = Boolean(total == Float32(0.0))
+        where = place(config, tile, group, row)
+        row_state = (references[half], maxima[half], total)
+        factor = statistics(config, row, where, tile, row_state, operands, scale_log2, empty)
+        if cutlass.const_expr(config.band):  # noqa: SIM102
+            if where.in_range & tainted(o, half, total):
+                recompute(config, row, where, operands, references[half], scale_log2, o, half)
+        for i in softmax.elements(o, half):
+            o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
+        target = of_split(config, operands.o, tile, where)
+        if cutlass.const_expr(config.normalize):
+            store_row(o, half, row.half, target, where.in_range)
+        else:
+            store_pairs(o, half, row.half, target, where.in_range)
+
+
+@cute.jit
+def store_row(o: cute.Tensor, half: cutlass.Constexpr, quad, target: cute.Tensor, in_range):
+    """One row (D) in 16 bits: its four threads exchange words so that each stores 8 columns at a time.
+
+    Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4 words.
+    """
+    own = softmax.elements(o, half)
+    blocks = len(own) // softmax.PAIR
+    words = []
+    for block in cutlass.range_constexpr(blocks):
+        pair = cute.make_rmem_tensor(softmax.PAIR, target.element_type)
+        for place_ in cutlass.range_constexpr(softmax.PAIR):
+            pair[place_] = o[own[block * softmax.PAIR + place_]].to(target.element_type)
+        words.append(cute.recast_tensor(pair, Int32)[0])
+    for first in cutlass.range_constexpr(0, blocks, QUAD):
+        moved = transpose(words[first : first + QUAD], quad)
+        if in_range:
+            vector = cute.make_rmem_tensor(QUAD, Int32)
+            for i in cutlass.range_constexpr(QUAD):
+                vector[i] = moved[i]
+            part = cute.local_tile(target, (VECTOR,), (first + quad,))
+            cute.autovec_copy(cute.recast_tensor(vector, target.element_type), part)
+
+
+def transpose(words: list, quad) -> list:
+    """4 words of each of 4 threads: thread t gets word t of every thread, in the threads' order."""
+    for bit in (1, 2):
+        upper = Boolean((quad & bit) != 0)
+        moved = list(words)
+        for low in (i for i in range(QUAD) if not i & bit):
+            high = low | bit
+            send = Int32(cutlass.select_(upper, words[low], words[high]))
+            keep = Int32(cutlass.select_(upper, words[high], words[low]))
+            got = cute.arch.shuffle_sync_bfly(send, bit)
+            moved[low] = Int32(cutlass.select_(upper, got, keep))
+            moved[high] = Int32(cutlass.select_(upper, keep, got))
+        words = moved
+    return words
+
+
+@cute.jit
+def store_pairs(o: cute.Tensor, half: cutlass.Constexpr, quad, target: cute.Tensor, in_range):
+    """One row (D) in fp32: each thread its pairs of columns, 32 bytes a quad."""
+    own = softmax.elements(o, half)
+    if in_range:
+        for block in cutlass.range_constexpr(len(own) // softmax.PAIR):
+            pair = cute.make_rmem_tensor(softmax.PAIR, Float32)
+            for place_ in cutlass.range_constexpr(softmax.PAIR):
+                pair[place_] = o[own[block * softmax.PAIR + place_]]
+            part = cute.local_tile(target, (softmax.PAIR,), (block * QUAD + quad,))
+            cute.autovec_copy(pair, part)

@@ -1,0 +1,178 @@
+"""The attention kernel for sm_90a: host side, storage, role dispatch.
+
+ARCHITECTURE.md, "Attention kernel (sm_90a)", has the picture.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+
+from warpspec.common import tma
+from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.scheduler import TileGrid
+from warpspec.fmha.sm90.config import BARRIER_BYTES, BLOCK, WARPGROUP_THREADS, AttentionConfig
+from warpspec.fmha.sm90.consumer import Work, attend, flat, pass_turn, products
+from warpspec.fmha.sm90.epilogue import epilogue
+from warpspec.fmha.sm90.load import load
+from warpspec.fmha.sm90.rows import rows
+from warpspec.fmha.sm90.tile import Where, locate
+from warpspec.fmha.sm100.kernel import Operands
+
+SMEM_CARVEOUT_PERCENT = 100
+
+
+class Attention:
+    """``cute.compile(Attention(config), ...)`` makes one kernel; the arguments are those of ``__call__``."""
+
+    def __init__(self, config: AttentionConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        sink: cute.Tensor | None,
+        kv_lengths: cute.Tensor | None,
+        q_start: cute.Tensor | None,
+        lse: cute.Tensor | None,
+        row_max: cute.Tensor | None,
+        row_sum: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        scale_log2: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        ctas: Int32,
+        stream: CUstream,
+    ):
+        """Host side: TMA descriptors, grid, launch.
+
+        scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most CTAs to launch.
+        """
+        config = self.config
+        batch, seq_q, heads_q, _ = q.shape
+        heads_kv = k.shape[2]
+        group = heads_q // heads_kv
+        # (D, HEAD, QUERY, BLOCK, BATCH)
+        q_view = cute.make_tensor(
+            q.iterator,
+            cute.make_layout(
+                (BLOCK, heads_q, seq_q, config.blocks, batch),
+                stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0]),
+            ),
+        )
+        loads = [tma.make_load(q_view, config.q_box)]
+        for t in (k,) if config.shared_kv else (k, v):
+            # (D, KEY, BLOCK, KV_HEAD, BATCH); paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE)
+            view = cute.make_tensor(
+                t.iterator,
+                cute.make_layout(
+                    (BLOCK, t.shape[1], config.blocks, heads_kv, t.shape[0]),
+                    stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
+                ),
+            )
+            loads.append(tma.make_load(view, config.kv_box))
+        tiles = TileGrid(
+            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
+        )
+        splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
+        total = Int32(tiles.size * splits)
+        self.kernel(
+            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, None),
+            tuple(atom for atom, _ in loads),
+            tuple(coordinates for _, coordinates in loads),
+            (tiles.query_tiles, tiles.head_tiles, splits),
+            total,
+            scale_log2,
+            window_left,
+            window_right,
+        ).launch(
+            grid=(cutlass.min(total, ctas), 1, 1),
+            block=(config.threads, 1, 1),
+            min_blocks_per_mp=config.shape.ctas_per_sm,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, atoms, coordinates, grid, total, scale_log2, window_left, window_right):
+        config = self.config
+        dtype = operands.q.element_type
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # 1. Shared memory: barriers, Q of every consumer, K and V.
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
+            q: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.consumers * config.q_bytes], tma.TILE_ALIGNMENT
+            ]
+            k: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            v: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.v_bytes], tma.TILE_ALIGNMENT]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+        if warp == config.load_warp:
+            for atom in atoms:
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+
+        # 2. Roles.
+        where = Where(grid, total, window_left, window_right)
+        q_base, k_base = storage.q.data_ptr(), storage.k.data_ptr()
+        v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
+        if warp >= config.load_warp:
+            cute.arch.setmaxregister_decrease(config.shape.producer_registers)
+            if warp == config.load_warp:
+                load(config, channels, atoms, coordinates, (q_base, k_base, v_base), operands, where, dtype)
+        else:
+            cute.arch.setmaxregister_increase(config.shape.consumer_registers)
+            consume(config, channels, (q_base, k_base, v_base), operands, where, scale_log2, dtype, thread)
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    bases: cutlass.Constexpr,
+    operands,
+    where,
+    scale_log2,
+    dtype: cutlass.Constexpr,
+    thread,
+):
+    """One consumer: the CTA's tiles, one after another.
+
+    Consumes: q_full; k_full and v_full (``consumer.attend``). Produces: q_empty when QK of a tile is over.
+    """
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+    thread = thread % WARPGROUP_THREADS
+    q_base = bases[0] + group * config.q_bytes
+    mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), bases[1], bases[2])
+    if group == config.consumers - 1:
+        pass_turn(config, group)  # the first consumer begins
+    tile_use, use = Int32(0), Int32(0)
+    first, _, _ = cute.arch.block_idx()
+    step_of_grid, _, _ = cute.arch.grid_dim()
+    for index in cutlass.range(first, where.tiles, step_of_grid, unroll=1):
+        tile = locate(config, operands, where, index)
+        mine = rows(config, tile, group, thread)
+        q_use = tile_use * config.consumers + group
+        if tile.span.count > 0:
+            channels["q_full"].wait(q_use)
+        work = Work(config, channels, mma, tile, mine, group, thread, use, scale_log2, bases[2])
+        state = attend(work)
+        if tile.span.count > 0:
+            channels["q_empty"].arrive_warp(q_use)
+            tile_use += 1
+        use += tile.span.count
+        epilogue(config, tile, mine, group, state, flat(mma.o), operands, scale_log2)

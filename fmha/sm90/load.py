@@ -1,0 +1,79 @@
+"""The load warp: for every tile each consumer's Q, then K and V tiles through TMA."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common import tma
+from warpspec.fmha.sm90.rows import first_query
+from warpspec.fmha.sm90.tile import locate
+from warpspec.fmha.sm100.load import kv_places
+
+
+def q_ring(config, atom, coordinates, base, tile, group, dtype) -> tma.TileRing:
+    """The ring of one consumer's Q, whose stages are the blocks of D of every consumer."""
+    first_head = tile.kv_head * tile.group + tile.head_tile * config.pack
+    # (D, HEAD, QUERY, BLOCK): from the consumer's first head and query on
+    q = coordinates[None, None, None, None, tile.batch]
+    q = cute.domain_offset((0, first_head, first_query(config, tile, group), 0), q)
+    tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
+    block_bytes = config.q_bytes // config.blocks
+    shared = tma.shared_tiles(base, dtype, config.q_box, config.consumers * config.blocks, block_bytes)
+    return tma.TileRing.make(atom, tiles, shared)
+
+
+def kv_ring(config, atom, coordinates, base, tile, dtype) -> tma.TileRing:
+    """The ring of K or V."""
+    # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
+    tiles = coordinates[None, None, None, tile.kv_head, None]
+    tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
+    tiles = cute.group_modes(tiles, 3, 6)
+    # A stage's boxes stand in it one after another: a block of D, in it the pages.
+    shared = tma.shared_tiles(base, dtype, config.kv_box, config.kv_stages * cute.size(config.kv_boxes))
+    return tma.TileRing.make(atom, tiles, shared)
+
+
+@cute.jit
+def load(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, atoms, coordinates, bases, operands, where, dtype
+):
+    """Fill shared memory, tile after tile of this CTA: Q of each consumer, then one K and one V tile for every KV
+    tile of the span, in order; one tile for both where they are one tensor.
+
+    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
+    buffer of each before it is filled again. Leaves only when every buffer has been released.
+    """
+    tile_use, use = Int32(0), Int32(0)
+    first, _, _ = cute.arch.block_idx()
+    step_of_grid, _, _ = cute.arch.grid_dim()
+    for index in cutlass.range(first, where.tiles, step_of_grid, unroll=1):
+        tile = locate(config, operands, where, index)
+        span = tile.span
+        if span.count > 0:
+            for group in cutlass.range_constexpr(config.consumers):
+                q_use = tile_use * config.consumers + group
+                ring = q_ring(config, atoms[0], coordinates[0], bases[0], tile, group, dtype)
+                channels["q_empty"].wait_previous(q_use)
+                channels["q_full"].expect_bytes(q_use, config.blocks * tma.tile_bytes(config.q_box))
+                for block in cutlass.range_constexpr(config.blocks):
+                    ring.load(block, group * config.blocks + block, channels["q_full"].barrier(q_use))
+            tile_use += 1
+        for step in cutlass.range(span.count, unroll=1):
+            places = kv_places(config, operands, tile, span.tile(step))
+            for i, name in enumerate(config.rings):
+                ring = kv_ring(config, atoms[1 + i], coordinates[1 + i], bases[1 + i], tile, dtype)
+                full, empty = channels[name + "_full"], channels[name + "_empty"]
+                empty.wait_previous(use + step)
+                full.expect_bytes(use + step, config.kv_tile_bytes)
+                blocks, pages = config.kv_boxes
+                for block in cutlass.range(blocks, unroll=1):
+                    for page in cutlass.range_constexpr(pages):
+                        row, source = places[page]
+                        box = (full.stage(use + step) * blocks + block) * pages + page
+                        ring.load((row, block, source), box, full.barrier(use + step))
+        use += span.count
+    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
+        for name in config.rings:
+            channels[name + "_empty"].wait(last)

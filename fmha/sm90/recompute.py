@@ -1,0 +1,57 @@
+"""The exact path of ``sm100.recompute`` for a row whose columns four threads share."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90.rows import QUAD
+from warpspec.fmha.sm100.pages import locate_key
+from warpspec.fmha.sm100.recompute import dot
+
+
+def tainted(o: cute.Tensor, half: int, row_sum) -> Boolean:
+    """True where some of the thread's o (n) of one row is NaN or Inf and the row has a finite, positive sum."""
+    probe = Float32(0.0)
+    for i in softmax.elements(o, half):
+        probe = probe + o[i] * Float32(0.0)  # 0, or NaN from the first that is not finite
+    finite_sum = Boolean(row_sum > Float32(0.0)) & Boolean(row_sum < Float32.inf)
+    return Boolean(probe != probe) & finite_sum
+
+
+@cute.jit
+def recompute(
+    config: cutlass.Constexpr,
+    row,
+    place,
+    operands,
+    reference,
+    scale_log2,
+    o: cute.Tensor,
+    half: cutlass.Constexpr,
+):
+    """The thread's o (n) of one row = sum over the row's visible keys of 2**(scale_log2 * (q.k - reference)) v."""
+    own = softmax.elements(o, half)
+    q = operands.q[place.batch, place.query, place.head, None]  # (D)
+    sums = cute.make_rmem_tensor(len(own), Float32)
+    sums.fill(0.0)
+    for key in cutlass.range(Int32(row.first), row.end, unroll=1):
+        where, exists = locate_key(config, operands, place.batch, key)
+        score = dot(config, q, operands.k[(*where, place.kv_head, None)])
+        if cutlass.const_expr(config.page_size > 0):
+            score = Float32(cutlass.select_(exists, score, Float32(0.0)))
+        if cutlass.const_expr(config.negate):
+            score = -score
+        weight = cute.math.exp2((score - reference) * scale_log2, fastmath=True)
+        v = operands.v[(*where, place.kv_head, None)]  # (D)
+        if exists:
+            for block in cutlass.range_constexpr(len(own) // softmax.PAIR):
+                pair = cute.make_rmem_tensor(softmax.PAIR, v.element_type)
+                cute.autovec_copy(cute.local_tile(v, (softmax.PAIR,), (block * QUAD + row.half,)), pair)
+                for i in cutlass.range_constexpr(softmax.PAIR):
+                    at = block * softmax.PAIR + i
+                    sums[at] = sums[at] + weight * pair[i].to(Float32)
+    for at in cutlass.range_constexpr(len(own)):
+        o[own[at]] = sums[at]

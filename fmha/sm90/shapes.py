@@ -1,0 +1,35 @@
+"""Tile shapes of the sm_90a attention kernel by head dimension: the tuning table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
+
+
+@dataclass(frozen=True)
+class Shape:
+    """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
+    ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
+    thread, set by setmaxnreg."""
+
+    consumers: int
+    tile_n: int
+    kv_stages: int
+    ctas_per_sm: int
+    consumer_registers: int
+    producer_registers: int
+
+
+# Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
+PREFILL = {
+    64: Shape(3, 128, 4, 1, 160, 32),
+    128: Shape(2, 128, 2, 1, 240, 24),
+    256: Shape(2, 80, 2, 1, 240, 24),
+}
+# Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
+DECODE = {
+    64: Shape(1, 128, 3, 2, 208, 48),
+    128: Shape(1, 64, 3, 2, 208, 48),
+    256: Shape(1, 64, 3, 1, 240, 24),
+}
