@@ -33,7 +33,6 @@ SWIGLU_COLUMNS = (
 )  # accumulator columns, or lanes, of one block of outputs: 8 gate, 8 up, 8 gate, 8 up
 INTERLEAVE = 8  # rows of gate, then as many of up
 STEP_TOKENS = 16
-SEGMENT = 96  # outputs of a row that are staged together and written as one piece (where rows are lanes)
 
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 OUTPUTS = ("bf16", "nvfp4")
@@ -65,8 +64,10 @@ class Shape:
         return MMA_ROWS if self.swapped else self.tile_n
 
 
-SINGLE = Shape(swapped=False, tile_n=192)
-PAIR = Shape(swapped=False, tile_n=192, ctas=2)
+SINGLE = Shape(swapped=False, tile_n=256)
+PAIR = Shape(swapped=False, tile_n=256, ctas=2)
+NARROW = Shape(swapped=False, tile_n=192)
+NARROW_PAIR = Shape(swapped=False, tile_n=192, ctas=2)
 SWAPPED = {n: Shape(swapped=True, tile_n=n) for n in (8, 16, 32, 64)}
 
 
@@ -96,7 +97,8 @@ class GemmConfig:
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
         assert self.tile_n % (8 * self.ctas) == 0
-        assert self.swapped or self.out_columns % SEGMENT == 0
+        assert self.swapped or self.tile_n % (2 * SWIGLU_COLUMNS) == 0
+        assert self.overlap <= self.tile_n // 2 and not (self.swapped and self.overlap)
 
     @property
     def swapped(self) -> bool:
@@ -204,23 +206,40 @@ class GemmConfig:
     # Tensor memory, in 32-bit columns.
 
     @property
+    def scale_columns(self) -> int:
+        """Of the scales of a stage: SCALE_COLUMNS for each K step and atom of rows."""
+        return K_STEPS * SCALE_COLUMNS * (1 + self.weight_atoms)
+
+    @property
     def accumulator_columns(self) -> int:
-        """From one accumulator to the next."""
-        return max(self.tile_n, MIN_ACCUMULATOR_COLUMNS)
+        """From the first accumulator to the second: where two do not fit beside the scales, they overlap."""
+        beside_one = tmem.TMEM_COLUMNS - self.scale_columns - self.tile_n
+        return min(max(self.tile_n, MIN_ACCUMULATOR_COLUMNS), beside_one)
+
+    @property
+    def overlap(self) -> int:
+        """Columns that both accumulators have: the first one's last, the second one's first. The epilogue takes them
+        first, then the MMAs of the next tile may begin."""
+        return max(self.tile_n - self.accumulator_columns, 0)
+
+    @property
+    def release_steps(self) -> int:
+        """Steps of the epilogue after which the MMAs may go on: those of the overlap, or all (where rows are lanes)."""
+        return -(-(self.overlap or self.tile_n) // SWIGLU_COLUMNS)
 
     @property
     def tmem_token_scales(self) -> int:
-        """First column of the tokens' scales: SCALE_COLUMNS for each K step."""
-        return ACCUMULATORS * self.accumulator_columns
+        """First column of the tokens' scales."""
+        return self.accumulator_columns + max(self.tile_n, MIN_ACCUMULATOR_COLUMNS)
 
     @property
     def tmem_weight_scales(self) -> int:
-        """First column of the weights' scales: weight_atoms times SCALE_COLUMNS for each K step."""
+        """First column of the weights' scales: in a K step, the atoms of its rows side by side."""
         return self.tmem_token_scales + K_STEPS * SCALE_COLUMNS
 
     @property
     def tmem_columns(self) -> int:
-        return self.tmem_weight_scales + K_STEPS * SCALE_COLUMNS * self.weight_atoms
+        return self.tmem_token_scales + self.scale_columns
 
     @property
     def tmem_allocation(self) -> int:
@@ -273,7 +292,7 @@ class GemmConfig:
         """Outputs of a token that a warp stages at a time."""
         if self.swapped:
             return self.out_columns // len(self.epilogue_warps)
-        return SEGMENT
+        return self.tile_n // 2
 
     @property
     def segment_bytes(self) -> int:

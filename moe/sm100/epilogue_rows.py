@@ -10,12 +10,11 @@ from warpspec.common import tmem
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.config import INTERLEAVE, MMA_ROWS, SEGMENT, SWIGLU_COLUMNS, WARP_THREADS
+from warpspec.moe.sm100.config import ACCUMULATORS, INTERLEAVE, MMA_ROWS, SWIGLU_COLUMNS, WARP_THREADS
 from warpspec.moe.sm100.store import warp_staging, write_scale_pair, write_segment
 
 COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs where gate and up become one
 SCALE_BITS = 8
-BIAS_VECTOR = 4
 
 
 @cute.jit
@@ -45,20 +44,24 @@ def rows_to_result(
             scale = operands.row_scale[warp_row + lane]
         gate_scale, up_scale = gate_scale * scale, up_scale * scale
     steps = config.tile_n // COLUMNS
-    segment_steps = SEGMENT // config.step_outputs
+    segment_steps = config.segment_columns // config.step_outputs
+    # Where accumulators overlap, the first one is read from its end, the second one from its beginning.
+    backwards = Boolean(use % ACCUMULATORS == 0) if config.overlap else Boolean(False)
     words = config.step_words
     staged = warp_staging(config, staging, warp, words)
     codes = Int64(0)
     out_scale = Float32(1.0)
     if cutlass.const_expr(config.quantizes):
         out_scale = operands.out_scale[tile.expert]
-    for segment in cutlass.range(steps // segment_steps, unroll=1):
-        for part in cutlass.range(segment_steps, unroll=1):
+    for segment_turn in cutlass.range(steps // segment_steps, unroll=1):
+        segment = in_turn(segment_turn, steps // segment_steps, backwards)
+        for part_turn in cutlass.range(segment_steps, unroll=1):
+            part = in_turn(part_turn, segment_steps, backwards)
             step = segment * segment_steps + part
             values = cute.make_rmem_tensor(COLUMNS, Float32)
             tmem.load_row(accumulator + step * COLUMNS, values, thread)
             tmem.wait_loads()
-            if step == steps - 1:
+            if segment_turn * segment_steps + part_turn == config.release_steps - 1:
                 tmem.fence_before_arrive()
                 empty.arrive_warp(use, 0 if config.pair else None)
             feature = tile.first_feature + step * COLUMNS
@@ -75,7 +78,7 @@ def rows_to_result(
                 packed = cute.recast_tensor(converted, Int32)
             cute.autovec_copy(packed, staged[None, part, lane])
         pieces = warp_staging(config, staging, warp, config.piece_words)
-        first_output = tile.first_feature // (2 if config.gated else 1) + segment * SEGMENT
+        first_output = tile.first_feature // (2 if config.gated else 1) + segment * config.segment_columns
         write_segment(config, pieces, result, lane, warp_row, own_rows, first_output)
     if cutlass.const_expr(config.quantizes):
         write_scales(
@@ -90,20 +93,31 @@ def rows_to_result(
         )
 
 
-def scale_and_bias(config, operands, values, gate_scale, up_scale, expert, feature, features) -> None:
+def in_turn(turn, count: int, backwards) -> Int32:
+    """What comes at ``turn`` of ``count``."""
+    return Int32(cutlass.select_(backwards, count - 1 - turn, turn))
+
+
+@cute.jit
+def scale_and_bias(
+    config: cutlass.Constexpr, operands, values, gate_scale, up_scale, expert, feature, features
+):
     """values (32) times the global scales, plus the bias of features ``feature`` onwards; 0 past the last."""
-    for i in range(COLUMNS):
-        of_up = config.gated and i // INTERLEAVE % 2 == 1
+    for i in cutlass.range_constexpr(COLUMNS):
+        of_up = cutlass.const_expr(config.gated and i // INTERLEAVE % 2 == 1)
         values[i] = values[i] * (up_scale if of_up else gate_scale)
-    if config.has_bias:
+    if cutlass.const_expr(config.has_bias):
         row = operands.bias[expert, None]
-        for i in range(0, COLUMNS, BIAS_VECTOR):
-            inside = Boolean(feature + i < features)  # N is a multiple of 8
-            place = cutlass.min(feature + i, features - BIAS_VECTOR) // BIAS_VECTOR
-            bias = cute.make_rmem_tensor(BIAS_VECTOR, Float32)
-            cute.autovec_copy(cute.local_tile(row, (BIAS_VECTOR,), (place,)), bias)
-            for j in range(BIAS_VECTOR):
-                values[i + j] += Float32(cutlass.select_(inside, bias[j], Float32(0.0)))
+        bias = cute.make_rmem_tensor(COLUMNS, Float32)
+        if feature + COLUMNS <= features:
+            cute.autovec_copy(cute.local_tile(row, (COLUMNS,), (feature // COLUMNS,)), bias)
+        else:
+            for i in cutlass.range_constexpr(COLUMNS):
+                bias[i] = Float32(0.0)
+                if feature + i < features:
+                    bias[i] = row[feature + i]
+        for i in cutlass.range_constexpr(COLUMNS):
+            values[i] += bias[i]
 
 
 def activate(config, values, limit) -> cute.Tensor:

@@ -82,7 +82,7 @@ def mma(
     tile = records.read(use)
     while tile.rows > 0:
         if rank == 0:
-            channels["accumulator_empty"].wait_previous(use)
+            wait_for_accumulator(config, channels["accumulator_empty"], use)
             tmem.fence_after_wait()
             accumulator = operands.d[None, None, None, use % ACCUMULATORS]
             for k_tile in cutlass.range(cute.ceil_div(k_steps, K_STEPS), unroll=1):
@@ -97,6 +97,16 @@ def mma(
             channels["accumulator_full"].commit_mma(use, pair=config.pair)
         use += 1
         tile = records.read(use)
+
+
+@cute.jit
+def wait_for_accumulator(config: cutlass.Constexpr, empty: cutlass.Constexpr, use):
+    """Until the use-th tile may have its accumulator: the epilogue has read the tile before the last, or, where
+    accumulators overlap, what this one shares with the last tile's."""
+    if cutlass.const_expr(config.overlap == 0):
+        empty.wait_previous(use)
+    elif use > 0:
+        empty.wait(use - 1)
 
 
 @cute.jit

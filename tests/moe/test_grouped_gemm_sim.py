@@ -9,9 +9,9 @@ from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relat
 
 from warpspec.moe.operands import PreparedWeights, QuantizedRows
 from warpspec.moe.sm100 import GemmConfig, grouped_gemm
-from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED
+from warpspec.moe.sm100.config import NARROW, NARROW_PAIR, PAIR, SINGLE, SWAPPED
 
-SHAPES = (SINGLE, PAIR, *SWAPPED.values())
+SHAPES = (SINGLE, PAIR, NARROW, NARROW_PAIR, *SWAPPED.values())
 EPILOGUES = {
     "linear": dict(epilogue="linear"),
     "swiglu": dict(epilogue="swiglu"),
@@ -20,7 +20,7 @@ EPILOGUES = {
     "oai-nvfp4": dict(epilogue="swiglu_oai", limit=7.0, out="nvfp4", bias=True, fixed=True),
 }
 # K of 5 blocks has a K tile with 2 of 4 MMAs; 46 experts take two rounds of the scheduler.
-RAGGED = dict(counts=(5, 0, 130, 0, 0, 1, 70), k=336, width=248, dropped=3)
+RAGGED = dict(counts=(5, 0, 130, 0, 0, 1, 70), k=336, width=584, dropped=3)
 MANY = dict(counts=(0, 33, 17, 140, *(0,) * 41, 3), k=80, width=104, dropped=1)
 
 
@@ -52,9 +52,9 @@ def run(case: GemmCase, shape, seed=0, groups=3):
 DEFAULT = [
     (SINGLE, "linear"),
     (SINGLE, "oai-nvfp4"),
-    (SINGLE, "swiglu"),
+    (NARROW, "swiglu"),
     (PAIR, "nvfp4"),
-    (PAIR, "linear"),
+    (NARROW_PAIR, "linear"),
     (SWAPPED[8], "oai"),
     (SWAPPED[16], "nvfp4"),
     (SWAPPED[64], "linear"),
@@ -75,7 +75,7 @@ def test_every_shape_and_epilogue(shape, epilogue):
         run(GemmCase("", **sizes, **EPILOGUES[epilogue]), shape, seed)
 
 
-@pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
+@pytest.mark.parametrize("shape", [SINGLE, NARROW_PAIR, SWAPPED[64]], ids=str)
 @pytest.mark.parametrize(
     "counts, dropped",
     [((0, 0, 0), 2), ((1,), 0), ((0, 300, 0), 0), ((0, 0, 128), 1), ((128, 128, 64, 64), 0)],
@@ -86,18 +86,18 @@ def test_distributions_of_the_rows(shape, counts, dropped):
 
 
 def test_experts_without_tokens_cost_nothing():
-    sizes = dict(k=256, width=192)
+    sizes = dict(k=256, width=256)
     (few,), (many,) = (
         run(GemmCase("", counts, **sizes), SINGLE, groups=1)[0].launches
         for counts in ((64, 0, 32), (64, *(0,) * 28, 32))
     )
     assert many.tma_bytes_loaded == few.tma_bytes_loaded and many.mma_flops == few.mma_flops
-    assert few.mma_flops == 2 * 2 * 128 * 192 * 256
+    assert few.mma_flops == 2 * 2 * 128 * 256 * 256
 
 
 def test_only_mma_steps_that_k_has_are_issued():
-    (launch,) = run(GemmCase("", (10,), k=336, width=192), SINGLE, groups=1)[0].launches
-    assert launch.mma_flops == 2 * 128 * 192 * 64 * -(-336 // 64)
+    (launch,) = run(GemmCase("", (10,), k=336, width=256), SINGLE, groups=1)[0].launches
+    assert launch.mma_flops == 2 * 128 * 256 * 64 * -(-336 // 64)
 
 
 @pytest.mark.parametrize("shape", [SINGLE, SWAPPED[64]], ids=str)
