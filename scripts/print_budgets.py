@@ -11,10 +11,14 @@ from.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
+import torch
+
 from warpspec.common.tmem import TMEM_COLUMNS
+from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100 import config as fmha
 
 BEGIN = "<!-- scripts/print_budgets.py: begin -->"
@@ -135,6 +139,60 @@ def overview() -> str:
     return table(head, rows)
 
 
+def with_bias() -> str:
+    """Markdown: what a streamed bias leaves of every default shape."""
+    rows = []
+    for shared, shapes in ((False, fmha.SHAPES), (True, fmha.SHARED_SHAPES)):
+        for head_dim, dtype in itertools.product(shapes, (torch.bfloat16, torch.float32)):
+            c = fmha.AttentionConfig.of(_problem(head_dim, shared, dtype))
+            rows.append(
+                (
+                    head_dim,
+                    "one" if shared else "two",
+                    c.bias,
+                    f"{c.tile_m} x {c.tile_n}",
+                    c.kv_stages,
+                    f"{c.bias_stages} x {c.bias_tile_bytes}",
+                    c.ctas_per_sm,
+                    c.smem_bytes,
+                )
+            )
+    head = (
+        "D",
+        "K, V tensors",
+        "bias",
+        "tile",
+        "KV stages",
+        "bias stages, bytes",
+        "CTAs an SM",
+        "SMEM a CTA",
+    )
+    return table(head, rows)
+
+
+def _problem(head_dim, shared, bias_dtype) -> AttentionProblem:
+    """One head with a bias, queries and keys for whole tiles."""
+    q, k = (torch.empty(1, 128, 1, head_dim, dtype=torch.bfloat16, device="meta") for _ in "qk")
+    bias = torch.empty(1, 1, 128, 128, dtype=bias_dtype, device="meta")
+    return AttentionProblem.check(q, k, None if shared else k, bias=bias, memory=False)
+
+
+def with_pages() -> str:
+    """Markdown: TMA boxes of a K or V tile by page size; memory is that of the same shape without pages."""
+    rows = []
+    for head_dim, shapes in fmha.SHAPES.items():
+        cells = []
+        for page_size in fmha.PAGE_SIZES:
+            c = fmha.AttentionConfig(
+                "bfloat16", head_dim=head_dim, shape=shapes[0], page_size=page_size, has_kv_lengths=True
+            )
+            blocks, pages = c.kv_boxes
+            _, keys, depth = c.kv_box
+            cells.append(f"{blocks * pages} of [{keys}, {depth * fmha.BLOCK}]")
+        rows.append((head_dim, f"{shapes[0].tile_n}", *cells))
+    return table(("D", "keys of a tile", *(f"pages of {size}" for size in fmha.PAGE_SIZES)), rows)
+
+
 def budgets() -> str:
     """Everything this script generates."""
     default = fmha.AttentionConfig("bfloat16")
@@ -146,6 +204,11 @@ def budgets() -> str:
             attention_budgets(default),
             "D = 512, K and V one tensor (its barriers are those above without V's):",
             attention_budgets(large, barriers=False),
+            "With a bias that TMA streams, of every row of a tile (heads that share it need one row a query, at most "
+            "8 KB in decode); tensor memory is as above:",
+            with_bias(),
+            "With pages, memory is as above; TMA boxes of a K or V tile, [keys, elements of D]:",
+            with_pages(),
         )
     )
 
