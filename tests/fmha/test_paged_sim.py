@@ -182,3 +182,24 @@ def test_compiles_without_spills(page_size, head_dim, shared_kv, band):
                 page_size=page_size,
             )
         )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("head_dim", SHAPES)
+@pytest.mark.parametrize("shared_kv", [False, True])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_compiles_with_a_bias_without_spills(head_dim, shared_kv, page_size):
+    """Pages cost the load warp registers, a bias the softmax warps, and both share the kernel's allocation."""
+    k = torch.empty(20, page_size, 1, head_dim, dtype=torch.bfloat16)
+    q = torch.empty(2, 20, 4, head_dim, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(2, 9, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for dtype, (causal, splits) in itertools.product(
+        (torch.bfloat16, torch.float32), ((False, False), (True, False), (False, True))
+    ):
+        bias = torch.empty(2, 4, 20, 9 * page_size, dtype=dtype)
+        problem = AttentionProblem.check(
+            q, k, None if shared_kv else k, bias=bias, page_table=table, kv_lengths=lengths, causal=causal,
+            window=(50, None) if causal else None, return_lse=True,
+        )  # fmt: skip
+        assert_no_spills(AttentionConfig.of(problem, splits=splits))
