@@ -3,7 +3,8 @@
 import torch
 
 from warpspec.common import nvfp4
-from warpspec.moe import NVFP4Experts
+from warpspec.moe import NVFP4Experts, reference
+from warpspec.moe.permute import sort_tokens
 
 GEMM_TOLERANCE = 3e-3  # relative, per expert, bf16 results
 
@@ -60,3 +61,15 @@ def by_definition(x, weights, ids, topk_weights, *, activation, limit, scale, sh
 
 def relative_error(got, expected) -> float:
     return ((got.float() - expected).norm() / expected.norm()).item()
+
+
+def fp32_layer(
+    x, experts: NVFP4Experts, ids, topk_weights, *, activation="swiglu", limit=None
+) -> torch.Tensor:
+    """The reference before its rounding to bf16, [T, H]."""
+    every = torch.arange(experts.experts, experts.w13.experts, dtype=torch.int32).expand(len(ids), -1)
+    ids = torch.cat([torch.where(ids < experts.experts, ids, -1), every], dim=1)
+    topk_weights = torch.cat([topk_weights, torch.ones(every.shape)], dim=1)
+    tokens = sort_tokens(ids, experts.w13.experts)
+    weights = experts.w13, experts.w2, experts.intermediate_scale
+    return reference.layer(x, tokens, topk_weights, *weights, activation, limit)
