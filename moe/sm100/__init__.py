@@ -34,7 +34,7 @@ def plan(
 ):
     """The configuration for operands, chosen from their shapes alone. shape: instead of the chosen tiles."""
     return GemmConfig(
-        shape=shape or choose_shape(a.rows, w.experts),
+        shape=shape or choose_shape(a.rows, w.experts, w.n, w.k),
         epilogue=epilogue,
         output="nvfp4" if nvfp4_out else "bf16",
         has_row_scale=a.row_scale is not None,

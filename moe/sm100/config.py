@@ -66,8 +66,6 @@ class Shape:
 
 SINGLE = Shape(swapped=False, tile_n=256)
 PAIR = Shape(swapped=False, tile_n=256, ctas=2)
-NARROW = Shape(swapped=False, tile_n=192)
-NARROW_PAIR = Shape(swapped=False, tile_n=192, ctas=2)
 SWAPPED = {n: Shape(swapped=True, tile_n=n) for n in (8, 16, 32, 64)}
 
 
@@ -97,7 +95,7 @@ class GemmConfig:
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
         assert self.tile_n % (8 * self.ctas) == 0
-        assert self.swapped or self.tile_n % (2 * SWIGLU_COLUMNS) == 0
+        assert self.shape.features % ATOM_ROWS == 0
         assert self.overlap <= self.tile_n // 2 and not (self.swapped and self.overlap)
 
     @property
@@ -185,7 +183,7 @@ class GemmConfig:
 
     @property
     def weight_atoms(self) -> int:
-        """Rows of scale atoms that a tile's weights touch, wherever it starts: all of N, also in each CTA of a pair."""
+        """Rows of scale atoms of a tile's weights: of all of N, also in each CTA of a pair."""
         return -(-self.shape.features // ATOM_ROWS)
 
     @property

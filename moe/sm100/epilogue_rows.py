@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from warpspec.common import tmem
-from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
 from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, INTERLEAVE, MMA_ROWS, SWIGLU_COLUMNS, WARP_THREADS
-from warpspec.moe.sm100.store import warp_staging, write_scale_pair, write_segment
+from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment
 
 COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs where gate and up become one
 SCALE_BITS = 8
@@ -45,8 +45,8 @@ def rows_to_result(
         gate_scale, up_scale = gate_scale * scale, up_scale * scale
     steps = config.tile_n // COLUMNS
     segment_steps = config.segment_columns // config.step_outputs
-    # Where accumulators overlap, the first one is read from its end, the second one from its beginning.
-    backwards = Boolean(use % ACCUMULATORS == 0) if config.overlap else Boolean(False)
+    # From where the accumulators overlap: the end of the first one, the beginning of the second one.
+    backwards = Boolean(use % ACCUMULATORS == 0)
     words = config.step_words
     staged = warp_staging(config, staging, warp, words)
     codes = Int64(0)
@@ -81,16 +81,10 @@ def rows_to_result(
         first_output = tile.first_feature // (2 if config.gated else 1) + segment * config.segment_columns
         write_segment(config, pieces, result, lane, warp_row, own_rows, first_output)
     if cutlass.const_expr(config.quantizes):
-        write_scales(
-            config,
-            result,
-            valid,
-            tile.atom + rank,
-            warp * WARP_THREADS + lane,
-            tile.first_feature,
-            features,
-            codes,
-        )
+        for word in cutlass.range_constexpr(steps // ATOM_COLUMNS):
+            column = tile.first_feature // COLUMNS + word * ATOM_COLUMNS
+            four = Int32(codes >> (word * ATOM_COLUMNS * SCALE_BITS))
+            write_scale_word(result, valid, tile.atom + rank, warp * WARP_THREADS + lane, column, four)
 
 
 def in_turn(turn, count: int, backwards) -> Int32:
@@ -129,18 +123,3 @@ def activate(config, values, limit) -> cute.Tensor:
         gate = i // INTERLEAVE * 2 * INTERLEAVE + i % INTERLEAVE
         outputs[i] = activation.gated(config, values[gate], values[gate + INTERLEAVE], limit)
     return outputs
-
-
-@cute.jit
-def write_scales(config: cutlass.Constexpr, result, valid, atom, atom_row, first_feature, features, codes):
-    """The token's scales of this tile; the last tile also clears the padding that it does not reach."""
-    pairs = config.out_columns // BLOCK // 2
-    first = first_feature // SWIGLU_COLUMNS
-    for pair in cutlass.range_constexpr(pairs + 1):
-        present = valid
-        if cutlass.const_expr(pair == pairs):
-            present = valid & (first_feature + config.tile_n >= features)
-        two = (
-            Int32(codes >> (2 * SCALE_BITS * pair)) & 0xFFFF if cutlass.const_expr(pair < pairs) else Int32(0)
-        )
-        write_scale_pair(config, result, present, atom, atom_row, first + 2 * pair, two)

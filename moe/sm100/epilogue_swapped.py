@@ -115,7 +115,7 @@ def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged,
         if feature.place % 2 == 0:
             staged[feature.place // 2, own] = Uint8(both)
         valid = Boolean(feature.place == 0) & (own < tile.rows)
-        write_scale(config, result, valid, tile.atom, tile.atom_row + own, feature.column // BLOCK, code)
+        write_scale(result, valid, tile.atom, tile.atom_row + own, feature.column // BLOCK, code)
 
 
 def staged_values(config, staging, warp) -> cute.Tensor:

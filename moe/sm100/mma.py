@@ -11,7 +11,7 @@ from cutlass import Boolean, Float4E2M1FN, Float8E4M3FN, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common import tmem
-from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
+from warpspec.common.nvfp4 import ATOM_BYTES, BLOCK
 from warpspec.moe.sm100.config import ACCUMULATORS, K_STEPS, MMA_K, SCALE_COLUMNS, WARP_THREADS
 
 
@@ -144,7 +144,8 @@ def multiply(
 ):
     """One MMA for every K step of a stage that the problem has: the last stage may have fewer.
 
-    Scales of rows r, r + 1, ... of an atom, r a multiple of 32, begin r / 32 columns behind the atom's first.
+    Scales of rows r, r + 1, ... of an atom, r a multiple of 32, begin r / 32 columns behind the atom's first. Only
+    tokens can begin within an atom, and only as N.
     """
     scales = []
     for step in cutlass.range_constexpr(K_STEPS):
@@ -152,8 +153,6 @@ def multiply(
         weights = operands.columns + weight_scale_column(config, step)
         if cutlass.const_expr(config.swapped):
             tokens += tile.atom_row // WARP_THREADS
-        else:
-            weights += tile.first_feature % ATOM_ROWS // WARP_THREADS
         pair = (weights, tokens) if cutlass.const_expr(config.swapped) else (tokens, weights)
         scales.append(tuple(cute.recast_ptr(pointer, dtype=Float8E4M3FN) for pointer in pair))
     for step in cutlass.range_constexpr(K_STEPS):

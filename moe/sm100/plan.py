@@ -1,21 +1,136 @@
-"""Which tiles and how many CTAs, from shapes alone: how the rows fall on the experts only the device knows."""
+"""Which tiles and how many CTAs, from shapes alone: how the rows fall on the experts only the device knows.
+
+``estimate`` counts what a launch costs each part of the device if every row picks its expert at random;
+``choose_shape`` takes the tiles with the fewest clocks. Nothing is measured; the rates are below.
+scripts/count_moe.py prints it all.
+"""
 
 from __future__ import annotations
 
-from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, Shape
+import math
+from dataclasses import dataclass
+from functools import lru_cache
 
+from warpspec.common import tma
+from warpspec.moe.sm100.config import (
+    K_TILE,
+    MMA_K,
+    MMA_ROWS,
+    PAIR,
+    SINGLE,
+    SWAPPED,
+    GemmConfig,
+    Shape,
+)
+
+SHAPES = (*SWAPPED.values(), SINGLE, PAIR)
 SM_COUNT = 148  # of a B200
 
-PAIR_ROWS = 256  # rows of an expert from which two CTAs share an MMA
-SWAPPED_ROWS = 64  # rows of an expert up to which tokens are the N of the MMA
+# Per clock and SM, from the instruction set and data sheets. Assumed beyond what is published: operand reads of
+# tcgen05.mma, tcgen05.cp and TMA's writes share the bandwidth of shared memory.
+MMA_FLOPS = 32768  # 4 bit, 128 rows
+SMEM_BYTES = 128
+L2_BYTES = 64
+HBM_BYTES = 4096  # per clock, the device: 8 TB/s at 1.95 GHz
+
+PACKED_BYTES = 0.5 + 1 / 16  # of a value and its share of a scale
+OUTPUT_BYTES = 2  # bf16
+STEP_BYTES = MMA_K // 2  # of K that an MMA reads of every row
+DEVIATIONS = 8  # beyond so many standard deviations, a count of rows is left out
 
 
-def choose_shape(rows: int, experts: int) -> Shape:
-    """Tiles for ``rows`` rows over ``experts`` experts."""
-    mean = -(-rows // experts)
-    if mean > SWAPPED_ROWS:
-        return PAIR if mean >= PAIR_ROWS else SINGLE
-    return next(shape for n, shape in SWAPPED.items() if n >= min(2 * mean, SWAPPED_ROWS))
+@dataclass(frozen=True)
+class Estimate:
+    """Clocks of one launch. mma, smem, l2: of a tile, in one CTA. tiles: expected number, groups: CTAs or pairs that
+    share them. hbm: of the device, for all of it. loaded_bytes: by TMA, expected, all CTAs together."""
+
+    mma: float
+    smem: float
+    l2: float
+    tiles: float
+    groups: int
+    hbm: float
+    loaded_bytes: float
+
+    @property
+    def tile(self) -> float:
+        """Clocks of a tile's loop along K."""
+        return max(self.mma, self.smem, self.l2)
+
+    @property
+    def busy(self) -> float:
+        """Clocks of the CTA that has most tiles."""
+        return math.ceil(self.tiles / self.groups) * self.tile
+
+    @property
+    def clocks(self) -> float:
+        """Lower bound of the launch."""
+        return max(self.busy, self.hbm)
+
+    @property
+    def bound(self) -> str:
+        """What the clocks are spent on."""
+        if self.hbm >= self.busy:
+            return "HBM"
+        return max(("MMA", "SMEM", "L2"), key=lambda unit: getattr(self, unit.lower()))
+
+
+@lru_cache(maxsize=4096)
+def choose_shape(rows: int, experts: int, features: int, k: int, sm_count: int = SM_COUNT) -> Shape:
+    """Tiles for ``rows`` rows over ``experts`` experts of [features, k]: the fewest clocks, then the least busy CTA."""
+
+    def cost(shape):
+        found = estimate(shape, rows, experts, features, k, sm_count)
+        return found.clocks, found.busy
+
+    return min(SHAPES, key=cost)
+
+
+def estimate(
+    shape: Shape, rows: int, experts: int, features: int, k: int, sm_count: int = SM_COUNT
+) -> Estimate:
+    """What a launch costs with these tiles. features: N of each expert's weights."""
+    config = GemmConfig(shape)
+    steps, k_tiles = -(-k // MMA_K), -(-k // K_TILE)
+    scales = config.token_scale_bytes + config.weight_scale_bytes
+    operand_rows = config.token_rows + config.weight_rows
+    read = steps * operand_rows * STEP_BYTES + k_tiles * scales
+    loaded = k_tiles * config.stage_bytes
+    token_tiles, active = expected_tiles(rows, experts, shape.tokens)
+    tiles = token_tiles * -(-features // shape.features)
+    hbm = active * features * k * PACKED_BYTES + rows * (k * PACKED_BYTES + features * OUTPUT_BYTES)
+    return Estimate(
+        mma=steps * MMA_K * MMA_ROWS * shape.tile_n * 2 / MMA_FLOPS,
+        smem=(read + loaded) / SMEM_BYTES,
+        l2=loaded / L2_BYTES,
+        tiles=tiles,
+        groups=group_count(shape, rows, experts, features, sm_count),
+        hbm=hbm / HBM_BYTES,
+        loaded_bytes=tiles * loaded * shape.ctas,
+    )
+
+
+@lru_cache(maxsize=4096)
+def expected_tiles(rows: int, experts: int, tokens: int) -> tuple[float, float]:
+    """(tiles of ``tokens`` rows, experts with any row), expected where every row picks its expert at random."""
+    share = 1 / experts
+    deviation = math.sqrt(rows * share * (1 - share))
+    first = max(0, math.floor(rows * share - DEVIATIONS * deviation - 1))
+    last = min(rows, math.ceil(rows * share + DEVIATIONS * deviation + DEVIATIONS))
+    tiles = active = 0.0
+    for count in range(first, last + 1):
+        chance = binomial(rows, count, share)
+        tiles += chance * -(-count // tokens)
+        active += chance * (count > 0)
+    return experts * tiles, experts * active
+
+
+def binomial(trials: int, hits: int, share: float) -> float:
+    """Chance of ``hits`` hits in ``trials`` trials, each with the chance ``share``."""
+    if share == 1.0:
+        return float(hits == trials)
+    ways = math.lgamma(trials + 1) - math.lgamma(hits + 1) - math.lgamma(trials - hits + 1)
+    return math.exp(ways + hits * math.log(share) + (trials - hits) * math.log1p(-share))
 
 
 def tile_bound(shape: Shape, rows: int, experts: int, features: int) -> int:
@@ -26,3 +141,6 @@ def tile_bound(shape: Shape, rows: int, experts: int, features: int) -> int:
 def group_count(shape: Shape, rows: int, experts: int, features: int, sm_count: int = SM_COUNT) -> int:
     """CTAs (or pairs) to launch: one on every SM, or as many as there may be tiles."""
     return max(1, min(sm_count // shape.ctas, tile_bound(shape, rows, experts, features)))
+
+
+assert K_TILE == 2 * tma.ROW_BYTES

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8, Uint16
+from cutlass import Int32, Uint8, Uint32
 
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
 from warpspec.moe.sm100.config import INT32_BYTES, WARP_THREADS
+
+CODE_BITS = 8  # of an e4m3 scale
 
 
 class Result(NamedTuple):
@@ -96,22 +98,21 @@ def scale_place(atom_row, column) -> tuple:
 
 
 @cute.jit
-def write_scale(config: cutlass.Constexpr, result, valid, atom, atom_row, column, code):
+def write_scale(result, valid, atom, atom_row, column, code):
     """One e4m3 code; 0 in the padding behind the last block, nothing behind the padding."""
     if valid & (column < result.scale_columns):
-        blocks = cute.ceil_div(result.columns, BLOCK)
         k_atom, byte = scale_place(atom_row, column)
-        result.scales[atom, k_atom, byte] = Uint8(cutlass.select_(column < blocks, code, Int32(0)))
+        inside = column < cute.ceil_div(result.columns, BLOCK)
+        result.scales[atom, k_atom, byte] = Uint8(cutlass.select_(inside, code, Uint32(0)))
 
 
 @cute.jit
-def write_scale_pair(config: cutlass.Constexpr, result, valid, atom, atom_row, column, codes):
-    """``write_scale`` of two columns from an even one on; codes: the first in the low byte."""
+def write_scale_word(result, valid, atom, atom_row, column, codes):
+    """``write_scale`` of the four columns from ``column`` on, a multiple of four; codes: the first in the low byte."""
     if valid & (column < result.scale_columns):
-        blocks = cute.ceil_div(result.columns, BLOCK)
-        mask = cutlass.select_(
-            column + 1 < blocks, Int32(0xFFFF), cutlass.select_(column < blocks, Int32(0xFF), Int32(0))
-        )
         k_atom, byte = scale_place(atom_row, column)
-        pairs = cute.recast_tensor(result.scales, Uint16)
-        pairs[atom, k_atom, byte // 2] = Uint16(codes & mask)
+        inside = cute.ceil_div(result.columns, BLOCK) - column
+        mask = (Int32(1) << inside * CODE_BITS) - 1
+        codes = Int32(cutlass.select_(inside < ATOM_COLUMNS, codes & mask, codes))
+        words = cute.recast_tensor(result.scales, Int32)
+        words[atom, k_atom, byte // INT32_BYTES] = codes

@@ -9,9 +9,9 @@ from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relat
 
 from warpspec.moe.operands import PreparedWeights, QuantizedRows
 from warpspec.moe.sm100 import GemmConfig, grouped_gemm
-from warpspec.moe.sm100.config import NARROW, NARROW_PAIR, PAIR, SINGLE, SWAPPED
+from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED
 
-SHAPES = (SINGLE, PAIR, NARROW, NARROW_PAIR, *SWAPPED.values())
+SHAPES = (SINGLE, PAIR, *SWAPPED.values())
 EPILOGUES = {
     "linear": dict(epilogue="linear"),
     "swiglu": dict(epilogue="swiglu"),
@@ -52,9 +52,9 @@ def run(case: GemmCase, shape, seed=0, groups=3):
 DEFAULT = [
     (SINGLE, "linear"),
     (SINGLE, "oai-nvfp4"),
-    (NARROW, "swiglu"),
+    (SINGLE, "swiglu"),
     (PAIR, "nvfp4"),
-    (NARROW_PAIR, "linear"),
+    (PAIR, "linear"),
     (SWAPPED[8], "oai"),
     (SWAPPED[16], "nvfp4"),
     (SWAPPED[64], "linear"),
@@ -75,7 +75,7 @@ def test_every_shape_and_epilogue(shape, epilogue):
         run(GemmCase("", **sizes, **EPILOGUES[epilogue]), shape, seed)
 
 
-@pytest.mark.parametrize("shape", [SINGLE, NARROW_PAIR, SWAPPED[64]], ids=str)
+@pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
 @pytest.mark.parametrize(
     "counts, dropped",
     [((0, 0, 0), 2), ((1,), 0), ((0, 300, 0), 0), ((0, 0, 128), 1), ((128, 128, 64, 64), 0)],

@@ -1,0 +1,162 @@
+"""The grouped GEMM as compiled, in every configuration: spills, registers, budgets; and the choice among them."""
+
+import importlib.util
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gemm_cases import GemmCase, inputs_of, poisoned_out
+
+from warpspec.common.compile import resources
+from warpspec.common.tmem import TMEM_COLUMNS
+from warpspec.moe.sm100 import GemmConfig, compiled, grouped_gemm
+from warpspec.moe.sm100.config import MAX_REGISTERS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, Shape
+from warpspec.moe.sm100.plan import (
+    SHAPES,
+    choose_shape,
+    estimate,
+    expected_tiles,
+    group_count,
+    tile_bound,
+)
+
+ROOT = Path(__file__).parents[2]
+KINDS = [
+    dict(),
+    *(
+        dict(epilogue=epilogue, output=output, has_limit=limit)
+        for epilogue, output, limit in itertools.product(
+            ("swiglu", "swiglu_oai"), ("bf16", "nvfp4"), (False, True)
+        )
+    ),
+]
+OPERANDS = [
+    dict(has_row_scale=row_scale, has_bias=bias)
+    for row_scale, bias in itertools.product((True, False), repeat=2)
+]
+CONFIGS = [
+    GemmConfig(shape, **kind, **operands)
+    for shape, kind, operands in itertools.product(SHAPES, KINDS, OPERANDS)
+]
+
+
+def label(config):
+    flags = [name for name in ("has_row_scale", "has_limit", "has_bias") if getattr(config, name)]
+    return ",".join((str(config.shape), config.epilogue, config.output, *flags))
+
+
+def check_resources(config):
+    (kernel,) = resources(compiled(config)).values()
+    assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
+    assert kernel.required_threads == (config.threads, 1, 1)
+    assert kernel.registers <= MAX_REGISTERS
+    assert kernel.static_smem == 0
+    assert config.smem_bytes <= SMEM_PER_CTA and config.tmem_columns <= config.tmem_allocation <= TMEM_COLUMNS
+
+
+@pytest.mark.parametrize("config", CONFIGS[5::31], ids=label)
+def test_compiles_without_spills(config):
+    check_resources(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_every_configuration_compiles_without_spills(config):
+    check_resources(config)
+
+
+@pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
+def test_instructions_are_those_of_the_design(shape):
+    config = GemmConfig(shape, "swiglu", "nvfp4", has_limit=True)
+    ptx = compiled(config).artifacts.PTX
+    group = f"cta_group::{config.ctas}"
+    mma = re.findall(r"tcgen05\.mma\.\S+", ptx)
+    assert len(mma) == 4
+    assert all(op.startswith(f"tcgen05.mma.{group}.kind::mxf4nvf4.block_scale.block16") for op in mma)
+    copies = re.findall(r"tcgen05\.cp\.\S+", ptx)
+    assert copies == [f"tcgen05.cp.{group}.32x128b.warpx4"] * (4 * (1 + config.weight_atoms))
+    assert "tcgen05.st" not in ptx, "a way back to tensor memory"
+    assert "st.local" not in ptx and "ld.local" not in ptx
+    assert ("barrier.cluster" in ptx) == config.pair
+
+
+def test_budgets_are_asserted():
+    for shape in SHAPES:
+        config = GemmConfig(shape)
+        assert config.smem_bytes == sum(size for _, size, _ in config.smem_regions)
+        assert SMEM_PER_CTA - config.smem_bytes < config.stage_bytes, "a further stage fits"
+    with pytest.raises(AssertionError):
+        GemmConfig(Shape(swapped=False, tile_n=100))
+    with pytest.raises(AssertionError):
+        GemmConfig(SINGLE, "linear", "nvfp4")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_accumulators_share_no_column_with_scales_and_only_what_is_read_first(shape):
+    config = GemmConfig(shape)
+    first = set(range(config.tile_n))
+    second = {config.accumulator_columns + column for column in first}
+    scales = set(range(config.tmem_token_scales, config.tmem_columns))
+    assert not scales & (first | second)
+    if not shape.swapped:
+        early = config.release_steps * 32
+        assert first & second <= set(range(config.tile_n - early, config.tile_n))
+        assert first & second <= {config.accumulator_columns + column for column in range(early)}
+    else:
+        assert not first & second
+
+
+def test_expected_tiles():
+    assert expected_tiles(300, 1, 128) == (3.0, 1.0)
+    tiles, active = expected_tiles(1, 32, 128)
+    assert tiles == pytest.approx(1.0) and active == pytest.approx(1.0)
+    generator = torch.Generator().manual_seed(0)
+    for rows, experts, tokens in ((40, 16, 8), (5000, 16, 128), (1000, 100, 8)):
+        counts = [
+            torch.bincount(torch.randint(experts, (rows,), generator=generator), minlength=experts)
+            for _ in range(400)
+        ]
+        drawn = sum(float(((count + tokens - 1) // tokens).sum()) for count in counts) / len(counts)
+        assert expected_tiles(rows, experts, tokens)[0] == pytest.approx(drawn, rel=0.01)
+
+
+def test_choice_follows_the_rows_of_an_expert():
+    def chosen(tokens, experts, k, hidden, width):
+        return choose_shape(tokens * k, experts, 2 * width, hidden)
+
+    oss = dict(experts=32, k=4, hidden=2880, width=2880)
+    assert chosen(1, **oss) == SWAPPED[8]
+    assert chosen(64, **oss).swapped and chosen(64, **oss).tile_n >= 16
+    assert chosen(4096, **oss) == PAIR
+    assert chosen(16384, experts=384, k=6, hidden=7168, width=3072) == PAIR
+    assert not chosen(4096, experts=256, k=6, hidden=4096, width=2048).swapped
+    for rows, experts in ((1, 1), (7, 384), (100000, 8)):
+        shape = choose_shape(rows, experts, 2880, 2880)
+        assert (
+            1 <= group_count(shape, rows, experts, 2880) <= min(148, tile_bound(shape, rows, experts, 2880))
+        )
+
+
+@pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[8]], ids=str)
+def test_estimate_is_what_the_simulator_counts(shape):
+    """One expert, so that expected tiles are the tiles: bytes that TMA brings and multiplications."""
+    case = GemmCase("", (300,), k=320, width=512)
+    inputs = inputs_of(case)
+    report = grouped_gemm(
+        inputs.a, inputs.w, inputs.offsets, poisoned_out(case), run="sim", shape=shape, groups=2
+    )
+    (launch,) = report.launches
+    found = estimate(shape, case.rows, 1, case.width, case.k)
+    assert launch.tma_bytes_loaded == found.loaded_bytes
+    assert launch.mma_flops == found.tiles * found.mma * shape.ctas * 32768
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
