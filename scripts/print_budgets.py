@@ -4,8 +4,7 @@
     python scripts/print_budgets.py --check FILE    exit 1 unless FILE holds them between its markers
     python scripts/print_budgets.py --write FILE    put them there
 
-The markers are the lines BEGIN and END below. Everything comes from the configuration the kernel is compiled
-from.
+The markers are MARKERS below. Everything comes from the configuration the kernel is compiled from.
 """
 
 from __future__ import annotations
@@ -15,14 +14,20 @@ import itertools
 import sys
 from pathlib import Path
 
+import moe_budgets  # in this folder
 import torch
 
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100 import config as fmha
 
-BEGIN = "<!-- scripts/print_budgets.py: begin -->"
-END = "<!-- scripts/print_budgets.py: end -->"
+MARKERS = (  # begin and end, of attention and of the grouped GEMM
+    ("<!-- scripts/print_budgets.py: begin -->", "<!-- scripts/print_budgets.py: end -->"),
+    (
+        "<!-- scripts/print_budgets.py, grouped GEMM: begin -->",
+        "<!-- scripts/print_budgets.py, grouped GEMM: end -->",
+    ),
+)
 
 
 def table(header: tuple[str, ...], rows) -> str:
@@ -193,8 +198,8 @@ def with_pages() -> str:
     return table(("D", "keys of a tile", *(f"pages of {size}" for size in fmha.PAGE_SIZES)), rows)
 
 
-def budgets() -> str:
-    """Everything this script generates."""
+def attention() -> str:
+    """Everything generated of attention."""
     default = fmha.AttentionConfig("bfloat16")
     large = fmha.AttentionConfig("bfloat16", head_dim=512, shape=fmha.SHARED_SHAPES[512][0], shared_kv=True)
     return "\n\n".join(
@@ -213,13 +218,20 @@ def budgets() -> str:
     )
 
 
-def replaced(text: str, generated: str) -> str:
-    """``text`` with what lies between its markers replaced. SystemExit where it has none."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"no lines {BEGIN!r} and {END!r} in the file")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
+def sections() -> tuple[str, ...]:
+    """Everything this script generates, for each pair of MARKERS."""
+    return attention(), moe_budgets.markdown(table)
+
+
+def replaced(text: str) -> str:
+    """``text`` with what lies between markers replaced. SystemExit where it has none."""
+    for (begin, end), generated in zip(MARKERS, sections(), strict=True):
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"no lines {begin!r} and {end!r} in the file")
+        text = f"{before}{begin}\n\n{generated}\n\n{end}{after}"
+    return text
 
 
 def main(arguments=None) -> int:
@@ -231,14 +243,14 @@ def main(arguments=None) -> int:
     target.add_argument("--write", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.write:
-        options.write.write_text(replaced(options.write.read_text(), budgets()))
+        options.write.write_text(replaced(options.write.read_text()))
     elif options.check:
         text = options.check.read_text()
-        if replaced(text, budgets()) != text:
+        if replaced(text) != text:
             print(f"{options.check} is stale: run scripts/print_budgets.py --write {options.check}")
             return 1
     else:
-        print(budgets())
+        print("\n\n".join(sections()))
     return 0
 
 

@@ -411,7 +411,9 @@ class GemmConfig:
                 epilogue_warps * self.ctas,
                 f"{epilogue}{of_pair}, one lane each",
                 mma,
-                "the sums are in registers, their columns may be overwritten",
+                "the columns shared with the next tile are in registers, and the tile before is all read"
+                if self.overlap
+                else "the sums are in registers, their columns may be overwritten",
             ),
             Barrier(
                 "record_full",

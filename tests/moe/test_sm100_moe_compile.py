@@ -1,8 +1,8 @@
 """The grouped GEMM as compiled, in every configuration: spills, registers, budgets; and the choice among them."""
 
-import importlib.util
 import itertools
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -154,9 +154,8 @@ def test_estimate_is_what_the_simulator_counts(shape):
     assert launch.mma_flops == found.tiles * found.mma * shape.ctas * 32768
 
 
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("script", ["count_moe.py", "print_budgets.py"])
+def test_architecture_has_the_current_tables(script):
+    command = [sys.executable, ROOT / "scripts" / script, "--check", ROOT / "ARCHITECTURE.md"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,74 @@
+"""The grouped GEMM's memory budgets and barrier table, for ``print_budgets.py``."""
+
+from __future__ import annotations
+
+from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, GemmConfig
+from warpspec.moe.sm100.plan import SHAPES
+
+EXAMPLES = (PAIR, SWAPPED[8])  # shown region by region
+
+
+def overview_rows():
+    """(tiles, tokens, features, output, stages, SMEM, TMEM columns): a row for every shape and size of result."""
+    for shape in SHAPES:
+        for epilogue, output in (("linear", "bf16"), ("swiglu", "bf16"), ("swiglu", "nvfp4")):
+            c = GemmConfig(shape, epilogue, output)
+            yield (
+                shape,
+                shape.tokens,
+                shape.features,
+                f"{epilogue}, {output}",
+                c.stages,
+                c.smem_bytes,
+                f"{c.tmem_columns} of {c.tmem_allocation}",
+            )
+
+
+def memory_rows(config: GemmConfig):
+    """(SMEM rows, TMEM rows) of one kernel."""
+    smem = [*config.smem_regions, ("a CTA", config.smem_bytes, f"of {SMEM_PER_CTA}")]
+    rows = "tokens" if not config.swapped else "features"
+    columns = "features" if not config.swapped else "tokens"
+    tmem = []
+    for index in range(ACCUMULATORS):
+        first = index * config.accumulator_columns
+        shared = f", {config.overlap} of them in both" if config.overlap else ""
+        holds = f"[128 {rows}, {config.tile_n} {columns}] fp32{shared}"
+        tmem.append((f"accumulator {index}", _columns(first, first + config.tile_n), holds))
+    weights = config.tmem_weight_scales
+    tmem += [
+        ("token scales", _columns(config.tmem_token_scales, weights), "of a stage: 4 columns for each MMA"),
+        (
+            "weight scales",
+            _columns(weights, config.tmem_columns),
+            f"{4 * config.weight_atoms} columns for each MMA",
+        ),
+        ("a CTA", config.tmem_allocation, "allocated"),
+    ]
+    return smem, tmem
+
+
+def _columns(first: int, end: int) -> str:
+    return f"{first}-{end - 1} ({end - first})"
+
+
+def markdown(table) -> str:
+    """All of it. table: function of a header and rows."""
+    head = ("tiles", "tokens", "features", "result", "stages", "SMEM a CTA", "TMEM columns")
+    parts = [table(head, overview_rows())]
+    for shape in EXAMPLES:
+        config = GemmConfig(shape)
+        smem, tmem = memory_rows(config)
+        parts += [
+            f"{shape}, linear:",
+            table(("shared memory", "bytes", "holds"), smem),
+            table(("tensor memory", "columns", "holds"), tmem),
+        ]
+    for shape in (SINGLE, PAIR):
+        rows = [
+            (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning)
+            for b in GemmConfig(shape).barriers
+        ]
+        rows_head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
+        parts += [f"{shape}:", table(rows_head, rows)]
+    return "\n\n".join(parts)
