@@ -132,7 +132,7 @@ class ClusterRounds:
 
     @cute.jit
     def publish(self, state: tuple, row, round_):
-        """Send the CTA's state to all CTAs of the cluster. By one warp."""
+        """Send the CTA's state to all CTAs of the cluster, itself too. By one warp."""
         lane = cute.arch.lane_idx()
         buffer = round_ % BUFFERS
         if lane < self.cluster:

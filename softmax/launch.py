@@ -29,7 +29,7 @@ def _host_and_arguments(config, native: bool) -> tuple:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from warpspec.softmax import resident, rows, two_pass
+    from warpspec.softmax import resident, rows, staged, two_pass
     from warpspec.softmax.vectors import TYPES, elements
 
     dtype = TYPES[config.dtype]
@@ -51,8 +51,12 @@ def _host_and_arguments(config, native: bool) -> tuple:
             cutlass.Int64, (cute.sym_int(),), stride=(1,), assumed_align=8, memspace=cute.AddressSpace.gmem
         )
         return (resident.Resident(config), matrix(), matrix(), workspace, 0, 0, stream)
-    host = rows.Rows if isinstance(config, rows.RowsConfig) else two_pass.TwoPass
-    return (host(config), matrix(), matrix(), stream)
+    hosts = {
+        rows.RowsConfig: rows.Rows,
+        staged.StagedConfig: staged.Staged,
+        two_pass.TwoPassConfig: two_pass.TwoPass,
+    }
+    return (hosts[type(config)](config), matrix(), matrix(), stream)
 
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}

@@ -62,14 +62,41 @@ def join(first: tuple, second: tuple) -> tuple:
     return maximum, total + second[1] * exponential(second[0] - reference, False)
 
 
-@cute.jit
-def absorb(state: tuple, values: cute.Tensor, accurate: cutlass.Constexpr) -> tuple:
-    """State of a set of elements and of ``values`` (fp32 registers) together."""
-    maximum = values.load().reduce(cute.ReductionOp.MAX, state[0], 0)
+CHAINS = 4  # of dependent additions or maxima, side by side: one's latency hides under the others'
+
+
+def largest(values: cute.Tensor, start) -> Float32:
+    """Largest of ``start`` and fp32 ``values``; NaN is passed over (it comes back through the exponential)."""
+    chains = [Float32(start)]
+    for i in range(cute.size(values)):
+        if i < CHAINS:
+            chains.append(values[i])
+        else:
+            chains[1 + i % CHAINS] = cute.arch.fmax(chains[1 + i % CHAINS], values[i])
+    while len(chains) > 1:
+        chains.append(cute.arch.fmax(chains.pop(0), chains.pop(0)))
+    return chains[0]
+
+
+def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
+    """values become exp(values - reference), in place; returns their sum."""
+    chains = []
+    for i in range(cute.size(values)):
+        values[i] = exponential(values[i] - reference, accurate)
+        if i < CHAINS:
+            chains.append(values[i])
+        else:
+            chains[i % CHAINS] += values[i]
+    while len(chains) > 1:
+        chains.append(chains.pop(0) + chains.pop(0))
+    return chains[0]
+
+
+def absorb(state: tuple, values: cute.Tensor, accurate: bool) -> tuple:
+    """State of a set of elements and of ``values`` (fp32 registers, overwritten) together."""
+    maximum = largest(values, state[0])
     reference = reference_of(maximum)
-    total = Float32(0.0)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        total += exponential(values[i] - reference, accurate)
+    total = exponentiate(values, reference, accurate)
     return maximum, state[1] * exponential(state[0] - reference, False) + total
 
 

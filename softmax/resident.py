@@ -23,21 +23,27 @@ from warpspec.common.pipeline import Barrier, init_barriers
 from warpspec.softmax.exchange import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_slots, warp_join
 from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
 from warpspec.softmax.vectors import (
-    MINUS_INFINITY,
+    LAST,
+    PLAIN,
     VECTOR_BYTES,
     WORDS,
     Row,
     as_float,
+    bulk_load,
     edge_of,
     forget,
     load_edge,
     load_vector,
     locate,
+    read_shared,
     store_edge,
     store_vector,
 )
 
 CONSUMER_BARRIER = 1  # named barrier of the consumer threads
+
+# Of an SM's L1 and shared memory, as shared memory: all it can have.
+SMEM_CARVEOUT_PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class ResidentConfig:
     """dtype, edges, store_bytes: as RowsConfig. threads: that compute, whole warps; one warp more loads. chunks: in
     shared memory. chunk_vectors: 16-byte vectors a thread to a chunk. register_vectors: vectors a thread holds in
     registers. cluster: CTAs to a row, or 0: groups of any size over the grid. unroll: vectors loaded at a time of
-    the part that is read twice."""
+    the part that is read twice. ctas_per_sm: that an SM has room for."""
 
     dtype: str
     threads: int
@@ -56,6 +62,7 @@ class ResidentConfig:
     register_vectors: int = 0
     store_bytes: int = VECTOR_BYTES
     unroll: int = 4
+    ctas_per_sm: int = 1
 
     @property
     def warps(self) -> int:
@@ -120,7 +127,8 @@ class Resident:
             block=(config.threads + WARP, 1, 1),
             cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
             cooperative=config.cluster == 0,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
         )
 
@@ -210,14 +218,6 @@ def load(config: cutlass.Constexpr, x, channels, ring: cute.Tensor, groups, grou
             use += 1
 
 
-def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer) -> None:
-    """``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; multiples of 16."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target.toint(), address, size, mbarrier.toint()],
-    )
-
-
 @cute.jit
 def consume(
     config: cutlass.Constexpr,
@@ -245,7 +245,7 @@ def consume(
         rest = cute.ceil_div(share.size - behind, config.threads * config.unroll)
 
         # 1. Maximum and sum of the share. Loads into registers go first: they take longest.
-        load_vectors(config, share, share.in_smem, held, "once")
+        load_vectors(config, share, share.in_smem, held, PLAIN)
         edge, maximum, total = None, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
             number = thread + Int32(cutlass.select_(Boolean(block % group == 0), 0, config.threads))
@@ -254,12 +254,12 @@ def consume(
         for chunk in cutlass.range(chunks, unroll=1):
             channels["full"].wait(use + chunk)
             words = read_chunk(config, share, ring, channels["full"].stage(use + chunk), chunk)
-            maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
+            maximum, total = absorb_words((maximum, total), words, dtype)
         for r in cutlass.range(rest, unroll=1):
-            words = read_rest(config, share, behind, r, "keep")
-            maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
-        for i in cutlass.range_constexpr(config.register_vectors):
-            maximum, total = absorb((maximum, total), as_float(held[None, i], dtype), accurate)
+            words = read_rest(config, share, behind, r, PLAIN)
+            maximum, total = absorb_words((maximum, total), words, dtype)
+        if cutlass.const_expr(config.register_vectors > 0):
+            maximum, total = absorb_words((maximum, total), held, dtype)
 
         # 2. The row's state, from all CTAs of the group.
         maximum, total = warp_join((maximum, total), WARP)
@@ -277,27 +277,23 @@ def consume(
             value = exponential(load_edge(share.row, edge, dtype) - maximum, accurate) * inverse
             store_edge(target, edge, value, dtype)
         for k in cutlass.range(rest, unroll=1):
-            words = read_rest(config, share, behind, rest - 1 - k, "stream")
-            scale(words, maximum, inverse, dtype)
+            words = read_rest(config, share, behind, rest - 1 - k, LAST)
             first = behind + (rest - 1 - k) * config.unroll * config.threads
-            store_vectors(config, share, target, first, share.size, words)
-        store_held(config, share, target, held, maximum, inverse)
+            scale_and_store(config, share, target, first, share.size, words, maximum, inverse)
+        if cutlass.const_expr(config.register_vectors > 0):
+            forget(held)
+            scale_and_store(config, share, target, share.in_smem, behind, held, maximum, inverse)
         for chunk in cutlass.range(chunks, unroll=1):
             words = read_chunk(config, share, ring, channels["full"].stage(use + chunk), chunk)
+            first = chunk * config.chunk_size
+            scale_and_store(config, share, target, first, share.in_smem, words, maximum, inverse)
+            # Only now: having stored what it read, a thread has surely read it.
+            cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 channels["empty"].arrive(use + chunk)
-            scale(words, maximum, inverse, dtype)
-            store_vectors(config, share, target, chunk * config.chunk_size, share.in_smem, words)
         round_ += 1
     exchange.finish(thread, config.threads)
-
-
-def fill_missing(words: cute.Tensor, present, dtype: str) -> None:
-    """-inf in place of words that are not there."""
-    fill = Int32(cutlass.Uint32(MINUS_INFINITY[dtype]))
-    for i in range(WORDS):
-        words[i] = Int32(cutlass.select_(present, words[i], fill))
 
 
 @cute.jit
@@ -306,9 +302,9 @@ def read_chunk(config: cutlass.Constexpr, share, ring: cute.Tensor, stage, chunk
     thread, _, _ = cute.arch.thread_idx()
     words = cute.make_rmem_tensor((WORDS, config.chunk_vectors), Int32)
     for i in cutlass.range_constexpr(config.chunk_vectors):
-        cute.autovec_copy(ring[None, i * config.threads + thread, stage], words[None, i])
-        vector = chunk * config.chunk_size + i * config.threads + thread
-        fill_missing(words[None, i], Boolean(vector < share.in_smem), config.dtype)
+        vector = i * config.threads + thread
+        left = share.in_smem - chunk * config.chunk_size
+        words[None, i].store(read_shared(ring[None, None, stage], vector, left, config.dtype).load())
     return words
 
 
@@ -316,21 +312,10 @@ def read_chunk(config: cutlass.Constexpr, share, ring: cute.Tensor, stage, chunk
 def load_vectors(config: cutlass.Constexpr, share, first, words: cute.Tensor, hint: cutlass.Constexpr):
     """This thread's vectors of the share from vector ``first`` on into words (WORD, VECTOR); -inf past its end."""
     thread, _, _ = cute.arch.thread_idx()
+    address = share.row.first + Int64(share.begin + first + thread) * VECTOR_BYTES
     for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-        vector = first + i * config.threads + thread
-        address = share.row.first + Int64(share.begin + vector) * VECTOR_BYTES
-        load_vector(words[None, i], address, Boolean(vector < share.size), config.dtype, hint)
-
-
-@cute.jit
-def store_held(config: cutlass.Constexpr, share, target, held: cute.Tensor, maximum, inverse):
-    """Scale and store what is in registers, vector by vector: in fp32 all of it would not fit them."""
-    forget(held)
-    for i in cutlass.range_constexpr(config.register_vectors):
-        words = cute.make_tensor(held[None, i].iterator, cute.make_layout((WORDS, 1)))
-        scale(words, maximum, inverse, config.dtype)
-        first = share.in_smem + i * config.threads
-        store_vectors(config, share, target, first, share.in_smem + share.in_registers, words)
+        present = Boolean(first + i * config.threads + thread < share.size)
+        load_vector(words[None, i], address, i * config.threads * VECTOR_BYTES, present, config.dtype, hint)
 
 
 @cute.jit
@@ -342,12 +327,22 @@ def read_rest(config: cutlass.Constexpr, share, behind, r, hint: cutlass.Constex
 
 
 @cute.jit
-def store_vectors(config: cutlass.Constexpr, share, target, first, limit, words: cute.Tensor):
-    """Write this thread's vectors, words (WORD, VECTOR), from vector ``first`` of the share on; none from
-    ``limit`` on."""
+def scale_and_store(
+    config: cutlass.Constexpr, share, target, first, limit, words: cute.Tensor, maximum, inverse
+):
+    """Write the softmax of this thread's vectors, words (WORD, VECTOR), which are those of the share from vector
+    ``first`` on; none from ``limit`` on. One at a time: in fp32 all of them may not fit the registers."""
     thread, _, _ = cute.arch.thread_idx()
-    distance = target.address - share.row.address
+    address = share.row.first + (target.address - share.row.address)
+    address += Int64(share.begin + first + thread) * VECTOR_BYTES
     for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-        vector = first + i * config.threads + thread
-        address = share.row.first + distance + Int64(share.begin + vector) * VECTOR_BYTES
-        store_vector(words[None, i], address, Boolean(vector < limit), config.store_bytes, "stream")
+        scale(words[None, i], maximum, inverse, config.dtype)
+        offset, present = i * config.threads, Boolean(first + i * config.threads + thread < limit)
+        store_vector(words[None, i], address, offset * VECTOR_BYTES, present, config.store_bytes, LAST)
+
+
+def absorb_words(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
+    """State of a set of elements and of packed words (WORDS, VECTOR) together, a vector at a time."""
+    for i in range(cute.size(words, mode=[1])):
+        state = absorb(state, as_float(words[None, i], dtype), dtype == "float32")
+    return state

@@ -15,8 +15,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_maximum, warp_sum
-from warpspec.softmax.online import WARP, exponential, reference_of, scale
+from warpspec.softmax.online import WARP, exponential, exponentiate, largest, reference_of, scale
 from warpspec.softmax.vectors import (
+    PLAIN,
     TYPES,
     VECTOR_BYTES,
     WORDS,
@@ -35,13 +36,16 @@ from warpspec.softmax.vectors import (
 # computed twice.
 MOST_KEPT = 32
 
+# Of an SM's L1 and shared memory, as shared memory: little, since loads under way lie in L1.
+SMEM_CARVEOUT_PERCENT = 10
+
 
 @dataclass(frozen=True)
 class RowsConfig:
     """dtype: name of it. lanes: threads of a CTA to a row, a power of two, or a multiple of a warp. rows: to a CTA.
     cluster: CTAs to a row, 1 to 16; then one row a CTA. vectors: 16-byte vectors a thread. edges: rows may start
     or end off a 16-byte boundary; then at least two vectors' elements of lanes. ctas_per_sm: that an SM must have
-    registers for, at least. store_bytes: widest store that the distance of out from x allows. load_hint, store_hint: of vectors.LOAD_HINTS, STORE_HINTS."""
+    registers for. store_bytes: widest store that the distance of out from x allows."""
 
     dtype: str
     lanes: int
@@ -51,8 +55,6 @@ class RowsConfig:
     edges: bool
     ctas_per_sm: int = 1
     store_bytes: int = VECTOR_BYTES
-    load_hint: str = "once"
-    store_hint: str = "plain"
 
     def __post_init__(self):
         if self.lanes % WARP and (self.lanes > WARP or WARP % self.lanes):
@@ -102,6 +104,7 @@ class Rows:
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
             min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
         )
 
@@ -141,10 +144,10 @@ class Rows:
             begin = cute.arch.block_idx_in_cluster() * share
             end = cutlass.min(begin + share, row.vectors)
         words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
+        source = row.first + Int64(begin + lane) * VECTOR_BYTES  # of this thread's first vector
         for i in cutlass.range_constexpr(config.vectors):
-            vector = begin + i * config.lanes + lane
-            address = row.first + Int64(vector) * VECTOR_BYTES
-            load_vector(words[None, i], address, Boolean(vector < end), dtype, config.load_hint)
+            offset, vector = i * config.lanes * VECTOR_BYTES, begin + i * config.lanes + lane
+            load_vector(words[None, i], source, offset, Boolean(vector < end), dtype, PLAIN)
         edge, edge_value = None, None
         if cutlass.const_expr(config.edges):
             # A cluster's first CTA has the edges.
@@ -153,7 +156,7 @@ class Rows:
             edge_value = load_edge(row, edge, dtype)
 
         # 3. This warp's maximum, and the sum of its exponentials.
-        maximum = warp_maximum(largest(words, edge_value, dtype), config.lanes)
+        maximum = warp_maximum(largest_of(words, edge_value, dtype), config.lanes)
         reference = reference_of(maximum)
         kept = None
         if cutlass.const_expr(config.keeps_exponentials):
@@ -177,6 +180,7 @@ class Rows:
 
         # 5. Scale and store.
         target = locate(out, row_index, dtype, False)
+        destination = source + (target.address - row.address)
         factor = inverse
         if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):
             factor = inverse * exponential(reference - maximum, False)
@@ -189,29 +193,18 @@ class Rows:
                 )
             else:
                 scale(words[None, i], maximum, inverse, dtype)
-            vector = begin + i * config.lanes + lane
-            address = row.first + (target.address - row.address) + Int64(vector) * VECTOR_BYTES
+            offset, vector = i * config.lanes * VECTOR_BYTES, begin + i * config.lanes + lane
             present = Boolean(vector < end) & in_range
-            store_vector(words[None, i], address, present, config.store_bytes, config.store_hint)
+            store_vector(words[None, i], destination, offset, present, config.store_bytes, PLAIN)
         if cutlass.const_expr(config.edges):
             value = exponential(edge_value - maximum, accurate) * inverse
             if in_range:
                 store_edge(target, edge, value, dtype)
 
 
-@cute.jit
-def largest(words: cute.Tensor, edge_value, dtype: cutlass.Constexpr) -> Float32:
+def largest_of(words: cute.Tensor, edge_value, dtype: str) -> Float32:
     """Largest element of packed words (WORDS, VECTOR), and of the edge where there may be one."""
-    maximum = -Float32.inf if cutlass.const_expr(edge_value is None) else edge_value
-    for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-        maximum = as_float(words[None, i], dtype).load().reduce(cute.ReductionOp.MAX, maximum, 0)
+    maximum = -Float32.inf if edge_value is None else edge_value
+    for i in range(cute.size(words, mode=[1])):
+        maximum = largest(as_float(words[None, i], dtype), maximum)
     return maximum
-
-
-def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
-    """values become exp(values - reference), in place; returns their sum."""
-    sums = [Float32(0.0), Float32(0.0)]  # two chains: one's latency hides under the other's
-    for i in range(cute.size(values)):
-        values[i] = exponential(values[i] - reference, accurate)
-        sums[i % 2] += values[i]
-    return sums[0] + sums[1]

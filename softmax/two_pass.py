@@ -16,6 +16,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_join
 from warpspec.softmax.online import WARP, absorb, exponential, state_of
 from warpspec.softmax.vectors import (
+    LAST,
+    PLAIN,
     TYPES,
     VECTOR_BYTES,
     WORDS,
@@ -103,10 +105,11 @@ class TwoPass:
             if edge.present:
                 maximum, total = state_of(edge_value, accurate)
         for r in cutlass.range(rounds, unroll=1):
+            vector = begin + r * step + thread
+            address = row.first + Int64(vector) * VECTOR_BYTES
             for i in cutlass.range_constexpr(config.unroll):
-                vector = begin + r * step + i * config.threads + thread
-                address = row.first + Int64(vector) * VECTOR_BYTES
-                load_vector(words[None, i], address, Boolean(vector < end), dtype, "once")
+                first, present = i * config.threads, Boolean(vector + i * config.threads < end)
+                load_vector(words[None, i], address, first * VECTOR_BYTES, present, dtype, PLAIN)
             values.store(packed.load().to(Float32))
             maximum, total = absorb((maximum, total), values, accurate)
 
@@ -124,18 +127,18 @@ class TwoPass:
         target = locate(out, row_index, dtype, False)
         distance = target.address - row.address
         for k in cutlass.range(rounds, unroll=1):
-            r = rounds - 1 - k
+            vector = begin + (rounds - 1 - k) * step + thread
+            address = row.first + Int64(vector) * VECTOR_BYTES
             for i in cutlass.range_constexpr(config.unroll):
-                vector = begin + r * step + i * config.threads + thread
-                address = row.first + Int64(vector) * VECTOR_BYTES
-                load_vector(words[None, i], address, Boolean(vector < end), dtype, "stream")
+                first, present = i * config.threads, Boolean(vector + i * config.threads < end)
+                load_vector(words[None, i], address, first * VECTOR_BYTES, present, dtype, LAST)
             values.store(packed.load().to(Float32))
             for i in cutlass.range_constexpr(cute.size(values)):
                 values[i] = exponential(values[i] - maximum, accurate) * inverse
             packed.store(values.load().to(TYPES[dtype]))
             for i in cutlass.range_constexpr(config.unroll):
-                vector = begin + r * step + i * config.threads + thread
-                address = row.first + distance + Int64(vector) * VECTOR_BYTES
-                store_vector(words[None, i], address, Boolean(vector < end), config.store_bytes, "stream")
+                first, present = i * config.threads, Boolean(vector + i * config.threads < end)
+                offset = first * VECTOR_BYTES
+                store_vector(words[None, i], address + distance, offset, present, config.store_bytes, LAST)
         if cutlass.const_expr(config.edges):
             store_edge(target, edge, exponential(edge_value - maximum, accurate) * inverse, dtype)

@@ -1,0 +1,150 @@
+"""Rows staged in shared memory by the bulk copy engine, many CTAs to an SM. One kernel, sm_90a and sm_100a.
+
+A row, or a cluster's CTA's share of it, is one bulk copy into shared memory, which takes no registers while it is
+under way: an SM has as many bytes in flight as fit its shared memory. Every thread then reads its vectors from
+there twice. (Writing results back by bulk copies was no faster, for rows that start anywhere either.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Int64
+
+from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_join
+from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
+from warpspec.softmax.vectors import (
+    PLAIN,
+    VECTOR_BYTES,
+    WORDS,
+    as_float,
+    bulk_load,
+    edge_of,
+    load_edge,
+    locate,
+    read_shared,
+    store_edge,
+    store_vector,
+)
+
+# Of an SM's L1 and shared memory, as shared memory: all it can have.
+SMEM_CARVEOUT_PERCENT = 100
+
+
+@dataclass(frozen=True)
+class StagedConfig:
+    """dtype, cluster, edges, store_bytes: as RowsConfig. threads: a CTA, whole warps. vectors: 16-byte vectors a
+    thread; threads * vectors * cluster bound the row. ctas_per_sm: that an SM must have registers for."""
+
+    dtype: str
+    threads: int
+    cluster: int
+    vectors: int
+    edges: bool
+    ctas_per_sm: int = 1
+    store_bytes: int = VECTOR_BYTES
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def share(self) -> int:
+        """Vectors that a CTA has room for."""
+        return self.threads * self.vectors
+
+
+class Staged:
+    """``cute.compile(Staged(config), x, out, stream)``."""
+
+    def __init__(self, config: StagedConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        config = self.config
+        self.kernel(x, out).launch(
+            grid=(x.shape[0] * config.cluster, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor):
+        config = self.config
+        dtype = config.dtype
+        accurate = dtype == "float32"
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+
+        # 1. Shared memory: the share, the barrier of its arrival, states of the warps.
+        smem = cutlass.memory.SmemAllocator()
+        staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
+        arrived = smem.allocate_array(Int64, 1)
+        slots = smem.allocate_tensor(
+            Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
+        )
+        exchange = None
+        if cutlass.const_expr(config.cluster > 1):
+            full = smem.allocate_array(Int64, 1)
+            exchange = ClusterExchange(slots, full, config.cluster, config.warps)
+
+        # 2. One thread sends for the share; the edges come in on the side.
+        row_index = block // config.cluster
+        row = locate(x, row_index, dtype, config.edges)
+        begin, size = Int32(0), row.vectors
+        if cutlass.const_expr(config.cluster > 1):
+            even = cute.ceil_div(row.vectors, config.cluster)
+            begin = cutlass.min(cute.arch.block_idx_in_cluster() * even, row.vectors)
+            size = cutlass.min(even, row.vectors - begin)
+        if thread == 0:
+            cute.arch.mbarrier_init(arrived, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived, size * VECTOR_BYTES)
+            if size > 0:
+                source = row.first + Int64(begin) * VECTOR_BYTES
+                bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
+        if cutlass.const_expr(config.cluster > 1):
+            exchange.open(thread)
+        edge, edge_value = None, None
+        maximum, total = -Float32.inf, Float32(0.0)
+        if cutlass.const_expr(config.edges):
+            # A cluster's first CTA has the edges.
+            number = thread + Int32(cutlass.select_(Boolean(block % config.cluster == 0), 0, config.threads))
+            edge = edge_of(row, number, dtype)
+            edge_value = load_edge(row, edge, dtype)
+            maximum, total = state_of(edge_value, accurate)
+        cute.arch.sync_threads()  # the barrier is set up
+        cute.arch.mbarrier_wait(arrived, 0)
+
+        # 3. Maximum and sum: of the thread, of the row.
+        for i in cutlass.range_constexpr(config.vectors):
+            words = read_shared(staged, i * config.threads + thread, size, dtype)
+            maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
+        state = warp_join((maximum, total), WARP)
+        if cutlass.const_expr(config.cluster > 1):
+            state = exchange.close(state, thread // WARP)
+        else:
+            by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, config.warps, 1)))
+            state = join_warps(state, by_row, 0, thread // WARP, config.warps)
+        maximum, total = state
+        inverse = Float32(1.0) / total
+
+        # 4. Scale and store.
+        target = locate(out, row_index, dtype, False)
+        destination = row.first + (target.address - row.address) + Int64(begin + thread) * VECTOR_BYTES
+        for i in cutlass.range_constexpr(config.vectors):
+            vector = i * config.threads + thread
+            words = read_shared(staged, vector, size, dtype)
+            scale(words, maximum, inverse, dtype)
+            offset, present = i * config.threads * VECTOR_BYTES, Boolean(vector < size)
+            store_vector(words, destination, offset, present, config.store_bytes, PLAIN)
+        if cutlass.const_expr(config.edges):
+            store_edge(target, edge, exponential(edge_value - maximum, accurate) * inverse, dtype)
