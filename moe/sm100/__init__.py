@@ -55,6 +55,7 @@ def grouped_gemm(
     run: str,
     shape: Shape | None = None,
     groups: int | None = None,
+    seed: int = 0,
 ):
     """out[r] = epilogue(a[r] @ w[e]^T) for every row r of every expert e, in one launch without synchronisation.
 
@@ -62,7 +63,7 @@ def grouped_gemm(
     [E], running ends; rows from offsets[-1] on are neither read nor written. out: bf16 [R, width], or QuantizedRows of
     k >= width without row_scale, which then takes out_scale, fp32 [E]: its fixed global scales. limit: of the clamp of
     gate and up. run: "sim" (CPU tensors; returns the ``SimReport``) or "cuda" (the device's current stream; returns
-    None). shape, groups: for tests, instead of the chosen tiles and number of CTAs (or pairs).
+    None). shape, groups: for tests, instead of the chosen tiles and number of CTAs (or pairs); seed: of the simulator.
 
     Raises TypeError or ValueError naming the argument, before anything is launched.
     """
@@ -86,7 +87,7 @@ def grouped_gemm(
     if run == "sim":
         from warpspec import sim  # brings in llvmlite, an optional dependency
 
-        return sim.run(compiled(config, SIMULATED_ARCH), *tensors, *scalars(SM_COUNT), None)
+        return sim.run(compiled(config, SIMULATED_ARCH), *tensors, *scalars(SM_COUNT), None, seed=seed)
     properties = torch.cuda.get_device_properties(a.data.device)
     kernel = compiled(config, f"sm_{properties.major}{properties.minor}a")
     launch_cuda(kernel, tensors, scalars(properties.multi_processor_count))

@@ -2,14 +2,18 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
 from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
 
-from warpspec.moe.operands import PreparedWeights, QuantizedRows
-from warpspec.moe.sm100 import GemmConfig, grouped_gemm
+from warpspec.common import compile, pipeline
+from warpspec.common.nvfp4 import unswizzle_scales
+from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave
+from warpspec.moe.sm100 import GemmConfig, grouped_gemm, kernel, plan
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED
+from warpspec.sim import SimError
 
 SHAPES = (SINGLE, PAIR, *SWAPPED.values())
 EPILOGUES = {
@@ -24,24 +28,20 @@ RAGGED = dict(counts=(5, 0, 130, 0, 0, 1, 70), k=336, width=584, dropped=3)
 MANY = dict(counts=(0, 33, 17, 140, *(0,) * 41, 3), k=80, width=104, dropped=1)
 
 
+def launch(case: GemmCase, inputs, shape, seed=0, groups=3):
+    """(report, result): the kernel run into a result full of NaN."""
+    out = poisoned_out(case)
+    options = dict(epilogue=case.epilogue, limit=case.limit, out_scale=inputs.out_scale)
+    testing = dict(run="sim", shape=shape, groups=groups, seed=seed)
+    return grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, **options, **testing), out
+
+
 def run(case: GemmCase, shape, seed=0, groups=3):
-    """Run a case into a result full of NaN and judge it; inputs must come back as they were."""
+    """Run a case and judge it; inputs must come back as they were. seed: of the data and of the order of events."""
     inputs = inputs_of(case, seed)
     tensors = [*vars(inputs.a).values(), *vars(inputs.w).values(), inputs.offsets, inputs.out_scale]
     before = [(t, t.clone()) for t in tensors if isinstance(t, torch.Tensor)]
-    out = poisoned_out(case)
-    report = grouped_gemm(
-        inputs.a,
-        inputs.w,
-        inputs.offsets,
-        out,
-        epilogue=case.epilogue,
-        limit=case.limit,
-        out_scale=inputs.out_scale,
-        run="sim",
-        shape=shape,
-        groups=groups,
-    )
+    report, out = launch(case, inputs, shape, seed, groups)
     check(case, inputs, out)
     for tensor, copy in before:
         assert torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)), "an input was modified"
@@ -107,8 +107,7 @@ def test_nan_stays_in_its_row(shape):
     inputs = inputs_of(case)
     poisoned = 7
     inputs.a.row_scale[poisoned] = torch.nan
-    out = poisoned_out(case)
-    grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, run="sim", shape=shape)
+    _, out = launch(case, inputs, shape)
     assert out[poisoned].isnan().all()
     others = [row for row in range(case.rows) if row != poisoned]
     assert relative(out[others], expected(case, inputs)[others]) < 3e-3
@@ -140,6 +139,69 @@ def test_random_problems(seed):
     for (name, epilogue), shape in zip(EPILOGUES.items(), SHAPES, strict=False):
         width = sizes["width"] + (sizes["width"] % 16 if name == "linear" else 0)
         run(GemmCase("", counts, **sizes | dict(width=width), **epilogue), shape, seed, groups=draw(1, 8))
+
+
+def exact_activation(case, inputs):
+    """What the kernel computes, step by step in fp32, of accumulators that are exact: K is one block.
+
+    ex2 and rcp are correctly rounded in the simulator.
+    """
+    a, w = inputs.a, inputs.w
+    unit = torch.ones(case.rows)
+    tokens = dataclasses.replace(a, row_scale=unit).dequantize(inputs.offsets)
+    weights = dataclasses.replace(w, global_scale=torch.ones_like(w.global_scale)).dequantize()
+    parts, start = [], 0
+    for expert, end in enumerate(inputs.offsets.tolist()):
+        gate, up = (part[0].T for part in deinterleave((weights[expert] @ tokens[start:end].T)[None]))
+        scales = w.global_scale[expert] * a.row_scale[start:end, None]
+        gate, up = gate * scales[:, :1], up * scales[:, 1:]
+        if case.limit is not None:
+            gate, up = gate.clamp(max=case.limit), up.clamp(-case.limit, case.limit)
+        power = torch.exp2((gate * -math.log2(math.e)).double()).float()
+        sigmoid = (1 / (1 + power).double()).float()
+        parts.append(gate * sigmoid * up)
+        start = end
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shape", [PAIR, SWAPPED[16]], ids=str)
+def test_nvfp4_results_have_the_bits_of_the_reference_quantiser(shape):
+    case = GemmCase("", (70, 0, 21), k=16, width=104, **EPILOGUES["nvfp4"])
+    inputs = inputs_of(case)
+    _, out = launch(case, inputs, shape)
+    wanted = QuantizedRows.from_rows(
+        exact_activation(case, inputs), inputs.offsets, out_scale=inputs.out_scale
+    )
+    assert torch.equal(out.data[:, : out.k // 2], wanted.data[:, : out.k // 2])
+    for got, want, count in ((out.scales[0], wanted.scales[0], 70), (out.scales[1], wanted.scales[1], 21)):
+        scales = [unswizzle_scales(x[None], count, 7).view(torch.uint8) for x in (got, want)]
+        assert torch.equal(*scales)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["full", "accumulator_empty"])
+def test_a_forgotten_wait_shows(monkeypatch, name):
+    """The kernel without one of its waits: under some order of events the result is wrong, or the run stops."""
+
+    class Silent(pipeline.Channel):
+        def wait(self, use):
+            """Forgotten."""
+
+        wait_previous = wait
+
+    def without(table, base):
+        channels = pipeline.init_barriers(table, base)
+        return channels | {name: Silent(channels[name].base, channels[name].stages)}
+
+    monkeypatch.setattr(compile, "_compiled", {})
+    monkeypatch.setattr(kernel, "init_barriers", without)
+    shown = 0
+    for seed in range(8):
+        try:
+            run(GemmCase("", (60, 0, 130, 200), k=1600, width=800), SINGLE, seed, groups=1)
+        except (AssertionError, SimError):
+            shown += 1
+    assert shown
 
 
 def bad(**change):
@@ -230,6 +292,4 @@ def test_operands_are_what_the_kernel_is_configured_for():
     inputs = inputs_of(case)
     assert isinstance(inputs.a, QuantizedRows) and isinstance(inputs.w, PreparedWeights)
     config = GemmConfig(SINGLE, "swiglu", has_limit=True, has_bias=True)
-    from warpspec.moe.sm100 import plan
-
     assert plan(inputs.a, inputs.w, epilogue="swiglu", limit=1.0, shape=SINGLE) == config
