@@ -26,6 +26,9 @@ MAX_WARPS = 16  # of a row in one CTA
 MAX_CLUSTER = 8
 SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
 SAMPLES = 32  # of a CTA's lanes' maxima, that its row's threshold is taken from
+HELD_ELEMENTS = 32  # a lane
+HELD_SLOTS = {32: 64, 16: 32, 8: 32}  # by lanes
+HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes: more, and the threshold lets too many through
 K_CAPACITIES = (32, 128)  # k up to which a kernel is compiled
 
 
@@ -34,7 +37,9 @@ class TopkConfig:
     """Compile-time shape of one kernel.
 
     dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster:
-    CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight.
+    CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
+    these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
+    lanes: of a warp that share a row; all of them unless the row is held by one warp.
     edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
     """
 
@@ -44,12 +49,19 @@ class TopkConfig:
     cluster: int = 1
     rows: int = 1
     unroll: int = 4
+    held: bool = False
+    lanes: int = WARP
     edges: bool = True
     renormalize: bool = False
 
     def __post_init__(self):
         assert self.k_capacity in K_CAPACITIES
         assert SAMPLES % self.warps == 0
+        assert self.lanes == WARP or (self.held and self.warps == 1 and self.threads % WARP == 0)
+        assert not self.edges or self.lanes * self.warps >= 2 * self.per_vector, (
+            "a lane has one element of them"
+        )
+        assert not self.held or (self.cluster == 1 and self.unroll * self.per_vector <= HELD_ELEMENTS)
         assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
         assert self.rows == 1 or self.warps == self.cluster == 1
         # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
@@ -62,7 +74,7 @@ class TopkConfig:
 
     @property
     def threads(self) -> int:
-        return WARP * self.warps * self.rows
+        return self.lanes * self.warps * self.rows
 
     @property
     def ctas_per_sm(self) -> int:
@@ -78,8 +90,19 @@ class TopkConfig:
 
     @property
     def slots(self) -> int:
-        """Candidates a warp has room for: k that it keeps, some more, and what one vector of every lane can add."""
+        """Candidates a warp has room for, or the lanes of one that hold a row.
+
+        Streaming: k that it keeps, some more, and what one vector of every lane can add. Holding: of random rows
+        one in ten thousand or so has more.
+        """
+        if self.held:
+            return HELD_SLOTS[self.lanes]
         return self.k_capacity + SPARE_SLOTS + WARP * self.per_vector
+
+    @property
+    def capacity(self) -> int:
+        """Vectors of the longest row that is held."""
+        return self.unroll * self.lanes * self.warps
 
     @property
     def tile_vectors(self) -> int:
@@ -88,10 +111,13 @@ class TopkConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Candidates of every warp; sorted candidates of every CTA of the cluster, and of the row; statistics."""
+        """Candidates of every warp, or group of lanes; streaming, in order, those of the row and of every CTA of the
+        cluster; statistics."""
         warps = self.warps * self.rows
-        lists = self.k_capacity * ((self.cluster if self.cluster > 1 else 0) + self.rows)
-        words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
+        lists, words = 0, 4 * warps
+        if not self.held:
+            lists = self.k_capacity * ((self.cluster if self.cluster > 1 else 0) + self.rows)
+            words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
         size = CANDIDATE_BYTES * (warps * self.slots + lists) + FP32_BYTES * words
         return -(-size // VECTOR_BYTES) * VECTOR_BYTES  # the compiler reads the last words as a vector
 

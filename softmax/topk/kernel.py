@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Uint64
 
 from warpspec.softmax.online import exponential, reference_of
 from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, WARP, TopkConfig
+from warpspec.softmax.topk.held import Group, hold, write_ranked
 from warpspec.softmax.topk.keys import (
     CANDIDATE_BYTES,
     NOTHING_YET,
@@ -74,6 +75,34 @@ def allocate(config: TopkConfig) -> Shared:
     )
 
 
+@dataclass(frozen=True)
+class HeldShared:
+    """Shared memory of a CTA that holds rows. R rows, W warps a row (R or W is 1)."""
+
+    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp, or of the lanes that have a row
+    counts: cute.Tensor  # (W * R) of these
+    maxima: cute.Tensor  # (W * R)
+    sums: cute.Tensor  # (W * R)
+    parts: cute.Tensor  # (W * R)
+
+
+def allocate_held(config: TopkConfig) -> HeldShared:
+    allocator = cutlass.memory.SmemAllocator()
+    groups = config.warps * config.rows
+    slots = cute.make_layout((config.slots, groups))
+
+    def numbers(dtype):
+        return allocator.allocate_tensor(dtype, cute.make_layout(groups), byte_alignment=FP32_BYTES)
+
+    return HeldShared(
+        slots=allocator.allocate_tensor(Uint64, slots, byte_alignment=CANDIDATE_BYTES),
+        counts=numbers(Int32),
+        maxima=numbers(Float32),
+        sums=numbers(Float32),
+        parts=numbers(Float32),
+    )
+
+
 class SoftmaxTopk:
     def __init__(self, config: TopkConfig):
         self.config = config
@@ -106,8 +135,17 @@ class SoftmaxTopk:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % WARP
-        shared = allocate(config)
-        if cutlass.const_expr(config.rows > 1):
+        shared = allocate_held(config) if cutlass.const_expr(config.held) else allocate(config)
+        if cutlass.const_expr(config.held):
+            first = lane // config.lanes * config.lanes
+            number = thread % (config.lanes * config.warps)
+            row = block * config.rows + thread // (config.lanes * config.warps)
+            # Lanes past the last row read that, since they take part in shuffles, and write nothing.
+            place = locate(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, config.edges)
+            slots = shared.slots[None, thread // config.lanes]
+            group = Group(place, first, lane - first, number, k, slots)
+            row_held(config, group, shared, warp, probs, indices, row)
+        elif cutlass.const_expr(config.rows > 1):
             row = block * config.rows + warp
             if row < logits.shape[0]:
                 place = locate(logits, row, config.dtype, config.edges)
@@ -124,6 +162,21 @@ class SoftmaxTopk:
                 row_of_warp(config, part, shared.ranked[None, 0], probs, indices, row)
             else:
                 row_of_cta(config, part, shared, rank, probs, indices, row)
+
+
+@cute.jit
+def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, probs, indices, row):
+    maximum, sum_, count = hold(config, group)
+    others = [(group.slots, count)]
+    if cutlass.const_expr(config.warps > 1):
+        if group.lane == 0:
+            shared.counts[warp] = count
+            shared.maxima[warp] = maximum
+            shared.sums[warp] = sum_
+        cute.arch.sync_threads()
+        others = [(shared.slots[None, w], shared.counts[w]) for w in range(config.warps)]
+        maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps)
+    write_ranked(config, group, count, others, maximum, sum_, shared.parts, probs, indices, row)
 
 
 @cute.jit

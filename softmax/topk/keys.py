@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 KEY_BITS = 31  # below the sign
 MAGNITUDE = 0x7FFFFFFF
 SIGN = -0x80000000
-NAN_KEY = 0x7FFFFFFF
+NAN_KEY = 0x7FFFFFFE  # no candidate has all bits set
 INF_KEY = 0x7F800000  # +inf's bits
 LOWEST_KEY = -0x7F800001  # of -inf
 NOTHING_YET = LOWEST_KEY - 1  # below every logit's key

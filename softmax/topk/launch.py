@@ -64,27 +64,14 @@ def configuration(logits: torch.Tensor, k: int, renormalize: bool, sm_count: int
     return choose(rows, length, k, DTYPES[logits.dtype], edges, renormalize, sm_count)
 
 
-_kernels: dict[tuple, object] = {}  # by what decides which one it is
-
-
-def run_cuda(logits: torch.Tensor, probs: torch.Tensor, indices: torch.Tensor, renormalize: bool) -> None:
-    """Launch on the tensors' device and its current stream; no synchronisation. logits: (ROW, COLUMN)."""
-    rows, length = logits.shape
-    key = (
-        rows,
-        length,
-        probs.shape[1],
-        renormalize,
-        logits.dtype,
-        logits.device.index,
-        (logits.data_ptr() | logits.stride(0) * logits.element_size()) % VECTOR_BYTES,
-    )
-    kernel = _kernels.get(key)
-    if kernel is None:
-        arch, sm_count, _ = target(logits.device.index)
-        config = configuration(logits, probs.shape[1], renormalize, sm_count)
-        kernel = _kernels[key] = compiled(config, arch, native=True)
-    kernel(logits, probs, indices)
+def launcher(logits: torch.Tensor, k: int, renormalize: bool):
+    """The kernel for CUDA logits (ROW, COLUMN), compiled: call it with (logits, probs, indices), matrices, on their
+    device's current stream. It serves all tensors of this shape, stride, dtype, device and alignment to 16 bytes."""
+    arch, sm_count, _ = target(logits.device.index)
+    kernel = compiled(configuration(logits, k, renormalize, sm_count), arch, native=True)
+    # The DSL's wrapper for keyword arguments costs more than the launch.
+    unwrap = getattr(kernel, "__tvm_ffi_object__", None)
+    return unwrap() if unwrap else kernel
 
 
 def run_sim(logits, probs, indices, renormalize: bool):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
-from warpspec.common.dispatch import resolve_backend
-from warpspec.softmax.problem import as_matrix
+from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
+from warpspec.softmax.problem import VECTOR_BYTES, as_matrix
 from warpspec.softmax.topk import reference
 from warpspec.softmax.topk.problem import check
 
@@ -27,16 +29,53 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     if probs.numel() == 0:
         return probs, indices
     matrix = as_matrix(logits)
-    if matrix is None:
+    copied = matrix is None
+    if copied:
         matrix = as_matrix(logits.contiguous())
     from warpspec.softmax.topk import launch  # loads the DSL, which the reference does without
 
-    arguments = (matrix.detach(), probs.view(-1, k), indices.view(-1, k), renormalize)
+    outputs = (probs.view(-1, k), indices.view(-1, k))
     if backend == "sim":
-        launch.run_sim(*arguments)
+        launch.run_sim(matrix, *outputs, renormalize)
+        return probs, indices
+    with torch.cuda.device(logits.device):
+        kernel = launch.launcher(matrix, k, renormalize)
+        kernel(matrix.detach(), *outputs)
+    if not copied:
+        is_matrix = logits.shape == matrix.shape and logits.stride() == matrix.stride()
+        layout = None if is_matrix else (matrix.shape, matrix.stride())
+        _plans[_key(logits, k, renormalize)] = (kernel, layout)
+    return probs, indices
+
+
+# Of calls on CUDA tensors that went through ``run`` before, by all that it looks at: the kernel, and the layout of
+# the logits as a matrix, None where they are one.
+_plans: dict[tuple, tuple] = {}
+
+
+def _key(logits: torch.Tensor, k, renormalize) -> tuple:
+    address = logits.data_ptr() % VECTOR_BYTES
+    return (logits.shape, logits.stride(), logits.dtype, logits.device, address, k, type(k), renormalize)
+
+
+def run_again(logits: torch.Tensor, k, renormalize):
+    """(probs, indices) if the call is like one that ``run`` has made before on this device, else None.
+
+    It is most of a small call's time to find again that the arguments are right and which kernel is theirs.
+    """
+    if BACKEND_VARIABLE in os.environ or torch.cuda.current_device() != logits.device.index:
+        return None
+    plan = _plans.get(_key(logits, k, renormalize))
+    if plan is None:
+        return None
+    kernel, layout = plan
+    shape = (*logits.shape[:-1], k)
+    probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    if layout is None:
+        kernel(logits.detach() if logits.requires_grad else logits, probs, indices)
     else:
-        with torch.cuda.device(logits.device):
-            launch.run_cuda(*arguments)
+        kernel(logits.detach().as_strided(*layout), probs.view(-1, k), indices.view(-1, k))
     return probs, indices
 
 

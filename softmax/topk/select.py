@@ -21,9 +21,9 @@ def before(ballot: Int32) -> Int32:
 
 
 @cute.jit
-def sort_lanes(key: Int32, lane: Int32) -> Int32:
-    """The keys of the 32 lanes in descending order, one a lane (bitonic)."""
-    for level in cutlass.range_constexpr(1, 6):
+def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
+    """The keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group."""
+    for level in cutlass.range_constexpr(1, lanes.bit_length()):
         for step in cutlass.range_constexpr(level - 1, -1, -1):
             other = cute.arch.shuffle_sync_bfly(key, 1 << step)
             # In runs of 2**level lanes, alternately descending and ascending; the last run descends.

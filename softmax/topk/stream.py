@@ -21,6 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.softmax.online import exponential, reference_of
 from warpspec.softmax.topk.config import SAMPLES, WARP
+from warpspec.softmax.topk.elements import floats, largest, total
 from warpspec.softmax.topk.keys import (
     NOTHING_YET,
     bar_of,
@@ -29,12 +30,10 @@ from warpspec.softmax.topk.keys import (
     passes,
 )
 from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
-from warpspec.softmax.vectors import VECTOR_BYTES, WORDS, Row, edge_of, load_edge, load_vector
+from warpspec.softmax.vectors import PLAIN, VECTOR_BYTES, WORDS, Row, edge_of, load_edge, load_vector
 
 RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed
 JOINT_RANK = 16  # among the samples, at most
-HIGH_HALF = -0x10000  # of a word
-HALF_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -56,42 +55,6 @@ class Part:
     bound: cute.Tensor
 
 
-def floats(words: cute.Tensor, dtype: str) -> list:
-    """The elements of words (WORDS) Int32, as Float32."""
-    values = []
-    for i in range(WORDS):
-        word = words[i]
-        if dtype == "float32":
-            values.append(word.bitcast(Float32))
-        elif dtype == "bfloat16":
-            values += [(word << HALF_BITS).bitcast(Float32), (word & HIGH_HALF).bitcast(Float32)]
-        else:
-            values += list(
-                cute.arch.inline_ptx(
-                    "{ .reg .b16 low_half, high_half; mov.b32 {low_half, high_half}, {$r0}; "
-                    "cvt.f32.f16 {$w0}, low_half; cvt.f32.f16 {$w1}, high_half; }",
-                    write_only_types=[Float32, Float32],
-                    read_only_args=[word],
-                )
-            )
-    return values
-
-
-def largest(values: list) -> Float32:
-    """Their maximum, NaN if there is one."""
-    while len(values) > 1:
-        pairs = [cute.arch.fmax(values[i], values[i + 1], nan=True) for i in range(0, len(values) - 1, 2)]
-        values = pairs + values[len(values) // 2 * 2 :]
-    return values[0]
-
-
-def total(values: list) -> Float32:
-    while len(values) > 1:
-        pairs = [values[i] + values[i + 1] for i in range(0, len(values) - 1, 2)]
-        values = pairs + values[len(values) // 2 * 2 :]
-    return values[0]
-
-
 @cute.jit
 def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Tensor):
     """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end."""
@@ -101,11 +64,11 @@ def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Te
     address = part.row.first + Int64(first) * VECTOR_BYTES
     if last <= part.row.vectors:
         for u in cutlass.range_constexpr(config.unroll):
-            load_vector(words[None, u], address + u * span * VECTOR_BYTES, True, config.dtype, "once")
+            load_vector(words[None, u], address, u * span * VECTOR_BYTES, True, config.dtype, PLAIN)
     else:
         for u in cutlass.range_constexpr(config.unroll):
             present = Boolean(first + u * span < part.row.vectors)
-            load_vector(words[None, u], address + u * span * VECTOR_BYTES, present, config.dtype, "once")
+            load_vector(words[None, u], address, u * span * VECTOR_BYTES, present, config.dtype, PLAIN)
 
 
 def read_shared(place: cute.Pointer) -> Int32:
@@ -124,7 +87,7 @@ def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
     The row's: every warp gives a few of its lanes' maxima, those of rank q, 2 q, ... Where n of all samples reach
     a value, n q elements of the row do, whenever each sample was taken.
     """
-    ordered = sort_lanes(key_of(maximum), part.lane)
+    ordered = sort_lanes(key_of(maximum), part.lane, WARP)
     own, joint = Int32(NOTHING_YET), Int32(NOTHING_YET)
     if cutlass.const_expr(config.k_capacity <= WARP):
         own = cute.arch.shuffle_sync(ordered, part.k - 1)
@@ -137,7 +100,7 @@ def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
             sample = Int32(cutlass.select_(Boolean(rank < WARP), sample, Int32(NOTHING_YET)))
             write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
         cute.arch.sync_warp()
-        ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane)
+        ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP)
         joint = cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
         if part.lane == 0:
             cute.arch.atomic_max(part.bound.iterator, joint, sem="relaxed", scope="cta")

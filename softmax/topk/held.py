@@ -1,0 +1,202 @@
+"""Short rows: the whole row in registers, by a few lanes of a warp or by a few warps. Device side.
+
+One look at the row gives every lane's maximum; the k-th largest of the maxima of one warp's lanes on this row is
+the threshold (see ``stream``), all at once. What reaches it, little more than k elements, is fetched again by
+column (it is in the L1 cache: registers cannot be indexed), ranked, and written from where it is. Rows of many equal
+elements have more candidates than there is room for: they pick their k largest one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
+
+from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.topk.config import WARP
+from warpspec.softmax.topk.elements import floats, largest, total
+from warpspec.softmax.topk.keys import (
+    bar_of,
+    candidate,
+    candidate_column,
+    candidate_key,
+    key_of,
+    logit_of,
+    passes,
+)
+from warpspec.softmax.topk.select import rank_in, sort_lanes
+from warpspec.softmax.vectors import (
+    PLAIN,
+    TYPES,
+    VECTOR_BYTES,
+    WIDTHS,
+    WORDS,
+    Row,
+    edge_of,
+    load_edge,
+    load_vector,
+)
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lanes of one warp that have (a part of) a row.
+
+    row: where it lies. first: their first lane. lane: this one, counting from it. number: of this lane among all
+    that have the row. k: of the result. slots: (SLOT) candidates of the group.
+    """
+
+    row: Row
+    first: Int32
+    lane: Int32
+    number: Int32
+    k: Int32
+    slots: cute.Tensor
+
+
+@cute.jit
+def hold(config: cutlass.Constexpr, group: Group):
+    """Reads the row -> (largest element, sum of exp(x - largest), count) of the group, known to all of its lanes.
+
+    count: candidates in group.slots, the group's k largest among them.
+    """
+    across = config.lanes * config.warps  # vectors from one of a lane's to its next
+    address = group.row.first + Int64(group.number) * VECTOR_BYTES
+    words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
+    for u in cutlass.range_constexpr(config.unroll):
+        present = Boolean(group.number + u * across < group.row.vectors)
+        load_vector(words[None, u], address, u * across * VECTOR_BYTES, present, config.dtype, PLAIN)
+    edge = edge_of(group.row, group.number, config.dtype)
+    values = [x for u in range(config.unroll) for x in floats(words[None, u], config.dtype)]
+    everything = values
+    if cutlass.const_expr(config.edges):
+        everything = [*values, load_edge(group.row, edge, config.dtype)]
+
+    # 1. The lanes' maxima in order: the row's, or the warp's, is the first, the threshold the k-th.
+    ordered = sort_lanes(key_of(largest(everything)), group.lane, config.lanes)
+    maximum = logit_of(cute.arch.shuffle_sync(ordered, group.first))
+    threshold = cute.arch.shuffle_sync(ordered, group.first + group.k - 1)
+    bar = bar_of(threshold - 1)
+
+    # 2. Softmax.
+    reference = reference_of(maximum)
+    sum_ = total([exponential(x - reference, False) for x in everything])
+    sum_ = cute.arch.warp_reduction_sum(sum_, threads_in_group=config.lanes)
+
+    # 3. Which elements reach the threshold, one bit each; where the lane's candidates go.
+    bits = Uint32(0)
+    for i in cutlass.range_constexpr(len(values)):
+        bits = Uint32(cutlass.select_(passes(values[i], bar), bits | Uint32(1 << i), bits))
+    vectors = (group.row.vectors - group.number + across - 1) // across
+    held = cutlass.max(vectors, Int32(0)) * config.per_vector
+    if held < WORD_BITS:
+        bits = bits & ((Uint32(1) << Uint32(held)) - 1)
+    chosen_edge = Boolean(False)
+    if cutlass.const_expr(config.edges):
+        chosen_edge = edge.present & passes(everything[-1], bar)
+    place = Int32(cute.arch.popc(bits)) + Int32(chosen_edge)
+    count = place
+    for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
+        below = cute.arch.shuffle_sync(count, group.first + ((group.lane - (1 << step)) & (config.lanes - 1)))
+        count += Int32(cutlass.select_(Boolean(group.lane >= 1 << step), below, Int32(0)))
+    place = count - place
+    count = cute.arch.shuffle_sync(count, group.first + config.lanes - 1)
+
+    # 4. Candidates.
+    if cute.arch.vote_any_sync(Boolean(count > config.slots)):
+        at_edge = Uint64(0)
+        if chosen_edge:
+            at_edge = candidate(everything[-1], edge.offset // WIDTHS[config.dtype])
+        pick(config, group, at_edge)
+        count = cutlass.min(count, group.k)
+    else:
+        while bits != Uint32(0):
+            i = Int32(cute.arch.bfind(bits))
+            bits = bits ^ (Uint32(1) << Uint32(i))
+            column = column_of(config, group, i)
+            group.slots[place] = candidate(fetch(config, group, column), column)
+            place += 1
+        if chosen_edge:
+            group.slots[place] = candidate(everything[-1], edge.offset // WIDTHS[config.dtype])
+    cute.arch.sync_warp()
+    return maximum, sum_, count
+
+
+def column_of(config, group: Group, i):
+    """Column of the lane's i-th element."""
+    vector = group.number + i // config.per_vector * (config.lanes * config.warps)
+    return group.row.head + vector * config.per_vector + i % config.per_vector
+
+
+def fetch(config, group: Group, column) -> Float32:
+    """The element of a column, from the cache."""
+    address = group.row.address + Int64(column) * WIDTHS[config.dtype]
+    pointer = cute.make_ptr(TYPES[config.dtype], address, cute.AddressSpace.gmem)
+    return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
+
+
+@cute.jit
+def pick(config: cutlass.Constexpr, group: Group, at_edge: Uint64):
+    """group.slots becomes the k largest elements of each group of the warp, one after another; any row, slow.
+
+    at_edge: the lane's candidate from the row's ends, 0 where it has none.
+    """
+    across = config.lanes * config.warps
+    held = (group.row.vectors - group.number + across - 1) // across * config.per_vector
+    last = Uint64(0) - Uint64(1)  # above every candidate
+    for rank in cutlass.range(group.k, unroll=1):
+        best = Uint64(cutlass.select_(Boolean(at_edge < last), at_edge, Uint64(0)))
+        for i in cutlass.range(0, held, 1, unroll=1):
+            column = column_of(config, group, i)
+            word = candidate(fetch(config, group, column), column)
+            best = Uint64(cutlass.select_(Boolean(word < last) & Boolean(word > best), word, best))
+        for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
+            best = cutlass.max(best, cute.arch.shuffle_sync_bfly(best, 1 << step))
+        if group.lane == 0:
+            group.slots[rank] = best
+        last = best
+
+
+@cute.jit
+def write_ranked(
+    config: cutlass.Constexpr, group: Group, count, others: list, maximum, sum_, parts, probs, indices, row
+):
+    """Writes the group's candidates that are among the row's k first, each from the lane that has it.
+
+    others: (slots, count) of every group of the row, this one among them. maximum, sum_: of the row. parts: (W)
+    fp32, shared memory, where several warps have the row.
+    """
+    rounds = config.slots // config.lanes
+    ranks = cute.make_rmem_tensor(rounds, Int32)
+    weights = cute.make_rmem_tensor(rounds, Float32)
+    columns = cute.make_rmem_tensor(rounds, Int32)
+    divisor = Float32(0.0)
+    for i in cutlass.range_constexpr(rounds):
+        ranks[i], weights[i], columns[i] = group.k, Float32(0.0), Int32(0)
+        slot = i * config.lanes + group.lane
+        if slot < count:
+            word = group.slots[slot]
+            ranks[i] = Int32(0)
+            for slots, number in others:
+                ranks[i] += rank_in(slots, number, word)
+            if ranks[i] < group.k:
+                weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
+                columns[i] = candidate_column(word)
+        divisor += weights[i]
+    if cutlass.const_expr(config.renormalize):
+        divisor = cute.arch.warp_reduction_sum(divisor, threads_in_group=config.lanes)
+        if cutlass.const_expr(config.warps > 1):
+            if group.lane == 0:
+                parts[group.number // WARP] = divisor
+            cute.arch.sync_threads()
+            divisor = total([parts[w] for w in range(config.warps)])
+    else:
+        divisor = sum_
+    for i in cutlass.range_constexpr(rounds):
+        if (ranks[i] < group.k) & (row < probs.shape[0]):
+            probs[row, ranks[i]] = weights[i] / divisor
+            indices[row, ranks[i]] = columns[i]
