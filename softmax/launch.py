@@ -7,7 +7,8 @@ import functools
 import torch
 
 from warpspec.common.compile import compile_cached
-from warpspec.softmax.problem import VECTOR_BYTES
+from warpspec.softmax.dispatch import Device, Plan, choose
+from warpspec.softmax.problem import VECTOR_BYTES, SoftmaxProblem
 
 TVM_FFI = "--enable-tvm-ffi"  # callable with torch tensors, on their current stream, at about a microsecond
 EMPTY = -1  # what an unused word of a workspace holds
@@ -79,8 +80,48 @@ def workspace(words: int, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def target(device_index: int) -> tuple[str, int, int]:
-    """(architecture to compile for, SMs, bytes of L2) of a CUDA device."""
-    properties = torch.cuda.get_device_properties(device_index)
+def device_of(index: int) -> tuple[str, Device]:
+    """(architecture to compile for, what the dispatcher wants to know) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
     arch = f"sm_{properties.major}{properties.minor}a"
-    return arch, properties.multi_processor_count, properties.L2_cache_size
+    return arch, Device(properties.multi_processor_count, properties.L2_cache_size)
+
+
+def launcher(problem: SoftmaxProblem, device_index: int, plan: Plan | None = None):
+    """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before it returns.
+
+    plan: to run; None: the dispatcher's choice.
+    """
+    arch, device = device_of(device_index)
+    plan = plan or choose(problem, device)
+    kernel = compiled(plan.config, arch, native=True)
+    if not plan.group:
+        return kernel
+    words, groups, group = 1 + problem.rows * plan.group, plan.groups, plan.group
+    where = torch.device("cuda", device_index)
+    if plan.strategy != "split":  # clusters exchange without a workspace
+        words = 1
+
+    def launch(x: torch.Tensor, out: torch.Tensor) -> None:
+        kernel(x, out, workspace(words, where), groups, group)
+
+    return launch
+
+
+SIMULATED_ARCH = "sm_100a"
+# The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
+SIMULATED = Device(sms=8, l2_bytes=1 << 20)
+
+
+def run_sim(x: torch.Tensor, out: torch.Tensor, plan: Plan | None = None, arch: str = SIMULATED_ARCH):
+    """Execute on CPU matrices in the simulator; returns its ``SimReport``. plan: None: the dispatcher's choice."""
+    from warpspec import sim  # brings in llvmlite, an optional dependency
+
+    plan = plan or choose(SoftmaxProblem.of(x, out), SIMULATED)
+    kernel = compiled(plan.config, arch, native=False)
+    if not plan.group:
+        return sim.run(kernel, x, out, None)
+    words = workspace(1 + x.shape[0] * plan.group, x.device)
+    report = sim.run(kernel, x, out, words, plan.groups, plan.group, None)
+    assert (words == EMPTY).all(), "the workspace was not emptied"
+    return report

@@ -143,7 +143,7 @@ def forget(words: cute.Tensor) -> None:
 
 
 def store_vector(words: cute.Tensor, address, offset: int, present, piece_bytes: int, hint: str) -> None:
-    """words (WORDS) Int32 to the 16 bytes at ``address`` + ``offset`` where ``present``, in pieces of ``piece_bytes``."""
+    """words (WORDS) Int32 to ``address`` + ``offset`` where ``present``, in pieces of ``piece_bytes``."""
     kind, count = PIECES[piece_bytes]
     stores = []
     for start in range(0, VECTOR_BYTES, piece_bytes):
