@@ -22,6 +22,10 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 16  # values along K that share one scale
+CHUNK = (1 << 15) - 1  # values quantised at a time on a CPU: as many as torch gives to one thread
+TO_INTEGER = (
+    1.5 * 2.0**23
+)  # added and taken away again: fp32 below 2**22 to the nearest integer, ties to even
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 AMAX_TO_GLOBAL = E2M1_MAX * E4M3_MAX
@@ -118,7 +122,11 @@ def quantize(
         raise ValueError(f"global_dims: must be within 0..{x.dim() - 1}, got {global_dims}")
     if global_scale is None:
         flat = x.flatten(global_dims)
-        amax = flat.abs().amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+        if flat.shape[-1]:
+            lowest, highest = flat.aminmax(dim=-1)
+            amax = torch.maximum(-lowest, highest)
+        else:
+            amax = flat.new_zeros(flat.shape[:-1])
         global_scale = global_scale_of(amax)
     else:
         global_scale = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
@@ -126,14 +134,32 @@ def quantize(
             raise ValueError(
                 f"global_scale: shape must be a prefix of {list(x.shape[:-1])}, got {list(global_scale.shape)}"
             )
-    blocks = x.float().unflatten(-1, (-1, BLOCK))  # [..., K/16, 16]
-    spread = spread_over(global_scale, blocks.dim() - 1)
-    block_amax = blocks.abs().amax(-1)
-    scale = block_scale(block_amax, spread)
-    divisor = scale.float() * spread
-    zero = (divisor[..., None] == 0.0) | (blocks == 0.0)
-    codes = e2m1_codes(torch.where(zero & ~divisor[..., None].isnan(), 0.0, blocks / divisor[..., None]))
-    return NVFP4Tensor(pack(codes.flatten(-2)), scale, global_scale)
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2) if x.dim() > 1 else x[None]
+    of_rows = spread_over(global_scale, x.dim() - 1).expand(x.shape[:-1]).reshape(-1)
+    # On a CPU a few rows at a time: what comes between stays in the cache.
+    count = max(1, CHUNK // max(1, x.shape[-1])) if x.device.type == "cpu" else max(1, len(rows))
+    parts = [
+        quantize_rows(part, scales)
+        for part, scales in zip(rows.split(count), of_rows.split(count), strict=True)
+    ]
+    data, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    shape = x.shape[:-1]
+    return NVFP4Tensor(
+        data.view(*shape, x.shape[-1] // 2),
+        scale.view(*shape, x.shape[-1] // BLOCK).view(torch.float8_e4m3fn),
+        global_scale,
+    )
+
+
+def quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data [R, K/2], scale [R, K/16], both uint8) of rows [R, K] with a global scale each."""
+    blocks = rows.float().unflatten(-1, (-1, BLOCK))  # [R, K/16, 16]
+    scale = block_scale(blocks.abs().amax(-1), global_scale[:, None])
+    divisor = (scale.float() * global_scale[:, None])[..., None]
+    quotient = blocks / divisor
+    zero = (blocks == 0.0) & ~divisor.isnan() | (divisor == 0.0)
+    codes = e2m1_codes(quotient.masked_fill_(zero, 0.0))
+    return pack(codes.flatten(-2)), scale.view(torch.uint8)
 
 
 def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -158,13 +184,11 @@ def spread_over(global_scale: torch.Tensor, dims: int) -> torch.Tensor:
 
 def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
     """uint8 codes 0..15 of fp32 x: nearest, ties to the even code, at most 6 in magnitude; NaN is +6."""
-    magnitude = x.abs().clamp(max=E2M1_MAX)
-    # torch.round takes ties to even. Steps are 1/2 below 2, 1 below 4, 2 above; a step's count of steps is the code.
-    below_2 = torch.round(magnitude * 2)
-    below_4 = torch.round(magnitude) + 2
-    above_4 = torch.round(magnitude / 2) + 4
-    code = torch.where(magnitude < 2, below_2, torch.where(magnitude < 4, below_4, above_4))
-    code = code.nan_to_num(7.0).to(torch.uint8)
+    magnitude = x.abs().clamp_(max=E2M1_MAX)
+    # Steps are 1/2 below 2, 1 below 4, 2 above; a number's count of steps, with those of the ranges below, is its code.
+    above = (magnitude >= 2).float() + (magnitude >= 4)  # ranges below its own
+    steps = magnitude.mul_(torch.exp2(1 - above)).add_(TO_INTEGER).sub_(TO_INTEGER)
+    code = steps.add_(above, alpha=2).nan_to_num_(7.0).to(torch.uint8)
     return code | (torch.signbit(x) & ~x.isnan()).to(torch.uint8) * SIGN
 
 
