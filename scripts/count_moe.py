@@ -10,10 +10,10 @@ holds them against what the simulator counts. Rows pick their experts at random.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+
+from generated_tables import Section, main, table  # in this folder
 
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, GemmConfig, Shape
 from warpspec.moe.sm100.plan import SHAPES, SM_COUNT, choose_shape, estimate
@@ -48,12 +48,6 @@ LAYERS = (
     Layer("DeepSeek-V4 Flash", 256, 6, 4096, 2048),
     Layer("DeepSeek-V4 Pro", 384, 6, 7168, 3072),
 )
-
-
-def table(header, rows) -> str:
-    """A Markdown table."""
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def tiles_table() -> str:
@@ -139,39 +133,10 @@ def layers_table() -> str:
     return table((*head, "chosen"), rows)
 
 
-def counts() -> str:
+def sections() -> list[Section]:
     """Everything this script generates."""
-    return "\n\n".join((tiles_table(), layers_table()))
-
-
-def replaced(text: str, generated: str) -> str:
-    """``text`` with what lies between its markers replaced. SystemExit where it has none."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"no lines {BEGIN!r} and {END!r} in the file")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
-
-
-def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument("--check", type=Path, metavar="FILE")
-    target.add_argument("--write", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
-    if options.write:
-        options.write.write_text(replaced(options.write.read_text(), counts()))
-    elif options.check:
-        text = options.check.read_text()
-        if replaced(text, counts()) != text:
-            print(f"{options.check} is stale: run scripts/count_moe.py --write {options.check}")
-            return 1
-    else:
-        print(counts())
-    return 0
+    return [(BEGIN, END, "\n\n".join((tiles_table(), layers_table())))]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "scripts/count_moe.py", sections))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from generated_tables import table  # in this folder
+
 from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, GemmConfig
 from warpspec.moe.sm100.plan import SHAPES
 
@@ -52,8 +54,8 @@ def _columns(first: int, end: int) -> str:
     return f"{first}-{end - 1} ({end - first})"
 
 
-def markdown(table) -> str:
-    """All of it. table: function of a header and rows."""
+def markdown() -> str:
+    """All of it."""
     head = ("tiles", "tokens", "features", "result", "stages", "SMEM a CTA", "TMEM columns")
     parts = [table(head, overview_rows())]
     for shape in EXAMPLES:

@@ -9,13 +9,12 @@ The markers are MARKERS below. Everything comes from the configuration the kerne
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-from pathlib import Path
 
 import moe_budgets  # in this folder
 import torch
+from generated_tables import Section, main, table  # in this folder
 
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.problem import AttentionProblem
@@ -28,12 +27,6 @@ MARKERS = (  # begin and end, of attention and of the grouped GEMM
         "<!-- scripts/print_budgets.py, grouped GEMM: end -->",
     ),
 )
-
-
-def table(header: tuple[str, ...], rows) -> str:
-    """A Markdown table."""
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> str:
@@ -218,41 +211,11 @@ def attention() -> str:
     )
 
 
-def sections() -> tuple[str, ...]:
-    """Everything this script generates, for each pair of MARKERS."""
-    return attention(), moe_budgets.markdown(table)
-
-
-def replaced(text: str) -> str:
-    """``text`` with what lies between markers replaced. SystemExit where it has none."""
-    for (begin, end), generated in zip(MARKERS, sections(), strict=True):
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"no lines {begin!r} and {end!r} in the file")
-        text = f"{before}{begin}\n\n{generated}\n\n{end}{after}"
-    return text
-
-
-def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument("--check", type=Path, metavar="FILE")
-    target.add_argument("--write", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
-    if options.write:
-        options.write.write_text(replaced(options.write.read_text()))
-    elif options.check:
-        text = options.check.read_text()
-        if replaced(text) != text:
-            print(f"{options.check} is stale: run scripts/print_budgets.py --write {options.check}")
-            return 1
-    else:
-        print("\n\n".join(sections()))
-    return 0
+def sections() -> list[Section]:
+    """Everything this script generates."""
+    generated = attention(), moe_budgets.markdown()
+    return [(*markers, text) for markers, text in zip(MARKERS, generated, strict=True)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "scripts/print_budgets.py", sections))

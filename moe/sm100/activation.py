@@ -16,6 +16,16 @@ LOG2_E = math.log2(math.e)
 OAI_ALPHA = 1.702
 
 
+def scaled(pair, scales, biases) -> tuple[Float32, Float32]:
+    """Two accumulators times their global scales, plus their biases in the same rounding, where there are any.
+
+    So every choice of tiles gives the same bits; left to the compiler, a bias might be rounded once or twice.
+    """
+    if biases is None:
+        return cute.arch.mul_packed_f32x2(pair, scales)
+    return cute.arch.fma_packed_f32x2(pair, scales, biases)
+
+
 def gated(config, gate, up, limit) -> Float32:
     """The activation of one gate and one up. limit: read where the configuration has one."""
     if config.has_limit:

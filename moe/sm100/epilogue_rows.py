@@ -97,21 +97,27 @@ def scale_and_bias(
     config: cutlass.Constexpr, operands, values, gate_scale, up_scale, expert, feature, features
 ):
     """values (32) times the global scales, plus the bias of features ``feature`` onwards; 0 past the last."""
-    for i in cutlass.range_constexpr(COLUMNS):
+    bias = bias_of(operands.bias, expert, feature, features) if cutlass.const_expr(config.has_bias) else None
+    for i in cutlass.range_constexpr(0, COLUMNS, 2):
         of_up = cutlass.const_expr(config.gated and i // INTERLEAVE % 2 == 1)
-        values[i] = values[i] * (up_scale if of_up else gate_scale)
-    if cutlass.const_expr(config.has_bias):
-        row = operands.bias[expert, None]
-        bias = cute.make_rmem_tensor(COLUMNS, Float32)
-        if feature + COLUMNS <= features:
-            cute.autovec_copy(cute.local_tile(row, (COLUMNS,), (feature // COLUMNS,)), bias)
-        else:
-            for i in cutlass.range_constexpr(COLUMNS):
-                bias[i] = Float32(0.0)
-                if feature + i < features:
-                    bias[i] = row[feature + i]
+        scale = up_scale if of_up else gate_scale
+        biases = None if bias is None else (bias[i], bias[i + 1])
+        values[i], values[i + 1] = activation.scaled((values[i], values[i + 1]), (scale, scale), biases)
+
+
+@cute.jit
+def bias_of(bias: cute.Tensor, expert, feature, features) -> cute.Tensor:
+    """(32) of features ``feature`` onwards; 0 past the last."""
+    row = bias[expert, None]
+    found = cute.make_rmem_tensor(COLUMNS, Float32)
+    if feature + COLUMNS <= features:
+        cute.autovec_copy(cute.local_tile(row, (COLUMNS,), (feature // COLUMNS,)), found)
+    else:
         for i in cutlass.range_constexpr(COLUMNS):
-            values[i] += bias[i]
+            found[i] = Float32(0.0)
+            if feature + i < features:
+                found[i] = row[feature + i]
+    return found
 
 
 def activate(config, values, limit) -> cute.Tensor:

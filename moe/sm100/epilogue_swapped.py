@@ -62,11 +62,11 @@ def columns_to_result(
         if first == config.tile_n - count:
             tmem.fence_before_arrive()
             empty.arrive_warp(use)
-        for token in cutlass.range_constexpr(count):
-            own = feature.scale
-            if cutlass.const_expr(config.has_row_scale):
-                own = own * operands.row_scale[tile.first_row + cutlass.min(first + token, tile.rows - 1)]
-            values[token] = values[token] * own + feature.bias
+        for token in cutlass.range_constexpr(0, count, 2):
+            scales = tuple(token_scale(config, operands, feature, tile, first + token + i) for i in range(2))
+            biases = (feature.bias, feature.bias) if cutlass.const_expr(config.has_bias) else None
+            pair = activation.scaled((values[token], values[token + 1]), scales, biases)
+            values[token], values[token + 1] = pair
         if cutlass.const_expr(config.quantizes):
             quantize_tokens(config, operands, result, values, staged, feature, first, tile, limit)
         elif cutlass.const_expr(config.gated):
@@ -78,6 +78,13 @@ def columns_to_result(
                 staged[lane, first + token] = values[token].to(BFloat16)
     pieces = warp_staging(config, staging, warp, config.piece_words)
     write_segment(config, pieces, result, lane, tile.first_row, tile.rows, feature.column)
+
+
+def token_scale(config, operands, feature, tile, token) -> Float32:
+    """The product of the global scales of a feature and of a token of the tile; past the last token, of that one."""
+    if not config.has_row_scale:
+        return feature.scale
+    return feature.scale * operands.row_scale[tile.first_row + cutlass.min(token, tile.rows - 1)]
 
 
 @cute.jit

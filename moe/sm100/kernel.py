@@ -19,8 +19,6 @@ from warpspec.moe.sm100.mma import fragments, mma
 from warpspec.moe.sm100.schedule import Records, schedule
 from warpspec.moe.sm100.store import make_result
 
-EPILOGUE_BARRIER = 1  # of the four epilogue warps
-
 
 class GroupedGemm:
     """``cute.compile(GroupedGemm(config), ...)`` makes one kernel; the arguments are those of ``__call__``."""
@@ -118,11 +116,7 @@ class GroupedGemm:
         if warp == config.load_warp:
             for source in sources:
                 cute.nvgpu.cpasync.prefetch_descriptor(source.atom)
-        if cutlass.const_expr(config.pair):  # the other CTA's barriers are initialised, too
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        synchronize(config)  # of a pair, the other CTA's barriers are initialised, too
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
 
         # 3. Roles.
@@ -139,15 +133,24 @@ class GroupedGemm:
         operands_mma = fragments(config, *regions, columns)
         if warp < len(config.epilogue_warps):
             epilogue(config, channels, records, operands, result, columns, staging, features, limit, rank)
-            cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=config.epilogue_threads)
-            if warp == 0:
-                cute.arch.dealloc_tmem(columns, config.tmem_allocation, is_two_cta=config.pair)
         if warp == config.mma_warp:
             mma(config, channels, records, operands_mma, k, rank)
         if warp == config.load_warp:
             load(config, channels, records, sources, stages, k_tiles, rank)
         if warp == config.schedule_warp:
             schedule(config, records, offsets, features, rows, group, groups)
-        if cutlass.const_expr(config.pair):  # neither CTA leaves while the other may arrive at its barriers
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+
+        # 4. Accumulators have all been read; neither CTA of a pair leaves while the other may arrive at its barriers.
+        synchronize(config)
+        if warp == 0:
+            cute.arch.dealloc_tmem(columns, config.tmem_allocation, is_two_cta=config.pair)
+
+
+@cute.jit
+def synchronize(config: cutlass.Constexpr):
+    """All threads of the CTA, or of both CTAs of a pair."""
+    if cutlass.const_expr(config.pair):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
