@@ -1,23 +1,26 @@
-"""What `make demo` runs: the compiled sm_100a attention kernel on gpt-oss layers, simulated, without a GPU.
+"""What `make demo` runs: the compiled sm_100a kernels on gpt-oss layers, simulated, without a GPU.
 
-Takes the operands of a sliding-window and of a full attention layer of gpt-oss-20b at their real shapes, runs
-the kernel on them, compares with two independent references, and prints what ran and where trace and picture
-lie. Arguments are those of validate_layer.py.
+Takes the operands of a sliding-window and of a full attention layer of gpt-oss-20b and of its mixture of experts at
+their real shapes (a few of the experts), runs the kernels on them, compares with two independent references, and
+prints what ran and where traces and picture lie. Arguments are those of validate_layer.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from pathlib import Path
 
+import moe_layer
 import validate_layer
 from error_plot import draw
 from rich.console import Console
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "demo"
 SEQ = 512  # tokens: four tiles of queries and of keys a head; the window skips some, causality others
+MOE_SEQ = 8  # tokens that the experts get: a step of decoding
 
 
 def warp_roles() -> dict[int, str]:
@@ -32,6 +35,42 @@ def warp_roles() -> dict[int, str]:
     }
 
 
+def gemm_roles() -> dict[int, str]:
+    """Warp index to role of the grouped GEMM."""
+    from warpspec.moe.sm100 import GemmConfig, Shape
+
+    config = GemmConfig(Shape(swapped=True, tile_n=MOE_SEQ), epilogue="linear", output="bf16")
+    return {
+        **dict.fromkeys(config.epilogue_warps, "epilogue"),
+        config.mma_warp: "MMA",
+        config.load_warp: "load",
+        config.schedule_warp: "schedule",
+    }
+
+
+def run_experts(options, console: Console, files: dict) -> list[moe_layer.MoEResult]:
+    """The mixture of experts; prints what ran, and names the trace in `files`."""
+    from warpspec.sim import SimReport
+
+    of_layer = argparse.Namespace(**{**vars(options), "layer": "moe", "seq": MOE_SEQ})
+    results = validate_layer.run(of_layer, console)
+    for result in results:
+        for report in result.reports:
+            gemms = [launch for launch in report.launches if "GroupedGemm" in launch.kernel]
+            others = [launch for launch in report.launches if "GroupedGemm" not in launch.kernel]
+            for title, launches, roles in (
+                ("grouped GEMM 1 with SwiGLU, grouped GEMM 2", gemms, gemm_roles()),
+                ("activation quantiser, un-permute", others, {}),
+            ):
+                console.print(f"\n[bold]What ran: {title}[/]")
+                console.print(str(SimReport(launches, report.seconds, report.seed, roles)), markup=False)
+            report.roles = gemm_roles()
+            trace = OUT / "moe.trace.json"
+            report.timeline(trace)
+            files["trace of moe, for ui.perfetto.dev"] = trace
+    return results
+
+
 def main() -> int:
     parser = validate_layer.parser()
     parser.set_defaults(backend="sim", seq=SEQ, plot=OUT / "error.png")
@@ -39,9 +78,9 @@ def main() -> int:
     console = Console(soft_wrap=True, highlight=False)
     start = time.perf_counter()
     console.print(
-        f"[bold]warpspec demo[/]: attention of {options.model}, {options.batch} x {options.seq} tokens,\n"
-        "seeded weights and hidden states. CuTe DSL compiles the kernel for sm_100a (Blackwell); the\n"
-        "simulator executes what came out, instruction by instruction, on this CPU.\n"
+        f"[bold]warpspec demo[/]: attention of {options.model}, {options.batch} x {options.seq} tokens, and its\n"
+        "experts, seeded weights and hidden states. CuTe DSL compiles the kernels for sm_100a (Blackwell);\n"
+        "the simulator executes what came out, instruction by instruction, on this CPU.\n"
     )
     results = validate_layer.run(options, console)
 
@@ -57,15 +96,19 @@ def main() -> int:
             report.timeline(trace)
             files[f"trace of {name}, for ui.perfetto.dev"] = trace
     draw(results, options.plot, f"{options.model}, backend {options.backend}")
-    (OUT / "results.json").write_text(
-        json.dumps(validate_layer.as_json(options, options.backend, results), indent=2)
-    )
+    console.print()
+    experts = run_experts(options, console, files) if options.model in moe_layer.MODELS else []
+    passed = all(result.passed for result in (*results, *experts))
+    found = validate_layer.as_json(options, options.backend, results)
+    found |= {"moe": moe_layer.as_json(options, options.backend, experts), "passed": passed}
+    (OUT / "results.json").write_text(json.dumps(found, indent=2))
 
-    passed = all(result.passed for result in results)
     worst = max(result.worst_head for result in results)
     console.print(
         f"\n[bold]{'[green]passed' if passed else '[red]FAILED'}[/][/]: worst head {worst:.2e} from the FP32 "
-        f"reference (tolerance {validate_layer.O_TOLERANCE:.0e}); {time.perf_counter() - start:.0f} s"
+        f"reference (tolerance {validate_layer.O_TOLERANCE:.0e}), "
+        + "".join(f"experts {r.layer_error:.2e} (tolerance {moe_layer.TOLERANCE:.0e}); " for r in experts)
+        + f"{time.perf_counter() - start:.0f} s"
     )
     for what, path in files.items():
         console.print(

@@ -1,12 +1,13 @@
-"""Compares an attention kernel with two independent references on a model's layer at its real shapes.
+"""Compares the kernels with two independent references on a model's layer at its real shapes.
 
     python scripts/validate_layer.py --model gpt-oss-20b --layer attention --seq 512
     python scripts/validate_layer.py --model deepseek-v4-flash --kind csa --decode --seq 3000
+    python scripts/validate_layer.py --model gpt-oss-120b --layer moe --experts 8 --seq 64
 
 Hidden states go through transformers' own norm, projections, rotary embedding and compression of keys; the
 attention itself is then computed by the kernel, by warpspec's FP32 reference, by transformers' eager code
-(FP32 and the model's dtype) and by torch's SDPA in the model's dtype. Exit status 1 when a tolerance is
-exceeded.
+(FP32 and the model's dtype) and by torch's SDPA in the model's dtype. moe_layer.py says what `--layer moe` does.
+Exit status 1 when a tolerance is exceeded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import deepseek_v4_layer
 import gpt_oss_layer
 import llama_layer
+import moe_layer
 import torch
 from attention_layer import AttentionInputs, KeySet, attention_inputs, eager
 from rich.console import Console
@@ -41,6 +43,7 @@ FAMILIES = {
 }
 KINDS = sorted({kind for model, family in FAMILIES.items() for kind in family.layers(model)})
 HEADS_PER_ROW = 8  # of the printed table, at most
+SEQ = 256  # tokens per sequence, unless said otherwise
 
 
 @dataclass(frozen=True)
@@ -267,15 +270,17 @@ def print_result(console: Console, result: LayerResult) -> None:
     )
 
 
-def as_json(options: argparse.Namespace, backend: str, results: list[LayerResult]) -> dict:
+def as_json(options: argparse.Namespace, backend: str, results: list) -> dict:
     """Machine-readable form of what was run and found."""
+    if options.layer == "moe":
+        return moe_layer.as_json(options, backend, results)
     return {
         "model": options.model,
         "layer": options.layer,
         "compressed": options.compressed,
         "backend": backend,
         "batch": options.batch,
-        "seq": options.seq,
+        "seq": options.seq or SEQ,
         "decode": options.decode,
         "seed": options.seed,
         "weights": str(options.checkpoint) if options.checkpoint else "seeded",
@@ -312,8 +317,14 @@ def positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=sorted(FAMILIES), default="gpt-oss-20b")
-    parser.add_argument("--layer", choices=["attention"], default="attention")
-    parser.add_argument("--kind", choices=KINDS, help="of layer; every kind of the model without")
+    parser.add_argument("--layer", choices=["attention", "moe"], default="attention")
+    parser.add_argument("--kind", choices=KINDS, help="of attention layer; every kind of the model without")
+    parser.add_argument(
+        "--experts",
+        type=positive,
+        metavar="N",
+        help=f"only the layer's first N experts (default {moe_layer.EXPERTS})",
+    )
     parser.add_argument(
         "--compressed",
         choices=["key-sets", "bias"],
@@ -322,7 +333,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument(
-        "--seq", type=positive, default=256, help="tokens per sequence; with --decode, cached"
+        "--seq",
+        type=positive,
+        help=f"tokens per sequence (default {SEQ}, with --layer moe {moe_layer.SEQ}); with --decode, cached",
     )
     parser.add_argument(
         "--decode", action="store_true", help="one new token per sequence against the KV cache"
@@ -335,8 +348,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace, console: Console) -> list[LayerResult]:
-    """Validates each kind of layer the model has, or the one asked for, printing as it goes."""
+def run(options: argparse.Namespace, console: Console) -> list:
+    """Validates each kind of layer the model has, or the one asked for, printing as it goes.
+
+    Returns LayerResults, with --layer moe MoEResults.
+    """
+    if options.layer == "moe":
+        return moe_layer.run(options, console, resolve_backend(options.backend), stages(console))
     backend, family = resolve_backend(options.backend), FAMILIES[options.model]
     indices, results = family.layers(options.model), []
     if options.kind not in (None, *indices):
@@ -348,7 +366,7 @@ def run(options: argparse.Namespace, console: Console) -> list[LayerResult]:
             inputs = attention_inputs(
                 family.attention_layer(options.model, kind),
                 batch=options.batch,
-                seq=options.seq,
+                seq=options.seq or SEQ,
                 decode=options.decode,
                 seed=options.seed,
                 checkpoint=options.checkpoint,
@@ -361,7 +379,10 @@ def run(options: argparse.Namespace, console: Console) -> list[LayerResult]:
 
 
 def main() -> int:
-    options = parser().parse_args()
+    arguments = parser()
+    options = arguments.parse_args()
+    if options.layer == "moe" and options.plot:
+        arguments.error("--plot draws errors by head: it belongs to --layer attention")
     console = Console(stderr=options.json, soft_wrap=True)
     try:
         results = run(options, console)
