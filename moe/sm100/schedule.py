@@ -130,13 +130,14 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
 
 @cute.jit
 def load_chunk(config: cutlass.Constexpr, offsets, chunk, lane, feature_tiles, rows):
-    """(first row, rows, tiles, scale atoms) of this lane's expert; past the last expert, none."""
+    """(first row, rows, tiles, scale atoms) of this lane's expert; past the last expert, none. Wrong offsets give wrong
+    rows, none that do not exist."""
     expert = chunk + lane
     begin, end = Int32(0), Int32(0)
     if expert < cute.size(offsets):
-        end = cutlass.min(offsets[expert], rows)
+        end = cutlass.max(cutlass.min(offsets[expert], rows), 0)
         if expert > 0:
-            begin = cutlass.max(offsets[expert - 1], 0)
+            begin = cutlass.max(cutlass.min(offsets[expert - 1], rows), 0)
     count = cutlass.max(end - begin, 0)
     return (
         begin,

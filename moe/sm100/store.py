@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8, Uint32
+from cutlass import Boolean, Int32, Uint8, Uint32
 
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
 from warpspec.moe.sm100.config import INT32_BYTES, WARP_THREADS
@@ -97,10 +97,15 @@ def scale_place(atom_row, column) -> tuple:
     return column // ATOM_COLUMNS, line + column % ATOM_COLUMNS
 
 
+def has_scale(result, atom, column) -> Boolean:
+    """There is such a place. No atom is too high unless the offsets are wrong, which must not reach other memory."""
+    return Boolean(column < result.scale_columns) & Boolean(atom < result.scales.shape[0])
+
+
 @cute.jit
 def write_scale(result, valid, atom, atom_row, column, code):
     """One e4m3 code; 0 in the padding behind the last block, nothing behind the padding."""
-    if valid & (column < result.scale_columns):
+    if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
         inside = column < cute.ceil_div(result.columns, BLOCK)
         result.scales[atom, k_atom, byte] = Uint8(cutlass.select_(inside, code, Uint32(0)))
@@ -109,7 +114,7 @@ def write_scale(result, valid, atom, atom_row, column, code):
 @cute.jit
 def write_scale_word(result, valid, atom, atom_row, column, codes):
     """``write_scale`` of the four columns from ``column`` on, a multiple of four; codes: the first in the low byte."""
-    if valid & (column < result.scale_columns):
+    if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
         inside = cute.ceil_div(result.columns, BLOCK) - column
         mask = (Int32(1) << inside * CODE_BITS) - 1

@@ -142,6 +142,17 @@ def test_random_problems(seed):
         run(GemmCase("", counts, **sizes | dict(width=width), **epilogue), shape, seed, groups=draw(1, 8))
 
 
+@pytest.mark.parametrize(
+    "offsets", [(50, 0, 50, 0, 50), (-7, 60, 2**31 - 1, -(2**31), 3), (2**30,) * 5, (-1,) * 5], ids=str
+)
+@pytest.mark.parametrize("shape", [PAIR, SWAPPED[16]], ids=str)
+def test_wrong_offsets_reach_no_other_memory(shape, offsets):
+    """They give any result, but the simulator would stop at an access out of bounds."""
+    case = GemmCase("", (9, 0, 30, 0, 2), k=16, width=104, **EPILOGUES["nvfp4"])
+    inputs = inputs_of(case)
+    launch(case, dataclasses.replace(inputs, offsets=torch.tensor(offsets, dtype=torch.int32)), shape)
+
+
 def exact_activation(case, inputs):
     """What the kernel computes, step by step in fp32, of accumulators that are exact: K is one block.
 
