@@ -36,7 +36,7 @@ def softmax_topk(
         the backend does not run on the tensor's device. NotImplementedError: backward() through the result.
     """
     if type(logits) is torch.Tensor and _eager(logits):
-        result = ops.run_again(logits, k, renormalize) if logits.is_cuda and backend == "auto" else None
+        result = ops.run_again(logits, k, renormalize) if backend == "auto" else None
         return ops.run(logits, k, renormalize, backend) if result is None else result
     ops.check(logits, k, renormalize)
     return ops.softmax_topk_operator(logits, k, renormalize, backend)

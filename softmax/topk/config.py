@@ -19,6 +19,7 @@ REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread, at most;
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
 SMEM_PER_SM = 228 * 1024
+SMEM_PER_CTA = 227 * 1024
 SMEM_RESERVED_PER_CTA = 1024
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
@@ -26,6 +27,7 @@ MAX_WARPS = 16  # of a row in one CTA
 MAX_CLUSTER = 8
 SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
 SAMPLES = 32  # of a CTA's lanes' maxima, that its row's threshold is taken from
+RANK_BATCH = 4  # candidates that are compared at a time
 HELD_ELEMENTS = 32  # a lane
 HELD_SLOTS = {32: 64, 16: 32, 8: 32}  # by lanes
 HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes: more, and the threshold lets too many through
@@ -39,7 +41,8 @@ class TopkConfig:
     dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster:
     CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
     these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
-    lanes: of a warp that share a row; all of them unless the row is held by one warp.
+    lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a
+    row that is held fills its lanes' registers.
     edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
     """
 
@@ -51,6 +54,7 @@ class TopkConfig:
     unroll: int = 4
     held: bool = False
     lanes: int = WARP
+    full: bool = False
     edges: bool = True
     renormalize: bool = False
 
@@ -61,6 +65,7 @@ class TopkConfig:
         assert not self.edges or self.lanes * self.warps >= 2 * self.per_vector, (
             "a lane has one element of them"
         )
+        assert not self.full or (self.held and not self.edges)
         assert not self.held or (self.cluster == 1 and self.unroll * self.per_vector <= HELD_ELEMENTS)
         assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
         assert self.rows == 1 or self.warps == self.cluster == 1
@@ -100,6 +105,11 @@ class TopkConfig:
         return self.k_capacity + SPARE_SLOTS + WARP * self.per_vector
 
     @property
+    def list_size(self) -> int:
+        """Words of a list of candidates: its slots, and what closes it."""
+        return self.slots + RANK_BATCH
+
+    @property
     def capacity(self) -> int:
         """Vectors of the longest row that is held."""
         return self.unroll * self.lanes * self.warps
@@ -118,7 +128,7 @@ class TopkConfig:
         if not self.held:
             lists = self.k_capacity * ((self.cluster if self.cluster > 1 else 0) + self.rows)
             words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
-        size = CANDIDATE_BYTES * (warps * self.slots + lists) + FP32_BYTES * words
+        size = CANDIDATE_BYTES * (warps * self.list_size + lists) + FP32_BYTES * words
         return -(-size // VECTOR_BYTES) * VECTOR_BYTES  # the compiler reads the last words as a vector
 
 

@@ -14,19 +14,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
-from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.online import LOG2_E, exponential, reference_of
 from warpspec.softmax.topk.config import WARP
-from warpspec.softmax.topk.elements import floats, largest, total
+from warpspec.softmax.topk.elements import largest_in, total, unpack
 from warpspec.softmax.topk.keys import (
-    bar_of,
     candidate,
     candidate_column,
     candidate_key,
     key_of,
     logit_of,
-    passes,
 )
-from warpspec.softmax.topk.select import rank_in, sort_lanes
+from warpspec.softmax.topk.select import close_list, rank_in, sort_lanes
 from warpspec.softmax.vectors import (
     PLAIN,
     TYPES,
@@ -40,6 +38,8 @@ from warpspec.softmax.vectors import (
 )
 
 WORD_BITS = 32
+CLAMP_BITS = 8  # where a shuffle's segments stand in its mask_and_clamp
+MOST_SCALED = 2.0**126  # logits below this can be multiplied by log2(e)
 
 
 @dataclass(frozen=True)
@@ -68,50 +68,54 @@ def hold(config: cutlass.Constexpr, group: Group):
     address = group.row.first + Int64(group.number) * VECTOR_BYTES
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     for u in cutlass.range_constexpr(config.unroll):
-        present = Boolean(group.number + u * across < group.row.vectors)
+        present = config.full or Boolean(group.number + u * across < group.row.vectors)
         load_vector(words[None, u], address, u * across * VECTOR_BYTES, present, config.dtype, PLAIN)
     edge = edge_of(group.row, group.number, config.dtype)
-    values = [x for u in range(config.unroll) for x in floats(words[None, u], config.dtype)]
-    everything = values
+    packed = [words[i, u] for u in range(config.unroll) for i in range(WORDS)]
+    edge = edge_of(group.row, group.number, config.dtype)
+    at_edge = -Float32.inf
+    lane_maximum = largest_in(packed, config.dtype)
     if cutlass.const_expr(config.edges):
-        everything = [*values, load_edge(group.row, edge, config.dtype)]
+        at_edge = load_edge(group.row, edge, config.dtype)
+        lane_maximum = cute.arch.fmax(lane_maximum, at_edge, nan=True)
 
     # 1. The lanes' maxima in order: the row's, or the warp's, is the first, the threshold the k-th.
-    ordered = sort_lanes(key_of(largest(everything)), group.lane, config.lanes)
+    ordered = sort_lanes(key_of(lane_maximum), group.lane, config.lanes)
     maximum = logit_of(cute.arch.shuffle_sync(ordered, group.first))
-    threshold = cute.arch.shuffle_sync(ordered, group.first + group.k - 1)
-    bar = bar_of(threshold - 1)
+    threshold = logit_of(cute.arch.shuffle_sync(ordered, group.first + group.k - 1))
 
     # 2. Softmax.
-    reference = reference_of(maximum)
-    sum_ = total([exponential(x - reference, False) for x in everything])
-    sum_ = cute.arch.warp_reduction_sum(sum_, threads_in_group=config.lanes)
+    values = [x for word in packed for x in unpack(word, config.dtype)]
+    everything = [*values, at_edge] if cutlass.const_expr(config.edges) else values
+    sum_ = cute.arch.warp_reduction_sum(exponentials(everything, maximum), threads_in_group=config.lanes)
 
     # 3. Which elements reach the threshold, one bit each; where the lane's candidates go.
     bits = Uint32(0)
     for i in cutlass.range_constexpr(len(values)):
-        bits = Uint32(cutlass.select_(passes(values[i], bar), bits | Uint32(1 << i), bits))
-    vectors = (group.row.vectors - group.number + across - 1) // across
-    held = cutlass.max(vectors, Int32(0)) * config.per_vector
-    if held < WORD_BITS:
-        bits = bits & ((Uint32(1) << Uint32(held)) - 1)
+        bits = Uint32(cutlass.select_(reaches(values[i], threshold), bits | Uint32(1 << i), bits))
+    if cutlass.const_expr(not config.full):
+        held = held_vectors(config, group) * config.per_vector
+        if held < WORD_BITS:
+            bits = bits & ((Uint32(1) << Uint32(held)) - 1)
     chosen_edge = Boolean(False)
     if cutlass.const_expr(config.edges):
-        chosen_edge = edge.present & passes(everything[-1], bar)
+        chosen_edge = edge.present & reaches(at_edge, threshold)
     place = Int32(cute.arch.popc(bits)) + Int32(chosen_edge)
     count = place
     for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
-        below = cute.arch.shuffle_sync(count, group.first + ((group.lane - (1 << step)) & (config.lanes - 1)))
-        count += Int32(cutlass.select_(Boolean(group.lane >= 1 << step), below, Int32(0)))
+        below = cute.arch.shuffle_sync_up(
+            count, 1 << step, mask_and_clamp=(WARP - config.lanes) << CLAMP_BITS
+        )
+        count = Int32(cutlass.select_(Boolean(group.lane >= 1 << step), count + below, count))
     place = count - place
     count = cute.arch.shuffle_sync(count, group.first + config.lanes - 1)
 
     # 4. Candidates.
     if cute.arch.vote_any_sync(Boolean(count > config.slots)):
-        at_edge = Uint64(0)
+        edge_word = Uint64(0)
         if chosen_edge:
-            at_edge = candidate(everything[-1], edge.offset // WIDTHS[config.dtype])
-        pick(config, group, at_edge)
+            edge_word = candidate(at_edge, edge.offset // WIDTHS[config.dtype])
+        pick(config, group, edge_word)
         count = cutlass.min(count, group.k)
     else:
         while bits != Uint32(0):
@@ -121,15 +125,47 @@ def hold(config: cutlass.Constexpr, group: Group):
             group.slots[place] = candidate(fetch(config, group, column), column)
             place += 1
         if chosen_edge:
-            group.slots[place] = candidate(everything[-1], edge.offset // WIDTHS[config.dtype])
+            group.slots[place] = candidate(at_edge, edge.offset // WIDTHS[config.dtype])
+    close_list(group.slots, count, group.lane)
     cute.arch.sync_warp()
     return maximum, sum_, count
 
 
+def held_vectors(config, group: Group):
+    """Vectors that the lane has."""
+    across = config.lanes * config.warps
+    return cutlass.max(group.row.vectors - group.number + across - 1, Int32(0)) >> (across.bit_length() - 1)
+
+
+def reaches(logit: Float32, threshold: Float32) -> Boolean:
+    """logit at or above ``threshold``, or either is NaN: one instruction."""
+    return ~Boolean(logit < threshold)
+
+
+@cute.jit
+def exponentials(values: list, maximum: Float32) -> Float32:
+    """Sum of exp(x - maximum).
+
+    As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: one instruction less for each than with the
+    difference taken first, but not where the products overflow. What the rounding was is put right in the sum.
+    """
+    reference = reference_of(maximum)
+    negative = -reference * LOG2_E
+    sum_ = Float32(0.0)
+    if cute.arch.vote_all_sync(Boolean(cute.math.absf(reference) < MOST_SCALED)):
+        powers = [cute.math.fma(x, LOG2_E, negative) for x in values]
+        sum_ = total([cute.math.exp2(power, fastmath=True) for power in powers])
+        sum_ = sum_ * cute.math.exp2(-cute.math.fma(reference, LOG2_E, negative), fastmath=True)
+    else:
+        cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
+        sum_ = total([exponential(x - reference, False) for x in values])
+    return sum_
+
+
 def column_of(config, group: Group, i):
     """Column of the lane's i-th element."""
-    vector = group.number + i // config.per_vector * (config.lanes * config.warps)
-    return group.row.head + vector * config.per_vector + i % config.per_vector
+    vector = group.number + (i >> (config.per_vector.bit_length() - 1)) * (config.lanes * config.warps)
+    return group.row.head + vector * config.per_vector + (i & (config.per_vector - 1))
 
 
 def fetch(config, group: Group, column) -> Float32:
@@ -140,16 +176,15 @@ def fetch(config, group: Group, column) -> Float32:
 
 
 @cute.jit
-def pick(config: cutlass.Constexpr, group: Group, at_edge: Uint64):
+def pick(config: cutlass.Constexpr, group: Group, edge_word: Uint64):
     """group.slots becomes the k largest elements of each group of the warp, one after another; any row, slow.
 
-    at_edge: the lane's candidate from the row's ends, 0 where it has none.
+    edge_word: the lane's candidate from the row's ends, 0 where it has none.
     """
-    across = config.lanes * config.warps
-    held = (group.row.vectors - group.number + across - 1) // across * config.per_vector
+    held = held_vectors(config, group) * config.per_vector
     last = Uint64(0) - Uint64(1)  # above every candidate
     for rank in cutlass.range(group.k, unroll=1):
-        best = Uint64(cutlass.select_(Boolean(at_edge < last), at_edge, Uint64(0)))
+        best = Uint64(cutlass.select_(Boolean(edge_word < last), edge_word, Uint64(0)))
         for i in cutlass.range(0, held, 1, unroll=1):
             column = column_of(config, group, i)
             word = candidate(fetch(config, group, column), column)

@@ -19,7 +19,6 @@ from warpspec.softmax.online import exponential, reference_of
 from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, WARP, TopkConfig
 from warpspec.softmax.topk.held import Group, hold, write_ranked
 from warpspec.softmax.topk.keys import (
-    CANDIDATE_BYTES,
     NOTHING_YET,
     candidate_column,
     candidate_key,
@@ -27,9 +26,9 @@ from warpspec.softmax.topk.keys import (
     logit_of,
     lowest_candidate,
 )
-from warpspec.softmax.topk.select import keep_from, keep_largest, rank_in, rank_in_sorted
+from warpspec.softmax.topk.select import close_list, keep_from, keep_largest, rank_in, rank_in_sorted
 from warpspec.softmax.topk.stream import Part, renewed, stream
-from warpspec.softmax.vectors import locate
+from warpspec.softmax.vectors import VECTOR_BYTES, locate
 
 LEADER = 0  # CTA of a cluster that merges its candidates
 
@@ -56,12 +55,12 @@ def allocate(config: TopkConfig) -> Shared:
     allocator = cutlass.memory.SmemAllocator()
 
     def tensor(dtype, *shape):
-        size = CANDIDATE_BYTES if dtype is Uint64 else FP32_BYTES
+        size = VECTOR_BYTES if dtype is Uint64 else FP32_BYTES
         return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
 
     shared = config.cluster > 1
     return Shared(
-        slots=tensor(Uint64, config.slots, config.warps * config.rows),
+        slots=tensor(Uint64, config.list_size, config.warps * config.rows),
         ranked=tensor(Uint64, config.k_capacity, config.rows),
         lists=tensor(Uint64, config.k_capacity, config.cluster) if shared else None,
         samples=tensor(Int32, SAMPLES),
@@ -89,13 +88,13 @@ class HeldShared:
 def allocate_held(config: TopkConfig) -> HeldShared:
     allocator = cutlass.memory.SmemAllocator()
     groups = config.warps * config.rows
-    slots = cute.make_layout((config.slots, groups))
+    slots = cute.make_layout((config.list_size, groups))
 
     def numbers(dtype):
         return allocator.allocate_tensor(dtype, cute.make_layout(groups), byte_alignment=FP32_BYTES)
 
     return HeldShared(
-        slots=allocator.allocate_tensor(Uint64, slots, byte_alignment=CANDIDATE_BYTES),
+        slots=allocator.allocate_tensor(Uint64, slots, byte_alignment=VECTOR_BYTES),
         counts=numbers(Int32),
         maxima=numbers(Float32),
         sums=numbers(Float32),
@@ -189,6 +188,7 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
         if count > WARP:
             keep_largest(part.slots, count, part.k, part.lane)
             count = part.k
+    close_list(part.slots, count, part.lane)
     maximum, sum_ = state_of_lanes(maximum, sum_)
     cute.arch.sync_warp()
     if part.lane < count:
@@ -222,6 +222,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
     if count > config.k_capacity:
         keep_largest(part.slots, count, part.k, part.lane)
         count = part.k
+    close_list(part.slots, count, part.lane)
     if part.lane == 0:
         shared.counts[part.warp_in_cta] = count
     cute.arch.sync_threads()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from warpspec.common.compile import compile_cached
-from warpspec.softmax.launch import TVM_FFI, target
+from warpspec.softmax.launch import TVM_FFI
 from warpspec.softmax.problem import DTYPES, VECTOR_BYTES
 from warpspec.softmax.topk.config import TopkConfig, choose
 
@@ -64,10 +66,17 @@ def configuration(logits: torch.Tensor, k: int, renormalize: bool, sm_count: int
     return choose(rows, length, k, DTYPES[logits.dtype], edges, renormalize, sm_count)
 
 
+@functools.cache
+def target(device_index: int) -> tuple[str, int]:
+    """(architecture to compile for, SMs) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
+
+
 def launcher(logits: torch.Tensor, k: int, renormalize: bool):
     """The kernel for CUDA logits (ROW, COLUMN), compiled: call it with (logits, probs, indices), matrices, on their
     device's current stream. It serves all tensors of this shape, stride, dtype, device and alignment to 16 bytes."""
-    arch, sm_count, _ = target(logits.device.index)
+    arch, sm_count = target(logits.device.index)
     kernel = compiled(configuration(logits, k, renormalize, sm_count), arch, native=True)
     # The DSL's wrapper for keyword arguments costs more than the launch.
     unwrap = getattr(kernel, "__tvm_ffi_object__", None)

@@ -44,12 +44,12 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     if not copied:
         is_matrix = logits.shape == matrix.shape and logits.stride() == matrix.stride()
         layout = None if is_matrix else (matrix.shape, matrix.stride())
-        _plans[_key(logits, k, renormalize)] = (kernel, layout)
+        _plans[_key(logits, k, renormalize)] = (kernel, logits.device, probs.shape, layout)
     return probs, indices
 
 
-# Of calls on CUDA tensors that went through ``run`` before, by all that it looks at: the kernel, and the layout of
-# the logits as a matrix, None where they are one.
+# Of calls on CUDA tensors, with backend "auto", that went through ``run`` before: the kernel; the device; the shape of
+# the results; the layout of the logits as a matrix, None where they are one. By all that ``run`` looks at.
 _plans: dict[tuple, tuple] = {}
 
 
@@ -59,23 +59,24 @@ def _key(logits: torch.Tensor, k, renormalize) -> tuple:
 
 
 def run_again(logits: torch.Tensor, k, renormalize):
-    """(probs, indices) if the call is like one that ``run`` has made before on this device, else None.
+    """(probs, indices) if the call is like one that ``run`` has made before, else None.
 
     It is most of a small call's time to find again that the arguments are right and which kernel is theirs.
     """
-    if BACKEND_VARIABLE in os.environ or torch.cuda.current_device() != logits.device.index:
-        return None
     plan = _plans.get(_key(logits, k, renormalize))
-    if plan is None:
+    if plan is None or BACKEND_VARIABLE in os.environ:
         return None
-    kernel, layout = plan
-    shape = (*logits.shape[:-1], k)
-    probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    indices = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    kernel, device, shape, layout = plan
+    if torch.cuda.current_device() != device.index:
+        return None
+    probs = torch.empty(shape, dtype=torch.float32, device=device)
+    indices = torch.empty(shape, dtype=torch.int32, device=device)
+    if logits.requires_grad:
+        logits = logits.detach()
     if layout is None:
-        kernel(logits.detach() if logits.requires_grad else logits, probs, indices)
+        kernel(logits, probs, indices)
     else:
-        kernel(logits.detach().as_strided(*layout), probs.view(-1, k), indices.view(-1, k))
+        kernel(logits.as_strided(*layout), probs.view(-1, k), indices.view(-1, k))
     return probs, indices
 
 

@@ -9,10 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint64
 
-from warpspec.softmax.topk.config import WARP
+from warpspec.softmax.topk.config import RANK_BATCH, WARP
 from warpspec.softmax.topk.keys import candidate_key
 
 TOP_BIT = 63
+RANK_SHIFT = RANK_BATCH.bit_length() - 1
 
 
 def before(ballot: Int32) -> Int32:
@@ -22,13 +23,21 @@ def before(ballot: Int32) -> Int32:
 
 @cute.jit
 def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
-    """The keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group."""
-    for level in cutlass.range_constexpr(1, lanes.bit_length()):
+    """The keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group.
+
+    Runs of 2**level lanes are sorted alternately down and up. Where up, the keys are complemented, so that every
+    exchange puts the larger one into the lower lane.
+    """
+    levels = lanes.bit_length() - 1
+    lower = [Boolean(lane & (1 << step) == 0) for step in range(levels)]
+    flip = Int32(0)
+    for level in cutlass.range_constexpr(1, levels + 1):
+        before_flip = flip
+        flip = Int32(0) if level == levels else -((lane >> level) & 1)
+        key = key ^ (flip ^ before_flip)
         for step in cutlass.range_constexpr(level - 1, -1, -1):
             other = cute.arch.shuffle_sync_bfly(key, 1 << step)
-            # In runs of 2**level lanes, alternately descending and ascending; the last run descends.
-            larger = Boolean(((lane >> step) ^ (lane >> level)) & 1 == 0)
-            key = Int32(cutlass.select_(larger, cutlass.max(key, other), cutlass.min(key, other)))
+            key = Int32(cutlass.select_(lower[step], cutlass.max(key, other), cutlass.min(key, other)))
     return key
 
 
@@ -74,11 +83,19 @@ def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32):
 
 
 @cute.jit
+def close_list(slots: cute.Tensor, count: Int32, lane: Int32):
+    """Makes ``rank_in`` read, past the last of ``count`` candidates, words that are below all."""
+    if lane < RANK_BATCH - 1:
+        slots[count + lane] = Uint64(0)
+
+
+@cute.jit
 def rank_in(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
-    """How many of ``count`` candidates are larger than ``word``."""
+    """How many of ``count`` candidates are larger than ``word``. The list must have been closed."""
     rank = Int32(0)
-    for i in cutlass.range(count, unroll=4):
-        rank += Int32(slots[i] > word)
+    for i in cutlass.range((count + (RANK_BATCH - 1)) >> RANK_SHIFT, unroll=1):
+        for j in cutlass.range_constexpr(RANK_BATCH):
+            rank += Int32(slots[i * RANK_BATCH + j] > word)
     return rank
 
 

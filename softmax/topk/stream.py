@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.softmax.online import exponential, reference_of
 from warpspec.softmax.topk.config import SAMPLES, WARP
-from warpspec.softmax.topk.elements import floats, largest, total
+from warpspec.softmax.topk.elements import floats, largest, largest_in, total
 from warpspec.softmax.topk.keys import (
     NOTHING_YET,
     bar_of,
@@ -183,7 +183,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         if turn + 1 < turns:
             load_tile(config, part, turn + 1, ahead)
         vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
-        maxima = [largest(vector) for vector in vectors]
+        maxima = [largest_in([words[i, u] for i in range(WORDS)], config.dtype) for u in range(config.unroll)]
         tile_maximum = largest(maxima)
 
         previous = maximum
