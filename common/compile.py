@@ -12,6 +12,10 @@ from collections.abc import Callable, Hashable
 
 from warpspec.common.cubin import KernelResources, parse_cubin
 
+# Option of ``cute.compile``: the result is called with CUDA torch tensors, on their current stream, at about a
+# microsecond. The host function has ``make_fake_stream(use_tvm_ffi_env_stream=True)``, which calls leave out.
+TVM_FFI = "--enable-tvm-ffi"
+
 _compiled: dict[tuple[str, str, Hashable], object] = {}
 _lock = threading.RLock()  # the DSL traces through global state: one compilation at a time
 

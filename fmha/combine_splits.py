@@ -16,7 +16,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import TVM_FFI, compile_cached
 from warpspec.fmha.problem import ROW_ALIGNMENT
 from warpspec.fmha.softmax import LN_2, LOG2_E
 from warpspec.fmha.splits import BATCH, FP32_BYTES, THREADS, VECTOR, CombineConfig
@@ -216,32 +216,25 @@ def combine_splits(
         from warpspec import sim  # brings in llvmlite, an optional dependency
 
         return sim.run(compiled_combine(config, o.dtype, arch), *tensors, None)
-    import cuda.bindings.driver as driver
-    from cutlass.cute.runtime import from_dlpack
-
     major, minor = torch.cuda.get_device_capability(o.device)
-    kernel = compiled_combine(config, o.dtype, f"sm_{major}{minor}a")
-    arguments = [
-        None
-        if tensor is None
-        else from_dlpack(
-            tensor.detach(), assumed_align=ROW_ALIGNMENT if tensor.dim() > 3 else tensor.element_size()
-        ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
-        for tensor in tensors
-    ]
+    kernel = compiled_combine(config, o.dtype, f"sm_{major}{minor}a", native=True)
     with torch.cuda.device(o.device):
-        kernel(*arguments, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+        kernel(*tensors)
     return None
 
 
-def compiled_combine(config: CombineConfig, dtype: torch.dtype, arch: str):
-    """``Combine(config)`` for o of ``dtype``, compiled on first use in this process. Needs no GPU."""
+def compiled_combine(config: CombineConfig, dtype: torch.dtype, arch: str, native: bool = False):
+    """``Combine(config)`` for o of ``dtype``, compiled on first use in this process. Needs no GPU. native: callable on
+    CUDA tensors; otherwise for the simulator."""
     return compile_cached(
-        ("fmha.combine_splits", config, dtype), lambda: _host_and_arguments(config, dtype), arch=arch
+        ("fmha.combine_splits", config, dtype, native),
+        lambda: _host_and_arguments(config, dtype, native),
+        arch=arch,
+        options=TVM_FFI if native else "",
     )
 
 
-def _host_and_arguments(config: CombineConfig, dtype: torch.dtype) -> tuple:
+def _host_and_arguments(config: CombineConfig, dtype: torch.dtype, native: bool = False) -> tuple:
     """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
@@ -264,7 +257,7 @@ def _host_and_arguments(config: CombineConfig, dtype: torch.dtype) -> tuple:
         tensor(O_TYPES[dtype], 4, config.head_dim),
         tensor(Float32, 3) if config.has_lse else None,
         *(None if config.normalize else tensor(Float32, 3) for _ in range(2)),
-        make_fake_stream(),
+        make_fake_stream(use_tvm_ffi_env_stream=native),
     )
 
 

@@ -6,8 +6,9 @@ other's main loop, and the hardware hands out CTAs in order as slots come free, 
 without a queue in memory.
 
 Order: where a row's work grows with its position (causal), query tiles run slowest and last ones first, so
-the long tiles of all heads start first and short ones fill the end. Otherwise query tiles run fastest: CTAs
-that run at the same time share the K and V of one head in L2.
+the long tiles start first and short ones fill the end; of all heads at once, or of one section of heads after the
+other, as many as have their K and V in L2 together. Otherwise query tiles run fastest: CTAs that run at the same
+time share the K and V of one head in L2.
 """
 
 from __future__ import annotations
@@ -32,12 +33,20 @@ class TileGrid:
         """CTAs in all."""
         return self.query_tiles * self.head_tiles * self.heads_kv * self.batch
 
-    def decode(self, index, *, longest_first: bool):
-        """CTA index -> (query tile, head tile, KV head, batch)."""
+    def decode(self, index, *, longest_first: bool, section=None, minimum=min):
+        """CTA index -> (query tile, head tile, KV head, batch).
+
+        section: (head tile, KV head, batch) triples in a section, neighbours of one KV head; None: all.
+        """
         heads = self.head_tiles * self.heads_kv
         if longest_first:
-            index, rest = index // (heads * self.batch), index % (heads * self.batch)
-            query_tile = self.query_tiles - 1 - index
+            rows = heads * self.batch
+            section = rows if section is None else section
+            first = index // (section * self.query_tiles) * section
+            index = index - first * self.query_tiles
+            size = minimum(section, rows - first)  # the last section may be short
+            query_tile = self.query_tiles - 1 - index // size
+            rest = first + index % size
         else:
             rest, query_tile = index // self.query_tiles, index % self.query_tiles
         batch, head = rest // heads, rest % heads

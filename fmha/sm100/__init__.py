@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import TVM_FFI, compile_cached
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.splits import SM_COUNT, choose_splits, visited_tiles
@@ -83,7 +83,7 @@ def run_cuda(
 
     properties = torch.cuda.get_device_properties(q.device)
     config, splits = plan(problem, properties.multi_processor_count)
-    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a")
+    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a", native=True)
     if splits == 1:
         tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
         return launch_cuda(kernel, tensors, problem)
@@ -106,24 +106,9 @@ def partial_results(
 
 
 def launch_cuda(kernel, tensors, problem: AttentionProblem) -> None:
-    """Call a compiled kernel on CUDA tensors, on their device's current stream.
-
-    The first four tensors hold rows of D, the last is the bias.
-    """
-    import cuda.bindings.driver as driver
-    from cutlass.cute.runtime import from_dlpack
-
-    aligned = (*range(4), *((len(tensors) - 1,) if problem.bias_rows == "aligned" else ()))
-    arguments = [
-        None
-        if tensor is None
-        else from_dlpack(
-            tensor.detach(), assumed_align=ROW_ALIGNMENT if position in aligned else tensor.element_size()
-        ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
-        for position, tensor in enumerate(tensors)
-    ]
+    """Call a compiled kernel on CUDA tensors, on their device's current stream."""
     with torch.cuda.device(tensors[0].device):
-        kernel(*arguments, *scalars(problem), driver.CUstream(torch.cuda.current_stream().cuda_stream))
+        kernel(*tensors, *scalars(problem))
 
 
 def scalars(problem: AttentionProblem) -> tuple[float, int, int]:
@@ -132,12 +117,18 @@ def scalars(problem: AttentionProblem) -> tuple[float, int, int]:
     return scale * math.log2(math.e), problem.window_left or 0, problem.window_right or 0
 
 
-def compiled(config: AttentionConfig, arch: str = SIMULATED_ARCH):
-    """The kernel of a configuration, compiled on first use in this process. Needs no GPU."""
-    return compile_cached(("fmha", config), lambda: _host_and_arguments(config), arch=arch)
+def compiled(config: AttentionConfig, arch: str = SIMULATED_ARCH, native: bool = False):
+    """The kernel of a configuration, compiled on first use in this process. Needs no GPU. native: callable on CUDA
+    tensors; otherwise for the simulator."""
+    return compile_cached(
+        ("fmha", config, native),
+        lambda: _host_and_arguments(config, native),
+        arch=arch,
+        options=TVM_FFI if native else "",
+    )
 
 
-def _host_and_arguments(config: AttentionConfig) -> tuple:
+def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
     """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
     import cutlass
     import cutlass.cute as cute
@@ -172,5 +163,5 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
         tensor(int32, 2) if config.page_size else None,
         tensor(TYPES[config.bias], 4, aligned=config.bias_stages > 0) if config.bias else None,
         *(1.0, 0, 0),  # scale_log2, window_left, window_right
-        make_fake_stream(),
+        make_fake_stream(use_tvm_ffi_env_stream=native),
     )

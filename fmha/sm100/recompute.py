@@ -56,19 +56,21 @@ def recompute(
 
 
 def _load(source: cute.Tensor) -> cute.Tensor:
-    """Registers (D block) holding a block of a row of a global tensor."""
-    registers = cute.make_rmem_tensor(BLOCK, source.element_type)
+    """Registers (n) holding a part of a row of a global tensor."""
+    registers = cute.make_rmem_tensor(cute.size(source), source.element_type)
     cute.autovec_copy(source, registers)
     return registers
 
 
 @cute.jit
-def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
-    """q.k of two rows (D), a block at a time."""
+def dot(
+    config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor, part: cutlass.Constexpr = BLOCK
+) -> Float32:
+    """q.k of two rows (D), ``part`` elements in registers at a time."""
     total = Float32(0.0)
-    for block in cutlass.range(config.blocks, unroll=1):
-        a, b = (_load(cute.local_tile(row, (BLOCK,), (block,))) for row in (q, k))
-        for i in cutlass.range_constexpr(BLOCK):
+    for place in cutlass.range(config.head_dim // part, unroll=1):
+        a, b = (_load(cute.local_tile(row, (part,), (place,))) for row in (q, k))
+        for i in cutlass.range_constexpr(part):
             total = total + a[i].to(Float32) * b[i].to(Float32)
     return total
 

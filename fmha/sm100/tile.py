@@ -87,8 +87,9 @@ class Tile:
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
-def locate(config, operands, grid, window_left, window_right, index=None) -> Tile:
-    """The tile of this CTA, or the index-th. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits)."""
+def locate(config, operands, grid, window_left, window_right, index=None, section=None) -> Tile:
+    """The tile of this CTA, or the index-th. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits).
+    section: of ``TileGrid.decode``."""
     batch_size, seq_q, heads_q, _ = operands.q.shape
     _, length, heads_kv, _ = operands.k.shape
     if cutlass.const_expr(config.page_size > 0):
@@ -100,7 +101,9 @@ def locate(config, operands, grid, window_left, window_right, index=None) -> Til
     if cutlass.const_expr(config.splits):
         index, split = index // splits, index % splits
     order = TileGrid(query_tiles, head_tiles, heads_kv, batch_size)
-    query_tile, head_tile, kv_head, batch = order.decode(index, longest_first=config.causal)
+    query_tile, head_tile, kv_head, batch = order.decode(
+        index, longest_first=config.causal, section=section, minimum=cutlass.min
+    )
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
     # Where the last query stands at the last position by default; keys may each stand for several positions.

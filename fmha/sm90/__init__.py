@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import TVM_FFI, compile_cached
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
-from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.sm90.config import ELEMENT_BYTES, AttentionConfig
 from warpspec.fmha.sm100 import partial_results, scalars
 from warpspec.fmha.splits import choose_splits, visited_tiles
 
@@ -14,6 +14,7 @@ __all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim"]
 
 ARCH = "sm_90a"
 SM_COUNT = 132  # of an H100 or H200
+L2_BYTES = 50 << 20  # of an H100; an H200's 60 MiB hold a little more
 
 
 def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
@@ -45,6 +46,12 @@ def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[Attention
     return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
 
 
+def section(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """Heads of a section (``TileGrid.decode``): what leaves half of L2 for everything else."""
+    head_bytes = problem.seq_k * problem.head_dim * ELEMENT_BYTES * len(config.rings)
+    return max(L2_BYTES // 2 // max(head_bytes, 1), 1) * -(-problem.group // config.pack)
+
+
 def run(
     launch,
     problem,
@@ -61,6 +68,7 @@ def run(
     row_sum,
     page_table=None,
     bias=None,
+    native=False,
 ):
     """Compile, launch the attention kernel and, for split keys, the combine kernel.
 
@@ -69,14 +77,14 @@ def run(
     from warpspec.fmha.combine_splits import combine_splits
 
     config, splits = plan(problem, sm_count)
-    ctas = sm_count * config.shape.ctas_per_sm
-    kernel = compiled(config)
+    numbers = (*scalars(problem), sm_count * config.shape.ctas_per_sm, section(problem, config))
+    kernel = compiled(config, native)
     if splits == 1:
         tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table)
-        return launch(kernel, tensors, (*scalars(problem), ctas)), None
+        return launch(kernel, tensors, numbers), None
     partial = partial_results(problem, splits)
     tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table)
-    first = launch(kernel, tensors, (*scalars(problem), ctas))
+    first = launch(kernel, tensors, numbers)
     return first, combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
 
 
@@ -94,31 +102,27 @@ def run_sim(problem, *tensors, sm_count: int = SM_COUNT, seed: int = 0, **option
 def run_cuda(problem, q, *tensors, **options) -> None:
     """Launch on the tensors' device and its current stream: one kernel, two where the keys are split; no
     synchronisation."""
-    import cuda.bindings.driver as driver
-    from cutlass.cute.runtime import from_dlpack
 
     def launch(kernel, tensors, numbers):
-        arguments = [
-            None
-            if tensor is None
-            else from_dlpack(
-                tensor.detach(), assumed_align=ROW_ALIGNMENT if position < 4 else tensor.element_size()
-            ).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
-            for position, tensor in enumerate(tensors)
-        ]
         with torch.cuda.device(q.device):
-            kernel(*arguments, *numbers, driver.CUstream(torch.cuda.current_stream().cuda_stream))
+            kernel(*tensors, *numbers)
 
     properties = torch.cuda.get_device_properties(q.device)
-    run(launch, problem, properties.multi_processor_count, q, *tensors, **options)
+    run(launch, problem, properties.multi_processor_count, q, *tensors, native=True, **options)
 
 
-def compiled(config: AttentionConfig):
-    """The kernel of a configuration, compiled on first use in this process. Needs no GPU."""
-    return compile_cached(("fmha sm90", config), lambda: _host_and_arguments(config), arch=ARCH)
+def compiled(config: AttentionConfig, native: bool = False):
+    """The kernel of a configuration, compiled on first use in this process. Needs no GPU. native: callable on CUDA
+    tensors; otherwise for the simulator."""
+    return compile_cached(
+        ("fmha sm90", config, native),
+        lambda: _host_and_arguments(config, native),
+        arch=ARCH,
+        options=TVM_FFI if native else "",
+    )
 
 
-def _host_and_arguments(config: AttentionConfig) -> tuple:
+def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
     """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
     import cutlass
     import cutlass.cute as cute
@@ -148,6 +152,6 @@ def _host_and_arguments(config: AttentionConfig) -> tuple:
         tensor(fp32, 3) if config.has_lse else None,
         *(None if config.normalize else tensor(fp32, 4 if config.splits else 3) for _ in range(2)),
         tensor(int32, 2) if config.page_size else None,
-        *(1.0, 0, 0, 1),  # scale_log2, window_left, window_right, ctas
-        make_fake_stream(),
+        *(1.0, 0, 0, 1, 1),  # scale_log2, window_left, window_right, ctas, section
+        make_fake_stream(use_tvm_ffi_env_stream=native),
     )

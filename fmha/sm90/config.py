@@ -101,6 +101,11 @@ class AttentionConfig:
         return self.shape.consumers
 
     @property
+    def takes_turns(self) -> bool:
+        """Consumers issue their products one after another."""
+        return self.shape.turns and self.consumers > 1
+
+    @property
     def tile_m(self) -> int:
         """Query rows of a CTA."""
         return self.consumers * WARPGROUP_ROWS

@@ -144,14 +144,14 @@ class Work:
 
     def take_turn(self) -> None:
         """Wait until it is this consumer's turn to issue."""
-        if self.config.consumers > 1:
+        if self.config.takes_turns:
             turn = FIRST_ORDER_BARRIER + self.group
             cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP_THREADS)
 
 
 def pass_turn(config, group) -> None:
     """It is the turn of the consumer after ``group``."""
-    if config.consumers > 1:
+    if config.takes_turns:
         after = FIRST_ORDER_BARRIER + (group + 1) % config.consumers
         cute.arch.barrier_arrive(barrier_id=after, number_of_threads=2 * WARPGROUP_THREADS)
 
@@ -172,7 +172,7 @@ def attend(work):
         work.issue_qk(0)
         warpgroup.wait_group(0)
         work.release_k(0)
-        state, _ = weigh(work, 0, state, True)
+        state, _, _ = weigh(work, 0, state, True)
         keep_weights(work.mma)
     # Tiles that some row does not see whole come first (the newest keys) and last (the window's left edge).
     end = span.begin + span.count
@@ -205,25 +205,34 @@ def advance(work, step, state, masked: cutlass.Constexpr):
     work.v_full.wait(work.use + step - 1)
     work.issue_pv(step - 1)
     pass_turn(work.config, work.group)
-    warpgroup.wait_group(1)
+    warpgroup.wait_group(1)  # S; PV goes on
     work.release_k(step)
-    state, factors = weigh(work, step, state, masked)
+    state, factors, moved = weigh(work, step, state, masked)
     warpgroup.wait_group(0)
     work.v_empty.arrive_warp(work.use + step - 1)
-    for half in cutlass.range_constexpr(ROW_HALVES):
-        softmax.scale_by(flat(work.mma.o), half, factors[half])
+    if cute.arch.vote_any_sync(moved):
+        for half in cutlass.range_constexpr(ROW_HALVES):
+            softmax.scale_by(flat(work.mma.o), half, factors[half])
     keep_weights(work.mma)
     return state
 
 
 def keep_weights(mma: Products) -> None:
-    """P in the dtype and the registers that PV reads: the same order as S."""
-    flat(mma.p).store(flat(mma.s).load().to(mma.p.element_type))
+    """P in the dtype and the registers that PV reads: the same order as S.
+
+    Written as words: halves of registers, carried around the loop, would be packed anew in front of every wgmma.
+    """
+    scores, words = flat(mma.s), cute.recast_tensor(flat(mma.p), Int32)
+    for i in range(cute.size(words)):
+        pair = cute.make_rmem_tensor(softmax.PAIR, mma.p.element_type)
+        pair.store(cute.local_tile(scores, (softmax.PAIR,), (i,)).load().to(mma.p.element_type))
+        words[i] = cute.recast_tensor(pair, Int32)[0]
 
 
 @cute.jit
 def weigh(work, step, state, masked: cutlass.Constexpr):
-    """S becomes the weights of its tile, in place. Returns the state and the factors that O must be scaled by.
+    """S becomes the weights of its tile, in place. Returns the state, the factors that O must be scaled by, and whether
+    either is not 1.
 
     masked: some row may not see some key of the tile.
     """
@@ -242,17 +251,22 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
             softmax.hide(scores, half, row.first - origin if config.has_left else None, row.end - origin)
         highest = softmax.over_quad(softmax.maximum(scores, half), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[half], highest)
-        reference, factor, _ = move_reference(references[half], highest, scale_log2, config.rescale_threshold)
-        total = sums[half] * factor + softmax.exponentiate(scores, half, reference, scale_log2)
-        new.append((reference, highest, total, factor))
-    references, maxima, sums, factors = zip(*new, strict=True)
+        reference, factor, moved = move_reference(
+            references[half], highest, scale_log2, config.rescale_threshold
+        )
+        every = 0 if masked else config.shape.polynomial_every
+        degree = 3 if config.dtype == "bfloat16" else 4
+        total = softmax.exponentiate(scores, half, reference, scale_log2, every, degree)
+        total = sums[half] * factor + total
+        new.append((reference, highest, total, factor, moved))
+    references, maxima, sums, factors, moved = zip(*new, strict=True)
     if cutlass.const_expr(masked and (config.band or config.has_kv_lengths)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             work.v_full.wait(use)
             stage = work.v_base + work.v_full.stage(use) * config.kv_tile_bytes
             clear_unseen(config, span, first_key, work.thread, stage)
-    return (references, maxima, sums), factors
+    return (references, maxima, sums), factors, moved[0] | moved[1]
 
 
 @cute.jit

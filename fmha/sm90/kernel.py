@@ -18,7 +18,7 @@ from warpspec.fmha.sm90.consumer import Work, attend, flat, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.rows import rows
-from warpspec.fmha.sm90.tile import Where, locate
+from warpspec.fmha.sm90.tile import Where, index_of, locate, rounds
 from warpspec.fmha.sm100.kernel import Operands
 
 SMEM_CARVEOUT_PERCENT = 100
@@ -48,11 +48,13 @@ class Attention:
         window_left: Int32,
         window_right: Int32,
         ctas: Int32,
+        section: Int32,
         stream: CUstream,
     ):
         """Host side: TMA descriptors, grid, launch.
 
         scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most CTAs to launch.
+        section: of ``TileGrid.decode``.
         """
         config = self.config
         batch, seq_q, heads_q, _ = q.shape
@@ -88,6 +90,7 @@ class Attention:
             tuple(coordinates for _, coordinates in loads),
             (tiles.query_tiles, tiles.head_tiles, splits),
             total,
+            section,
             scale_log2,
             window_left,
             window_right,
@@ -100,7 +103,9 @@ class Attention:
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, grid, total, scale_log2, window_left, window_right):
+    def kernel(
+        self, operands, atoms, coordinates, grid, total, section, scale_log2, window_left, window_right
+    ):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
@@ -127,7 +132,7 @@ class Attention:
         cute.arch.sync_threads()
 
         # 2. Roles.
-        where = Where(grid, total, window_left, window_right)
+        where = Where(grid, total, section, window_left, window_right)
         q_base, k_base = storage.q.data_ptr(), storage.k.data_ptr()
         v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
         if warp >= config.load_warp:
@@ -161,10 +166,8 @@ def consume(
     if group == config.consumers - 1:
         pass_turn(config, group)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
-    first, _, _ = cute.arch.block_idx()
-    step_of_grid, _, _ = cute.arch.grid_dim()
-    for index in cutlass.range(first, where.tiles, step_of_grid, unroll=1):
-        tile = locate(config, operands, where, index)
+    for round_ in cutlass.range(rounds(where), unroll=1):
+        tile = locate(config, operands, where, index_of(round_))
         mine = rows(config, tile, group, thread)
         q_use = tile_use * config.consumers + group
         if tile.span.count > 0:

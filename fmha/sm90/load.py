@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from warpspec.common import tma
 from warpspec.fmha.sm90.rows import first_query
-from warpspec.fmha.sm90.tile import locate
+from warpspec.fmha.sm90.tile import index_of, locate, rounds
 from warpspec.fmha.sm100.load import kv_places
 
 
@@ -46,10 +46,8 @@ def load(
     buffer of each before it is filled again. Leaves only when every buffer has been released.
     """
     tile_use, use = Int32(0), Int32(0)
-    first, _, _ = cute.arch.block_idx()
-    step_of_grid, _, _ = cute.arch.grid_dim()
-    for index in cutlass.range(first, where.tiles, step_of_grid, unroll=1):
-        tile = locate(config, operands, where, index)
+    for round_ in cutlass.range(rounds(where), unroll=1):
+        tile = locate(config, operands, where, index_of(round_))
         span = tile.span
         if span.count > 0:
             for group in cutlass.range_constexpr(config.consumers):

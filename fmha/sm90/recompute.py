@@ -11,6 +11,8 @@ from warpspec.fmha.sm90.rows import QUAD
 from warpspec.fmha.sm100.pages import locate_key
 from warpspec.fmha.sm100.recompute import dot
 
+DOT_PART = 16  # elements of q and k in registers at a time: the rows of O take most of them
+
 
 def tainted(o: cute.Tensor, half: int, row_sum) -> Boolean:
     """True where some of the thread's o (n) of one row is NaN or Inf and the row has a finite, positive sum."""
@@ -35,11 +37,11 @@ def recompute(
     """The thread's o (n) of one row = sum over the row's visible keys of 2**(scale_log2 * (q.k - reference)) v."""
     own = softmax.elements(o, half)
     q = operands.q[place.batch, place.query, place.head, None]  # (D)
-    sums = cute.make_rmem_tensor(len(own), Float32)
-    sums.fill(0.0)
+    for at in cutlass.range_constexpr(len(own)):
+        o[own[at]] = Float32(0.0)
     for key in cutlass.range(Int32(row.first), row.end, unroll=1):
         where, exists = locate_key(config, operands, place.batch, key)
-        score = dot(config, q, operands.k[(*where, place.kv_head, None)])
+        score = dot(config, q, operands.k[(*where, place.kv_head, None)], DOT_PART)
         if cutlass.const_expr(config.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))
         if cutlass.const_expr(config.negate):
@@ -51,7 +53,5 @@ def recompute(
                 pair = cute.make_rmem_tensor(softmax.PAIR, v.element_type)
                 cute.autovec_copy(cute.local_tile(v, (softmax.PAIR,), (block * QUAD + row.half,)), pair)
                 for i in cutlass.range_constexpr(softmax.PAIR):
-                    at = block * softmax.PAIR + i
-                    sums[at] = sums[at] + weight * pair[i].to(Float32)
-    for at in cutlass.range_constexpr(len(own)):
-        o[own[at]] = sums[at]
+                    at = own[block * softmax.PAIR + i]
+                    o[at] = o[at] + weight * pair[i].to(Float32)

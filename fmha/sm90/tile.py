@@ -4,20 +4,46 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha.sm100 import tile as one_tile
 
 
 class Where(NamedTuple):
-    """What places a tile: extents of the grid (query tiles, head tiles, splits), tiles in all, the window."""
+    """What places a tile: extents of the grid (query tiles, head tiles, splits), tiles in all, the size of a section
+    (``TileGrid.decode``), the window."""
 
     grid: tuple
     tiles: Int32
+    section: Int32
     window_left: Int32
     window_right: Int32
 
 
 def locate(config, operands, where: Where, index) -> one_tile.Tile:
     """The index-th tile of the problem."""
-    return one_tile.locate(config, operands, where.grid, where.window_left, where.window_right, index)
+    window = (where.window_left, where.window_right)
+    return one_tile.locate(config, operands, where.grid, *window, index, where.section)
+
+
+def rounds(where: Where) -> Int32:
+    """Tiles that this CTA does."""
+    ctas, _, _ = cute.arch.grid_dim()
+    whole, rest = where.tiles // ctas, where.tiles % ctas
+    return whole + Int32(cutlass.select_(place_in_round(whole) < rest, Int32(1), Int32(0)))
+
+
+def index_of(round_) -> Int32:
+    """Which tile this CTA does in a round."""
+    ctas, _, _ = cute.arch.grid_dim()
+    return round_ * ctas + place_in_round(round_)
+
+
+def place_in_round(round_) -> Int32:
+    """CTAs take the tiles of a round in their order, of the next in the opposite one: tiles get shorter along each, so
+    that a CTA's longer and shorter ones make up for each other."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    return Int32(cutlass.select_(round_ % 2 == 0, cta, ctas - 1 - cta))
