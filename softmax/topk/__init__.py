@@ -35,6 +35,8 @@ def softmax_topk(
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem:
         the backend does not run on the tensor's device. NotImplementedError: backward() through the result.
     """
+    if type(backend) is not str:
+        raise TypeError(f"backend: must be a string, got {backend!r}")
     if type(logits) is torch.Tensor and _eager(logits):
         result = ops.run_again(logits, k, renormalize) if backend == "auto" else None
         return ops.run(logits, k, renormalize, backend) if result is None else result

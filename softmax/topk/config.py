@@ -7,7 +7,6 @@ the row length are arguments of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from warpspec.softmax.topk.keys import CANDIDATE_BYTES
 from warpspec.softmax.vectors import VECTOR_BYTES, WIDTHS
@@ -134,39 +133,3 @@ class TopkConfig:
 
 def smallest_capacity(k: int) -> int:
     return next(capacity for capacity in K_CAPACITIES if k <= capacity)
-
-
-@lru_cache(maxsize=4096)
-def choose(
-    rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
-) -> TopkConfig:
-    """The kernel for ``rows`` rows of ``length`` logits on a device of ``sm_count`` SMs."""
-    capacity = smallest_capacity(k)
-    per_lane_vector = WARP * (VECTOR_BYTES // WIDTHS[dtype])
-    vectors = -(-length // per_lane_vector)  # that a lane would have if a warp had the row to itself
-    least = -(-capacity // WARP)
-    wanted = -(-WARPS_PER_SM * sm_count // rows)  # warps a row, to fill the device
-    warps = max(least, min(wanted, -(-vectors // LEAST_VECTORS)))
-    warps = 1 << (warps - 1).bit_length()
-    if vectors > WARP_ROW_VECTORS:
-        warps = max(warps, 4)
-    cluster = 1
-    while warps > 8 and cluster < MAX_CLUSTER:
-        warps, cluster = warps // 2, cluster * 2
-    warps = min(warps, MAX_WARPS)
-    return TopkConfig(
-        dtype=dtype,
-        k_capacity=capacity,
-        warps=warps,
-        cluster=cluster,
-        rows=ROWS_PER_CTA if warps == cluster == 1 else 1,
-        unroll=max(1, min(4, -(-vectors // (warps * cluster)))),
-        edges=edges,
-        renormalize=renormalize,
-    )
-
-
-WARPS_PER_SM = 32  # of all rows that it takes to keep memory busy
-LEAST_VECTORS = 2  # of a lane, below which a further warp costs more than it brings
-WARP_ROW_VECTORS = 16  # of a lane, up to which one warp may have a row to itself
-ROWS_PER_CTA = 4

@@ -9,7 +9,8 @@ import torch
 from warpspec.common.compile import compile_cached
 from warpspec.softmax.launch import TVM_FFI
 from warpspec.softmax.problem import DTYPES, VECTOR_BYTES
-from warpspec.softmax.topk.config import TopkConfig, choose
+from warpspec.softmax.topk.choose import choose
+from warpspec.softmax.topk.config import TopkConfig
 
 SIMULATED_ARCH = "sm_100a"
 SIMULATED_SM_COUNT = 148  # B200

@@ -7,7 +7,8 @@ import torch
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.softmax.topk import softmax_topk
-from warpspec.softmax.topk.config import TopkConfig, choose, smallest_capacity
+from warpspec.softmax.topk.choose import choose
+from warpspec.softmax.topk.config import TopkConfig, smallest_capacity
 from warpspec.softmax.topk.launch import compiled
 
 ARCHS = ("sm_90a", "sm_100a")

@@ -1,0 +1,111 @@
+"""Which kernel for which problem: every way to divide a row is given a time, the shortest is taken. Plain Python.
+
+The model has one set of constants, measured on an H200 (2026-11-21, ``scripts/bench_topk.py --variants`` shows what
+it is worth). All times in microseconds:
+
+    launch + bytes / bandwidth + instructions that memory does not hide + what the last row takes by itself
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from warpspec.softmax.topk.config import (
+    HELD_ELEMENTS,
+    HELD_MOST_K,
+    MAX_CLUSTER,
+    MAX_WARPS,
+    WARP,
+    TopkConfig,
+    smallest_capacity,
+)
+from warpspec.softmax.vectors import VECTOR_BYTES
+
+BYTES_PER_SM = 32.2e3  # a microsecond
+WARP_INSTRUCTIONS_PER_SM = 7020  # a microsecond: 4 a clock
+
+HELD_LAUNCH = 2.0
+HELD_WARP = 450  # instructions of a warp, whatever it holds
+HELD_ELEMENT = 7  # instructions a lane's element
+HELD_EXPOSED = 0.6  # of the instructions
+HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
+HELD_WARPS = 0.5  # exchange between the warps of a row
+
+STREAM_LAUNCH = 3.0
+STREAM_WARP = 600  # instructions of a warp for its candidates
+STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
+CLUSTER_STEP = 0.3  # exchange in a cluster, for every doubling
+CLUSTER_CTAS = 440  # started a microsecond
+LONGEST_UNROLL = 4  # of a stream
+MOST_K_OF_A_WARP = 16  # of the row's k: with more, the threshold lets too much through
+
+CTA_LANES = 128  # of a CTA of rows that are held by part of a warp
+STREAM_ROWS = 4  # of a CTA, where a warp has a row to itself
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
+) -> TopkConfig:
+    """The kernel for ``rows`` rows of ``length`` logits on a device of ``sm_count`` SMs."""
+    base = TopkConfig(
+        dtype=dtype, k_capacity=smallest_capacity(k), warps=MAX_WARPS, edges=edges, renormalize=renormalize
+    )
+    vectors = -(-length // base.per_vector)
+    memory = rows * vectors * VECTOR_BYTES / (BYTES_PER_SM * sm_count)
+    timed = [
+        *((memory + held_time(config, rows, sm_count), config) for config in held(base, rows, length, k)),
+        *(
+            (memory + stream_time(config, rows, vectors, sm_count), config)
+            for config in streams(base, vectors, k)
+        ),
+    ]
+    return min(timed, key=lambda pair: pair[0])[1]
+
+
+def held(base: TopkConfig, rows: int, length: int, k: int):
+    """Configurations that hold the row."""
+    vectors = -(-length // base.per_vector)
+    for lanes, warps in ((8, 1), (16, 1), (WARP, 1), (WARP, 2), (WARP, 4)):
+        unroll = -(-vectors // (lanes * warps))
+        if unroll > HELD_ELEMENTS // base.per_vector or k > HELD_MOST_K[lanes]:
+            continue
+        if base.edges and lanes * warps < 2 * base.per_vector:
+            continue
+        full = not base.edges and length == unroll * lanes * warps * base.per_vector
+        per_cta = CTA_LANES // lanes if warps == 1 else 1
+        yield replace(base, held=True, lanes=lanes, warps=warps, rows=per_cta, unroll=unroll, full=full)
+
+
+def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:
+    instructions = HELD_WARP + HELD_ELEMENT * config.unroll * config.per_vector
+    warps = -(-rows * config.lanes // WARP) * config.warps
+    exposed = HELD_EXPOSED * warps * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
+    exchange = HELD_WARPS if config.warps > 1 else 0.0
+    return HELD_LAUNCH + exposed + HELD_INSTRUCTION * instructions + exchange
+
+
+def streams(base: TopkConfig, vectors: int, k: int):
+    """Configurations that go along the row."""
+    warps = 1
+    while warps * MOST_K_OF_A_WARP < k:
+        warps *= 2
+    while warps <= MAX_WARPS:
+        cluster = 1
+        while cluster <= MAX_CLUSTER:
+            unroll = min(LONGEST_UNROLL, -(-vectors // (warps * cluster * WARP)))
+            per_cta = STREAM_ROWS if warps * cluster == 1 else 1
+            yield replace(base, warps=warps, cluster=cluster, rows=per_cta, unroll=max(unroll, 1))
+            cluster *= 2
+        warps *= 2
+
+
+def stream_time(config: TopkConfig, rows: int, vectors: int, sm_count: int) -> float:
+    parts = config.warps * config.cluster
+    candidates = rows * parts * STREAM_WARP / (WARP_INSTRUCTIONS_PER_SM * sm_count)
+    turns = -(-vectors // config.tile_vectors)
+    time = STREAM_LAUNCH + candidates + STREAM_TURN * turns
+    if config.cluster > 1:
+        time += CLUSTER_STEP * (config.cluster.bit_length() - 1) + rows * config.cluster / CLUSTER_CTAS
+    return time
