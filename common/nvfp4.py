@@ -172,7 +172,7 @@ def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.T
 
 def dequantize(t: NVFP4Tensor) -> torch.Tensor:
     """x [..., K] fp32: fl(fl(value * block_scale) * global_scale); the first product is exact."""
-    values = e2m1_values(unpack(t.data)).unflatten(-1, (-1, BLOCK))  # [..., K/16, 16]
+    values = packed_values(t.data).unflatten(-1, (-1, BLOCK))  # [..., K/16, 16]
     scaled = (values * t.scale.float()[..., None]).flatten(-2)
     return scaled * spread_over(t.global_scale, scaled.dim())
 
@@ -196,6 +196,13 @@ def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """fp32 values of uint8 codes 0..15."""
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     return table[codes.int()]
+
+
+def packed_values(data: torch.Tensor) -> torch.Tensor:
+    """fp32 values [..., K] of packed data [..., K/2]: a byte's two values are looked up as one 8-byte item."""
+    codes = torch.arange(1 << 8, dtype=torch.uint8, device=data.device)
+    pairs = e2m1_values(unpack(codes)).view(torch.float64)
+    return pairs.index_select(0, data.flatten().int()).view(torch.float32).view(*data.shape[:-1], -1)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

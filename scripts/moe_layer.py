@@ -411,10 +411,12 @@ def fill_module(module: torch.nn.Module, experts: NVFP4Experts, e: int) -> None:
             module.down_proj_bias.copy_(experts.w2.bias[e : e + 1])
 
 
-def second_reference(w2: PreparedWeights, h: torch.Tensor, e: int, rows: slice, dtype) -> torch.Tensor:
-    """GEMM 2 of one expert by torch in `dtype`, on dequantised operands."""
-    bias = None if w2.bias is None else w2.bias[e].to(dtype)
-    return torch.nn.functional.linear(h[rows].to(dtype), reference.one_expert(w2, e).to(dtype), bias)
+def second_errors(w2: PreparedWeights, h: torch.Tensor, got: torch.Tensor, e: int) -> tuple[float, float]:
+    """Of GEMM 2 of one expert, and of torch's in bf16, on dequantised operands, against torch's in FP32."""
+    weight, bias = reference.one_expert(w2, e), None if w2.bias is None else w2.bias[e]
+    exact = torch.nn.functional.linear(h, weight, bias)
+    rounded = (None if tensor is None else tensor.to(DTYPE) for tensor in (h, weight, bias))
+    return relative_error(got, exact), relative_error(torch.nn.functional.linear(*rounded), exact)
 
 
 def validate(name: str, inputs: LayerInputs, backend: str, stage) -> MoEResult:
@@ -429,26 +431,15 @@ def validate(name: str, inputs: LayerInputs, backend: str, stage) -> MoEResult:
         equal = torch.equal(stages.a.data[:, : a.k // 2], a.data[:, : a.k // 2]) and torch.equal(
             stages.a.dequantize(tokens.offsets), a.dequantize(tokens.offsets)
         )
-        expected_h = first_reference(inputs, a, tokens).dequantize(tokens.offsets)
+        first_quantised = first_reference(inputs, a, tokens)
+        expected_h = first_quantised.dequantize(tokens.offsets)
         h = stages.h.dequantize(tokens.offsets)
         first = by_expert(lambda e, rows: relative_error(h[rows], expected_h[rows]), tokens)
-        second, by_torch = [], []
-        for dtype, errors in ((torch.float32, second), (DTYPE, by_torch)):
-
-            def error(e, rows, dtype=dtype):
-                expected = second_reference(experts.w2, h, e, rows, torch.float32)
-                got = (
-                    stages.rows[rows]
-                    if dtype == torch.float32
-                    else second_reference(experts.w2, h, e, rows, dtype)
-                )
-                return relative_error(got, expected)
-
-            errors += by_expert(error, tokens)
-        options = (inputs.model.activation, inputs.model.limit)
-        layer = reference.layer(
-            inputs.x, tokens, stages.weights, experts.w13, experts.w2, experts.intermediate_scale, *options
+        second = by_expert(lambda e, rows: second_errors(experts.w2, h[rows], stages.rows[rows], e), tokens)
+        rows = reference.grouped_gemm(
+            first_quantised, experts.w2, tokens.offsets, activation=None, limit=None
         )
+        layer = reference.unpermute(rows, tokens, stages.weights)
     with stage("transformers' experts, FP32"):
         eager = eager_layer(inputs, stages)
     return MoEResult(
@@ -460,8 +451,8 @@ def validate(name: str, inputs: LayerInputs, backend: str, stage) -> MoEResult:
         shared=experts.shared,
         rows=torch.diff(tokens.offsets, prepend=tokens.offsets.new_zeros(1)).tolist(),
         first_errors=first,
-        second_errors=second,
-        torch_worst=worst(by_torch),
+        second_errors=[None if errors is None else errors[0] for errors in second],
+        torch_worst=worst([None if errors is None else errors[1] for errors in second]),
         quantiser_equal=equal,
         layer_error=relative_error(stages.out, layer),
         eager_error=relative_error(stages.out, eager),

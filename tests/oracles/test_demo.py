@@ -12,7 +12,7 @@ def test_demo_prints_what_ran_and_leaves_its_files(monkeypatch, capsys, tmp_path
     import demo
 
     monkeypatch.setattr(demo, "OUT", tmp_path / "demo")
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--seq", "40"])
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--seq", "40", "--experts", "1"])
     assert demo.main() == 0
 
     printed = capsys.readouterr().out
@@ -21,6 +21,11 @@ def test_demo_prints_what_ran_and_leaves_its_files(monkeypatch, capsys, tmp_path
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert results["backend"] == "sim" and results["passed"] is True
     assert (tmp_path / "demo" / "error.png").stat().st_size > 0
+    assert "experts of gpt-oss-20b" in printed and "GroupedGemm" in printed
+    assert results["moe"]["passed"] is True and results["moe"]["layers"][0]["rows_by_expert"] == [8]
+    trace = json.loads((tmp_path / "demo" / "moe.trace.json").read_text())
+    threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {"0 epilogue", "4 MMA", "5 load", "6 schedule"} <= threads
     for kind in ("sliding_attention", "full_attention"):
         trace = json.loads((tmp_path / "demo" / f"{kind}.trace.json").read_text())
         threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
