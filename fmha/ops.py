@@ -6,12 +6,19 @@ row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled 
 same.
 """
 
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
 from warpspec.fmha import reference
-from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
+from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem, check_apart
 from warpspec.fmha.state import normalized_output
+from warpspec.fmha.values import debugging
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor? v, Tensor? sink, Tensor? bias, Tensor? kv_lengths, Tensor? page_table, "
@@ -52,15 +59,58 @@ def new_outputs(problem: AttentionProblem, like: torch.Tensor, out=None):
     return o, stats
 
 
+TENSORS = ("q", "k", "v", "sink", "bias", "kv_lengths", "page_table", "q_start")
+
+
+class Call(NamedTuple):
+    """A call that was checked. launch: of the backend's package; None: the reference."""
+
+    problem: AttentionProblem
+    launch: Callable | None
+
+
+# Calls on CUDA tensors by signature: the next call alike needs no checks. Few models have so many.
+_checked: dict[tuple, Call] = {}
+MOST_CHECKED = 4096
+
+
+def checked(arguments, backend, out) -> Call:
+    """The call for some arguments; raises for those that cannot be run. Values on CUDA are looked at every time."""
+    if not arguments[0].is_cuda or debugging():
+        return check_call(arguments, backend, out)
+    key = (os.environ.get(BACKEND_VARIABLE), backend, arguments[8:], *map(signature, (*arguments[:8], out)))
+    call = _checked.get(key)
+    if call is None:
+        if len(_checked) >= MOST_CHECKED:
+            _checked.clear()
+        call = _checked[key] = check_call(arguments, backend, out)
+    elif out is not None and out.numel() > 0:
+        check_apart(out, dict(zip(TENSORS, arguments, strict=False)))  # addresses are not in the key
+    return call
+
+
+def signature(tensor: torch.Tensor | None) -> tuple | None:
+    """What the checks look at, of a CUDA tensor."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ROW_ALIGNMENT)
+
+
+def check_call(arguments, backend, out) -> Call:
+    """All checks, and the choice of the backend."""
+    problem = check(arguments, out, memory=True)
+    backend = resolve_backend(backend, problem.device)
+    if backend == "reference":
+        return Call(problem, None)
+    package = kernels(backend)
+    package.AttentionConfig.of(problem)  # raises UnsupportedProblem for what the kernel does not do
+    return Call(problem, package.run_sim if backend == "sim" else package.run_cuda)
+
+
 def run(arguments, backend, out=None):
     """Check, choose the backend, compute: (o, stats). Nothing is launched or written before all checks."""
-    problem = check(arguments, out, memory=True)
+    problem, launch = checked(arguments, backend, out)
     q, k, v, sink, bias, kv_lengths, page_table, q_start = arguments[:8]
-    backend = resolve_backend(backend, problem.device)
-    if backend != "reference":
-        kernels(backend).AttentionConfig.of(
-            problem
-        )  # raises UnsupportedProblem for what the kernel does not do
     o, stats = new_outputs(problem, q, out)
     lse, row_max, row_sum = None, None, None
     if not problem.normalize:
@@ -75,7 +125,7 @@ def run(arguments, backend, out=None):
                 stat.fill_(value)
         return o, stats
     v = k if v is None else v
-    if backend == "reference":
+    if launch is None:
         state = reference.forward(problem, q, k, v, bias, kv_lengths, page_table, q_start)
         o.copy_(normalized_output(state, sink) if problem.normalize else state.o)
         for stat, value in ((lse, state.lse), (row_max, state.row_max), (row_sum, state.row_sum)):
@@ -83,7 +133,6 @@ def run(arguments, backend, out=None):
                 stat.copy_(value)
         return o, stats
 
-    launch = kernels(backend).run_sim if backend == "sim" else kernels(backend).run_cuda
     q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
     sink = None if sink is None else sink.detach().to(torch.float32).contiguous()
     bias = None if bias is None else regular_strides(bias)

@@ -388,14 +388,19 @@ def _check_out(out, problem, inputs, memory):
                 )
             span += (size - 1) * step
     if memory:
-        first, end = _extent(out)
-        for name, tensor in inputs.items():
-            if name != "out" and tensor is not None and tensor.numel() > 0:
-                other_first, other_end = _extent(tensor)
-                if first < other_end and other_first < end:
-                    raise ValueError(
-                        f"out: must not overlap an input's memory, got one that shares addresses with {name}"
-                    )
+        check_apart(out, inputs)
+
+
+def check_apart(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
+    """Raise ValueError where ``out`` shares addresses with another of a call's tensors, by name."""
+    first, end = _extent(out)
+    for name, tensor in inputs.items():
+        if name != "out" and tensor is not None and tensor.numel() > 0:
+            other_first, other_end = _extent(tensor)
+            if first < other_end and other_first < end:
+                raise ValueError(
+                    f"out: must not overlap an input's memory, got one that shares addresses with {name}"
+                )
 
 
 def _extent(tensor):

@@ -4,8 +4,8 @@
 Its constants are counted from the instruction set and data sheets, or assumed; none was measured:
 
 - A CTA takes SETUP_CLOCKS, then per KV tile what the busiest unit of the SM needs for it: the tensor core,
-  the exponential unit, or filling shared memory. ``ctas_per_sm`` CTAs share those units; a tile of one takes
-  that many times as long, whether or not the others are there.
+  the exponential unit, or filling shared memory. CTAs on one SM, up to ``ctas_per_sm``, share those units: a tile
+  of one takes as many times as long as there are.
 - CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
   launch, at FILL_BYTES by all SMs; reading takes at least LOAD_CLOCKS a round of loads that a thread makes.
@@ -122,10 +122,11 @@ def choose_splits(
     slots = sm_count * ctas_per_sm
     if m_tiles >= slots or kv_tiles <= 1:
         return 1
-    tile = ctas_per_sm * tile_clocks(head_dim, tile_m, tile_n, shared_kv)
+    alone = tile_clocks(head_dim, tile_m, tile_n, shared_kv)
 
     def clocks(splits):
         waves = -(-m_tiles * splits // slots)
+        tile = alone * min(ctas_per_sm, -(-m_tiles * splits // sm_count))
         attention = waves * (SETUP_CLOCKS + -(-kv_tiles // splits) * tile)
         return attention + combine_clocks(splits, rows, head_dim, sm_count)
 

@@ -161,10 +161,11 @@ def store_weights(
         vectors = tma.ROW_BYTES // VECTOR_BYTES
         words = VECTOR_BYTES // WORD_BYTES
         count = cute.size(weights) // words
+        # The first vector's address; the others of a block differ by an exclusive-or, blocks by a constant: one register.
+        start = p.toint() + row.index * tma.ROW_BYTES + row.index % SWIZZLE_ROWS * VECTOR_BYTES
         for place in cutlass.range_constexpr(vectors):
-            # One address a place; blocks lie at constant distances from it, which cost no register.
-            offset = row.index * tma.ROW_BYTES + (place ^ row.index % SWIZZLE_ROWS) * VECTOR_BYTES
-            base = cute.recast_ptr((p + offset).align(VECTOR_BYTES), dtype=Int32)
+            address = start ^ place * VECTOR_BYTES
+            base = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
             for vector in cutlass.range_constexpr(count):
                 block, place_of_vector = divmod(part * count + vector, vectors)
                 if cutlass.const_expr(place_of_vector == place):

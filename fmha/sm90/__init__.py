@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from warpspec.common.compile import TVM_FFI, compile_cached
@@ -52,6 +54,14 @@ def section(problem: AttentionProblem, config: AttentionConfig) -> int:
     return max(L2_BYTES // 2 // max(head_bytes, 1), 1) * -(-problem.group // config.pack)
 
 
+@lru_cache(maxsize=4096)
+def prepared(problem: AttentionProblem, sm_count: int, native: bool) -> tuple:
+    """(number of splits, numbers among the kernel's arguments, compiled kernel)."""
+    config, splits = plan(problem, sm_count)
+    numbers = (*scalars(problem), sm_count * config.shape.ctas_per_sm, section(problem, config))
+    return splits, numbers, compiled(config, native)
+
+
 def run(
     launch,
     problem,
@@ -76,9 +86,7 @@ def run(
     """
     from warpspec.fmha.combine_splits import combine_splits
 
-    config, splits = plan(problem, sm_count)
-    numbers = (*scalars(problem), sm_count * config.shape.ctas_per_sm, section(problem, config))
-    kernel = compiled(config, native)
+    splits, numbers, kernel = prepared(problem, sm_count, native)
     if splits == 1:
         tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table)
         return launch(kernel, tensors, numbers), None
