@@ -202,7 +202,8 @@ def packed_values(data: torch.Tensor) -> torch.Tensor:
     """fp32 values [..., K] of packed data [..., K/2]: a byte's two values are looked up as one 8-byte item."""
     codes = torch.arange(1 << 8, dtype=torch.uint8, device=data.device)
     pairs = e2m1_values(unpack(codes)).view(torch.float64)
-    return pairs.index_select(0, data.flatten().int()).view(torch.float32).view(*data.shape[:-1], -1)
+    values = pairs.index_select(0, data.flatten().int()).view(torch.float32)
+    return values.view(*data.shape[:-1], 2 * data.shape[-1])  # no -1: there may be no rows
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import TVM_FFI, compile_cached
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import (
     PITCH_ALIGNMENT,
@@ -89,26 +89,10 @@ def grouped_gemm(
 
         return sim.run(compiled(config, SIMULATED_ARCH), *tensors, *scalars(SM_COUNT), None, seed=seed)
     properties = torch.cuda.get_device_properties(a.data.device)
-    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a")
-    launch_cuda(kernel, tensors, scalars(properties.multi_processor_count))
+    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a", native=True)
+    with torch.cuda.device(a.data.device):
+        kernel(*tensors, *scalars(properties.multi_processor_count))
     return None
-
-
-def launch_cuda(kernel, tensors, scalars) -> None:
-    """Call a compiled kernel on CUDA tensors, on their device's current stream."""
-    import cuda.bindings.driver as driver
-    from cutlass.cute.runtime import from_dlpack
-
-    arguments = [
-        None
-        if tensor is None
-        else from_dlpack(tensor.detach(), assumed_align=alignment(tensor)).mark_layout_dynamic(
-            leading_dim=tensor.dim() - 1
-        )
-        for tensor in tensors
-    ]
-    with torch.cuda.device(tensors[0].device):
-        kernel(*arguments, *scalars, driver.CUstream(torch.cuda.current_stream().cuda_stream))
 
 
 def alignment(tensor: torch.Tensor) -> int:
@@ -116,12 +100,18 @@ def alignment(tensor: torch.Tensor) -> int:
     return ROW_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
 
 
-def compiled(config: GemmConfig, arch: str = SIMULATED_ARCH):
-    """The kernel of a configuration, compiled on first use in this process. Needs no GPU."""
-    return compile_cached(("moe", config), lambda: _host_and_arguments(config), arch=arch)
+def compiled(config: GemmConfig, arch: str = SIMULATED_ARCH, native: bool = False):
+    """The kernel of a configuration, compiled on first use in this process. Needs no GPU. native: callable on CUDA
+    tensors, on their current stream; otherwise for the simulator."""
+    return compile_cached(
+        ("moe", config, native),
+        lambda: _host_and_arguments(config, native),
+        arch=arch,
+        options=TVM_FFI if native else "",
+    )
 
 
-def _host_and_arguments(config: GemmConfig) -> tuple:
+def _host_and_arguments(config: GemmConfig, native: bool) -> tuple:
     """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
     import cutlass
     import cutlass.cute as cute
@@ -164,7 +154,7 @@ def _host_and_arguments(config: GemmConfig) -> tuple:
         atoms(3) if quantizes else None,
         vector(fp32) if quantizes else None,
         *(1, 1, 0.0, 1),  # k, columns, limit, groups
-        make_fake_stream(),
+        make_fake_stream(use_tvm_ffi_env_stream=native),
     )
 
 

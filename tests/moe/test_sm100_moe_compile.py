@@ -68,6 +68,15 @@ def test_every_configuration_compiles_without_spills(config):
     check_resources(config)
 
 
+def test_the_native_launch_is_the_same_kernel():
+    """As it is called on CUDA tensors: another host function around the same machine code."""
+    config = GemmConfig(PAIR, "swiglu", "nvfp4", has_limit=True)
+    native, simulated = compiled(config, native=True), compiled(config)
+    (kernel,), (same,) = resources(native).values(), resources(simulated).values()
+    assert kernel == same
+    assert callable(native)
+
+
 @pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
 def test_instructions_are_those_of_the_design(shape):
     config = GemmConfig(shape, "swiglu", "nvfp4", has_limit=True)
