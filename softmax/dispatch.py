@@ -1,14 +1,17 @@
 """Which strategy runs a problem, and how it is configured: the least predicted time among all that could run it.
 
-The model knows rows, length, dtype, the device's SMs and L2, and a few constants measured on an H200 (2026-11-21,
-scripts/bench_softmax.py). It adds up, in microseconds:
+The model knows rows, length, dtype, the device's SMs and L2, and a few constants measured on an H200 (2026-11-21).
+It adds up, in microseconds:
 
-- a launch, and the exchanges of states within it;
-- the traffic at the speed of memory, where reading twice counts once if what is under way fits the L2; or the
-  launching of cluster CTAs, if that takes longer;
-- a CTA's own work on its share, which nothing hides where it is alone on its SM, and the last CTA's otherwise.
+- a launch, and the exchange of states within it;
+- the traffic at the speed of memory. That speed takes a number of bytes under way in every SM: as many as memory
+  delivers while a CTA lives (Little's law), and a CTA of a larger cluster lives longer. Clusters of small shares
+  lose a little more, and so do SMs with more under way than that, or with few CTAs to take turns at loading and
+  storing. What is read a second time counts as far as it does not fit the L2;
+- one CTA's work on its share, which nothing hides at the end of a launch; all CTAs' where an SM has only one.
 
-``scripts/bench_softmax.py --regret`` runs every candidate and prints how far the choice is from the best.
+``scripts/bench_softmax.py --regret`` runs every strategy's best candidate at shapes that had no part in this, and
+prints how far the choice is from the best.
 """
 
 from __future__ import annotations
@@ -29,21 +32,27 @@ LARGEST_CLUSTER = 16
 # Measured.
 LAUNCH_US = 1.7
 WARPS_US = 0.1  # an exchange within a CTA
-CLUSTER_US = 0.3  # within a cluster
-GRID_US = 3.5  # between the CTAs of a cooperative launch
+STAGING_US = 0.1  # that a bulk copy takes longer than loads
+CLUSTER_US = 0.5  # within a cluster
 MEMORY_BYTES_PER_US = 4.25e6  # read and written
 SHARE_BYTES_PER_US = 22e3  # read, processed and written by one CTA
 CLUSTER_CTAS_PER_US = 440.0  # started
-NO_OVERLAP = 0.08  # of the memory time is lost with one CTA an SM, half of that with two, ...
-L2_USABLE = 0.6  # of the L2, for what is read again
+LIFE_US = 2.5  # of a CTA, besides the work on its share
+CLUSTER_LIFE_US = 0.75  # longer, each time the cluster doubles
+CLUSTER_LOSS_BYTES = 120.0  # the memory time grows by this times CTAs of the cluster over the share's bytes
+EXCESS_LOSS = 0.0003 / 1024  # and by this for every byte under way that is not needed
+FEW_CTAS_LOSS = 0.4  # and by this over the cube of the CTAs that share an SM
+L2_USABLE = 0.4  # of the L2, for what is read again
+# Resident shares: one row after another by the same CTAs.
+ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0  # an exchange, and all that waits for it
+ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
-REGISTERS_BASE, REGISTERS_PER_VECTOR = 28, 8  # of a thread of the register kernel; 16-bit data
-ROWS_MOST_VECTORS = 8
-STAGED_MOST_THREADS, STAGED_VECTORS, STAGED_REGISTERS = 512, 4, 40
-RESIDENT_THREADS, RESIDENT_CHUNKS, RESIDENT_CHUNK_VECTORS = 480, 14, 2
-RESIDENT_REGISTER_VECTORS, RESIDENT_UNROLL = 16, {0: 12, 16: 2}
-TWO_PASS_THREADS = 512
+ROWS_MOST_ELEMENTS = 32  # a thread of the register kernel, and the registers it then takes
+REGISTERS_BASE, REGISTERS_PER_ELEMENT = 24, 1
+STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 704), (2, 4, 6, 8, 12, 16), 40
+RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 480, 10, 4
+TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
 
 @dataclass(frozen=True)
@@ -101,15 +110,38 @@ def _clusters() -> tuple[int, ...]:
     return tuple(2**i for i in range(LARGEST_CLUSTER.bit_length()))
 
 
-def _time(
-    problem, device, *, ctas, share_bytes, occupancy, exchange_us, cluster=1, rounds=1, reread=0
+def _memory_us(problem, device, *, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
+    """Time of the traffic. under_way: bytes that an SM waits for at once. reread: of x, read again from memory."""
+    life = LIFE_US + share_bytes / SHARE_BYTES_PER_US + CLUSTER_LIFE_US * (cluster.bit_length() - 1)
+    needed = life * MEMORY_BYTES_PER_US / 2 / device.sms
+    microseconds = problem.bytes * (1 + reread / 2) / MEMORY_BYTES_PER_US
+    scarcity = needed / under_way
+    if scarcity > 1:
+        microseconds *= scarcity**0.5 if scarcity < 4 else scarcity / 2
+    microseconds *= 1 + EXCESS_LOSS * max(0.0, under_way - needed) + FEW_CTAS_LOSS / occupancy**3
+    return microseconds * (1 + CLUSTER_LOSS_BYTES * (cluster - 1) / share_bytes)
+
+
+def _one_row_a_cta_us(
+    problem, device, *, ctas, share_bytes, occupancy, under_way, cluster, batch=None, reread=0.0, extra=0.0
 ) -> float:
-    """The model. ctas: of the launch. share_bytes: that one reads, a round. occupancy: CTAs to an SM. reread: bytes
-    that are read a second time from memory."""
-    memory = (problem.bytes + reread) / MEMORY_BYTES_PER_US * (1 + NO_OVERLAP / occupancy)
-    starting = ctas / CLUSTER_CTAS_PER_US if cluster > 1 else 0.0
-    waves = rounds if occupancy > 1 else rounds * -(-ctas // device.sms)
-    return LAUNCH_US + rounds * exchange_us + max(memory, starting) + waves * share_bytes / SHARE_BYTES_PER_US
+    """Launches whose CTAs each take one share of one row. batch: bytes that a CTA loads at a time, where it is not
+    the whole share; it then does so twice. extra: microseconds."""
+    passes = 1 if batch is None else 2
+    memory = _memory_us(
+        problem,
+        device,
+        share_bytes=share_bytes if batch is None else min(share_bytes, batch),
+        occupancy=occupancy,
+        under_way=under_way,
+        cluster=cluster,
+        reread=reread,
+    )
+    if cluster > 1:
+        memory = max(memory, ctas / CLUSTER_CTAS_PER_US)
+    alone = -(-ctas // device.sms) if occupancy == 1 else 1
+    exchange = CLUSTER_US if cluster > 1 else WARPS_US
+    return LAUNCH_US + extra + exchange + memory + alone * passes * share_bytes / SHARE_BYTES_PER_US
 
 
 def _rows(problem: SoftmaxProblem, device: Device):
@@ -120,14 +152,14 @@ def _rows(problem: SoftmaxProblem, device: Device):
     for cluster in _clusters():
         for lanes in (4, 8, 16, 32, 64, 128, 256, 512):
             each = -(-vectors // (lanes * cluster))
-            if each > ROWS_MOST_VECTORS or (cluster > 1 and lanes < 2 * WARP):
+            if each * elements(problem.dtype) > ROWS_MOST_ELEMENTS or (cluster > 1 and lanes < 2 * WARP):
                 continue
             if not problem.aligned and lanes < 2 * elements(problem.dtype):
                 continue
             rows = max(1, 4 * WARP // lanes) if cluster == 1 else 1
             while rows > 1 and problem.rows < rows * device.sms:
                 rows //= 2
-            registers = REGISTERS_BASE + REGISTERS_PER_VECTOR * each
+            registers = REGISTERS_BASE + REGISTERS_PER_ELEMENT * each * elements(problem.dtype)
             threads = lanes * rows
             occupancy = min(CTAS_PER_SM, THREADS_PER_SM // threads, REGISTERS_PER_SM // (registers * threads))
             if occupancy == 0:
@@ -135,15 +167,15 @@ def _rows(problem: SoftmaxProblem, device: Device):
             config = RowsConfig(
                 problem.dtype, lanes, rows, cluster, each, not problem.aligned, 1, problem.store_bytes
             )
-            exchange = CLUSTER_US if cluster > 1 else WARPS_US if lanes > WARP else 0.0
-            microseconds = _time(
+            ctas = -(-problem.rows // rows) * cluster
+            share = -(-vectors // cluster) * rows * VECTOR_BYTES
+            microseconds = _one_row_a_cta_us(
                 problem,
                 device,
-                ctas=-(-problem.rows // rows) * cluster,
-                # A warp's lanes work side by side, a lane's vectors one after another.
-                share_bytes=each * lanes * rows * VECTOR_BYTES,
+                ctas=ctas,
+                share_bytes=share,
                 occupancy=occupancy,
-                exchange_us=exchange,
+                under_way=occupancy * share,
                 cluster=cluster,
             )
             yield Plan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
@@ -153,101 +185,105 @@ def _staged(problem: SoftmaxProblem, device: Device):
     from warpspec.softmax.staged import StagedConfig
 
     vectors = _vectors(problem)
+    fewest, most = STAGED_THREADS
     for cluster in _clusters():
         share = -(-vectors // cluster)
-        threads = min(STAGED_MOST_THREADS, max(2 * WARP, -(-share // STAGED_VECTORS // WARP) * WARP))
-        each = -(-share // threads)
-        smem = threads * each * VECTOR_BYTES + SMEM_PER_CTA
-        if smem > SMEM_PER_SM or (cluster > 1 and share < 2 * WARP):
-            continue
-        occupancy = min(CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), SMEM_PER_SM // smem)
-        config = StagedConfig(
-            problem.dtype, threads, cluster, each, not problem.aligned, occupancy, problem.store_bytes
-        )
-        microseconds = _time(
-            problem,
-            device,
-            ctas=problem.rows * cluster,
-            share_bytes=share * VECTOR_BYTES,
-            occupancy=occupancy,
-            exchange_us=CLUSTER_US if cluster > 1 else WARPS_US,
-            cluster=cluster,
-        )
-        yield Plan("staged", config, 0, 0, microseconds)
+        for wanted in STAGED_VECTORS:
+            threads = min(most, max(fewest, -(-share // (wanted * WARP)) * WARP))
+            each = -(-share // threads)
+            smem = threads * each * VECTOR_BYTES + SMEM_PER_CTA
+            if smem > SMEM_PER_SM or (cluster > 1 and share < fewest):
+                continue
+            occupancy = min(
+                CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), SMEM_PER_SM // smem
+            )
+            config = StagedConfig(
+                problem.dtype, threads, cluster, each, not problem.aligned, occupancy, problem.store_bytes
+            )
+            ctas = problem.rows * cluster
+            microseconds = _one_row_a_cta_us(
+                problem,
+                device,
+                ctas=ctas,
+                share_bytes=share * VECTOR_BYTES,
+                occupancy=occupancy,
+                under_way=occupancy * share * VECTOR_BYTES,
+                cluster=cluster,
+                extra=STAGING_US,
+            )
+            yield Plan("staged", config, 0, 0, microseconds)
 
 
-def _resident_config(problem: SoftmaxProblem, share: int, cluster: int):
-    """Of a share of so many vectors: registers hold some where shared memory does not hold all."""
+def _in_rounds(problem, device, strategy, cluster, groups, group, round_us):
+    """Plan for resident shares: groups of CTAs that take one row after another."""
     from warpspec.softmax.resident import ResidentConfig
 
-    room = RESIDENT_CHUNKS * RESIDENT_CHUNK_VECTORS * RESIDENT_THREADS
-    held = RESIDENT_REGISTER_VECTORS if cluster and share > room else 0
-    return ResidentConfig(
+    config = ResidentConfig(
         problem.dtype,
         RESIDENT_THREADS,
         RESIDENT_CHUNKS,
+        STREAMING_CHUNKS,
         not problem.aligned,
         cluster,
-        RESIDENT_CHUNK_VECTORS,
-        held,
+        1,
         problem.store_bytes,
-        RESIDENT_UNROLL[held],
     )
-
-
-def _shared_out(problem, device, strategy, cluster, groups, group, exchange_us):
-    """Plan for groups of CTAs that take one row after another."""
     share = -(-_vectors(problem) // group)
-    config = _resident_config(problem, share, cluster)
-    rest = max(0, share - config.capacity) * VECTOR_BYTES
-    reread = problem.rows * group * rest if device.sms * rest > L2_USABLE * device.l2_bytes else 0
-    microseconds = _time(
+    rest = max(0, share - config.capacity)  # read twice
+    fits = min(1.0, L2_USABLE * device.l2_bytes / max(1, rest * VECTOR_BYTES * groups * group))
+    memory = _memory_us(
         problem,
         device,
-        ctas=groups * group,
         share_bytes=share * VECTOR_BYTES,
-        occupancy=1,
-        exchange_us=exchange_us,
-        rounds=-(-problem.rows // groups),
-        reread=reread,
+        occupancy=config.resident,  # chunks take turns, as CTAs do elsewhere
+        under_way=config.smem_bytes,
+        cluster=1,
+        reread=(1 - fits) * rest / share,
     )
+    rounds = -(-problem.rows // groups)
+    working = rounds * (round_us + share * VECTOR_BYTES / ROUND_BYTES_PER_US)
+    # Rows overlap as far as the next one's share finds room beside this one's.
+    overlap = min(1.0, max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds)
+    microseconds = LAUNCH_US + max(memory, working) + (1 - overlap) * min(memory, working)
     return Plan(strategy, config, groups, group, microseconds)
 
 
 def _resident(problem: SoftmaxProblem, device: Device):
     for cluster in _clusters()[1:]:
         if cluster <= device.sms and _vectors(problem) >= cluster * RESIDENT_THREADS:
-            groups = min(problem.rows, device.sms // cluster)
-            yield _shared_out(problem, device, "resident", cluster, groups, cluster, CLUSTER_US)
+            # Not every SM finds a cluster: those of a processing cluster (16 or 18 on an H200) do not always divide.
+            groups = min(problem.rows, max(1, device.sms * 7 // (8 * cluster)))
+            yield _in_rounds(problem, device, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
 
 
 def _split(problem: SoftmaxProblem, device: Device):
     for groups in (1, 2, 4, 8):
         group = device.sms // groups
         if groups <= problem.rows and _vectors(problem) >= group * RESIDENT_THREADS:
-            yield _shared_out(problem, device, "split", 0, groups, group, GRID_US)
+            yield _in_rounds(problem, device, "split", 0, groups, group, ROUND_GRID_US)
 
 
 def _two_pass(problem: SoftmaxProblem, device: Device):
     from warpspec.softmax.two_pass import TwoPassConfig
 
-    for cluster in (1, LARGEST_CLUSTER):
-        occupancy = 2
+    for cluster in _clusters()[:-1]:
         ctas = problem.rows * cluster
         share = -(-_vectors(problem) // cluster) * VECTOR_BYTES
-        under_way = min(ctas, device.sms * occupancy) * share
-        reread = problem.bytes // 2 if under_way > L2_USABLE * device.l2_bytes else 0
+        occupancy = TWO_PASS_CTAS_PER_SM
         config = TwoPassConfig(
             problem.dtype, TWO_PASS_THREADS, cluster, not problem.aligned, problem.store_bytes
         )
-        microseconds = _time(
+        batch = TWO_PASS_THREADS * TWO_PASS_UNROLL * VECTOR_BYTES
+        between = min(ctas, device.sms * occupancy) * share  # read once and not yet twice
+        microseconds = _one_row_a_cta_us(
             problem,
             device,
             ctas=ctas,
-            share_bytes=2 * share,
+            share_bytes=share,
             occupancy=occupancy,
-            exchange_us=CLUSTER_US if cluster > 1 else WARPS_US,
+            under_way=occupancy * min(share, batch),
             cluster=cluster,
-            reread=reread,
+            batch=batch,
+            reread=1 - min(1.0, L2_USABLE * device.l2_bytes / between),
         )
         yield Plan("two-pass", config, 0, 0, microseconds)

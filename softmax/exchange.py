@@ -1,7 +1,7 @@
 """Joining the states of a row's parts: over the lanes of a warp, the warps of a CTA, the CTAs of a cluster.
 
 Every thread ends up with the state of the whole row. Sums are taken in a fixed order, so results repeat bit for
-bit. Device side.
+bit. ``accurate``: whether exponentials are (see online.exponential); for fp32 data. Device side.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def warp_sum(value, lanes: int) -> Float32:
     return cute.arch.warp_reduction_sum(value, threads_in_group=min(lanes, WARP))
 
 
-def warp_join(state: tuple, lanes: int) -> tuple:
+def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
     """State of a group of ``lanes`` threads from theirs."""
     maximum = warp_maximum(state[0], lanes)
-    scaled = state[1] * exponential(state[0] - reference_of(maximum), False)
+    scaled = state[1] * exponential(state[0] - reference_of(maximum), accurate)
     return maximum, warp_sum(scaled, lanes)
 
 
 @cute.jit
-def join_slots(slots: cute.Tensor, count: cutlass.Constexpr) -> tuple:
+def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
     """State of the whole row from slots (STATE_WORDS, count) in shared memory, by a whole warp."""
     lane = cute.arch.lane_idx()
     state = (-Float32.inf, Float32(0.0))
@@ -46,12 +46,16 @@ def join_slots(slots: cute.Tensor, count: cutlass.Constexpr) -> tuple:
         slot = Int32(cutlass.select_(inside, slot, 0))
         maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
         total = Float32(cutlass.select_(inside, slots[1, slot], Float32(0.0)))
-        state = (maximum, total) if cutlass.const_expr(first == 0) else join(state, (maximum, total))
-    return warp_join(state, WARP)
+        state = (
+            (maximum, total) if cutlass.const_expr(first == 0) else join(state, (maximum, total), accurate)
+        )
+    return warp_join(state, WARP, accurate)
 
 
 @cute.jit
-def join_warps(state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Constexpr) -> tuple:
+def join_warps(
+    state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
+) -> tuple:
     """State of a row that ``warps`` warps of the CTA share; called by all threads of the CTA.
 
     state: of the calling warp. slots: (STATE_WORDS, WARP, ROW) in shared memory, used once. row, warp: which
@@ -60,7 +64,7 @@ def join_warps(state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Const
     if cute.arch.lane_idx() == 0:
         slots[0, warp, row], slots[1, warp, row] = state
     cute.arch.sync_threads()
-    return join_slots(slots[None, None, row], warps)
+    return join_slots(slots[None, None, row], warps, accurate)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class ClusterExchange:
     full: cute.Pointer
     cluster: int
     warps: int
+    accurate: bool
 
     @cute.jit
     def open(self, thread):
@@ -99,7 +104,7 @@ class ClusterExchange:
             target = (self.slots.iterator + slot * STATE_WORDS).align(STATE_BYTES)
             cute.arch.store_async_dsmem(target, words, self.full, lane)
         cute.arch.mbarrier_wait(self.full, 0)
-        return join_slots(self.slots, self.cluster * self.warps)
+        return join_slots(self.slots, self.cluster * self.warps, self.accurate)
 
 
 BUFFERS = 2  # of ClusterRounds
@@ -117,6 +122,7 @@ class ClusterRounds:
     slots: cute.Tensor
     full: cute.Pointer
     cluster: int
+    accurate: bool
 
     @cute.jit
     def open(self, thread):
@@ -146,7 +152,7 @@ class ClusterRounds:
         """State of the whole row, once all CTAs have sent theirs. By all threads that call it each round."""
         buffer = round_ % BUFFERS
         cute.arch.mbarrier_wait(self.full + buffer, round_ // BUFFERS % 2)
-        state = join_slots(self.slots[None, None, buffer], self.cluster)
+        state = join_slots(self.slots[None, None, buffer], self.cluster, self.accurate)
         if thread == 0:  # open the buffer's next phase; what arrives before waits for this
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + buffer, self.cluster * STATE_BYTES)
         return state
@@ -178,6 +184,7 @@ class GridRounds:
     leader: cute.Tensor
     threads: int
     barrier: int
+    accurate: bool
 
     def open(self, thread):
         """Nothing to set up."""
@@ -206,12 +213,12 @@ class GridRounds:
             while word == EMPTY:
                 word = cute.arch.load(self._slot(row, peer), Int64, sem="relaxed", scope="gpu")
             maximum = cutlass.Int32(word & 0xFFFFFFFF).bitcast(Float32)
-            state = join(state, (maximum, cutlass.Int32(word >> 32).bitcast(Float32)))
-        state = warp_join(state, WARP)
+            state = join(state, (maximum, cutlass.Int32(word >> 32).bitcast(Float32)), self.accurate)
+        state = warp_join(state, WARP, self.accurate)
         if cute.arch.lane_idx() == 0:
             self.scratch[0, thread // WARP], self.scratch[1, thread // WARP] = state
         self._synchronize()
-        state = join_slots(self.scratch, warps)
+        state = join_slots(self.scratch, warps, self.accurate)
         self._synchronize()  # before the next round writes the scratch again
         return state
 

@@ -54,12 +54,12 @@ def state_of(value, accurate: bool) -> tuple:
     return Float32(value), exponential(value - reference_of(value), accurate)
 
 
-def join(first: tuple, second: tuple) -> tuple:
+def join(first: tuple, second: tuple, accurate: bool) -> tuple:
     """State of the union of two sets."""
     maximum = cute.arch.fmax(first[0], second[0])
     reference = reference_of(maximum)
-    total = first[1] * exponential(first[0] - reference, False)
-    return maximum, total + second[1] * exponential(second[0] - reference, False)
+    total = first[1] * exponential(first[0] - reference, accurate)
+    return maximum, total + second[1] * exponential(second[0] - reference, accurate)
 
 
 CHAINS = 4  # of dependent additions or maxima, side by side: one's latency hides under the others'
@@ -97,7 +97,7 @@ def absorb(state: tuple, values: cute.Tensor, accurate: bool) -> tuple:
     maximum = largest(values, state[0])
     reference = reference_of(maximum)
     total = exponentiate(values, reference, accurate)
-    return maximum, state[1] * exponential(state[0] - reference, False) + total
+    return maximum, state[1] * exponential(state[0] - reference, accurate) + total
 
 
 @cute.jit

@@ -1,13 +1,14 @@
-"""Long rows held on chip, in shared memory and registers, by many CTAs a row. sm_90a and sm_100a.
+"""Long rows held on chip in shared memory, by many CTAs a row. One kernel, sm_90a and sm_100a.
 
-Persistent CTAs in groups; a group takes one row after another, a CTA always the same share of it. A share is three
-parts: chunks in shared memory, vectors in registers, and what fits neither, which is read twice and counts on L2.
-Two phases a row: maximum and sum over the share; then, with the state of the whole row, scale and store. The groups
-are clusters that exchange states over distributed shared memory, or any number of CTAs of a cooperative launch
-(the split of few very long rows over the whole GPU), which exchange them through global memory.
+Persistent CTAs in groups; a group takes one row after another, a CTA always the same share of it. Two phases a row:
+maximum and sum over the share; then, with the state of the whole row, scale and store. As many chunks of the share
+as fit stay in shared memory between the phases (they are resident); the others stream through a few more chunks of
+it, once in each phase, and count on L2 to have them the second time. The groups are clusters that exchange states
+over distributed shared memory, or any number of CTAs of a cooperative launch (the split of few very long rows over
+the whole GPU), which exchange them through global memory.
 
-One warp loads: it fills shared memory in the order of use, a chunk as soon as its slot has been stored from, and
-so is reading the next row while this one waits for the other CTAs or is being stored.
+One warp loads, in the order of use, a chunk as soon as its place is free: it reads ahead while the others wait for
+the other CTAs, and the next row while this one is being stored.
 """
 
 from __future__ import annotations
@@ -24,16 +25,13 @@ from warpspec.softmax.exchange import BUFFERS, STATE_WORDS, ClusterRounds, GridR
 from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
 from warpspec.softmax.vectors import (
     LAST,
-    PLAIN,
     VECTOR_BYTES,
     WORDS,
     Row,
     as_float,
     bulk_load,
     edge_of,
-    forget,
     load_edge,
-    load_vector,
     locate,
     read_shared,
     store_edge,
@@ -41,6 +39,9 @@ from warpspec.softmax.vectors import (
 )
 
 CONSUMER_BARRIER = 1  # named barrier of the consumer threads
+CHUNK_VECTORS = 2  # 16-byte vectors a thread to a chunk
+# What L2 shall do with chunks that are read once, for the first, and for the second time.
+RESIDENT_POLICY, FIRST_POLICY, SECOND_POLICY = "first", "last", "first"
 
 # Of an SM's L1 and shared memory, as shared memory: all it can have.
 SMEM_CARVEOUT_PERCENT = 100
@@ -48,21 +49,18 @@ SMEM_CARVEOUT_PERCENT = 100
 
 @dataclass(frozen=True)
 class ResidentConfig:
-    """dtype, edges, store_bytes: as RowsConfig. threads: that compute, whole warps; one warp more loads. chunks: in
-    shared memory. chunk_vectors: 16-byte vectors a thread to a chunk. register_vectors: vectors a thread holds in
-    registers. cluster: CTAs to a row, or 0: groups of any size over the grid. unroll: vectors loaded at a time of
-    the part that is read twice. ctas_per_sm: that an SM has room for."""
+    """dtype, edges, store_bytes: as RowsConfig. threads: that compute, whole warps; one warp more loads. resident,
+    streaming: chunks of shared memory of either kind. cluster: CTAs to a row, or 0: groups of any size over the
+    grid. ctas_per_sm: that an SM has room for."""
 
     dtype: str
     threads: int
-    chunks: int
+    resident: int
+    streaming: int
     edges: bool
     cluster: int = 0
-    chunk_vectors: int = 2
-    register_vectors: int = 0
-    store_bytes: int = VECTOR_BYTES
-    unroll: int = 4
     ctas_per_sm: int = 1
+    store_bytes: int = VECTOR_BYTES
 
     @property
     def warps(self) -> int:
@@ -71,35 +69,44 @@ class ResidentConfig:
     @property
     def chunk_size(self) -> int:
         """Vectors in a chunk."""
-        return self.threads * self.chunk_vectors
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.chunk_size * VECTOR_BYTES
+        return self.threads * CHUNK_VECTORS
 
     @property
     def capacity(self) -> int:
-        """Vectors of a row that a CTA holds on chip."""
-        return self.chunks * self.chunk_size + self.register_vectors * self.threads
+        """Vectors of a row that a CTA keeps."""
+        return self.resident * self.chunk_size
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of all chunks."""
+        return (self.resident + self.streaming) * self.chunk_size * VECTOR_BYTES
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
+        others = "all other warps"
         return (
-            Barrier("full", self.chunks, 1, "load warp", "all other warps", "a chunk's bytes have arrived"),
-            Barrier("empty", self.chunks, self.warps, "all other warps", "load warp", "a chunk is stored"),
+            Barrier("full", self.resident, 1, "load warp", others, "a resident chunk's bytes have arrived"),
+            Barrier("empty", self.resident, self.warps, others, "load warp", "a resident chunk is stored"),
+            Barrier("stream full", self.streaming, 1, "load warp", others, "a streaming chunk has arrived"),
+            Barrier("stream empty", self.streaming, self.warps, others, "load warp", "it has been read"),
         )
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a CTA has of a row: ``size`` vectors from vector ``begin`` on, the first ``in_smem`` of them in shared
-    memory, then ``in_registers`` in registers."""
+    """What a CTA has of a row: ``size`` vectors from vector ``begin`` on."""
 
     row: Row
     begin: Int32
     size: Int32
-    in_smem: Int32
-    in_registers: Int32
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many chunks of either kind every share is cut into, filled or not: the same for all rows and CTAs."""
+
+    resident: Int32
+    streaming: Int32
 
 
 class Resident:
@@ -139,15 +146,18 @@ class Resident:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = block % group
+        accurate = config.dtype == "float32"
 
         # 1. Shared memory: chunks, barriers, states.
         smem = cutlass.memory.SmemAllocator()
-        ring = smem.allocate_tensor(
-            Int32,
-            cute.make_layout((WORDS, config.chunk_size, config.chunks)),
-            byte_alignment=128,
-        )  # (WORD, VECTOR, CHUNK)
-        channels = init_barriers(config.barriers, smem.allocate_array(Int64, 2 * config.chunks))
+        rings = tuple(
+            smem.allocate_tensor(
+                Int32, cute.make_layout((WORDS, config.chunk_size, count)), byte_alignment=128
+            )
+            for count in (config.resident, config.streaming)
+        )  # (WORD, VECTOR, CHUNK) each
+        mbarriers = smem.allocate_array(Int64, 2 * (config.resident + config.streaming))
+        channels = init_barriers(config.barriers, mbarriers)
         states = smem.allocate_tensor(
             Float32, cute.make_layout((STATE_WORDS, config.warps)), byte_alignment=8
         )
@@ -157,65 +167,84 @@ class Resident:
                 cute.make_layout((STATE_WORDS, config.cluster, BUFFERS)),
                 byte_alignment=16,
             )
-            exchange = ClusterRounds(slots, smem.allocate_array(Int64, BUFFERS), config.cluster)
+            exchange = ClusterRounds(slots, smem.allocate_array(Int64, BUFFERS), config.cluster, accurate)
         else:
             scratch = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.warps)), byte_alignment=8
             )
             leader = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
-            exchange = GridRounds(workspace, group, rank, scratch, leader, config.threads, CONSUMER_BARRIER)
+            exchange = GridRounds(
+                workspace, group, rank, scratch, leader, config.threads, CONSUMER_BARRIER, accurate
+            )
         exchange.open(thread)
         cute.arch.sync_threads()
 
         # 2. Roles.
         if warp == config.warps:
-            load(config, x, channels, ring, groups, group)
+            load(config, x, channels, rings, groups, group)
         else:
-            consume(config, x, out, channels, ring, states, exchange, groups, group)
+            consume(config, x, out, channels, rings, states, exchange, groups, group)
 
 
-def chunk_count(config: ResidentConfig, x: cute.Tensor, group):
-    """Chunks of shared memory that every row takes, filled or not: the same for all rows and CTAs."""
+def cut(config: ResidentConfig, x: cute.Tensor, group) -> Chunks:
+    """The chunks of a share."""
     per_vector = VECTOR_BYTES * 8 // x.element_type.width
     share = cute.ceil_div(cute.ceil_div(x.shape[1], per_vector), group)
-    return cutlass.min(cute.ceil_div(share, config.chunk_size), config.chunks)
+    chunks = cute.ceil_div(share, config.chunk_size)
+    kept = cutlass.min(chunks, config.resident)
+    return Chunks(kept, chunks - kept)
 
 
 @cute.jit
-def share_of(config: cutlass.Constexpr, x: cute.Tensor, row_index, group, chunks) -> Share:
-    """This CTA's share of a row. chunks: as ``chunk_count``."""
+def share_of(config: cutlass.Constexpr, x: cute.Tensor, row_index, group) -> Share:
+    """This CTA's share of a row."""
     block, _, _ = cute.arch.block_idx()
     row = locate(x, row_index, config.dtype, config.edges)
     even = cute.ceil_div(row.vectors, group)
     begin = cutlass.min(block % group * even, row.vectors)
-    size = cutlass.min(even, row.vectors - begin)
-    in_smem = cutlass.min(chunks * config.chunk_size, size)
-    in_registers = cutlass.min(config.register_vectors * config.threads, size - in_smem)
-    return Share(row, begin, size, in_smem, in_registers)
+    return Share(row, begin, cutlass.min(even, row.vectors - begin))
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, x, channels, ring: cute.Tensor, groups, group):
-    """The load warp. Consumes ``empty`` chunks, produces ``full`` ones: row after row, in the order of use."""
+def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
+    """The load warp. Fills ``empty`` chunks, row after row in the order of use; streaming ones twice, backwards the
+    second time: what was read last is the likeliest to be in L2 still."""
     block, _, _ = cute.arch.block_idx()
-    chunks = chunk_count(config, x, group)
-    use = Int32(0)
+    chunks = cut(config, x, group)
+    use, stream_use = Int32(0), Int32(0)
     for row_index in cutlass.range(block // group, x.shape[0], groups, unroll=1):
-        share = share_of(config, x, row_index, group, chunks)
-        for chunk in cutlass.range(chunks, unroll=1):
-            channels["empty"].wait_previous(use)
-            first = chunk * config.chunk_size
-            size = cutlass.max(cutlass.min(share.in_smem - first, config.chunk_size), 0) * VECTOR_BYTES
-            channels["full"].expect_bytes(use, size)
-            if size > 0:
-                with cute.arch.elect_one():
-                    bulk_load(
-                        ring[None, None, channels["full"].stage(use)].iterator,
-                        share.row.first + Int64(share.begin + first) * VECTOR_BYTES,
-                        size,
-                        channels["full"].barrier(use),
-                    )
+        share = share_of(config, x, row_index, group)
+        for chunk in cutlass.range(chunks.resident, unroll=1):
+            fill(config, share, chunk, channels["full"], channels["empty"], rings[0], use, RESIDENT_POLICY)
             use += 1
+        stream = (channels["stream full"], channels["stream empty"], rings[1])
+        for chunk in cutlass.range(chunks.streaming, unroll=1):
+            fill(config, share, chunks.resident + chunk, *stream, stream_use, FIRST_POLICY)
+            stream_use += 1
+        for backwards in cutlass.range(chunks.streaming, unroll=1):
+            chunk = chunks.resident + chunks.streaming - 1 - backwards
+            fill(config, share, chunk, *stream, stream_use, SECOND_POLICY)
+            stream_use += 1
+
+
+@cute.jit
+def fill(
+    config: cutlass.Constexpr, share, chunk, full, empty, ring: cute.Tensor, use, policy: cutlass.Constexpr
+):
+    """Once the use-th place of the ring is free, send for a chunk of the share into it."""
+    empty.wait_previous(use)
+    first = chunk * config.chunk_size
+    size = cutlass.max(cutlass.min(share.size - first, config.chunk_size), 0) * VECTOR_BYTES
+    full.expect_bytes(use, size)
+    if size > 0:
+        with cute.arch.elect_one():
+            bulk_load(
+                ring[None, None, full.stage(use)].iterator,
+                share.row.first + Int64(share.begin + first) * VECTOR_BYTES,
+                size,
+                full.barrier(use),
+                policy,
+            )
 
 
 @cute.jit
@@ -224,125 +253,100 @@ def consume(
     x: cute.Tensor,
     out: cute.Tensor,
     channels,
-    ring: cute.Tensor,
+    rings,
     states: cute.Tensor,
     exchange,
     groups,
     group,
 ):
-    """All other warps. Consume ``full`` chunks, twice, and hand them back ``empty``."""
+    """All other warps. Read ``full`` chunks, each in both phases of a row, and hand them back ``empty``."""
     dtype = config.dtype
     accurate = dtype == "float32"
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    chunks = chunk_count(config, x, group)
-    held = cute.make_rmem_tensor((WORDS, max(config.register_vectors, 1)), Int32)
-    round_ = Int32(0)
+    chunks = cut(config, x, group)
+    round_, use, stream_use = Int32(0), Int32(0), Int32(0)
     for row_index in cutlass.range(block // group, x.shape[0], groups, unroll=1):
-        share = share_of(config, x, row_index, group, chunks)
-        use = round_ * chunks
-        behind = share.in_smem + share.in_registers  # vectors before those read twice
-        rest = cute.ceil_div(share.size - behind, config.threads * config.unroll)
+        share = share_of(config, x, row_index, group)
 
-        # 1. Maximum and sum of the share. Loads into registers go first: they take longest.
-        load_vectors(config, share, share.in_smem, held, PLAIN)
+        # 1. Maximum and sum of the share.
         edge, maximum, total = None, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
             number = thread + Int32(cutlass.select_(Boolean(block % group == 0), 0, config.threads))
             edge = edge_of(share.row, number, dtype)
             maximum, total = state_of(load_edge(share.row, edge, dtype), accurate)
-        for chunk in cutlass.range(chunks, unroll=1):
-            channels["full"].wait(use + chunk)
-            words = read_chunk(config, share, ring, channels["full"].stage(use + chunk), chunk)
-            maximum, total = absorb_words((maximum, total), words, dtype)
-        for r in cutlass.range(rest, unroll=1):
-            words = read_rest(config, share, behind, r, PLAIN)
-            maximum, total = absorb_words((maximum, total), words, dtype)
-        if cutlass.const_expr(config.register_vectors > 0):
-            maximum, total = absorb_words((maximum, total), held, dtype)
+        for chunk in cutlass.range(chunks.resident, unroll=1):
+            words = read(config, share, chunk, channels["full"], rings[0], use + chunk)
+            maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
+        for chunk in cutlass.range(chunks.streaming, unroll=1):
+            words = read(
+                config, share, chunks.resident + chunk, channels["stream full"], rings[1], stream_use
+            )
+            maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
+            release(channels["stream empty"], stream_use)
+            stream_use += 1
 
         # 2. The row's state, from all CTAs of the group.
-        maximum, total = warp_join((maximum, total), WARP)
+        maximum, total = warp_join((maximum, total), WARP, accurate)
         if cute.arch.lane_idx() == 0:
             states[0, thread // WARP], states[1, thread // WARP] = maximum, total
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=config.threads)
         if thread < WARP:
-            exchange.publish(join_slots(states, config.warps), row_index, round_)
+            exchange.publish(join_slots(states, config.warps, accurate), row_index, round_)
         maximum, total = exchange.collect(row_index, round_, thread)
         inverse = Float32(1.0) / total
 
-        # 3. Scale and store; what counts on L2 first.
+        # 3. Scale and store; first what L2 may lose.
         target = locate(out, row_index, dtype, False)
         if cutlass.const_expr(config.edges):
             value = exponential(load_edge(share.row, edge, dtype) - maximum, accurate) * inverse
             store_edge(target, edge, value, dtype)
-        for k in cutlass.range(rest, unroll=1):
-            words = read_rest(config, share, behind, rest - 1 - k, LAST)
-            first = behind + (rest - 1 - k) * config.unroll * config.threads
-            scale_and_store(config, share, target, first, share.size, words, maximum, inverse)
-        if cutlass.const_expr(config.register_vectors > 0):
-            forget(held)
-            scale_and_store(config, share, target, share.in_smem, behind, held, maximum, inverse)
-        for chunk in cutlass.range(chunks, unroll=1):
-            words = read_chunk(config, share, ring, channels["full"].stage(use + chunk), chunk)
-            first = chunk * config.chunk_size
-            scale_and_store(config, share, target, first, share.in_smem, words, maximum, inverse)
-            # Only now: having stored what it read, a thread has surely read it.
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                channels["empty"].arrive(use + chunk)
+        for backwards in cutlass.range(chunks.streaming, unroll=1):
+            chunk = chunks.resident + chunks.streaming - 1 - backwards
+            words = read(config, share, chunk, channels["stream full"], rings[1], stream_use)
+            scale_and_store(config, share, target, chunk, words, maximum, inverse)
+            release(channels["stream empty"], stream_use)
+            stream_use += 1
+        for chunk in cutlass.range(chunks.resident, unroll=1):
+            words = read(config, share, chunk, channels["full"], rings[0], use + chunk)
+            scale_and_store(config, share, target, chunk, words, maximum, inverse)
+            release(channels["empty"], use + chunk)
+        use += chunks.resident
         round_ += 1
     exchange.finish(thread, config.threads)
 
 
 @cute.jit
-def read_chunk(config: cutlass.Constexpr, share, ring: cute.Tensor, stage, chunk):
-    """This thread's vectors of a chunk in shared memory, (WORD, VECTOR); -inf past the share's end."""
+def read(config: cutlass.Constexpr, share, chunk, full, ring: cute.Tensor, use) -> cute.Tensor:
+    """This thread's vectors of a chunk, the use-th of the ring, (WORD, VECTOR); -inf past the share's end."""
     thread, _, _ = cute.arch.thread_idx()
-    words = cute.make_rmem_tensor((WORDS, config.chunk_vectors), Int32)
-    for i in cutlass.range_constexpr(config.chunk_vectors):
+    full.wait(use)
+    words = cute.make_rmem_tensor((WORDS, CHUNK_VECTORS), Int32)
+    for i in cutlass.range_constexpr(CHUNK_VECTORS):
+        left = share.size - chunk * config.chunk_size
         vector = i * config.threads + thread
-        left = share.in_smem - chunk * config.chunk_size
-        words[None, i].store(read_shared(ring[None, None, stage], vector, left, config.dtype).load())
+        place = ring[None, None, full.stage(use)]
+        words[None, i].store(read_shared(place, vector, left, config.dtype).load())
     return words
 
 
 @cute.jit
-def load_vectors(config: cutlass.Constexpr, share, first, words: cute.Tensor, hint: cutlass.Constexpr):
-    """This thread's vectors of the share from vector ``first`` on into words (WORD, VECTOR); -inf past its end."""
-    thread, _, _ = cute.arch.thread_idx()
-    address = share.row.first + Int64(share.begin + first + thread) * VECTOR_BYTES
-    for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-        present = Boolean(first + i * config.threads + thread < share.size)
-        load_vector(words[None, i], address, i * config.threads * VECTOR_BYTES, present, config.dtype, hint)
+def release(empty, use):
+    """The calling warp has read the use-th chunk of the ring: the copy engine may write there."""
+    cute.arch.fence_view_async_shared()  # reads are complete before the engine's writes
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        empty.arrive(use)
 
 
 @cute.jit
-def read_rest(config: cutlass.Constexpr, share, behind, r, hint: cutlass.Constexpr):
-    """``unroll`` vectors of the part that is read twice, (WORD, VECTOR)."""
-    words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
-    load_vectors(config, share, behind + r * config.unroll * config.threads, words, hint)
-    return words
-
-
-@cute.jit
-def scale_and_store(
-    config: cutlass.Constexpr, share, target, first, limit, words: cute.Tensor, maximum, inverse
-):
-    """Write the softmax of this thread's vectors, words (WORD, VECTOR), which are those of the share from vector
-    ``first`` on; none from ``limit`` on. One at a time: in fp32 all of them may not fit the registers."""
+def scale_and_store(config: cutlass.Constexpr, share, target, chunk, words: cute.Tensor, maximum, inverse):
+    """Write the softmax of this thread's vectors of a chunk, words (WORD, VECTOR)."""
     thread, _, _ = cute.arch.thread_idx()
+    first = chunk * config.chunk_size + thread
     address = share.row.first + (target.address - share.row.address)
-    address += Int64(share.begin + first + thread) * VECTOR_BYTES
-    for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-        scale(words[None, i], maximum, inverse, config.dtype)
-        offset, present = i * config.threads, Boolean(first + i * config.threads + thread < limit)
+    address += Int64(share.begin + first) * VECTOR_BYTES
+    scale(words, maximum, inverse, config.dtype)
+    for i in cutlass.range_constexpr(CHUNK_VECTORS):
+        offset, present = i * config.threads, Boolean(first + i * config.threads < share.size)
         store_vector(words[None, i], address, offset * VECTOR_BYTES, present, config.store_bytes, LAST)
-
-
-def absorb_words(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
-    """State of a set of elements and of packed words (WORDS, VECTOR) together, a vector at a time."""
-    for i in range(cute.size(words, mode=[1])):
-        state = absorb(state, as_float(words[None, i], dtype), dtype == "float32")
-    return state

@@ -129,7 +129,7 @@ class Rows:
                 Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
             )
             full = smem.allocate_array(Int64, 1)
-            exchange = ClusterExchange(slots, full, config.cluster, config.warps)
+            exchange = ClusterExchange(slots, full, config.cluster, config.warps, accurate)
             exchange.open(thread)
         elif cutlass.const_expr(config.warps > 1):
             slots = smem.allocate_tensor(
@@ -175,7 +175,7 @@ class Rows:
         if cutlass.const_expr(config.cluster > 1):
             maximum, total = exchange.close((maximum, total), warp)
         elif cutlass.const_expr(config.warps > 1):
-            maximum, total = join_warps((maximum, total), slots, row_in_cta, warp, config.warps)
+            maximum, total = join_warps((maximum, total), slots, row_in_cta, warp, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 5. Scale and store.

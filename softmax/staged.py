@@ -94,7 +94,7 @@ class Staged:
         exchange = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)
-            exchange = ClusterExchange(slots, full, config.cluster, config.warps)
+            exchange = ClusterExchange(slots, full, config.cluster, config.warps, accurate)
 
         # 2. One thread sends for the share; the edges come in on the side.
         row_index = block // config.cluster
@@ -128,12 +128,12 @@ class Staged:
         for i in cutlass.range_constexpr(config.vectors):
             words = read_shared(staged, i * config.threads + thread, size, dtype)
             maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
-        state = warp_join((maximum, total), WARP)
+        state = warp_join((maximum, total), WARP, accurate)
         if cutlass.const_expr(config.cluster > 1):
             state = exchange.close(state, thread // WARP)
         else:
             by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, config.warps, 1)))
-            state = join_warps(state, by_row, 0, thread // WARP, config.warps)
+            state = join_warps(state, by_row, 0, thread // WARP, config.warps, accurate)
         maximum, total = state
         inverse = Float32(1.0) / total
 

@@ -78,7 +78,7 @@ class TwoPass:
         exchange = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)
-            exchange = ClusterExchange(slots, full, config.cluster, config.warps)
+            exchange = ClusterExchange(slots, full, config.cluster, config.warps, accurate)
             exchange.open(thread)
 
         # 1. This CTA's share of the row's vectors.
@@ -114,12 +114,12 @@ class TwoPass:
             maximum, total = absorb((maximum, total), values, accurate)
 
         # 3. The row's state.
-        state = warp_join((maximum, total), WARP)
+        state = warp_join((maximum, total), WARP, accurate)
         if cutlass.const_expr(config.cluster > 1):
             state = exchange.close(state, thread // WARP)
         else:
             by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, config.warps, 1)))
-            state = join_warps(state, by_row, 0, thread // WARP, config.warps)
+            state = join_warps(state, by_row, 0, thread // WARP, config.warps, accurate)
         maximum, total = state
         inverse = Float32(1.0) / total
 

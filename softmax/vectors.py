@@ -176,9 +176,15 @@ def read_shared(vectors: cute.Tensor, index, count, dtype: str) -> cute.Tensor:
     return words
 
 
-def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer) -> None:
-    """``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; multiples of 16."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target.toint(), address, size, mbarrier.toint()],
-    )
+def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, policy: str = "normal") -> None:
+    """``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; multiples of 16.
+
+    policy: how L2 shall treat them: "first" or "last" to be evicted, or "normal".
+    """
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    operands = "[{$r0}], [{$r1}], {$r2}, [{$r3}]"
+    code = f"{copy} {operands};"
+    if policy != "normal":
+        create = f"createpolicy.fractional.L2::evict_{policy}.b64 policy, 1.0;"
+        code = f"{{ .reg .b64 policy; {create} {copy}.L2::cache_hint {operands}, policy; }}"
+    cute.arch.inline_ptx(code, read_only_args=[target.toint(), address, size, mbarrier.toint()])

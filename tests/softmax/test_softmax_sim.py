@@ -1,0 +1,157 @@
+"""Every strategy of the row softmax, as compiled for both architectures, in the simulator."""
+
+import math
+
+import pytest
+import torch
+from softmax_cases import check, logits, matrix, untouched
+
+from warpspec import sim
+from warpspec.common.compile import resources
+from warpspec.softmax import launch
+from warpspec.softmax.dispatch import Plan
+from warpspec.softmax.problem import SoftmaxProblem
+from warpspec.softmax.resident import ResidentConfig
+from warpspec.softmax.rows import RowsConfig
+from warpspec.softmax.staged import StagedConfig
+from warpspec.softmax.two_pass import TwoPassConfig
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+NAMES = {FP32: "float32", FP16: "float16", BF16: "bfloat16"}
+
+# name: (configuration of (dtype, edges, store_bytes), groups, CTAs of a group, rows, longest row in 16-byte vectors)
+STRATEGIES = {
+    "warp": (lambda d, e, s: RowsConfig(d, 32, 4, 1, 3, e, 1, s), 0, 0, 6, 96),
+    "part of a warp": (lambda d, e, s: RowsConfig(d, 16, 8, 1, 2, e, 1, s), 0, 0, 21, 32),
+    "warps": (lambda d, e, s: RowsConfig(d, 64, 2, 1, 5, e, 1, s), 0, 0, 3, 320),
+    "cluster": (lambda d, e, s: RowsConfig(d, 64, 1, 4, 2, e, 1, s), 0, 0, 3, 512),
+    "staged": (lambda d, e, s: StagedConfig(d, 64, 1, 4, e, 1, s), 0, 0, 3, 256),
+    "staged cluster": (lambda d, e, s: StagedConfig(d, 64, 2, 3, e, 4, s), 0, 0, 3, 384),
+    "two-pass": (lambda d, e, s: TwoPassConfig(d, 64, 1, e, s, 2), 0, 0, 2, 600),
+    "two-pass cluster": (lambda d, e, s: TwoPassConfig(d, 64, 2, e, s, 2), 0, 0, 2, 600),
+    "resident": (lambda d, e, s: ResidentConfig(d, 64, 3, 2, e, 2, 1, s), 2, 2, 5, 1500),
+    "split": (lambda d, e, s: ResidentConfig(d, 64, 2, 1, e, 0, 1, s), 2, 3, 3, 1800),
+    "split, all resident": (lambda d, e, s: ResidentConfig(d, 64, 5, 1, e, 0, 2, s), 1, 3, 3, 1500),
+}
+
+
+def run(name, x, out, arch):
+    """The strategy of that name on x and out, aligned or not as they are."""
+    make, groups, group, _, _ = STRATEGIES[name]
+    problem = SoftmaxProblem.of(x, out)
+    config = make(problem.dtype, not problem.aligned, problem.store_bytes)
+    return config, launch.run_sim(x, out, Plan(name, config, groups, group, 0.0), arch)
+
+
+def case(name, dtype, *, aligned, seed=0, shorten=0):
+    """(x, storage of out, out): of the strategy's size, rows anywhere unless ``aligned``."""
+    _, _, _, rows, vectors = STRATEGIES[name]
+    per_vector = 16 // dtype.itemsize
+    length = vectors * per_vector - (0 if aligned else 1) - shorten
+    offset = 0 if aligned else 3
+    _, x = matrix(rows, length, dtype, offset=offset, fill=logits(rows, length, seed=seed))
+    storage, out = matrix(rows, length, dtype, offset=offset)
+    return x, storage, out
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("arch, dtype, aligned", [("sm_90a", BF16, False), ("sm_100a", FP32, False)])
+def test_strategy(name, arch, dtype, aligned):
+    x, storage, out = case(name, dtype, aligned=aligned)
+    before = x.clone()
+    config, report = run(name, x, out, arch)
+    check(out, x)
+    assert untouched(storage, out) and torch.equal(x, before)
+    assert all(kernel.local_bytes == 0 for kernel in resources(launch.compiled(config, arch, False)).values())
+    assert len(report.launches) == 1
+
+
+@pytest.mark.parametrize("name", ["warp", "cluster", "staged", "two-pass", "split"])
+def test_aligned_rows(name):
+    x, storage, out = case(name, FP16, aligned=True)
+    config, _ = run(name, x, out, "sm_100a")
+    assert not config.edges
+    check(out, x)
+    assert untouched(storage, out)
+
+
+@pytest.mark.parametrize("name", ["warp", "staged cluster", "resident", "split"])
+def test_rows_far_shorter_than_the_room_for_them(name):
+    """CTAs, warps and threads without an element take part all the same."""
+    _, _, _, rows, vectors = STRATEGIES[name]
+    for length in (1, 9):
+        x, storage, out = case(name, BF16, aligned=False, shorten=vectors * 8 - 1 - length)
+        assert x.shape[1] == length
+        run(name, x, out, "sm_90a")
+        check(out, x)
+        assert untouched(storage, out)
+
+
+@pytest.mark.parametrize("name", ["warp", "warps", "cluster", "staged", "two-pass", "resident", "split"])
+def test_special_values(name):
+    """NaN, +inf, some -inf, only -inf, the ends of the number range; each in a row of its own, others unharmed."""
+    rows, dtype = (6, FP32) if name != "resident" else (6, BF16)
+    length = 101
+    values = logits(rows, length)
+    largest = torch.finfo(dtype).max
+    values[0, 17] = torch.nan
+    values[1, 100] = torch.inf
+    values[2, :98] = -torch.inf
+    values[3] = -torch.inf
+    values[4, ::2], values[4, 1::2] = largest, -largest
+    _, x = matrix(rows, length, dtype, offset=1, fill=values)
+    storage, out = matrix(rows, length, dtype, offset=1)
+    run(name, x, out, "sm_100a")
+    check(out, x)
+    assert untouched(storage, out)
+    assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5]].isnan().any()
+    assert (out[2, :98] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["warps", "staged", "two-pass", "split, all resident"])
+def test_in_place(name):
+    x, storage, _ = case(name, BF16, aligned=False)
+    expected = x.clone()
+    run(name, x, x, "sm_90a")
+    check(x, expected)
+
+
+@pytest.mark.parametrize("shift, store_bytes", [(4, 8), (2, 4), (1, 2)])
+@pytest.mark.parametrize("name", ["warp", "resident"])
+def test_out_lies_otherwise_than_x(name, shift, store_bytes):
+    """16-byte loads stay; stores shrink to what the distance of out from x allows."""
+    rows, length = 3, 100
+    _, x = matrix(rows, length, BF16, fill=logits(rows, length))
+    storage, out = matrix(rows, length, BF16, offset=shift)
+    assert SoftmaxProblem.of(x, out).store_bytes == store_bytes
+    run(name, x, out, "sm_90a")
+    check(out, x)
+    assert untouched(storage, out)
+
+
+@pytest.mark.parametrize("name", ["cluster", "resident", "split"])
+def test_bitwise_repeatable_however_ctas_interleave(name):
+    x, _, out = case(name, FP32, aligned=False)
+    run(name, x, out, "sm_90a")
+    make, groups, group, _, _ = STRATEGIES[name]
+    config = make("float32", True, 16)
+    kernel = launch.compiled(config, "sm_90a", False)
+    for seed in (1, 2):
+        _, again = matrix(*out.shape, out.dtype, offset=3)
+        extra = (launch.workspace(1 + 8 * group, x.device), groups, group) if group else ()
+        sim.run(kernel, x, again, *extra, None, seed=seed)
+        assert torch.equal(again, out)
+
+
+def test_chosen_by_the_dispatcher():
+    """The public function on CPU tensors, shapes that fall to different strategies, N-dimensional and strided."""
+    from warpspec.softmax import softmax
+
+    for shape in ((5, 7), (2, 3, 130), (1,), (2, 9000)):
+        x = logits(math.prod(shape[:-1]), shape[-1]).reshape(shape).to(BF16)
+        check(softmax(x), x)
+    x = logits(40, 9)
+    check(softmax(x.t()), x.t())  # rows not contiguous: copied
+    check(softmax(x[::2, 1:]), x[::2, 1:])  # rows contiguous and far apart: not
+    empty = softmax(torch.empty(3, 0, 5))
+    assert empty.shape == (3, 0, 5)
