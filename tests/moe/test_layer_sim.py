@@ -8,8 +8,9 @@ from moe_cases import GEMM_TOLERANCE, fp32_layer, make_experts, randn, relative_
 
 from warpspec import sim
 from warpspec.common import nvfp4
-from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route
+from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm100
 from warpspec.moe.operands import QuantizedRows, first_atoms
+from warpspec.moe.sm100.config import PAIR, SINGLE
 
 STAGES = ("QuantizeRows", "GroupedGemm", "GroupedGemm", "Unpermute")
 EXPERTS, HIDDEN, WIDTH = 5, 80, 56  # tails everywhere: K of 80 and 64 (56 padded), N of 112 and 80
@@ -69,6 +70,20 @@ def test_numbers_of_tokens(plain, tokens):
 def test_one_expert_takes_all(plain):
     x, ids, weights = case(150, 1)
     check(plain, x, torch.full_like(ids, 3), weights)
+
+
+@pytest.mark.parametrize("shape", [SINGLE, PAIR], ids=str)
+def test_large_tiles(monkeypatch, shape):
+    """Tokens as rows of the MMA, one CTA or two that share it: what many tokens an expert take."""
+    monkeypatch.setattr(sm100, "choose_shape", lambda *sizes: shape)
+    layer, _ = make_experts(3, HIDDEN, WIDTH)
+    x, ids, weights = case(290, 1, 3)
+    ids[:, 0] = torch.where(torch.arange(290) < 270, 2, 0)  # three tiles of rows, none, and a part of one
+    check(layer, x, ids, weights, limit=0.7)
+    for launch in sim.last_report().launches:
+        assert launch.local_bytes == 0
+        if "GroupedGemm" in launch.kernel:
+            assert launch.cluster == (shape.ctas, 1, 1)
 
 
 def test_none_and_twice_the_same(plain):
