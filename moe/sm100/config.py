@@ -20,6 +20,7 @@ VECTOR_BYTES = 16  # of one access to shared or global memory
 
 MMA_ROWS = 128  # M of one CTA: lanes of tensor memory
 MMA_K = 64  # of one tcgen05.mma of kind mxf4nvf4
+MMA_N_UNIT = 8  # N is a multiple of it, in each CTA
 K_TILE = CODES_PER_BYTE * tma.ROW_BYTES  # values of K a stage: one span of the 128-byte swizzle
 K_STEPS = K_TILE // MMA_K  # MMAs a stage; each takes one scale atom of K: ATOM_COLUMNS * BLOCK = MMA_K
 SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // tmem.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
@@ -28,10 +29,10 @@ RECORDS = 4  # tiles the scheduler may be ahead
 RECORD_FIELDS = 8  # Int32 each, two 16-byte vectors
 MIN_ACCUMULATOR_COLUMNS = 32
 
-SWIGLU_COLUMNS = (
-    2 * BLOCK
-)  # accumulator columns, or lanes, of one block of outputs: 8 gate, 8 up, 8 gate, 8 up
 INTERLEAVE = 8  # rows of gate, then as many of up
+# Accumulator columns (or lanes) of one block of outputs: 8 gate, 8 up, 8 gate, 8 up. A step of the epilogue where
+# tokens are lanes; where they are columns, a step is as many tokens as below, or all of a smaller tile.
+SWIGLU_COLUMNS = 2 * BLOCK
 STEP_TOKENS = 16
 
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
@@ -94,7 +95,7 @@ class GemmConfig:
         assert self.tmem_columns <= tmem.TMEM_COLUMNS
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
-        assert self.tile_n % (8 * self.ctas) == 0
+        assert self.tile_n % (MMA_N_UNIT * self.ctas) == 0
         assert self.shape.features % ATOM_ROWS == 0
         assert self.overlap <= self.tile_n // 2 and not (self.swapped and self.overlap)
 
