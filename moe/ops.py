@@ -72,6 +72,8 @@ class Stages:
     def quantize(self, x: torch.Tensor, tokens: SortedTokens) -> QuantizedRows:
         from warpspec.moe.quantize_rows import quantize_rows
 
+        if x.shape[0] == 1:
+            x = x[0][None]  # a stride that means nothing need not be aligned
         experts, (_, choices) = len(tokens.offsets), tokens.position.shape
         a = QuantizedRows.empty(x.shape[0] * choices, x.shape[1], experts, x.device, row_scale=True)
         self.add(quantize_rows(x, tokens.position, tokens.offsets, a))

@@ -129,8 +129,6 @@ def check_activation(activation, limit) -> None:
 def check_rows(name, x, hidden, memory) -> None:
     """[T, H] bf16, rows contiguous and aligned."""
     check_tensor(name, x, (torch.bfloat16,), (None, hidden), None)
-    if x.requires_grad and torch.is_grad_enabled() and not memory:
-        return  # autograd's own message comes from backward()
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{name}: last dimension must be contiguous, got strides {tuple(x.stride())}")
     if x.numel() and x.shape[0] > 1 and x.stride(0) * x.element_size() % ROW_ALIGNMENT:

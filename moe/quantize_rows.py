@@ -236,11 +236,11 @@ def quantize_rows(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor
     if position.numel() == 0:
         return None
     tensors = (
-        x.detach().view(torch.int32),
+        x.detach().view(torch.uint32),
         position,
         offsets,
-        out.data.view(torch.int32),
-        out.scales.view(torch.int32),
+        out.data.view(torch.uint32),
+        out.scales.view(torch.uint32),
         out.row_scale,
     )
     kernel = compiled(config)

@@ -67,6 +67,13 @@ def test_numbers_of_tokens(plain, tokens):
     assert got.any()
 
 
+def test_one_token_of_any_stride(plain):
+    x, ids, weights = case(1, 2)
+    strange = torch.zeros(2 * HIDDEN, dtype=torch.bfloat16).as_strided((1, HIDDEN), (3, 1)).copy_(x)
+    got, expected = (moe_ffn(rows, plain, ids, weights, backend="sim") for rows in (strange, x))
+    assert torch.equal(got, expected)
+
+
 def test_one_expert_takes_all(plain):
     x, ids, weights = case(150, 1)
     check(plain, x, torch.full_like(ids, 3), weights)

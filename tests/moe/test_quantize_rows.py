@@ -68,9 +68,8 @@ def random_case(tokens, k, choices, experts, seed=0):
         (3, 80, 2, 4),
         (5, 2880, 4, 32),
         (2, 4096, 7, 257),
-        (2, 7168, 6, 384),
+        (2, 7168, 7, 385),
         (300, 64, 2, 3),
-        (2, 20480, 1, 2),
     ],
 )
 def test_against_reference(tokens, k, choices, experts):
@@ -119,7 +118,7 @@ def test_rows_may_lie_apart():
     check(wide[:, 8:72], ids, 3)
 
 
-@pytest.mark.parametrize(("k", "choices"), [(16, 1), (2880, 4), (4096, 7), (7168, 9), (20480, 8)])
+@pytest.mark.parametrize(("k", "choices"), [(2880, 4), (4096, 7), (7168, 7), (16384, 9)])
 def test_no_spills(k, choices):
     for kernel in resources(compiled(QuantizeConfig(k, choices))).values():
         assert kernel.local_bytes == 0 and kernel.registers <= 128
