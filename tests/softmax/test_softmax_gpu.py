@@ -1,0 +1,156 @@
+"""Row softmax on the GPU of this machine: random shapes through every strategy, against torch in float64."""
+
+import random
+
+import pytest
+import torch
+from softmax_cases import check, logits, matrix, untouched
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def random_cases(count, most_elements):
+    draw = random.Random(7)
+    cases = []
+    while len(cases) < count:
+        rows, length = round(2 ** draw.uniform(0, 14)), round(2 ** draw.uniform(0, 24))
+        if rows * length <= most_elements:
+            aligned = draw.random() < 0.4
+            length = -(-length // 8) * 8 if aligned else length
+            offset, gap = (0, 0) if aligned else (draw.randrange(8), draw.choice((0, 0, 1, 5)))
+            cases.append((rows, length, draw.choice(DTYPES), offset, gap))
+    return cases
+
+
+@pytest.mark.parametrize("rows, length, dtype, offset, gap", random_cases(24, 2**24))
+def test_every_strategy_at_random_shapes(rows, length, dtype, offset, gap):
+    from warpspec.softmax import dispatch, launch
+    from warpspec.softmax.problem import SoftmaxProblem
+
+    _, x = matrix(
+        rows, length, dtype, offset=offset, gap=gap, device="cuda", fill=logits(rows, length, device="cuda")
+    )
+    storage, out = matrix(rows, length, dtype, offset=offset, gap=gap, device="cuda")
+    problem = SoftmaxProblem.of(x, out)
+    plans = dispatch.best_of_each(problem, launch.device_of(0)[1])
+    assert plans
+    for name, plan in plans.items():
+        out.fill_(torch.nan)
+        run = launch.launcher(problem, 0, plan)
+        run(x, out)
+        check(out, x)
+        assert untouched(storage, out), name
+        first = out.clone()
+        for _ in range(3):
+            run(x, out)
+            assert torch.equal(first.nan_to_num(7), out.nan_to_num(7)), f"{name} is not repeatable"
+
+
+@pytest.mark.parametrize("shape", [(300, 1000), (3, 70001), (2, 3000001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_special_values_and_in_place(shape, dtype):
+    from warpspec.softmax import softmax
+
+    values = logits(*shape, device="cuda")
+    values[0, shape[1] // 2] = torch.nan
+    values[1, 1:] = -torch.inf
+    x = values.to(dtype)
+    expected = x.clone()
+    check(softmax(x), expected)
+    assert softmax(x, out=x) is x
+    check(x, expected)
+
+
+def test_rows_of_only_minus_infinity_and_infinity():
+    from warpspec.softmax import softmax
+
+    x = torch.full((4, 5000), -torch.inf, device="cuda")
+    x[1, 17], x[2] = torch.inf, 1.0
+    y = softmax(x)
+    assert y[[0, 1, 3]].isnan().all()
+    check(y, x)
+
+
+@pytest.mark.parametrize("shape", [(64, 1000), (4, 65536), (4, 1048576)])
+def test_graph_capture(shape):
+    """Replays see new inputs; also the strategy with a workspace, beside eager calls on another stream."""
+    from warpspec.softmax import softmax
+
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    softmax(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = softmax(x)
+        z = softmax(y)
+    other = torch.cuda.Stream()
+    for _ in range(3):
+        x.normal_()
+        torch.cuda.synchronize()
+        graph.replay()
+        with torch.cuda.stream(other):
+            beside = softmax(x)
+        torch.cuda.synchronize()
+        check(y, x)
+        check(z, y)
+        assert torch.equal(beside, y)
+
+
+def test_many_streams_at_once():
+    """The grid-wide exchange on several streams: none waits for ever, none sees another's states."""
+    from warpspec.softmax import softmax
+
+    xs = [torch.randn(4, 1048576 + 8 * i, device="cuda", dtype=torch.bfloat16) for i in range(4)]
+    expected = [softmax(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(softmax(x))
+    torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        assert torch.equal(result, expected[i % len(xs)])
+
+
+def test_compiles_and_differentiates():
+    from warpspec.softmax import softmax
+
+    x = torch.randn(33, 1001, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = torch.compile(lambda x: softmax(x * 2).float().square().sum(), fullgraph=True)
+    layer(x).backward()
+    twin = x.detach().clone().requires_grad_()
+    torch.softmax(twin * 2, -1).float().square().sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad, rtol=2e-2, atol=1e-4)
+
+
+def test_length_limit():
+    from warpspec.softmax import softmax
+
+    x = torch.randn(1, 2**25, device="cuda", dtype=torch.float16)
+    check(softmax(x), x)
+    with pytest.raises(ValueError, match=r"^x: rows must have"):
+        softmax(torch.empty(1, 2**25 + 1, device="cuda", dtype=torch.float16))
+
+
+def test_a_call_takes_little_cpu_time():
+    import time
+
+    from warpspec.softmax import softmax
+
+    x = torch.randn(128, 1024, device="cuda", dtype=torch.bfloat16)
+    for _ in range(10):
+        softmax(x)
+    best = min(_timed(softmax, x, time.perf_counter) for _ in range(20))
+    assert best < 15e-6, best
+
+
+def _timed(call, x, clock):
+    torch.cuda.synchronize()
+    start = clock()
+    for _ in range(100):
+        call(x)
+    return (clock() - start) / 100
