@@ -245,8 +245,8 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.T
 def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
     """MXFP4 (e2m1, one ue8m0 scale per 32) as NVFP4.
 
-    data: uint8 [..., R, K/2], low nibble first; scale: uint8 [..., R, K/32], 2**(scale - 127), 255: NaN. One global
-    scale () for a matrix [R, K], else [E], one for each entry of the first dimension.
+    data: uint8 [R, K/2] or [E, R, K/2], low nibble first; scale: uint8 [R, K/32] or [E, R, K/32], 2**(scale - 127),
+    255: NaN. One global scale () for a matrix, [E] for E of them. Raises TypeError or ValueError naming the argument.
 
     Exact where the scales under one global scale span at most 2**17, which is what e4m3 has in powers of two (2**-9
     to 2**8). Blocks below that are rounded to e2m1 at the scale 2**-9: off by at most 2**-19 of the largest scale's 1.
@@ -254,19 +254,31 @@ def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
     for name, tensor in (("data", data), ("scale", scale)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
             raise TypeError(f"{name}: must be a uint8 tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+    if data.dim() not in (2, 3):
+        raise ValueError(f"data: must be [R, K/2] or [E, R, K/2], got {list(data.shape)}")
     k = data.shape[-1] * 2
     if k % MX_BLOCK or scale.shape != (*data.shape[:-1], k // MX_BLOCK):
         raise ValueError(
             f"scale: must be {[*data.shape[:-1], k // MX_BLOCK]} for data {list(data.shape)}, got {list(scale.shape)}"
         )
+    if data.dim() == 3:  # one at a time: what comes between is several times as large
+        parts = [_matrix_from_mxfp4(*pair) for pair in zip(data, scale, strict=True)]
+        data, scale, global_scale = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    else:
+        data, scale, global_scale = _matrix_from_mxfp4(data, scale)
+    return NVFP4Tensor(data, scale.view(torch.float8_e4m3fn), global_scale)
+
+
+def _matrix_from_mxfp4(
+    data: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(data, scale as uint8, global scale) of one matrix."""
     exponent = scale.int() - UE8M0_BIAS
     matters = (unpack(data) & ~SIGN & 0xF).unflatten(-1, (-1, MX_BLOCK)).bool().any(-1) & (scale != UE8M0_NAN)
     lowest = math.floor(math.log2(MIN_GLOBAL_SCALE)) + E4M3_MAX_EXPONENT
-    largest = (
-        torch.where(matters, exponent, lowest).flatten(1 if data.dim() > 2 else 0).amax(-1).clamp(min=lowest)
-    )
+    largest = torch.where(matters, exponent, lowest).amax().clamp(min=lowest)
     shift = largest - E4M3_MAX_EXPONENT  # global scale: 2**shift
-    relative = exponent - spread_over(shift, exponent.dim())
+    relative = exponent - shift
     below = (E4M3_MIN_EXPONENT - relative).clamp(min=0)  # halvings that values must take over from the scale
     codes = unpack(data)
     if bool((below * matters).any()):
@@ -274,5 +286,5 @@ def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
         codes = e2m1_codes(halved.flatten(-2))
     power = torch.exp2((relative + below).clamp(max=E4M3_MAX_EXPONENT).float()) * matters
     power = torch.where(scale == UE8M0_NAN, torch.nan, power)
-    narrow = power.to(torch.float8_e4m3fn).repeat_interleave(MX_BLOCK // BLOCK, dim=-1)
-    return NVFP4Tensor(pack(codes), narrow, torch.exp2(shift.float()))
+    narrow = power.to(torch.float8_e4m3fn).view(torch.uint8).repeat_interleave(MX_BLOCK // BLOCK, dim=-1)
+    return pack(codes), narrow, torch.exp2(shift.float())
