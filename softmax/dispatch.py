@@ -258,8 +258,8 @@ def _resident(problem: SoftmaxProblem, device: Device):
 
 def _split(problem: SoftmaxProblem, device: Device):
     for groups in (1, 2, 4, 8):
-        group = device.sms // groups
-        if groups <= problem.rows and _vectors(problem) >= group * RESIDENT_THREADS:
+        group = max(1, device.sms // groups)
+        if groups <= min(problem.rows, device.sms) and _vectors(problem) >= group * RESIDENT_THREADS:
             yield _in_rounds(problem, device, "split", 0, groups, group, ROUND_GRID_US)
 
 
