@@ -161,7 +161,7 @@ def store_weights(
         vectors = tma.ROW_BYTES // VECTOR_BYTES
         words = VECTOR_BYTES // WORD_BYTES
         count = cute.size(weights) // words
-        # The first vector's address; the others of a block differ by an exclusive-or, blocks by a constant: one register.
+        # The first vector's address; the others of a block differ by an exclusive-or, blocks by a constant.
         start = p.toint() + row.index * tma.ROW_BYTES + row.index % SWIZZLE_ROWS * VECTOR_BYTES
         for place in cutlass.range_constexpr(vectors):
             address = start ^ place * VECTOR_BYTES

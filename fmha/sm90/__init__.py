@@ -8,6 +8,7 @@ import torch
 
 from warpspec.common.compile import TVM_FFI, compile_cached
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
+from warpspec.fmha.scheduler import TileGrid, balanced_section, key_span
 from warpspec.fmha.sm90.config import ELEMENT_BYTES, AttentionConfig
 from warpspec.fmha.sm100 import partial_results, scalars
 from warpspec.fmha.splits import choose_splits, visited_tiles
@@ -17,6 +18,7 @@ __all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim"]
 ARCH = "sm_90a"
 SM_COUNT = 132  # of an H100 or H200
 L2_BYTES = 50 << 20  # of an H100; an H200's 60 MiB hold a little more
+L2_SHARE = 0.8  # of L2 for K and V
 
 
 def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
@@ -48,17 +50,36 @@ def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[Attention
     return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
 
 
-def section(problem: AttentionProblem, config: AttentionConfig) -> int:
-    """Heads of a section (``TileGrid.decode``): what leaves half of L2 for everything else."""
+def section(problem: AttentionProblem, config: AttentionConfig, ctas: int) -> int:
+    """Heads of a section (``TileGrid.decode``): no more than have their K and V in L2 together."""
     head_bytes = problem.seq_k * problem.head_dim * ELEMENT_BYTES * len(config.rings)
-    return max(L2_BYTES // 2 // max(head_bytes, 1), 1) * -(-problem.group // config.pack)
+    head_tiles = -(-problem.group // config.pack)
+    largest = max(int(L2_SHARE * L2_BYTES / max(head_bytes, 1)), 1) * head_tiles
+    if not config.causal:
+        return largest  # not read
+    query_tiles = -(-problem.seq_q // config.queries)
+    bounds = {
+        "causal": True,
+        "left": problem.window_left,
+        "right": problem.window_right,
+        "key_stride": config.key_stride,
+    }
+    start = problem.seq_k - problem.seq_q  # as if no row's length or position were given
+    counts = []
+    for first in range(0, problem.seq_q, config.queries):
+        last = min(first + config.queries, problem.seq_q) - 1
+        counts.append(key_span(start + first, start + last, problem.seq_k, config.tile_n, bounds).count)
+    return balanced_section(
+        TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch), ctas, counts, largest
+    )
 
 
 @lru_cache(maxsize=4096)
 def prepared(problem: AttentionProblem, sm_count: int, native: bool) -> tuple:
     """(number of splits, numbers among the kernel's arguments, compiled kernel)."""
     config, splits = plan(problem, sm_count)
-    numbers = (*scalars(problem), sm_count * config.shape.ctas_per_sm, section(problem, config))
+    ctas = sm_count * config.shape.ctas_per_sm
+    numbers = (*scalars(problem), ctas, section(problem, config, ctas))
     return splits, numbers, compiled(config, native)
 
 

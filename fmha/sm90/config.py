@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import DECODE, PREFILL, WARPGROUP_ROWS, Shape
+from warpspec.fmha.sm90.shapes import DECODE, NARROW, NARROW_KEYS, PREFILL, WARPGROUP_ROWS, Shape
 from warpspec.fmha.sm100.config import EXACT_QUERIES, PAGE_SIZES, RESCALE_THRESHOLD, choose_pack
 
 WARP_THREADS = 32
@@ -26,6 +26,16 @@ FIRST_ORDER_BARRIER = (
     1  # named barriers in which consumers take turns at the tensor core: one each from here on
 )
 CLEAR_BARRIER = 5  # named barrier of all consumers, around rows of V that one of them clears
+
+
+def shapes_for(problem: AttentionProblem, pack: int) -> dict[int, Shape]:
+    """The table that suits a problem, by head dimension."""
+    if problem.paged or -(-problem.seq_q // (WARPGROUP_ROWS // pack)) == 1:
+        return DECODE
+    right = 0 if problem.causal else problem.window_right
+    if problem.window_left is not None and right is not None:
+        return NARROW if problem.window_left + right < NARROW_KEYS else PREFILL
+    return PREFILL
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,7 @@ class AttentionConfig:
             )
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
-            few_rows = -(-problem.seq_q // (WARPGROUP_ROWS // pack)) == 1
-            shape = (DECODE if few_rows or problem.paged else PREFILL)[problem.head_dim]
+            shape = shapes_for(problem, pack)[problem.head_dim]
         if problem.paged and problem.page_size not in PAGE_SIZES:
             raise UnsupportedProblem(f"sm90 attention: page_size={problem.page_size} is not supported")
         return cls(

@@ -36,3 +36,6 @@ DECODE = {
     128: Shape(1, 64, 3, 2, 208, 48),
     256: Shape(1, 64, 3, 1, 240, 24),
 }
+# Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
+NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24)}
+NARROW_KEYS = 512  # keys of a window up to which it counts as narrow

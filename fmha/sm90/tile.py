@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.fmha.scheduler import place_in_round
 from warpspec.fmha.sm100 import tile as one_tile
 
 
@@ -30,20 +31,14 @@ def locate(config, operands, where: Where, index) -> one_tile.Tile:
 
 def rounds(where: Where) -> Int32:
     """Tiles that this CTA does."""
+    cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     whole, rest = where.tiles // ctas, where.tiles % ctas
-    return whole + Int32(cutlass.select_(place_in_round(whole) < rest, Int32(1), Int32(0)))
+    return whole + Int32(cutlass.select_(place_in_round(whole, cta, ctas) < rest, Int32(1), Int32(0)))
 
 
 def index_of(round_) -> Int32:
     """Which tile this CTA does in a round."""
-    ctas, _, _ = cute.arch.grid_dim()
-    return round_ * ctas + place_in_round(round_)
-
-
-def place_in_round(round_) -> Int32:
-    """CTAs take the tiles of a round in their order, of the next in the opposite one: tiles get shorter along each, so
-    that a CTA's longer and shorter ones make up for each other."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
-    return Int32(cutlass.select_(round_ % 2 == 0, cta, ctas - 1 - cta))
+    return round_ * ctas + place_in_round(round_, cta, ctas)

@@ -1,0 +1,213 @@
+"""Attention on this machine's GPU against its peers: prints tables, writes a PNG.
+
+    python scripts/bench_attention.py [--only prefill|decode|paged] [--markdown] [--png FILE]
+
+Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
+SDPA on cuDNN for prefill, torch's SDPA for decode. A ratio is the peer's time over ours: above 1 we are faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import gpu_bench
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from warpspec.fmha import attention
+
+BF16 = torch.bfloat16
+WRONG = 5e-3  # relative difference from a peer's result that no bf16 rounding explains
+
+# (batch, heads, length, D, causal, window)
+PREFILL = [
+    (2, 32, 8192, 128, True, None),
+    (2, 32, 8192, 64, True, None),
+    (2, 16, 8192, 256, True, None),
+    (2, 32, 8192, 128, False, None),
+    (2, 32, 8192, 128, True, 128),
+    (2, 32, 8192, 64, True, 128),
+]
+# (batch, keys, D) of 64 query and 8 KV heads
+DECODE = [(batch, keys, d) for d in (128, 64) for batch, keys in ((32, 8192), (128, 1024), (1, 65536))]
+PAGES = (16, 32, 64, 128)
+
+
+def flash_attention():
+    """flash-attn-4's function, or None where it is not installed."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
+
+
+def random(*shape) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=BF16)
+
+
+def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Stop where a result is not the peer's: a wrong kernel has no speed."""
+    difference = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    if not difference < WRONG:
+        raise SystemExit(f"{name}: differs from the peer by {difference:.1e}")
+
+
+def prefill() -> list[list]:
+    rows = []
+    flash = flash_attention()
+    for batch, heads, length, d, causal, window in PREFILL:
+        q, k, v = (random(batch, length, heads, d) for _ in range(3))
+        sink = torch.randn(heads, device="cuda") if window else None
+        sides = (window - 1, 0) if window else None
+        out = torch.empty_like(q)
+        calls = {"warpspec": lambda q=q, k=k, v=v, causal=causal, sides=sides, sink=sink, out=out: attention(
+            q, k, v, causal=causal, window=sides, sink=sink, out=out
+        )}  # fmt: skip
+        if not window:
+            heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+            def cudnn(heads_first=heads_first, causal=causal):
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    return scaled_dot_product_attention(*heads_first, is_causal=causal)
+
+            calls["cuDNN"] = cudnn
+            calls["warpspec"]()
+            agree(f"prefill D {d}", out, cudnn().transpose(1, 2))
+        if flash is not None:
+            calls["flash-attn-4"] = lambda q=q, k=k, v=v, causal=causal, sides=sides, sink=sink: flash(
+                q, k, v, causal=causal, window_size=sides or (None, None),
+                learnable_sink=None if sink is None else sink.to(BF16),
+            )  # fmt: skip
+        times = gpu_bench.gpu_times(calls, [()])
+        pairs = length * window if window else length * length // (2 if causal else 1)
+        flops = 4 * batch * heads * pairs * d
+        kind = f"{'causal' if causal else 'full'}{f' window {window} sink' if window else ''}"
+        name = f"B{batch} H{heads} S{length} D{d} {kind}"
+        rows.append([name, *columns(times, flops * 1e-6, ("flash-attn-4", "cuDNN"))])
+    return rows
+
+
+def columns(times: dict[str, float], work: float, peers: tuple[str, ...]) -> list:
+    """Our time and rate, then of each peer its rate and the ratio. work: so that work / us is the rate."""
+    ours = times["warpspec"]
+    cells = [ours, work / ours]
+    for peer in peers:
+        cells += [work / times[peer], times[peer] / ours] if peer in times else [None, None]
+    return cells
+
+
+def decode_inputs(batch: int, keys: int, d: int):
+    return random(batch, 1, 64, d), random(batch, keys, 8, d), random(batch, keys, 8, d)
+
+
+def decode() -> list[list]:
+    rows = []
+    for batch, keys, d in DECODE:
+        q, k, v = decode_inputs(batch, keys, d)
+        out = torch.empty_like(q)
+        heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+        def ours(q=q, k=k, v=v, out=out):
+            return attention(q, k, v, out=out)
+
+        def torchs(heads_first=heads_first):
+            return scaled_dot_product_attention(*heads_first, enable_gqa=True)
+
+        ours()
+        agree(f"decode B{batch} D{d}", out, torchs().transpose(1, 2))
+        times = {
+            name: gpu_bench.graph_time(call, [()], calls=8)
+            for name, call in (("warpspec", ours), ("SDPA", torchs))
+        }
+        bytes_read = 2 * k.numel() * k.element_size()
+        rows.append([f"B{batch} L{keys} 64/8 heads D{d}", *columns(times, bytes_read * 1e-6, ("SDPA",))])
+    return rows
+
+
+def paged() -> list[list]:
+    """Decode through a page table in random order against dense keys."""
+    rows = []
+    for batch, keys, d in DECODE:
+        if batch == 1:
+            continue
+        q, k, v = decode_inputs(batch, keys, d)
+        out = torch.empty_like(q)
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        dense = gpu_bench.graph_time(
+            lambda q=q, k=k, v=v, out=out: attention(q, k, v, out=out), [()], calls=8
+        )
+        expected = out.clone()
+        cells = []
+        for size in PAGES:
+            pages = batch * keys // size
+            order = torch.randperm(pages, device="cuda")
+            stored = []
+            for tensor in (k, v):
+                stored.append(torch.empty(pages, size, 8, d, device="cuda", dtype=BF16))
+                stored[-1][order] = tensor.view(pages, size, 8, d)
+            table = order.view(batch, -1).int()
+
+            def call(q=q, stored=stored, lengths=lengths, table=table, out=out):
+                return attention(q, *stored, kv_lengths=lengths, page_table=table, out=out)
+
+            out.fill_(torch.nan)
+            call()
+            agree(f"pages of {size}", out, expected)
+            cells.append(gpu_bench.graph_time(call, [()], calls=8) / dense)
+        rows.append([f"B{batch} L{keys} 64/8 heads D{d}", dense, *cells])
+    return rows
+
+
+def plot(rows: list[list], path: str) -> None:
+    """Bars of the prefill rates."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for i, (label, column) in enumerate((("warpspec", 2), ("flash-attn-4", 3), ("cuDNN", 5))):
+        heights = [row[column] or 0 for row in rows]
+        axes.barh([y + 0.27 * (1 - i) for y in range(len(rows))], heights, height=0.25, label=label)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+    axes.set_xlabel("TFLOP/s")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("prefill", "decode", "paged"))
+    parser.add_argument("--markdown", action="store_true", help="tables for the README")
+    parser.add_argument("--png", help="write the prefill rates as a picture")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_attention.py needs an NVIDIA GPU")
+    print(gpu_bench.header())
+    if options.only in (None, "prefill"):
+        rows = prefill()
+        names = ["prefill", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
+        print(gpu_bench.table(names, rows, markdown=options.markdown), flush=True)
+        if options.png:
+            plot(rows, options.png)
+    if options.only in (None, "decode"):
+        copy = gpu_bench.copy_bandwidth()
+        names = ["decode", "us", "TB/s", "SDPA", "ratio"]
+        print(
+            f"\ncopy {copy:.2f} TB/s\n" + gpu_bench.table(names, decode(), markdown=options.markdown),
+            flush=True,
+        )
+    if options.only in (None, "paged"):
+        names = ["paged decode", "dense us", *(f"pages of {size}" for size in PAGES)]
+        print("\n" + gpu_bench.table(names, paged(), markdown=options.markdown), flush=True)
+    if options.only is None:
+        q, k, v = decode_inputs(4, 512, 128)
+        host = gpu_bench.host_time(lambda: attention(q, k, v, num_splits=1), [()])
+        print(f"\nhost: {host:.0f} us of CPU time a call")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Attention on the GPU of this machine: the shared cases, CUDA graphs, torch.compile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import CASES, Case, arguments, check, poisoned_out
+
+from warpspec.fmha import attention
+
+pytestmark = pytest.mark.gpu
+HEAD_DIMS = (64, 128, 256)
+
+
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements with the same strides."""
+    sizes = [1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    copy = torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device="cuda")
+    copy.copy_(tensor.as_strided(sizes, tensor.stride()))
+    return copy.as_strided(tensor.shape, tensor.stride())
+
+
+def moved(values: dict) -> dict:
+    """Tensors to the GPU, the rest as it is."""
+    return {name: on_gpu(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+
+
+def random(*shape) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_case(case, head_dim):
+    case = replace(case, head_dim=head_dim)
+    inputs = arguments(case, 0)
+    out = poisoned_out(case)
+    out = None if out is None else on_gpu(out)
+    result = attention(**moved(inputs), out=out, return_lse=case.normalize)
+    if case.normalize:
+        result = tuple(t.cpu() for t in result)
+    else:
+        result = type(result)(result.o.cpu(), result.row_max.cpu(), result.row_sum.cpu())
+    check(case, result, inputs)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7, None])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_splits(head_dim, splits):
+    case = Case(
+        "splits", seq_q=2, seq_k=3000, heads_q=16, heads_kv=2, head_dim=head_dim, causal=True, sink=True
+    )
+    inputs = arguments(case, 0)
+    result = attention(**moved(inputs), return_lse=True, num_splits=splits)
+    check(case, tuple(t.cpu() for t in result), inputs)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pages(head_dim, page_size):
+    batch, slots = 3, 512 // page_size
+    pages = batch * slots + 2
+    q = random(batch, 2, 16, head_dim)
+    k, v = (random(pages, page_size, 2, head_dim) for _ in "kv")
+    table = torch.randperm(pages, device="cuda")[: batch * slots].view(batch, slots).int()
+    lengths = torch.tensor([512, 0, 391], device="cuda", dtype=torch.int32)
+    got = attention(q, k, v, kv_lengths=lengths, page_table=table, causal=True)
+    dense = [t[table.long()].view(batch, -1, 2, head_dim) for t in (k, v)]
+    expected = attention(q, *dense, kv_lengths=lengths, causal=True, backend="reference")
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_results_repeat_bitwise():
+    q, k, v = (random(2, 1000, 8, 128) for _ in "qkv")
+    first = attention(q, k, v, causal=True)
+    for _ in range(20):
+        assert torch.equal(attention(q, k, v, causal=True), first)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_cuda_graph(splits):
+    q, k, v = random(1, 1, 16, 128), random(1, 900, 2, 128), random(1, 900, 2, 128)
+    out = torch.empty_like(q)
+    attention(q, k, v, num_splits=splits, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention(q, k, v, num_splits=splits, out=out)
+    for t in (q, k, v):
+        t.normal_()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, num_splits=splits))
+
+
+def test_torch_compile():
+    def layer(q, k, v):
+        return attention(q * 2, k, v, causal=True, return_lse=True)
+
+    q, k, v = (random(1, 300, 4, 64) for _ in "qkv")
+    for got, expected in zip(torch.compile(layer, fullgraph=True)(q, k, v), layer(q, k, v), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_overlapping_out_is_seen_in_repeated_calls():
+    q, k = random(1, 64, 4, 64), random(1, 64, 4, 64)
+    attention(q, k, k, out=torch.empty_like(q))
+    with pytest.raises(ValueError, match="out: must not overlap"):
+        attention(q, k, k, out=q)
+
+
+@pytest.mark.parametrize("wrong", [4, -1, 2**30])
+def test_a_page_that_does_not_exist_reads_as_zeros(wrong):
+    q, k = random(1, 1, 8, 64), random(4, 64, 1, 64)
+    lengths = torch.tensor([128], device="cuda", dtype=torch.int32)
+    table = torch.tensor([[1, wrong]], device="cuda", dtype=torch.int32)
+    page = torch.cat([k[1], torch.zeros_like(k[1])])[None]
+    got = attention(q, k, k, kv_lengths=lengths, page_table=table)
+    expected = attention(q, page, page, backend="reference")
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
