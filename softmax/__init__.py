@@ -6,8 +6,9 @@ import torch
 
 from warpspec.softmax import ops
 from warpspec.softmax.problem import check_input, check_output
+from warpspec.softmax.topk import softmax_topk
 
-__all__ = ["softmax"]
+__all__ = ["softmax", "softmax_topk"]
 
 
 def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
@@ -26,12 +27,17 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     Raises TypeError or ValueError naming the argument, UnsupportedProblem where the backend does not run on the
     device, NotImplementedError for gradients with out.
     """
+    plain = isinstance(x, torch.Tensor) and not ops.needs_operator(x)
+    if plain and out is None and x.is_cuda and x.is_contiguous():
+        result = ops.run_again(x, backend)
+        if result is not None:
+            return result
     check_input(x)
     if out is not None:
         check_output(out, x, memory=not torch.compiler.is_compiling() and type(x) in ops.PLAIN_TENSORS)
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             raise NotImplementedError("out: gradients need a new result, got out with requires_grad")
-    if not ops.needs_operator(x):
+    if plain:
         return ops.run(x, out, backend)
     if out is None:
         return ops.softmax_op(x, backend)

@@ -1,15 +1,18 @@
-"""``softmax``'s torch operators, and the short way past them.
+"""``softmax``'s torch operators, and the short ways past them.
 
 ``warpspec::softmax`` allocates its result and is differentiable; ``warpspec::softmax_out`` writes the caller's.
 Dispatching an operator written in Python takes longer than all else that a call does on the host, so a plain
-eager call on plain tensors goes straight to ``run``: see ``needs_operator``.
+eager call on plain tensors goes straight to ``run`` (see ``needs_operator``), and one that is like an earlier one
+straight to that one's launcher (``run_again``).
 """
+
+import os
 
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
 from warpspec.softmax import reference
-from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, check_output
+from warpspec.softmax.problem import VECTOR_BYTES, SoftmaxProblem, as_matrix, check_input, check_output
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -31,8 +34,9 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
     check_input(x)
     if out is not None:
         check_output(out, x)
-    backend = resolve_backend(backend, x.device)
-    if out is None:
+    asked, backend = backend, resolve_backend(backend, x.device)
+    fresh = out is None
+    if fresh:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if backend == "reference":
         out.copy_(reference.softmax(x))
@@ -40,31 +44,66 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
         source = as_matrix(x)
         source = as_matrix(x.contiguous()) if source is None else source
         target = as_matrix(out)
-        launch = _launch_cuda if x.is_cuda else _run_sim
-        launch(source, target)
+        if not x.is_cuda:
+            _run_sim(source, target)
+        else:
+            launcher = _launch_cuda(source, target)
+            if fresh and x.is_contiguous():
+                _remember(_calls, _call_key(x, asked), launcher)
     return out
 
 
+MOST_REMEMBERED = 4096
 _launchers: dict[tuple, object] = {}  # by what decides the plan: a compiled kernel, ready to be called
-MOST_LAUNCHERS = 4096
+_calls: dict[tuple, object] = {}  # the same by all that ``run`` would look at: see ``run_again``
 
 
-def _launch_cuda(source: torch.Tensor, target: torch.Tensor) -> None:
-    """One launch on the tensors' device and its current stream; no synchronisation."""
+def _remember(memory: dict, key: tuple, launcher) -> None:
+    if len(memory) >= MOST_REMEMBERED:
+        memory.clear()
+    memory[key] = launcher
+
+
+def _call_key(x: torch.Tensor, backend: str) -> tuple:
+    """Of contiguous x: what the checks, the backend and the plan of a call without ``out`` depend on."""
+    variable = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else None
+    return x.shape, x.dtype, x.get_device(), x.data_ptr() % VECTOR_BYTES, backend, variable
+
+
+def run_again(x: torch.Tensor, backend: str) -> torch.Tensor | None:
+    """The softmax of contiguous CUDA tensor x, if ``run`` has had one like it and it ran on the GPU; else None.
+
+    Like it: of the same shape, dtype, device and alignment. The result's alignment is the allocator's.
+    """
+    launcher = _calls.get(_call_key(x, backend))
+    if launcher is None or x.get_device() != torch.cuda.current_device():
+        return None
+    out = torch.empty_like(x)
+    if x.dim() == 2 and x.shape[0] > 1:
+        launcher(x, out)
+    else:  # a single row's stride may be anything
+        length = x.shape[-1]
+        size, stride = (x.numel() // length, length), (length, 1)
+        launcher(x.as_strided(size, stride), out.as_strided(size, stride))
+    return out
+
+
+def _launch_cuda(source: torch.Tensor, target: torch.Tensor):
+    """One launch on the tensors' device and its current stream; no synchronisation. Returns the launcher."""
     problem = SoftmaxProblem.of(source, target)
     index = source.device.index
     launcher = _launchers.get((problem, index))
     if launcher is None:
         from warpspec.softmax import launch
 
-        if len(_launchers) >= MOST_LAUNCHERS:
-            _launchers.clear()
-        launcher = _launchers[problem, index] = launch.launcher(problem, index)
+        launcher = launch.launcher(problem, index)
+        _remember(_launchers, (problem, index), launcher)
     if index == torch.cuda.current_device():
         launcher(source, target)
     else:
         with torch.cuda.device(index):
             launcher(source, target)
+    return launcher
 
 
 def _run_sim(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -157,6 +157,11 @@ class TestOperator:
 
 
 class TestDispatcher:
+    def test_a_split_is_not_larger_than_the_gpu(self):
+        for sms in (1, 2, 7, 132):
+            problem = SoftmaxProblem(3, 2**25, "float32")
+            assert dispatch.candidates(problem, dispatch.Device(sms, 1 << 20))
+
     @given(
         rows=st.one_of(st.integers(1, 40), st.integers(1, 2**20)),
         length=st.one_of(st.integers(1, 600), st.integers(1, MOST_ELEMENTS)),
