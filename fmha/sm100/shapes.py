@@ -29,14 +29,14 @@ class Shape:
 # The first of a head dimension is its default. Where K and V are one tensor a stage holds one tile, not two.
 SHAPES: dict[int, tuple[Shape, ...]] = {
     64: (Shape(128, 128, "tmem", 3, 2, 4), Shape(128, 64, "smem", 4, 2, 4)),
-    128: (Shape(128, 128, "tmem", 3, 1), Shape(128, 64, "tmem", 2, 2), Shape(128, 128, "smem", 2, 1)),
+    128: (Shape(128, 128, "tmem", 3, 1), Shape(128, 64, "tmem", 2, 2), Shape(128, 64, "smem", 2, 2)),
     256: (Shape(128, 64, "tmem", 2, 1), Shape(128, 64, "smem", 2, 1)),
     512: (Shape(64, 64, "smem", 1, 1),),
 }
 # K and V one tensor: a stage is half as large.
 SHARED_SHAPES: dict[int, tuple[Shape, ...]] = {
     64: (Shape(128, 128, "tmem", 4, 2, 4), Shape(128, 64, "smem", 6, 2, 4)),
-    128: (Shape(128, 128, "tmem", 4, 1), Shape(128, 64, "tmem", 4, 2), Shape(128, 128, "smem", 4, 1)),
+    128: (Shape(128, 128, "tmem", 4, 1), Shape(128, 64, "tmem", 4, 2), Shape(128, 64, "smem", 4, 2)),
     256: (Shape(128, 64, "tmem", 4, 1), Shape(128, 64, "smem", 4, 1)),
     512: (Shape(64, 64, "smem", 2, 1),),
 }

@@ -11,10 +11,9 @@ from cutlass import Float32, Int32
 from warpspec.common import tma, tmem
 from warpspec.fmha.device_mask import hide
 from warpspec.fmha.sm100 import bias
-from warpspec.fmha.sm100.config import BLOCK, QUARTER_LANES
+from warpspec.fmha.sm100.config import QUARTER_LANES
 from warpspec.fmha.softmax import exponentiate, maximum, move_reference, scale_by
 
-P_SLICE = 16  # keys
 O_PART = 32  # columns of O in registers at a time while it is rescaled
 WORD_BYTES = 4
 VECTOR_BYTES = 16  # one store to shared memory, and the unit that the 128-byte swizzle moves
@@ -110,25 +109,20 @@ def tile_step(
     reference, factor, moved = move_reference(reference, row_maximum, scale_log2, config.rescale_threshold)
     reference, factor = share(config, row, reference), share(config, row, factor)
     polynomial_every = 0 if masked else config.shape.polynomial_every
-    row_sum = row_sum * factor
-    keys = slice_keys(config)
-    for part in cutlass.range_constexpr(config.tile_n // keys):
-        of_part = cute.local_tile(scores, (keys,), (part,))
-        row_sum = row_sum + exponentiate(
-            of_part, reference, scale_log2, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
-        )
-        weights = cute.make_rmem_tensor(keys, dtype)  # (KEY of the slice)
-        weights.store(of_part.load().to(dtype))
-        if cutlass.const_expr(part == 0):
-            channels["pv_done"].wait_previous(step)
-            tmem.fence_after_wait()
-            if (step > 0) & cute.arch.vote_any_sync(moved):
-                rescale(config, columns.o, factor, row.thread)
-        words = cute.recast_tensor(weights, Int32)
-        if cutlass.const_expr(config.p_in_smem):
-            store_weights(config, row, words, columns.p_smem, part)
-        else:
-            tmem.store_row(words, columns.p, row.thread)
+    row_sum = row_sum * factor + exponentiate(
+        scores, reference, scale_log2, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
+    )
+    weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
+    weights.store(scores.load().to(dtype))
+
+    channels["pv_done"].wait_previous(step)
+    tmem.fence_after_wait()
+    if (step > 0) & cute.arch.vote_any_sync(moved):
+        rescale(config, columns.o, factor, row.thread)
+    if cutlass.const_expr(config.p_in_smem):
+        store_weights(config, row, cute.recast_tensor(weights, Int32), columns.p_smem)
+    else:
+        tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, row.thread)
     # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
     if masked and (config.band or config.has_kv_lengths) and span.has_unseen(span.tile(step), config.tile_n):
         full = channels[config.v_ring + "_full"]
@@ -142,37 +136,26 @@ def tile_step(
     return reference, row_maximum, row_sum
 
 
-def slice_keys(config) -> int:
-    """Keys whose P is made, converted and stored at a time: all of a tile, or, where P of a long one goes to shared
-    memory, so few that registers suffice. PV of the tile before then only hides the first slice's exponentials."""
-    return P_SLICE if config.p_in_smem and config.tile_n > BLOCK else config.tile_n
-
-
 @cute.jit
-def store_weights(
-    config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.Pointer, part: cutlass.Constexpr
-):
-    """A slice of P of this thread's row to shared memory, as tcgen05.mma reads it: blocks of 64 keys, in each the
-    row's 128 bytes, whose 16-byte vectors the swizzle exchanges by the row's number.
+def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.Pointer):
+    """P of this thread's row to shared memory, as tcgen05.mma reads it: blocks of 64 keys, in each the row's
+    128 bytes, whose 16-byte vectors the swizzle exchanges by the row's number.
 
-    weights: (keys / 2) 32 bits, two keys each: the part-th slice. p: Uint8. The caller fences before it signals.
+    weights: (tile_n / 2) 32 bits, two keys each. p: Uint8. The caller fences before it signals.
     """
     if row.half == 0:
         vectors = tma.ROW_BYTES // VECTOR_BYTES
         words = VECTOR_BYTES // WORD_BYTES
-        count = cute.size(weights) // words
-        # The first vector's address; the others of a block differ by an exclusive-or, blocks by a constant.
-        start = p.toint() + row.index * tma.ROW_BYTES + row.index % SWIZZLE_ROWS * VECTOR_BYTES
+        blocks = cute.size(weights) // (vectors * words)
         for place in cutlass.range_constexpr(vectors):
-            address = start ^ place * VECTOR_BYTES
-            base = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-            for vector in cutlass.range_constexpr(count):
-                block, place_of_vector = divmod(part * count + vector, vectors)
-                if cutlass.const_expr(place_of_vector == place):
-                    target = cute.make_tensor(
-                        base + block * config.tile_m * tma.ROW_BYTES // WORD_BYTES, cute.make_layout(words)
-                    )  # (WORD)
-                    cute.autovec_copy(cute.local_tile(weights, (words,), (vector,)), target)
+            # One address a place; blocks lie at constant distances from it, which cost no register.
+            offset = row.index * tma.ROW_BYTES + (place ^ row.index % SWIZZLE_ROWS) * VECTOR_BYTES
+            base = cute.recast_ptr((p + offset).align(VECTOR_BYTES), dtype=Int32)
+            for block in cutlass.range_constexpr(blocks):
+                target = cute.make_tensor(
+                    base + block * config.tile_m * tma.ROW_BYTES // WORD_BYTES, cute.make_layout(words)
+                )  # (WORD)
+                cute.autovec_copy(cute.local_tile(weights, (words,), (block * vectors + place,)), target)
 
 
 @cute.jit
