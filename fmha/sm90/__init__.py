@@ -109,10 +109,10 @@ def run(
 
     splits, numbers, kernel = prepared(problem, sm_count, native)
     if splits == 1:
-        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table)
+        tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
         return launch(kernel, tensors, numbers), None
     partial = partial_results(problem, splits)
-    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table)
+    tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table, bias)
     first = launch(kernel, tensors, numbers)
     return first, combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
 
@@ -158,6 +158,7 @@ def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from warpspec.fmha.sm90.kernel import Attention
+    from warpspec.fmha.sm100.bias import TYPES
 
     def tensor(dtype, rank, last=None):
         step = ROW_ALIGNMENT * 8 // dtype.width if last is not None else 1
@@ -181,6 +182,7 @@ def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
         tensor(fp32, 3) if config.has_lse else None,
         *(None if config.normalize else tensor(fp32, 4 if config.splits else 3) for _ in range(2)),
         tensor(int32, 2) if config.page_size else None,
+        tensor(TYPES[config.bias], 4) if config.bias else None,
         *(1.0, 0, 0, 1, 1),  # scale_log2, window_left, window_right, ctas, section
         make_fake_stream(use_tvm_ffi_env_stream=native),
     )

@@ -61,6 +61,8 @@ class AttentionConfig:
     page_size: int = 0
     exact_maximum: bool = False
     bias: str | None = None
+    bias_heads: bool = False
+    bias_batches: bool = False
 
     def __post_init__(self):
         assert 1 <= self.pack <= WARPGROUP_ROWS
@@ -73,8 +75,8 @@ class AttentionConfig:
     @classmethod
     def of(cls, problem: AttentionProblem, *, shape: Shape | None = None, splits: bool = False):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
-        if problem.has_bias:
-            raise UnsupportedProblem("sm90 attention: bias is not supported yet")
+        if problem.bias_rows == "strided":
+            raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         if problem.head_dim not in PREFILL:
             raise UnsupportedProblem(
                 f"sm90 attention: D must be one of {', '.join(map(str, PREFILL))}, got {problem.head_dim}"
@@ -103,6 +105,9 @@ class AttentionConfig:
             splits=splits,
             page_size=problem.page_size or 0,
             exact_maximum=problem.seq_q <= EXACT_QUERIES,
+            bias=str(problem.bias_dtype).removeprefix("torch.") if problem.has_bias else None,
+            bias_heads=problem.has_bias and problem.bias_heads,
+            bias_batches=problem.has_bias and problem.bias_batches,
         )
 
     @property

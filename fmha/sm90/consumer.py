@@ -18,10 +18,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
-from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER, WARPGROUP_THREADS
 from warpspec.fmha.sm90.rows import ROW_HALVES
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.fmha.sm100.bias import unit
 from warpspec.fmha.softmax import move_reference
 
 ONE_WARPGROUP = (1, 1, 1)
@@ -101,14 +102,15 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """One consumer's part of a tile. rows: the thread's two. group: which consumer; thread: 0..127 of it. use: KV tiles
-    that this CTA has done before. v_base: Uint8 pointer to the first V stage."""
+    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer;
+    thread: 0..127 of it. use: KV tiles that this CTA has done before. v_base: Uint8 pointer to the first V stage."""
 
     config: object
     channels: dict
     mma: Products
     tile: object
     rows: tuple
+    biases: tuple | None
     group: Int32
     thread: Int32
     use: Int32
@@ -236,7 +238,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
 
     masked: some row may not see some key of the tile.
     """
-    config, span, scale_log2 = work.config, work.tile.span, work.scale_log2
+    config, span, scale_log2 = work.config, work.tile.span, unit(work.config, work.scale_log2)
     references, maxima, sums = state
     scores = flat(work.mma.s)
     first_key = span.tile(step) * config.tile_n
@@ -246,8 +248,10 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
     new = []
     for half in cutlass.range_constexpr(ROW_HALVES):
         row = work.rows[half]
+        origin = first_key + softmax.PAIR * row.half  # key of element 0
+        if cutlass.const_expr(config.bias is not None):
+            bias.add(config, scores, half, work.biases[half], origin, work.scale_log2, masked)
         if cutlass.const_expr(masked):
-            origin = first_key + softmax.PAIR * row.half
             softmax.hide(scores, half, row.first - origin if config.has_left else None, row.end - origin)
         highest = softmax.over_quad(softmax.maximum(scores, half), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[half], highest)

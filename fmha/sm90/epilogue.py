@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.fmha.sm90 import softmax
 from warpspec.fmha.sm90.recompute import recompute, tainted
 from warpspec.fmha.sm90.rows import QUAD, ROW_HALVES, place
+from warpspec.fmha.sm100.bias import unit
 from warpspec.fmha.sm100.epilogue import of_split, statistics
 
 VECTOR = 8  # 16-bit elements of one 16-byte store
@@ -27,8 +28,8 @@ def epilogue(config: cutlass.Constexpr, tile, rows, group, state, o: cute.Tensor
         empty = Boolean(total == Float32(0.0))
         where = place(config, tile, group, row)
         row_state = (references[half], maxima[half], total)
-        factor = statistics(config, row, where, tile, row_state, operands, scale_log2, empty)
-        if cutlass.const_expr(config.band):  # noqa: SIM102
+        factor = statistics(config, row, where, tile, row_state, operands, unit(config, scale_log2), empty)
+        if cutlass.const_expr(config.band or config.bias is not None):  # noqa: SIM102
             if where.in_range & tainted(o, half, total):
                 recompute(config, row, where, operands, references[half], scale_log2, o, half)
         for i in softmax.elements(o, half):

@@ -17,8 +17,9 @@ from warpspec.fmha.sm90.config import BARRIER_BYTES, BLOCK, WARPGROUP_THREADS, A
 from warpspec.fmha.sm90.consumer import Work, attend, flat, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.load import load
-from warpspec.fmha.sm90.rows import rows
+from warpspec.fmha.sm90.rows import place, rows
 from warpspec.fmha.sm90.tile import Where, index_of, locate, rounds
+from warpspec.fmha.sm100.bias import row_of
 from warpspec.fmha.sm100.kernel import Operands
 
 SMEM_CARVEOUT_PERCENT = 100
@@ -44,6 +45,7 @@ class Attention:
         row_max: cute.Tensor | None,
         row_sum: cute.Tensor | None,
         page_table: cute.Tensor | None,
+        bias: cute.Tensor | None,
         scale_log2: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -85,7 +87,7 @@ class Attention:
         splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
         total = Int32(tiles.size * splits)
         self.kernel(
-            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, None),
+            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             (tiles.query_tiles, tiles.head_tiles, splits),
@@ -172,7 +174,11 @@ def consume(
         q_use = tile_use * config.consumers + group
         if tile.span.count > 0:
             channels["q_full"].wait(q_use)
-        work = Work(config, channels, mma, tile, mine, group, thread, use, scale_log2, bases[2])
+        biases = None
+        if cutlass.const_expr(config.bias is not None):
+            places = (place(config, tile, group, row) for row in mine)
+            biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
+        work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, bases[2])
         state = attend(work)
         if tile.span.count > 0:
             channels["q_empty"].arrive_warp(q_use)

@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.rows import QUAD
+from warpspec.fmha.sm100.bias import row_of, unit
 from warpspec.fmha.sm100.pages import locate_key
 from warpspec.fmha.sm100.recompute import dot
 
@@ -46,7 +47,10 @@ def recompute(
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))
         if cutlass.const_expr(config.negate):
             score = -score
-        weight = cute.math.exp2((score - reference) * scale_log2, fastmath=True)
+        if cutlass.const_expr(config.bias is not None):
+            score = bias.of_key(row_of(config, operands.bias, place), key, score, scale_log2)
+            exists = exists & Boolean(score != -Float32.inf)
+        weight = cute.math.exp2((score - reference) * unit(config, scale_log2), fastmath=True)
         v = operands.v[(*where, place.kv_head, None)]  # (D)
         if exists:
             for block in cutlass.range_constexpr(len(own) // softmax.PAIR):

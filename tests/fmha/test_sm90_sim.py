@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, arguments, check, poisoned_out
+from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -72,6 +72,27 @@ def test_splits_and_shared_kv(head_dim):
     run(case, num_splits=3)
 
 
+@pytest.mark.parametrize(("head_dim", "dtype", "shape", "window"), [
+    (64, torch.bfloat16, (1, 4, 70, 261), None), (128, torch.float32, (2, 1, 70, 261), (100, 3)),
+], ids=["bf16 a head", "fp32 a batch row, window"])  # fmt: skip
+def test_bias(head_dim, dtype, shape, window):
+    case = Case("bias", batch=2, seq_q=70, seq_k=261, heads_q=4, heads_kv=2, head_dim=head_dim, window=window)
+    inputs = arguments(case, 0)
+    generator = torch.Generator().manual_seed(0)
+    bias = 2 * torch.randn(shape, generator=generator)
+    bias[torch.rand(shape, generator=generator) < 0.3] = -torch.inf
+    bias[torch.rand(shape, generator=generator) < 0.1] = torch.finfo(
+        dtype
+    ).min  # stays finite, weighs nothing
+    bias[:, :, 5] = -torch.inf  # a row that sees no key
+    bias = bias.to(dtype)
+    o, lse = attention(**inputs, bias=bias, return_lse=True, backend="sim")
+    expected, lse_expected = attention(**inputs, bias=bias, return_lse=True, backend="reference")
+    assert relative_error(o.float(), expected.float()) <= 4e-3
+    torch.testing.assert_close(lse, lse_expected, rtol=0, atol=1e-3)
+    assert (o[:, 5] == 0).all() and (lse[:, :, 5] == -torch.inf).all()
+
+
 def config_of(case: Case, **options):
     inputs = arguments(case, 0)
     q, k, v = (inputs.pop(name) for name in "qkv")
@@ -121,6 +142,3 @@ def test_nothing_spills(shape, variant):
 def test_what_is_refused():
     with pytest.raises(UnsupportedProblem, match="sm90 attention: D must be one of 64, 128, 256, got 512"):
         sm90.AttentionConfig.of(config_of(Case("wide", seq_q=2, seq_k=8, head_dim=512)))
-    bias = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedProblem, match="sm90 attention: bias"):
-        sm90.AttentionConfig.of(config_of(Case("bias", seq_q=2, seq_k=8), bias=bias))
