@@ -18,10 +18,13 @@ from generated_tables import Section, main, table  # in this folder
 
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90 import config as hopper_config
+from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
 
-MARKERS = (  # begin and end, of attention and of the grouped GEMM
+MARKERS = (  # begin and end, of attention for sm_100a and sm_90a and of the grouped GEMM
     ("<!-- scripts/print_budgets.py: begin -->", "<!-- scripts/print_budgets.py: end -->"),
+    ("<!-- scripts/print_budgets.py, sm_90a: begin -->", "<!-- scripts/print_budgets.py, sm_90a: end -->"),
     (
         "<!-- scripts/print_budgets.py, grouped GEMM: begin -->",
         "<!-- scripts/print_budgets.py, grouped GEMM: end -->",
@@ -211,9 +214,44 @@ def attention() -> str:
     )
 
 
+def hopper() -> str:
+    """Everything generated of attention for sm_90a: its shapes, and the barriers of one of them."""
+    rows = []
+    uses = (
+        ("prefill", hopper_shapes.PREFILL),
+        ("narrow windows", hopper_shapes.NARROW),
+        ("decode", hopper_shapes.DECODE),
+    )
+    for use, shapes in uses:
+        for head_dim, shape in shapes.items():
+            if shapes is hopper_shapes.NARROW and shape == hopper_shapes.PREFILL[head_dim]:
+                continue
+            c = hopper_config.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape)
+            rows.append(
+                (
+                    use,
+                    head_dim,
+                    f"{c.consumers} x {hopper_shapes.WARPGROUP_ROWS} x {c.tile_n}",
+                    c.kv_stages,
+                    shape.ctas_per_sm,
+                    f"{c.smem_bytes} of {c.smem_limit}",
+                    f"{shape.consumer_registers}, {shape.producer_registers}",
+                    f"{c.role_registers * shape.ctas_per_sm} of {hopper_config.REGISTERS_PER_SM}",
+                )
+            )
+    head = (
+        "for", "D", "consumers x rows x keys", "KV stages", "CTAs an SM", "SMEM a CTA",
+        "registers a thread: consumer, producer", "registers of an SM",
+    )  # fmt: skip
+    c = hopper_config.AttentionConfig("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128])
+    barriers = [(f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in c.barriers]
+    columns = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
+    return "\n\n".join((table(head, rows), "D = 128, prefill:", table(columns, barriers)))
+
+
 def sections() -> list[Section]:
     """Everything this script generates."""
-    generated = attention(), moe_budgets.markdown()
+    generated = attention(), hopper(), moe_budgets.markdown()
     return [(*markers, text) for markers, text in zip(MARKERS, generated, strict=True)]
 
 

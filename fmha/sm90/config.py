@@ -67,8 +67,7 @@ class AttentionConfig:
     def __post_init__(self):
         assert 1 <= self.pack <= WARPGROUP_ROWS
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
-        assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.shape.ctas_per_sm <= SMEM_PER_SM
-        assert self.smem_bytes <= SMEM_PER_CTA
+        assert self.smem_bytes <= self.smem_limit
         assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
@@ -243,6 +242,11 @@ class AttentionConfig:
     @property
     def smem_bytes(self) -> int:
         return sum(size for _, size, _ in self.smem_regions)
+
+    @property
+    def smem_limit(self) -> int:
+        """Bytes that a CTA may have when so many share an SM."""
+        return min(SMEM_PER_SM // self.shape.ctas_per_sm - SMEM_RESERVED_PER_CTA, SMEM_PER_CTA)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
