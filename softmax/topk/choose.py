@@ -33,7 +33,8 @@ HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
 HELD_WARPS = 0.5  # exchange between the warps of a row
 
 STREAM_LAUNCH = 3.0
-STREAM_WARP = 600  # instructions of a warp for its candidates
+STREAM_WARP = 200  # instructions of a warp for its candidates
+STREAM_CANDIDATE = 50  # and for each of k
 STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
 CLUSTER_STEP = 0.3  # exchange in a cluster, for every doubling
 CLUSTER_CTAS = 440  # started a microsecond
@@ -57,7 +58,7 @@ def choose(
     timed = [
         *((memory + held_time(config, rows, sm_count), config) for config in held(base, rows, length, k)),
         *(
-            (memory + stream_time(config, rows, vectors, sm_count), config)
+            (memory + stream_time(config, rows, vectors, k, sm_count), config)
             for config in streams(base, vectors, k)
         ),
     ]
@@ -101,9 +102,10 @@ def streams(base: TopkConfig, vectors: int, k: int):
         warps *= 2
 
 
-def stream_time(config: TopkConfig, rows: int, vectors: int, sm_count: int) -> float:
+def stream_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: int) -> float:
     parts = config.warps * config.cluster
-    candidates = rows * parts * STREAM_WARP / (WARP_INSTRUCTIONS_PER_SM * sm_count)
+    instructions = STREAM_WARP + STREAM_CANDIDATE * k
+    candidates = rows * parts * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
     turns = -(-vectors // config.tile_vectors)
     time = STREAM_LAUNCH + candidates + STREAM_TURN * turns
     if config.cluster > 1:

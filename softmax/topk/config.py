@@ -14,7 +14,8 @@ from warpspec.softmax.vectors import VECTOR_BYTES, WIDTHS
 WARP = 32
 FP32_BYTES = 4
 REGISTERS_PER_SM = 65536
-REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread, at most; fewer spill
+REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
+REGISTERS_OF_CLUSTER = 8  # more
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
 SMEM_PER_SM = 228 * 1024
@@ -81,9 +82,14 @@ class TopkConfig:
         return self.lanes * self.warps * self.rows
 
     @property
+    def registers(self) -> int:
+        """Registers a thread may have: the fewest without spilling."""
+        return REGISTERS[self.dtype] + (REGISTERS_OF_CLUSTER if self.cluster > 1 and self.edges else 0)
+
+    @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM's registers must leave room for."""
-        return REGISTERS_PER_SM // (REGISTERS[self.dtype] * self.threads)
+        return REGISTERS_PER_SM // (self.registers * self.threads)
 
     @property
     def smem_carveout_percent(self) -> int:

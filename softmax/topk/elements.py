@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
+from warpspec.softmax.online import LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
 from warpspec.softmax.vectors import WORDS
 
 HIGH_HALF = -0x10000  # of a word
 HALF_BITS = 16
+MOST_SCALED = 2.0**126  # logits below this can be multiplied by log2(e)
 
 
 def unpack(word: Int32, dtype: str) -> list:
@@ -60,3 +63,29 @@ def _tree(values: list, join):
         pairs = [join(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
         values = pairs + values[len(values) // 2 * 2 :]
     return values[0]
+
+
+@cute.jit
+def exponentials(values: list, maximum: Float32, dtype: cutlass.Constexpr) -> Float32:
+    """Sum of exp(x - maximum) over values of ``dtype``, none above the maximum.
+
+    As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: no more instructions than with the difference
+    taken first and, for fp32, no error of log2(e) itself, which is in two parts. Not so where products overflow. What
+    the rounding of r was is put right in the sum.
+    """
+    reference = reference_of(maximum)
+    negative = -reference * LOG2_E_HIGH
+    sum_ = Float32(0.0)
+    if cute.arch.vote_all_sync(Boolean(cute.math.absf(reference) < MOST_SCALED)):
+        powers = [cute.math.fma(x, LOG2_E_HIGH, negative) for x in [reference, *values]]
+        if cutlass.const_expr(dtype == "float32"):
+            powers = [
+                cute.math.fma(x, LOG2_E_LOW, p) for x, p in zip([reference, *values], powers, strict=True)
+            ]
+        rounding, *powers = powers
+        sum_ = total([cute.math.exp2(power, fastmath=True) for power in powers])
+        sum_ = sum_ * cute.math.exp2(-rounding, fastmath=True)
+    else:
+        cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
+        sum_ = total([exponential(x - reference, False) for x in values])
+    return sum_

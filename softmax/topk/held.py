@@ -14,9 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
-from warpspec.softmax.online import LOG2_E, exponential, reference_of
+from warpspec.softmax.online import exponential
 from warpspec.softmax.topk.config import WARP
-from warpspec.softmax.topk.elements import largest_in, total, unpack
+from warpspec.softmax.topk.elements import exponentials, largest_in, total, unpack
 from warpspec.softmax.topk.keys import (
     candidate,
     candidate_column,
@@ -39,7 +39,6 @@ from warpspec.softmax.vectors import (
 
 WORD_BITS = 32
 CLAMP_BITS = 8  # where a shuffle's segments stand in its mask_and_clamp
-MOST_SCALED = 2.0**126  # logits below this can be multiplied by log2(e)
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,9 @@ def hold(config: cutlass.Constexpr, group: Group):
     # 2. Softmax.
     values = [x for word in packed for x in unpack(word, config.dtype)]
     everything = [*values, at_edge] if cutlass.const_expr(config.edges) else values
-    sum_ = cute.arch.warp_reduction_sum(exponentials(everything, maximum), threads_in_group=config.lanes)
+    sum_ = cute.arch.warp_reduction_sum(
+        exponentials(everything, maximum, config.dtype), threads_in_group=config.lanes
+    )
 
     # 3. Which elements reach the threshold, one bit each; where the lane's candidates go.
     bits = Uint32(0)
@@ -140,26 +141,6 @@ def held_vectors(config, group: Group):
 def reaches(logit: Float32, threshold: Float32) -> Boolean:
     """logit at or above ``threshold``, or either is NaN: one instruction."""
     return ~Boolean(logit < threshold)
-
-
-@cute.jit
-def exponentials(values: list, maximum: Float32) -> Float32:
-    """Sum of exp(x - maximum).
-
-    As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: one instruction less for each than with the
-    difference taken first, but not where the products overflow. What the rounding was is put right in the sum.
-    """
-    reference = reference_of(maximum)
-    negative = -reference * LOG2_E
-    sum_ = Float32(0.0)
-    if cute.arch.vote_all_sync(Boolean(cute.math.absf(reference) < MOST_SCALED)):
-        powers = [cute.math.fma(x, LOG2_E, negative) for x in values]
-        sum_ = total([cute.math.exp2(power, fastmath=True) for power in powers])
-        sum_ = sum_ * cute.math.exp2(-cute.math.fma(reference, LOG2_E, negative), fastmath=True)
-    else:
-        cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
-        sum_ = total([exponential(x - reference, False) for x in values])
-    return sum_
 
 
 def column_of(config, group: Group, i):

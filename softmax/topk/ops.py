@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -44,13 +45,34 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     if not copied:
         is_matrix = logits.shape == matrix.shape and logits.stride() == matrix.stride()
         layout = None if is_matrix else (matrix.shape, matrix.stride())
-        _plans[_key(logits, k, renormalize)] = (kernel, logits.device, probs.shape, layout)
+        remember(_key(logits, k, renormalize), kernel, probs, indices, layout)
     return probs, indices
 
 
-# Of calls on CUDA tensors, with backend "auto", that went through ``run`` before: the kernel; the device; the shape of
-# the results; the layout of the logits as a matrix, None where they are one. By all that ``run`` looks at.
-_plans: dict[tuple, tuple] = {}
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call was made: the kernel; results without memory, to make others like them; the layout of the logits as a
+    matrix, None where they are one."""
+
+    kernel: object
+    device: int
+    probs: torch.Tensor
+    indices: torch.Tensor
+    layout: tuple | None
+
+
+# Of calls on CUDA tensors, with backend "auto", that went through ``run`` before: by all that it looks at.
+_plans: dict[tuple, Plan] = {}
+MOST_PLANS = 4096
+
+
+def remember(key, kernel, probs, indices, layout) -> None:
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    like = [torch.empty_like(tensor) for tensor in (probs, indices)]
+    for tensor in like:
+        tensor.untyped_storage().resize_(0)
+    _plans[key] = Plan(kernel, probs.device.index, *like, layout)
 
 
 def _key(logits: torch.Tensor, k, renormalize) -> tuple:
@@ -66,17 +88,18 @@ def run_again(logits: torch.Tensor, k, renormalize):
     plan = _plans.get(_key(logits, k, renormalize))
     if plan is None or BACKEND_VARIABLE in os.environ:
         return None
-    kernel, device, shape, layout = plan
-    if torch.cuda.current_device() != device.index:
+    if torch.cuda.current_device() != plan.device:
         return None
-    probs = torch.empty(shape, dtype=torch.float32, device=device)
-    indices = torch.empty(shape, dtype=torch.int32, device=device)
+    probs, indices = (
+        torch.empty_like(plan.probs),
+        torch.empty_like(plan.indices),
+    )  # half the time of torch.empty
     if logits.requires_grad:
         logits = logits.detach()
-    if layout is None:
-        kernel(logits, probs, indices)
+    if plan.layout is None:
+        plan.kernel(logits, probs, indices)
     else:
-        kernel(logits.as_strided(*layout), probs.view(-1, k), indices.view(-1, k))
+        plan.kernel(logits.as_strided(*plan.layout), probs.view(-1, k), indices.view(-1, k))
     return probs, indices
 
 

@@ -10,6 +10,8 @@ def softmax_topk(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch
 
     Order is the logits' own: NaN first, then from the largest down, equal ones by column.
     """
+    # torch's sort of a CUDA tensor puts NaN with the sign set last, and may tell -0 from +0.
+    logits = torch.where(logits.isnan(), torch.nan, logits) + 0.0
     indices = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     if renormalize:
         largest = logits.amax(-1, keepdim=True)

@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.softmax.online import exponential, reference_of
 from warpspec.softmax.topk.config import SAMPLES, WARP
-from warpspec.softmax.topk.elements import floats, largest, largest_in, total
+from warpspec.softmax.topk.elements import exponentials, floats, largest, largest_in
 from warpspec.softmax.topk.keys import (
     NOTHING_YET,
     bar_of,
@@ -30,7 +30,7 @@ from warpspec.softmax.topk.keys import (
     passes,
 )
 from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
-from warpspec.softmax.vectors import PLAIN, VECTOR_BYTES, WORDS, Row, edge_of, load_edge, load_vector
+from warpspec.softmax.vectors import PLAIN, VECTOR_BYTES, WORDS, Row, edge_of, forget, load_edge, load_vector
 
 RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed
 JOINT_RANK = 16  # among the samples, at most
@@ -111,7 +111,7 @@ def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
 def collect(
     config: cutlass.Constexpr,
     part: Part,
-    vectors: list,
+    words: cute.Tensor,
     maxima: list,
     first: Int32,
     maximum: Float32,
@@ -122,7 +122,7 @@ def collect(
 ):
     """The tile's candidates -> new (threshold, since, count).
 
-    vectors: UNROLL lists of elements; maxima: of each. first: number of the lane's first vector. maximum: of the
+    words: (WORDS, UNROLL) the lane's vectors; maxima: of each. first: number of its first vector. maximum: of the
     lane so far. hits: lanes that have candidates. threshold: elements whose key is not above it are done with.
     since: lanes that have had candidates since thresholds were renewed.
     """
@@ -148,13 +148,14 @@ def collect(
                 bar = bar_of(floor)
             vector = first + u * span
             present = Boolean(vector < part.row.vectors)
+            values = floats(words[None, u], config.dtype)
             for e in cutlass.range_constexpr(config.per_vector):
-                chosen = present & passes(vectors[u][e], bar)
+                chosen = present & passes(values[e], bar)
                 ballot = cute.arch.vote_ballot_sync(chosen)
                 if ballot != 0:
                     if chosen:
                         column = part.row.head + vector * config.per_vector + e
-                        part.slots[count + before(ballot)] = candidate(vectors[u][e], column)
+                        part.slots[count + before(ballot)] = candidate(values[e], column)
                     count += cute.arch.popc(ballot)
     return threshold, since, count
 
@@ -182,22 +183,25 @@ def stream(config: cutlass.Constexpr, part: Part):
             words[i] = ahead[i]
         if turn + 1 < turns:
             load_tile(config, part, turn + 1, ahead)
-        vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
         maxima = [largest_in([words[i, u] for i in range(WORDS)], config.dtype) for u in range(config.unroll)]
         tile_maximum = largest(maxima)
 
         previous = maximum
         maximum = cute.arch.fmax(maximum, tile_maximum, nan=True)
         reference = reference_of(maximum)
-        sums = [total([exponential(x - reference, False) for x in vector]) for vector in vectors]
-        sum_ = sum_ * exponential(previous - reference, False) + total(sums)
+        sum_ = sum_ * exponential(previous - reference, False)
+        vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
+        sum_ += exponentials([x for vector in vectors for x in vector], maximum, config.dtype)
+        forget(
+            words
+        )  # unpacked again for candidates: 16-bit elements would take twice the registers meanwhile
 
         ballot = cute.arch.vote_ballot_sync(passes(tile_maximum, bar))
         if ballot != 0:
             first = turn * config.tile_vectors + part.warp * WARP + part.lane
             hits = cute.arch.popc(ballot)
             threshold, since, count = collect(
-                config, part, vectors, maxima, first, maximum, hits, threshold, since, count
+                config, part, words, maxima, first, maximum, hits, threshold, since, count
             )
             bar = bar_of(threshold)
 
