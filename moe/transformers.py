@@ -85,8 +85,10 @@ def experts_forward(
 def attached(module: torch.nn.Module) -> Attached:
     """What was attached to the module, or is made of its weights now; made anew where they have changed."""
     own = getattr(module, ATTACHED, None)
+    if own is not None and own.state is None:
+        return own
     state = tuple((p.data_ptr(), p._version, p.device) for p in module.parameters())
-    if own is None or own.state not in (None, state):
+    if own is None or own.state != state:
         activation, limit = activation_of(module)
         own = Attached(experts_of(module, activation, limit), activation, limit, state)
         setattr(module, ATTACHED, own)

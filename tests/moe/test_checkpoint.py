@@ -104,6 +104,25 @@ def test_compressed_tensors(tmp_path, preset, form):
         assert (layer.intermediate_scale == 2.0**-4).all()
 
 
+def test_our_quantiser_gives_what_compressed_tensors_gives():
+    """Its global scale is the inverse, rounded: a scale or a value next to a tie may fall to the other side."""
+    model = compressed_model("NVFP4A16")
+    weights = [
+        linear.weight.data.clone() for linear in model.modules() if isinstance(linear, torch.nn.Linear)
+    ]
+    ModelCompressor.from_pretrained_model(model).compress_model(model)
+    theirs = [m.state_dict() for m in model.modules() if hasattr(m, "weight_packed")]
+    assert len(theirs) == len(weights) == 9
+    scales, codes = [], []
+    for weight, state in zip(weights, theirs, strict=True):
+        ours = nvfp4.quantize(weight)
+        torch.testing.assert_close(ours.global_scale, 1 / state["weight_global_scale"][0])
+        scales.append(ours.scale.view(torch.uint8) == state["weight_scale"].view(torch.uint8))
+        codes.append(nvfp4.unpack(ours.data) == nvfp4.unpack(state["weight_packed"]))
+    for same in (scales, codes):
+        assert torch.cat([part.flatten() for part in same]).float().mean() > 0.998
+
+
 def test_modelopt():
     """A file that nvidia-modelopt wrote (record_modelopt.py), with the numbers it dequantises to."""
     layer = NVFP4Experts.from_checkpoint(MODELOPT, "model.layers.0.mlp.experts")
