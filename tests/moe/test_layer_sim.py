@@ -145,7 +145,9 @@ def test_zero_rows_and_weights(plain):
     assert not got.any()
 
 
-@pytest.mark.parametrize(("magnitude", "limit"), [(1e-30, None), (1e-3, None), (1e4, 10.0), (1e34, 10.0), (1e34, None)])
+@pytest.mark.parametrize(
+    ("magnitude", "limit"), [(1e-30, None), (1e-3, None), (1e4, 10.0), (1e34, 10.0), (1e34, None)]
+)
 def test_magnitudes(plain, magnitude, limit):
     """Of tokens, one huge beside small ones. What is cut or vanishes between the GEMMs does in the reference, too."""
     x, ids, weights = case(10, 2)
