@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import gpu_bench
 import torch
 
 from warpspec.softmax.topk import reference, softmax_topk
+from warpspec.softmax.topk.choose import STREAM_ROWS, held
 from warpspec.softmax.topk.launch import compiled, configuration, target
 
 SHAPES = (  # rows, columns, k, dtype, bar in microseconds (None: QuACK's)
@@ -36,6 +36,8 @@ MORE_SHAPES = (
     (1, 129280, 8, torch.float32, None),
     (1024, 129280, 64, torch.bfloat16, None),
 )
+# A router's logits have just been written: these are also measured on one set of inputs, which the L2 holds.
+RESIDENT_SHAPES = ((8192, 384, 6, torch.float32, 8.0),)
 QUACK_LENGTH = 4096  # longest row it takes
 WARPS = (1, 2, 4, 8, 16)
 CLUSTERS = (1, 2, 4, 8)
@@ -82,10 +84,10 @@ def inputs(rows, length, k, dtype) -> list[tuple]:
     return gpu_bench.rotation(make, rows * length * dtype.itemsize)
 
 
-def measure(shape, bandwidth: float) -> list:
-    """A row of the table."""
+def measure(shape, bandwidth: float, resident: bool = False) -> list:
+    """A row of the table. resident: inputs are in the L2."""
     rows, length, k, dtype, bar = shape
-    sets = inputs(rows, length, k, dtype)
+    sets = inputs(rows, length, k, dtype)[: 1 if resident else None]
     check(sets[0][0], *softmax_topk(sets[0][0], k), k)
     calls = {"ours": lambda x, *_: softmax_topk(x, k), **peers(length, k)}
     events = gpu_bench.gpu_times(calls, sets)
@@ -93,7 +95,7 @@ def measure(shape, bandwidth: float) -> list:
     host = gpu_bench.host_time(calls["ours"], sets)
     floor = rows * (length * dtype.itemsize + k * 8) / bandwidth * 1e-6
     bar = events.get("quack") if bar is None else bar
-    name = f"{rows} x {length} k{k} {str(dtype).removeprefix('torch.')}"
+    name = f"{rows} x {length} k{k} {str(dtype).removeprefix('torch.')}{' in L2' if resident else ''}"
     best = min(value for peer, value in events.items() if peer != "ours")
     return [
         *(name, events["ours"], graph["ours"], events["torch"], graph["torch"], events.get("quack")),
@@ -105,17 +107,24 @@ def variants(shape) -> list[list]:
     """Events and graph times of every way to divide a row, best first; the chosen one is starred."""
     rows, length, k, dtype, _ = shape
     sets = inputs(rows, length, k, dtype)
-    arch, sm_count, _ = target(0)
+    arch, sm_count = target(0)
     chosen = configuration(sets[0][0], k, False, sm_count)
+    base = replace(chosen, held=False, full=False, lanes=32, warps=16, cluster=1, rows=1)
     configs = {chosen}
     for warps in WARPS:
         for cluster in CLUSTERS:
             for unroll in UNROLLS:
                 if warps * 32 < chosen.k_capacity or cluster > MOST_CTAS // warps:
                     continue
-                width = chosen.rows if chosen.rows > 1 else 4
-                shape = {"warps": warps, "cluster": cluster, "unroll": unroll}
-                configs.add(replace(chosen, **shape, rows=width if warps == cluster == 1 else 1))
+                division = {
+                    "warps": warps,
+                    "cluster": cluster,
+                    "unroll": unroll,
+                    "held": False,
+                    "full": False,
+                }
+                configs.add(replace(base, **division, rows=STREAM_ROWS if warps == cluster == 1 else 1))
+    configs.update(held(base, rows, length, k))
     calls = {config: compiled(config, arch, native=True) for config in configs}
     for call in calls.values():
         call(*sets[0])
@@ -125,8 +134,10 @@ def variants(shape) -> list[list]:
     for config in sorted(calls, key=events.get):
         mark = "*" if config == chosen else ""
         graph = gpu_bench.graph_time(calls[config], sets, replays=5)
-        shape = (config.warps, config.cluster, config.rows, config.unroll)
-        table.append([mark, *shape, events[config], graph])
+        kind = f"held by {config.lanes} lanes" if config.held else "stream"
+        table.append(
+            [mark, kind, config.warps, config.cluster, config.rows, config.unroll, events[config], graph]
+        )
     return table
 
 
@@ -140,6 +151,7 @@ def table(shapes=SHAPES + MORE_SHAPES, *, markdown: bool = False) -> str:
     """Microseconds of ours and the peers at ``shapes``; "bytes alone" at the copy bandwidth measured here."""
     bandwidth = gpu_bench.copy_bandwidth()
     rows = [measure(shape, bandwidth) for shape in shapes]
+    rows += [measure(shape, bandwidth, resident=True) for shape in RESIDENT_SHAPES]
     return gpu_bench.table(COLUMNS, rows, markdown=markdown)
 
 
@@ -156,10 +168,9 @@ def main() -> None:
     print(table(shapes, markdown=options.markdown), flush=True)
     for shape in shapes if options.variants else ():
         print("\n", *shape[:4], flush=True)
-        columns = ("", "warps", "cluster", "rows", "unroll", "us", "in a graph")
+        columns = ("", "row", "warps", "cluster", "rows", "unroll", "us", "in a graph")
         print(gpu_bench.table(columns, variants(shape), markdown=options.markdown), flush=True)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -33,13 +33,13 @@ HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
 HELD_WARPS = 0.5  # exchange between the warps of a row
 
 STREAM_LAUNCH = 3.0
-STREAM_WARP = 200  # instructions of a warp for its candidates
-STREAM_CANDIDATE = 50  # and for each of k
+STREAM_WARP = 120  # instructions of a warp for its candidates
+STREAM_CANDIDATE = 60  # and for each of k
 STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
 CLUSTER_STEP = 0.3  # exchange in a cluster, for every doubling
 CLUSTER_CTAS = 440  # started a microsecond
 LONGEST_UNROLL = 4  # of a stream
-MOST_K_OF_A_WARP = 16  # of the row's k: with more, the threshold lets too much through
+LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}  # of a row, with the largest k that they do for
 
 CTA_LANES = 128  # of a CTA of rows that are held by part of a warp
 STREAM_ROWS = 4  # of a CTA, where a warp has a row to itself
@@ -89,9 +89,7 @@ def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:
 
 def streams(base: TopkConfig, vectors: int, k: int):
     """Configurations that go along the row."""
-    warps = 1
-    while warps * MOST_K_OF_A_WARP < k:
-        warps *= 2
+    warps = next(warps for warps, most_k in LEAST_WARPS.items() if k <= most_k)
     while warps <= MAX_WARPS:
         cluster = 1
         while cluster <= MAX_CLUSTER:
