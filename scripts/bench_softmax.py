@@ -95,12 +95,14 @@ def inputs(shape, dtype):
     return gpu_bench.rotation(make, math.prod(shape) * dtype.itemsize)
 
 
-def wrong(call, x) -> float:
-    """||result - exact|| / ||exact|| over the first and last rows."""
-    got = call(x)
-    some = [0, x.shape[0] - 1]
-    exact = torch.softmax(x[some].double(), -1)
-    return float((got[some].double() - exact).norm() / exact.norm())
+def wrong(call, x) -> bool:
+    """Whether the first and last rows are further off than 1.25 times torch's (fp16 of long rows is coarse)."""
+    rows = [0, x.shape[0] - 1]
+    exact = torch.softmax(x[rows].double(), -1)
+    error, own = (
+        float((result[rows].double() - exact).norm() / exact.norm()) for result in (call(x), torch_softmax(x))
+    )
+    return not error <= 1.25 * own + torch.finfo(x.dtype).eps / 2  # NaN is wrong too
 
 
 def measure(task) -> dict:
@@ -108,9 +110,8 @@ def measure(task) -> dict:
     kind, shape, dtype, calls = task
     sets = inputs(shape, dtype)
     for name in [name for name in calls if name not in PEERS]:
-        error = wrong(calls[name], sets[0][0])
-        if not error < 4e-3:  # NaN too
-            raise AssertionError(f"{name} is wrong at {shape}: {error}")
+        if wrong(calls[name], sets[0][0]):
+            raise AssertionError(f"{name} is wrong at {shape}")
     times = gpu_bench.gpu_times(calls, sets)
     graphs = {}
     if kind == "table" and times[OURS] < LAUNCH_BOUND_US:

@@ -28,8 +28,8 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     device, NotImplementedError for gradients with out.
     """
     plain = isinstance(x, torch.Tensor) and not ops.needs_operator(x)
-    if plain and out is None and x.is_cuda and x.is_contiguous():
-        result = ops.run_again(x, backend)
+    if plain and x.is_cuda:
+        result = ops.run_again(x, out, backend)
         if result is not None:
             return result
     check_input(x)

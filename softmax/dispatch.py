@@ -48,7 +48,7 @@ ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0  # an exchange, and all that waits fo
 ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
-ROWS_MOST_ELEMENTS = 32  # a thread of the register kernel, and the registers it then takes
+ROWS_MOST_VECTORS = 4  # a thread of the register kernel; more of them wait for each other
 REGISTERS_BASE, REGISTERS_PER_ELEMENT = 24, 1
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 704), (2, 4, 6, 8, 12, 16), 40
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 480, 10, 4
@@ -152,12 +152,12 @@ def _rows(problem: SoftmaxProblem, device: Device):
     for cluster in _clusters():
         for lanes in (4, 8, 16, 32, 64, 128, 256, 512):
             each = -(-vectors // (lanes * cluster))
-            if each * elements(problem.dtype) > ROWS_MOST_ELEMENTS or (cluster > 1 and lanes < 2 * WARP):
+            if each > ROWS_MOST_VECTORS or (cluster > 1 and lanes < 2 * WARP):
                 continue
             if not problem.aligned and lanes < 2 * elements(problem.dtype):
                 continue
             rows = max(1, 4 * WARP // lanes) if cluster == 1 else 1
-            while rows > 1 and problem.rows < rows * device.sms:
+            while lanes * rows > WARP and rows > 1 and problem.rows < rows * device.sms:
                 rows //= 2
             registers = REGISTERS_BASE + REGISTERS_PER_ELEMENT * each * elements(problem.dtype)
             threads = lanes * rows

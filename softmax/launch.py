@@ -63,19 +63,24 @@ def _host_and_arguments(config, native: bool) -> tuple:
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def workspace(words: int, device: torch.device) -> torch.Tensor:
-    """At least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
+def new_workspace(words: int, device: torch.device) -> torch.Tensor:
+    """``words`` Int64, all EMPTY."""
+    return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
+
+
+def workspace(words: int, device_index: int) -> torch.Tensor:
+    """On a CUDA device, at least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
 
     One for each stream, which runs its launches one after another and finds it as the last one left it, emptied.
     A launch captured into a graph gets its own, which the graph fills at every replay.
     """
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
-        return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    if torch.cuda.is_current_stream_capturing():
+        return new_workspace(words, torch.device("cuda", device_index))
+    key = (device_index, torch._C._cuda_getCurrentRawStream(device_index))
     found = _workspaces.get(key)
     if found is None or found.numel() < words:
         size = 1 << (words - 1).bit_length()
-        found = _workspaces[key] = torch.full((size,), EMPTY, dtype=torch.int64, device=device)
+        found = _workspaces[key] = new_workspace(size, torch.device("cuda", device_index))
     return found
 
 
@@ -97,13 +102,12 @@ def launcher(problem: SoftmaxProblem, device_index: int, plan: Plan | None = Non
     kernel = compiled(plan.config, arch, native=True)
     if not plan.group:
         return kernel
-    words, groups, group = 1 + problem.rows * plan.group, plan.groups, plan.group
-    where = torch.device("cuda", device_index)
-    if plan.strategy != "split":  # clusters exchange without a workspace
-        words = 1
+    groups, group = plan.groups, plan.group
+    # Clusters exchange without a workspace.
+    words = 1 + problem.rows * group if plan.strategy == "split" else 1
 
     def launch(x: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(x, out, workspace(words, where), groups, group)
+        kernel(x, out, workspace(words, device_index), groups, group)
 
     return launch
 
@@ -121,7 +125,7 @@ def run_sim(x: torch.Tensor, out: torch.Tensor, plan: Plan | None = None, arch: 
     kernel = compiled(plan.config, arch, native=False)
     if not plan.group:
         return sim.run(kernel, x, out, None)
-    words = workspace(1 + x.shape[0] * plan.group, x.device)
+    words = new_workspace(1 + x.shape[0] * plan.group, x.device)
     report = sim.run(kernel, x, out, words, plan.groups, plan.group, None)
     assert (words == EMPTY).all(), "the workspace was not emptied"
     return report

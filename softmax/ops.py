@@ -34,9 +34,8 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
     check_input(x)
     if out is not None:
         check_output(out, x)
-    asked, backend = backend, resolve_backend(backend, x.device)
-    fresh = out is None
-    if fresh:
+    asked, backend, given = backend, resolve_backend(backend, x.device), out
+    if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if backend == "reference":
         out.copy_(reference.softmax(x))
@@ -48,8 +47,8 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
             _run_sim(source, target)
         else:
             launcher = _launch_cuda(source, target)
-            if fresh and x.is_contiguous():
-                _remember(_calls, _call_key(x, asked), launcher)
+            if x.is_contiguous() and out.is_contiguous():
+                _remember(_calls, _call_key(x, given, asked), launcher)
     return out
 
 
@@ -64,21 +63,32 @@ def _remember(memory: dict, key: tuple, launcher) -> None:
     memory[key] = launcher
 
 
-def _call_key(x: torch.Tensor, backend: str) -> tuple:
-    """Of contiguous x: what the checks, the backend and the plan of a call without ``out`` depend on."""
+def _call_key(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> tuple:
+    """Of contiguous tensors: what the checks, the backend and the plan of a call depend on, but for overlaps."""
     variable = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else None
-    return x.shape, x.dtype, x.get_device(), x.data_ptr() % VECTOR_BYTES, backend, variable
+    key = (x.shape, x.dtype, x.get_device(), x.data_ptr() % VECTOR_BYTES, backend, variable)
+    return (
+        key if out is None else (key, out.shape, out.dtype, out.get_device(), out.data_ptr() % VECTOR_BYTES)
+    )
 
 
-def run_again(x: torch.Tensor, backend: str) -> torch.Tensor | None:
-    """The softmax of contiguous CUDA tensor x, if ``run`` has had one like it and it ran on the GPU; else None.
+def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor | None:
+    """The softmax of plain CUDA tensor x, if ``run`` has had a call like it and it ran on the GPU; else None.
 
-    Like it: of the same shape, dtype, device and alignment. The result's alignment is the allocator's.
+    Like it: contiguous, of the same shapes, dtypes, devices and alignments. A new result's alignment is the
+    allocator's.
     """
-    launcher = _calls.get(_call_key(x, backend))
+    if not x.is_contiguous():
+        return None
+    if out is not None:
+        if type(out) not in PLAIN_TENSORS or not out.is_contiguous() or out.requires_grad:
+            return None
+        if 0 < abs(out.data_ptr() - x.data_ptr()) < x.numel() * x.element_size():
+            return None  # overlaps: ``run`` says so
+    launcher = _calls.get(_call_key(x, out, backend))
     if launcher is None or x.get_device() != torch.cuda.current_device():
         return None
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     if x.dim() == 2 and x.shape[0] > 1:
         launcher(x, out)
     else:  # a single row's stride may be anything

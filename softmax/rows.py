@@ -151,7 +151,8 @@ class Rows:
         edge, edge_value = None, None
         if cutlass.const_expr(config.edges):
             # A cluster's first CTA has the edges.
-            number = lane + cutlass.select_(Boolean(begin == 0), 0, config.lanes)
+            first = Boolean(block % config.cluster == 0)
+            number = lane + Int32(cutlass.select_(first, 0, config.lanes))
             edge = edge_of(row, number if cutlass.const_expr(config.cluster > 1) else lane, dtype)
             edge_value = load_edge(row, edge, dtype)
 

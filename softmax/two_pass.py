@@ -99,7 +99,7 @@ class TwoPass:
         edge, edge_value = None, None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
-            number = thread + Int32(cutlass.select_(Boolean(begin == 0), 0, config.threads))
+            number = thread + Int32(cutlass.select_(Boolean(block % config.cluster == 0), 0, config.threads))
             edge = edge_of(row, number, dtype)
             edge_value = load_edge(row, edge, dtype)
             if edge.present:

@@ -6,8 +6,10 @@ import torch
 
 MARGIN = 48  # elements of NaN before and behind a matrix, more than a 16-byte vector holds
 
-# ||got - exact|| / ||exact||: fp32 after DESIGN.md section 7, the others by their rounding.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
+TOLERANCE_FP32 = 1e-6  # ||got - exact|| / ||exact||, after DESIGN.md section 7
+OF_TORCH = (
+    1.25  # times torch's own error in the same dtype, likewise; what rounding to 16 bits leaves is in there
+)
 
 
 def matrix(
@@ -41,10 +43,10 @@ def check(out: torch.Tensor, x: torch.Tensor) -> None:
         return
     error = (got - exact).norm() / exact.norm()
     own = (torch.softmax(x, -1).double()[sound] - exact).norm() / exact.norm()
-    assert error <= TOLERANCE[x.dtype], error
     # A tiny error may be one rounding more than torch's: half a unit in the last place of 1.
-    assert error <= 1.25 * own + torch.finfo(x.dtype).eps / 2, (error, own)
+    assert error <= OF_TORCH * own + torch.finfo(x.dtype).eps / 2, (error, own)
     if x.dtype == torch.float32:
+        assert error <= TOLERANCE_FP32, error
         assert (got.sum(-1) - 1).abs().max() <= 1e-5
 
 
