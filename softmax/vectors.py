@@ -24,8 +24,8 @@ MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF
 TYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 
-# Cache hints, as PTX suffixes. PLAIN is the fastest for data read once too (L1::no_allocate cost 6% of 4 TB/s on an
-# H200, 2026-11-21); LAST, evict-first, goes to what is not read again while other data should stay in L2.
+# Cache hints, as PTX suffixes. PLAIN is the fastest for data read once too (on an H200; L1::no_allocate is not). LAST,
+# evict-first, goes to what is not read again while other data should stay in L2.
 PLAIN = ""
 LAST = ".cs"
 PIECES = {16: ("v4.b32", 4), 8: ("v2.b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes: PTX type, words

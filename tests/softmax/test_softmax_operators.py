@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.softmax import dispatch, softmax
+from warpspec.softmax import dispatch, ops, softmax
 from warpspec.softmax.problem import MOST_ELEMENTS, SoftmaxProblem, as_matrix
 
 H200 = dispatch.Device(sms=132, l2_bytes=60 << 20)
@@ -203,3 +203,53 @@ class TestDispatcher:
     def test_strategies_by_shape(self, rows, length, strategy):
         problem = SoftmaxProblem(rows, length, "bfloat16", length % 8 == 0)
         assert dispatch.choose(problem, H200).strategy == strategy
+
+
+class TestShortWay:
+    """``ops.run_again`` with a launcher that stands in for the GPU's."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        launches = []
+
+        def launcher(x, out):
+            launches.append((tuple(x.shape), x.stride(), out.stride()))
+            out.copy_(torch.softmax(x, -1))
+
+        monkeypatch.setattr(ops, "_calls", {})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index that CPU tensors give
+        self.launcher = launcher
+        return launches
+
+    def remember(self, x, out=None):
+        ops._remember(ops._calls, ops._call_key(x, out, "auto"), self.launcher)
+
+    def test_only_for_a_call_like_an_earlier_one(self, launched):
+        memory = randn(200)
+        x = memory[:60].view(3, 4, 5)
+        assert ops.run_again(x, None, "auto") is None
+        self.remember(x)
+        torch.testing.assert_close(ops.run_again(x, None, "auto"), torch.softmax(x, -1))
+        assert launched == [((12, 5), (5, 1), (5, 1))]
+        others = (x.half(), memory[60:120].view(4, 3, 5), memory[1:61].view(3, 4, 5), x.transpose(0, 1))
+        for other in others:  # another dtype, shape, alignment, layout
+            assert ops.run_again(other, None, "auto") is None
+        assert ops.run_again(x, None, "reference") is None
+        assert ops.run_again(memory[100:160].view(3, 4, 5), None, "auto") is not None
+
+    def test_out(self, launched):
+        memory = randn(200)
+        x, out = memory[:60].view(12, 5), memory[100:160].view(12, 5)
+        self.remember(x, out)
+        assert ops.run_again(x, out, "auto") is out
+        torch.testing.assert_close(out, torch.softmax(x, -1))
+        assert ops.run_again(x, memory[4:64].view(12, 5), "auto") is None  # overlaps
+        assert ops.run_again(x, out.requires_grad_(), "auto") is None
+        assert ops.run_again(x, x, "auto") is x  # in place, aligned as x and out were
+        assert len(launched) == 2
+
+    def test_a_single_row_of_any_stride(self, launched):
+        x = randn(40).as_strided((1, 8), (3, 1))
+        self.remember(x)
+        assert ops.run_again(x, None, "auto").shape == (1, 8)
+        assert launched == [((1, 8), (8, 1), (8, 1))]
