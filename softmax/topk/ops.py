@@ -77,7 +77,16 @@ def remember(key, kernel, probs, indices, layout) -> None:
 
 def _key(logits: torch.Tensor, k, renormalize) -> tuple:
     address = logits.data_ptr() % VECTOR_BYTES
-    return (logits.shape, logits.stride(), logits.dtype, logits.device, address, k, type(k), renormalize)
+    return (
+        logits.shape,
+        logits.stride(),
+        logits.dtype,
+        logits.get_device(),
+        address,
+        k,
+        type(k),
+        renormalize,
+    )
 
 
 def run_again(logits: torch.Tensor, k, renormalize):
