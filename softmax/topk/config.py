@@ -26,6 +26,7 @@ LENGTH_LIMIT = 2**20
 MAX_WARPS = 16  # of a row in one CTA
 MAX_CLUSTER = 8
 SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
+RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed, for the smaller k
 SAMPLES = 32  # of a CTA's lanes' maxima, that its row's threshold is taken from
 RANK_BATCH = 4  # candidates that are compared at a time
 HELD_ELEMENTS = 32  # a lane
@@ -41,9 +42,9 @@ class TopkConfig:
     dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster:
     CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
     these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
-    lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a
-    row that is held fills its lanes' registers.
-    edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
+    lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a row that is held
+    fills its lanes' registers. edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are
+    divided by their sum.
     """
 
     dtype: str
@@ -97,6 +98,16 @@ class TopkConfig:
         resident = min(self.ctas_per_sm, MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // self.threads)
         taken = resident * (self.smem_bytes + SMEM_RESERVED_PER_CTA)
         return min(100, -(-100 * taken // SMEM_PER_SM))
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether k may exceed a warp's lanes: it has no threshold of its own, and waits for the others' first."""
+        return self.k_capacity > WARP
+
+    @property
+    def renew_after(self) -> int:
+        """Lanes with candidates until the thresholds are renewed."""
+        return RENEW_AFTER * self.k_capacity // K_CAPACITIES[0]
 
     @property
     def slots(self) -> int:

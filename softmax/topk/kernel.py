@@ -26,8 +26,15 @@ from warpspec.softmax.topk.keys import (
     logit_of,
     lowest_candidate,
 )
-from warpspec.softmax.topk.select import close_list, keep_from, keep_largest, rank_in, rank_in_sorted
-from warpspec.softmax.topk.stream import Part, renewed, stream
+from warpspec.softmax.topk.select import (
+    close_list,
+    keep_from,
+    keep_largest,
+    rank_in,
+    rank_in_sorted,
+    sort_lanes,
+)
+from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
 from warpspec.softmax.vectors import VECTOR_BYTES, locate
 
 LEADER = 0  # CTA of a cluster that merges its candidates
@@ -211,13 +218,19 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
 
     # 1. Every warp's part; what the warps' thresholds together rule out.
     maximum, sum_, count, threshold = stream(config, part)
+    lane_maximum = key_of(maximum)
     maximum, sum_ = state_of_lanes(maximum, sum_)
+    if cutlass.const_expr(config.needs_others):
+        give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP))
     if part.lane == 0:
         shared.maxima[part.warp_in_cta] = maximum
         shared.sums[part.warp_in_cta] = sum_
         cute.arch.atomic_max(part.bound.iterator, threshold, sem="relaxed", scope="cta")
     cute.arch.sync_threads()
-    floor = lowest_candidate(shared.bound[0])
+    bound = shared.bound[0]
+    if cutlass.const_expr(config.needs_others):
+        bound = cutlass.max(bound, joint_threshold(part))
+    floor = lowest_candidate(bound)
     count = keep_from(part.slots, count, floor, part.lane)
     if count > config.k_capacity:
         keep_largest(part.slots, count, part.k, part.lane)

@@ -32,7 +32,6 @@ from warpspec.softmax.topk.keys import (
 from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
 from warpspec.softmax.vectors import PLAIN, VECTOR_BYTES, WORDS, Row, edge_of, forget, load_edge, load_vector
 
-RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed
 JOINT_RANK = 16  # among the samples, at most
 
 
@@ -81,27 +80,41 @@ def write_shared(place: cute.Pointer, value: Int32) -> None:
 
 
 @cute.jit
-def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
-    """(the warp's own threshold, the row's) as keys, from the lanes' maxima so far.
+def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
+    """Writes this warp's samples of its lanes' maxima, ``ordered``: those of rank q, 2 q, ..."""
+    given = SAMPLES // config.warps
+    rank = (part.lane % given + 1) * samples_apart(part.k) - 1
+    sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP - 1))
+    if part.lane < given:
+        sample = Int32(cutlass.select_(Boolean(rank < WARP), sample, Int32(NOTHING_YET)))
+        write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
 
-    The row's: every warp gives a few of its lanes' maxima, those of rank q, 2 q, ... Where n of all samples reach
-    a value, n q elements of the row do, whenever each sample was taken.
-    """
+
+@cute.jit
+def joint_threshold(part: Part) -> Int32:
+    """The row's threshold as a key. Where n of all samples reach a value, n q elements of the row do, whenever each
+    sample was taken."""
+    ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP)
+    q = samples_apart(part.k)
+    return cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
+
+
+def samples_apart(k: Int32) -> Int32:
+    """q, so that the row's threshold is at most the JOINT_RANK-th of the samples."""
+    return (k + JOINT_RANK - 1) // JOINT_RANK
+
+
+@cute.jit
+def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
+    """(the warp's own threshold, the row's) as keys, from the lanes' maxima so far."""
     ordered = sort_lanes(key_of(maximum), part.lane, WARP)
     own, joint = Int32(NOTHING_YET), Int32(NOTHING_YET)
     if cutlass.const_expr(config.k_capacity <= WARP):
         own = cute.arch.shuffle_sync(ordered, part.k - 1)
     if cutlass.const_expr(config.warps > 1):
-        given = SAMPLES // config.warps
-        q = (part.k + JOINT_RANK - 1) // JOINT_RANK
-        rank = (part.lane % given + 1) * q - 1
-        sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP - 1))
-        if part.lane < given:
-            sample = Int32(cutlass.select_(Boolean(rank < WARP), sample, Int32(NOTHING_YET)))
-            write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
+        give_samples(config, part, ordered)
         cute.arch.sync_warp()
-        ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP)
-        joint = cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
+        joint = joint_threshold(part)
         if part.lane == 0:
             cute.arch.atomic_max(part.bound.iterator, joint, sem="relaxed", scope="cta")
     return own, joint
@@ -131,7 +144,7 @@ def collect(
     if cutlass.const_expr(config.warps > 1):
         threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
     floor = threshold  # this tile's, whose elements came no later than those that set the own threshold
-    if since >= RENEW_AFTER:
+    if since >= config.renew_after:
         own, joint = renewed(config, part, maximum)
         threshold = cutlass.max(threshold, joint - 1)
         floor = cutlass.max(threshold, own - 1)
@@ -196,6 +209,10 @@ def stream(config: cutlass.Constexpr, part: Part):
             words
         )  # unpacked again for candidates: 16-bit elements would take twice the registers meanwhile
 
+        if cutlass.const_expr(config.needs_others):  # noqa: SIM102, one is for the compiler, the other for the GPU
+            if turn == 0:  # all warps have the same number of turns
+                give_samples(config, part, sort_lanes(key_of(maximum), part.lane, WARP))
+                cute.arch.sync_threads()
         ballot = cute.arch.vote_ballot_sync(passes(tile_maximum, bar))
         if ballot != 0:
             first = turn * config.tile_vectors + part.warp * WARP + part.lane
