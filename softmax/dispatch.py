@@ -50,7 +50,7 @@ ROUND_BYTES_PER_US = 30e3  # of a share
 # Of the configurations.
 ROWS_MOST_VECTORS = 4  # a thread of the register kernel; more of them wait for each other
 REGISTERS_BASE, REGISTERS_PER_ELEMENT = 24, 1
-STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 704), (2, 4, 6, 8, 12, 16), 40
+STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (2, 4, 6, 7), 40
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 480, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -192,7 +192,7 @@ def _staged(problem: SoftmaxProblem, device: Device):
             threads = min(most, max(fewest, -(-share // (wanted * WARP)) * WARP))
             each = -(-share // threads)
             smem = threads * each * VECTOR_BYTES + SMEM_PER_CTA
-            if smem > SMEM_PER_SM or (cluster > 1 and share < fewest):
+            if each > STAGED_VECTORS[-1] or smem > SMEM_PER_SM or (cluster > 1 and share < fewest):
                 continue
             occupancy = min(
                 CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), SMEM_PER_SM // smem

@@ -8,7 +8,7 @@ from softmax_cases import check, logits, matrix, untouched
 
 from warpspec import sim
 from warpspec.common.compile import resources
-from warpspec.softmax import launch
+from warpspec.softmax import dispatch, launch
 from warpspec.softmax.dispatch import Plan
 from warpspec.softmax.problem import SoftmaxProblem
 from warpspec.softmax.resident import ResidentConfig
@@ -159,3 +159,17 @@ def test_chosen_by_the_dispatcher():
     check(softmax(x[::2, 1:]), x[::2, 1:])  # rows contiguous and far apart: not
     empty = softmax(torch.empty(3, 0, 5))
     assert empty.shape == (3, 0, 5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_the_dispatcher_likes_spills(arch, dtype):
+    """Every strategy's best configuration at shapes of every kind."""
+    device = dispatch.Device(sms=132, l2_bytes=60 << 20)
+    shapes = ((128, 1024), (2048, 8192), (8192, 50257), (4096, 131072), (4, 65536), (15, 371627), (4, 2**25))
+    for rows, length in shapes:
+        problem = SoftmaxProblem(rows, length, dtype, length % 8 == 0)
+        for plan in dispatch.best_of_each(problem, device).values():
+            (kernel,) = resources(launch.compiled(plan.config, arch, False)).values()
+            assert kernel.local_bytes == 0, plan
