@@ -15,7 +15,7 @@ WARP = 32
 FP32_BYTES = 4
 REGISTERS_PER_SM = 65536
 REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
-REGISTERS_OF_CLUSTER = 8  # more
+MORE_REGISTERS = 8  # in kernels that exchange more
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
 SMEM_PER_SM = 228 * 1024
@@ -85,7 +85,8 @@ class TopkConfig:
     @property
     def registers(self) -> int:
         """Registers a thread may have: the fewest without spilling."""
-        return REGISTERS[self.dtype] + (REGISTERS_OF_CLUSTER if self.cluster > 1 and self.edges else 0)
+        more = self.edges and (self.cluster > 1 or self.needs_others)
+        return REGISTERS[self.dtype] + (MORE_REGISTERS if more else 0)
 
     @property
     def ctas_per_sm(self) -> int:
