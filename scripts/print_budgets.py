@@ -17,6 +17,7 @@ import torch
 from generated_tables import Section, main, table  # in this folder
 
 from warpspec.common.tmem import TMEM_COLUMNS
+from warpspec.fmha.features import BLOCK, PAGE_SIZES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
@@ -183,15 +184,15 @@ def with_pages() -> str:
     rows = []
     for head_dim, shapes in fmha.SHAPES.items():
         cells = []
-        for page_size in fmha.PAGE_SIZES:
+        for page_size in PAGE_SIZES:
             c = fmha.AttentionConfig(
                 "bfloat16", head_dim=head_dim, shape=shapes[0], page_size=page_size, has_kv_lengths=True
             )
             blocks, pages = c.kv_boxes
             _, keys, depth = c.kv_box
-            cells.append(f"{blocks * pages} of [{keys}, {depth * fmha.BLOCK}]")
+            cells.append(f"{blocks * pages} of [{keys}, {depth * BLOCK}]")
         rows.append((head_dim, f"{shapes[0].tile_n}", *cells))
-    return table(("D", "keys of a tile", *(f"pages of {size}" for size in fmha.PAGE_SIZES)), rows)
+    return table(("D", "keys of a tile", *(f"pages of {size}" for size in PAGE_SIZES)), rows)
 
 
 def attention() -> str:

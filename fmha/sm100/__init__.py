@@ -134,7 +134,7 @@ def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from warpspec.fmha.sm100.bias import TYPES
+    from warpspec.fmha.row_bias import TYPES
     from warpspec.fmha.sm100.kernel import Attention
 
     def tensor(dtype, rank, last=None, aligned=False):

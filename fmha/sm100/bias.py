@@ -1,8 +1,7 @@
 """Additive bias [B or 1, Hq or 1, Sq, Sk], bf16 or fp32: streamed through shared memory by TMA, or, where its
 rows are not aligned for TMA, read from global memory by the threads that add it.
 
-With a bias, scores are powers of two: t = scale_log2 * s + log2(e) * bias. Everything after, from the row maximum
-to the statistics, then works with a scale of 1 (``unit``). In shared memory a KV tile's bias is one box after
+Scores become powers of two (``row_bias``). In shared memory a KV tile's bias is one box after
 another of 128 bytes of keys, each with the rows of the M tile (query, head) packed like Q's, or one row a query
 where the heads share it.
 """
@@ -14,16 +13,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common import tma
+from warpspec.fmha.row_bias import TYPES, row_of
 from warpspec.fmha.softmax import LOG2_E
 
-TYPES = {"bfloat16": cutlass.BFloat16, "float32": Float32}
 VECTOR_BYTES = 16  # one load from shared memory, and the unit that the 128-byte swizzle moves
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
-
-
-def unit(config, scale_log2):
-    """Powers of two in one unit of what the softmax loop calls a score."""
-    return Float32(1.0) if config.bias else scale_log2
 
 
 def make_load(config, bias: cute.Tensor):
@@ -61,13 +55,6 @@ def load(config, channels, boxes: tma.TileRing, tile, step) -> None:
     for box in range(config.bias_boxes):
         stage = full.stage(step) * config.bias_boxes + box
         boxes.load(tile * config.bias_boxes + box, stage, full.barrier(step))
-
-
-def row_of(config, bias: cute.Tensor, place) -> cute.Tensor:
-    """The row of the bias (KEY) in global memory; idle rows get the last one there is."""
-    batch = place.batch if config.bias_batches else 0
-    head = cutlass.min(place.head, bias.shape[1] - 1) if config.bias_heads else 0
-    return bias[batch, head, cutlass.min(place.query, bias.shape[2] - 1), None]
 
 
 def source(

@@ -5,8 +5,6 @@ ARCHITECTURE.md, "Attention kernel (sm_100a)", has the picture.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -14,37 +12,18 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.operands import Operands, kv_view, q_view
 from warpspec.fmha.scheduler import TileGrid
 from warpspec.fmha.sm100 import bias as biases
-from warpspec.fmha.sm100.config import BLOCK, AttentionConfig
+from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import load, rings
 from warpspec.fmha.sm100.mma import fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
-from warpspec.fmha.sm100.tile import locate
+from warpspec.fmha.tile import locate
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: two CTAs fill it.
 SMEM_CARVEOUT_PERCENT = 100
-
-
-class Operands(NamedTuple):
-    """Global tensors, absent ones None. q, o [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D], with a
-    page_table [B, max_pages] int32 [pages, page_size, Hkv, D]; sink [Hq]; kv_lengths, q_start [B] int32; lse,
-    row_max, row_sum [B, Hq, Sq] fp32; bias [B or 1, Hq or 1, Sq, Sk]. Partial results: o, row_max and row_sum
-    have one more dimension in front, the splits."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    sink: cute.Tensor | None
-    kv_lengths: cute.Tensor | None
-    q_start: cute.Tensor | None
-    lse: cute.Tensor | None
-    row_max: cute.Tensor | None
-    row_sum: cute.Tensor | None
-    page_table: cute.Tensor | None
-    bias: cute.Tensor | None
 
 
 class Attention:
@@ -81,25 +60,9 @@ class Attention:
         batch, seq_q, heads_q, _ = q.shape
         heads_kv = k.shape[2]
         group = heads_q // heads_kv
-        # (D, HEAD, QUERY, BLOCK, BATCH)
-        q_view = cute.make_tensor(
-            q.iterator,
-            cute.make_layout(
-                (BLOCK, heads_q, seq_q, config.blocks, batch),
-                stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0]),
-            ),
-        )
-        loads = [tma.make_load(q_view, config.q_box)]
+        loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
-            # (D, KEY, BLOCK, KV_HEAD, BATCH); paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE)
-            view = cute.make_tensor(
-                t.iterator,
-                cute.make_layout(
-                    (BLOCK, t.shape[1], config.blocks, heads_kv, t.shape[0]),
-                    stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
-                ),
-            )
-            loads.append(tma.make_load(view, config.kv_box))
+            loads.append(tma.make_load(kv_view(config, t), config.kv_box))
         if cutlass.const_expr(config.bias_stages > 0):
             loads.append(biases.make_load(config, bias))
         tiles = TileGrid(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from warpspec.common import tma
+from warpspec.fmha.pages import kv_places
 from warpspec.fmha.sm100 import bias as biases
-from warpspec.fmha.sm100.pages import page_or_none
 
 
 def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing, ...]:
@@ -70,30 +67,3 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
     if cutlass.const_expr(bias is not None):
         for step in cutlass.range(cutlass.max(span.count - config.bias_stages, 0), span.count, unroll=1):
             channels["bias_empty"].wait(step)
-
-
-def kv_places(config, operands, tile, kv_tile):
-    """Where each of a KV tile's boxes comes from, by page of the tile: (tile, batch), or (part of the page, page).
-
-    Pages are read here, before the wait for the stage, so that their latency lies under it.
-    """
-    if not config.page_size:
-        return ((kv_tile, tile.batch),)
-    first_key = kv_tile * config.tile_n
-    slot, part = first_key // config.page_size, first_key % config.page_size // config.page_keys
-    if config.tile_pages == 1:
-        return ((part, page_or_none(config, operands, tile.batch, slot, tile.length)),)
-    lane = cute.arch.lane_idx()
-    return PagesByLane(page_or_none(config, operands, tile.batch, slot + lane, tile.length))
-
-
-@dataclass(frozen=True)
-class PagesByLane:
-    """Places of a tile's pages: a lane of the load warp has one page number, so that they take one register, not one
-    each, and one load."""
-
-    page: Int32
-
-    def __getitem__(self, index):
-        """The index-th page's (part of the page, page). By a whole warp."""
-        return 0, cute.arch.shuffle_sync(self.page, index)

@@ -14,9 +14,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.exact import dot, load_part
+from warpspec.fmha.features import BLOCK
+from warpspec.fmha.pages import locate_key
+from warpspec.fmha.row_bias import unit
 from warpspec.fmha.sm100 import bias
-from warpspec.fmha.sm100.config import BLOCK
-from warpspec.fmha.sm100.pages import locate_key
 
 
 def tainted(values: cute.Tensor, row_sum) -> Boolean:
@@ -48,31 +50,11 @@ def recompute(
         if cutlass.const_expr(config.bias is not None):
             score = bias.power(config, operands, place, key, score, scale_log2)
             exists = exists & Boolean(score != -Float32.inf)
-        weight = cute.math.exp2((score - reference) * bias.unit(config, scale_log2), fastmath=True)
+        weight = cute.math.exp2((score - reference) * unit(config, scale_log2), fastmath=True)
         v = operands.v[(*where, place.kv_head, None)]  # (D)
-        loaded = _load(cute.local_tile(v, (BLOCK,), (block,)))
+        loaded = load_part(cute.local_tile(v, (BLOCK,), (block,)))
         if exists:
             _accumulate(values, weight, loaded)
-
-
-def _load(source: cute.Tensor) -> cute.Tensor:
-    """Registers (n) holding a part of a row of a global tensor."""
-    registers = cute.make_rmem_tensor(cute.size(source), source.element_type)
-    cute.autovec_copy(source, registers)
-    return registers
-
-
-@cute.jit
-def dot(
-    config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor, part: cutlass.Constexpr = BLOCK
-) -> Float32:
-    """q.k of two rows (D), ``part`` elements in registers at a time."""
-    total = Float32(0.0)
-    for place in cutlass.range(config.head_dim // part, unroll=1):
-        a, b = (_load(cute.local_tile(row, (part,), (place,))) for row in (q, k))
-        for i in cutlass.range_constexpr(part):
-            total = total + a[i].to(Float32) * b[i].to(Float32)
-    return total
 
 
 def _accumulate(values: cute.Tensor, weight, v: cute.Tensor) -> None:

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma, tmem
 from warpspec.fmha.device_mask import hide
+from warpspec.fmha.row_bias import unit
 from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import QUARTER_LANES
 from warpspec.fmha.softmax import exponentiate, maximum, move_reference, scale_by
@@ -102,7 +103,7 @@ def tile_step(
 
     if cutlass.const_expr(config.bias is not None):
         bias.add(config, channels, row, columns.bias, scores, first_key, step, scale_log2, masked)
-        scale_log2 = bias.unit(config, scale_log2)
+        scale_log2 = unit(config, scale_log2)
     if cutlass.const_expr(masked):
         hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))

@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 
 from warpspec.common.compile import TVM_FFI, compile_cached
+from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.scheduler import TileGrid, balanced_section, key_span
-from warpspec.fmha.sm90.config import ELEMENT_BYTES, AttentionConfig
+from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm100 import partial_results, scalars
 from warpspec.fmha.splits import choose_splits, visited_tiles
 
@@ -157,8 +158,8 @@ def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+    from warpspec.fmha.row_bias import TYPES
     from warpspec.fmha.sm90.kernel import Attention
-    from warpspec.fmha.sm100.bias import TYPES
 
     def tensor(dtype, rank, last=None):
         step = ROW_ALIGNMENT * 8 // dtype.width if last is not None else 1

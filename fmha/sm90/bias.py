@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.row_bias import TYPES
 from warpspec.fmha.sm90 import softmax
-from warpspec.fmha.sm100.bias import TYPES
 from warpspec.fmha.softmax import LOG2_E
 
 LARGEST = 2.0**127

@@ -18,11 +18,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
+from warpspec.fmha.row_bias import unit
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER, WARPGROUP_THREADS
 from warpspec.fmha.sm90.rows import ROW_HALVES
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
-from warpspec.fmha.sm100.bias import unit
 from warpspec.fmha.softmax import move_reference
 
 ONE_WARPGROUP = (1, 1, 1)

@@ -6,11 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.results import of_split, statistics
+from warpspec.fmha.row_bias import unit
 from warpspec.fmha.sm90 import softmax
 from warpspec.fmha.sm90.recompute import recompute, tainted
 from warpspec.fmha.sm90.rows import QUAD, ROW_HALVES, place
-from warpspec.fmha.sm100.bias import unit
-from warpspec.fmha.sm100.epilogue import of_split, statistics
 
 VECTOR = 8  # 16-bit elements of one 16-byte store
 

@@ -12,15 +12,15 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.operands import Operands, kv_view, q_view
+from warpspec.fmha.row_bias import row_of
 from warpspec.fmha.scheduler import TileGrid
-from warpspec.fmha.sm90.config import BARRIER_BYTES, BLOCK, WARPGROUP_THREADS, AttentionConfig
+from warpspec.fmha.sm90.config import BARRIER_BYTES, WARPGROUP_THREADS, AttentionConfig
 from warpspec.fmha.sm90.consumer import Work, attend, flat, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.rows import place, rows
 from warpspec.fmha.sm90.tile import Where, index_of, locate, rounds
-from warpspec.fmha.sm100.bias import row_of
-from warpspec.fmha.sm100.kernel import Operands
 
 SMEM_CARVEOUT_PERCENT = 100
 
@@ -62,25 +62,9 @@ class Attention:
         batch, seq_q, heads_q, _ = q.shape
         heads_kv = k.shape[2]
         group = heads_q // heads_kv
-        # (D, HEAD, QUERY, BLOCK, BATCH)
-        q_view = cute.make_tensor(
-            q.iterator,
-            cute.make_layout(
-                (BLOCK, heads_q, seq_q, config.blocks, batch),
-                stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0]),
-            ),
-        )
-        loads = [tma.make_load(q_view, config.q_box)]
+        loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
-            # (D, KEY, BLOCK, KV_HEAD, BATCH); paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE)
-            view = cute.make_tensor(
-                t.iterator,
-                cute.make_layout(
-                    (BLOCK, t.shape[1], config.blocks, heads_kv, t.shape[0]),
-                    stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
-                ),
-            )
-            loads.append(tma.make_load(view, config.kv_box))
+            loads.append(tma.make_load(kv_view(config, t), config.kv_box))
         tiles = TileGrid(
             cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
         )

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
+from warpspec.fmha.pages import kv_places
 from warpspec.fmha.sm90.rows import first_query
 from warpspec.fmha.sm90.tile import index_of, locate, rounds
-from warpspec.fmha.sm100.load import kv_places
 
 
 def q_ring(config, atom, coordinates, base, tile, group, dtype) -> tma.TileRing:

@@ -6,11 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.exact import dot
+from warpspec.fmha.pages import locate_key
+from warpspec.fmha.row_bias import row_of, unit
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.rows import QUAD
-from warpspec.fmha.sm100.bias import row_of, unit
-from warpspec.fmha.sm100.pages import locate_key
-from warpspec.fmha.sm100.recompute import dot
 
 DOT_PART = 16  # elements of q and k in registers at a time: the rows of O take most of them
 

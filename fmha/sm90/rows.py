@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32
 
+from warpspec.fmha.features import WARP_THREADS
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.sm90.config import WARP_THREADS
-from warpspec.fmha.sm100.tile import INTEGERS, Place
+from warpspec.fmha.tile import INTEGERS, Place
 
 WARP_ROWS = 16
 HALF_ROWS = 8  # rows between a thread's two

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.fmha import tile as one_tile
 from warpspec.fmha.scheduler import place_in_round
-from warpspec.fmha.sm100 import tile as one_tile
 
 
 class Where(NamedTuple):

@@ -10,9 +10,9 @@ from page_layouts import FAR, paged
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention, sm100
+from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100 import AttentionConfig, compiled
-from warpspec.fmha.sm100.config import PAGE_SIZES
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 BACKEND = "sim"

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from page_layouts import paged
 
 from warpspec.fmha import attention
+from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.mask import visible
 from warpspec.fmha.problem import HEAD_DIMS, AttentionProblem
-from warpspec.fmha.sm100.config import PAGE_SIZES
 
 DATA = ("normal", "rising", "falling", "equal", "peaked", "outliers", "poisoned-tail")
 FEW_QUERIES = 8  # of decode: a kernel of its own

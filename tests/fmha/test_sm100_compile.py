@@ -11,10 +11,11 @@ import pytest
 
 from warpspec.common import tma
 from warpspec.common.compile import resources
+from warpspec.fmha.features import choose_pack
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.scheduler import TileGrid, key_span
 from warpspec.fmha.sm100 import AttentionConfig, compiled
-from warpspec.fmha.sm100.config import MAX_REGISTERS, choose_pack
+from warpspec.fmha.sm100.config import MAX_REGISTERS
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,10 @@ counts as a page of zeros, and no entry is read whose keys all lie past the KV l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
+import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory is read
@@ -30,3 +33,30 @@ def locate_key(config, operands, batch, key) -> tuple:
     page = operands.page_table[batch, key // config.page_size]
     nearest = cutlass.max(cutlass.min(page, operands.k.shape[0] - 1), 0)
     return (nearest, key % config.page_size), Boolean(page == nearest)
+
+
+def kv_places(config, operands, tile, kv_tile):
+    """Where each of a KV tile's boxes comes from, by page of the tile: (tile, batch), or (part of the page, page).
+
+    Pages are read here, before the wait for the stage, so that their latency lies under it.
+    """
+    if not config.page_size:
+        return ((kv_tile, tile.batch),)
+    first_key = kv_tile * config.tile_n
+    slot, part = first_key // config.page_size, first_key % config.page_size // config.page_keys
+    if config.tile_pages == 1:
+        return ((part, page_or_none(config, operands, tile.batch, slot, tile.length)),)
+    lane = cute.arch.lane_idx()
+    return PagesByLane(page_or_none(config, operands, tile.batch, slot + lane, tile.length))
+
+
+@dataclass(frozen=True)
+class PagesByLane:
+    """Places of a tile's pages: a lane of the load warp has one page number, so that they take one register, not one
+    each, and one load."""
+
+    page: Int32
+
+    def __getitem__(self, index):
+        """The index-th page's (part of the page, page). By a whole warp."""
+        return 0, cute.arch.shuffle_sync(self.page, index)

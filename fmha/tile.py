@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.fmha.features import KernelFeatures
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.scheduler import KeySpan, TileGrid, key_span
-from warpspec.fmha.sm100.config import AttentionConfig
 
 INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
@@ -52,7 +52,7 @@ class Tile:
     tiles.
     """
 
-    config: AttentionConfig
+    config: KernelFeatures
     query_tile: Int32
     head_tile: Int32
     kv_head: Int32
@@ -87,8 +87,10 @@ class Tile:
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
-def locate(config, operands, grid, window_left, window_right, index=None, section=None) -> Tile:
-    """The tile of this CTA, or the index-th. operands: ``kernel.Operands``. grid: (query tiles, head tiles, splits).
+def locate(
+    config: KernelFeatures, operands, grid, window_left, window_right, index=None, section=None
+) -> Tile:
+    """The tile of this CTA, or the index-th. operands: ``operands.Operands``. grid: (query tiles, head tiles, splits).
     section: of ``TileGrid.decode``."""
     batch_size, seq_q, heads_q, _ = operands.q.shape
     _, length, heads_kv, _ = operands.k.shape

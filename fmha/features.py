@@ -1,0 +1,156 @@
+"""What attention kernels of every architecture are compiled for: the switches of a configuration, and what follows from
+them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.fmha.problem import AttentionProblem
+
+WARP_THREADS = 32
+ELEMENT_BYTES = 2  # bf16 and fp16
+FP32_BYTES = 4
+BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
+BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
+PAGE_SIZES = (16, 32, 64, 128)  # keys; a page's rows start where the 128-byte swizzle does, every 8 rows
+
+# The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
+# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
+# reference follows every step: then the largest P of a row is exactly 1, and its rounding error 0.
+RESCALE_THRESHOLD = 8.0
+EXACT_QUERIES = 8
+
+
+@dataclass(frozen=True)
+class KernelFeatures:
+    """Switches of one kernel.
+
+    dtype: "bfloat16" or "float16". head_dim: D. shared_kv: K and V are one tensor. pack: query heads of one KV group
+    whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
+    sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
+    partial results, one for each split of the keys, are written. page_size: keys of a page of K and V, 0 where they are
+    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. exact_maximum: O is
+    rescaled whenever the maximum moves. The rest: which optional operands there are.
+    """
+
+    dtype: str
+    head_dim: int = 64
+    shared_kv: bool = False
+    pack: int = 1
+    causal: bool = False
+    has_left: bool = False
+    has_right: bool = False
+    key_stride: int = 1
+    has_kv_lengths: bool = False
+    has_q_start: bool = False
+    has_sink: bool = False
+    has_lse: bool = False
+    normalize: bool = True
+    negate: bool = False
+    splits: bool = False
+    page_size: int = 0
+    bias: str | None = None
+    bias_heads: bool = False
+    bias_batches: bool = False
+    exact_maximum: bool = False
+
+    def __post_init__(self):
+        assert self.bias in (None, *BIAS_BYTES)
+        assert self.page_size in (0, *PAGE_SIZES)
+        assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
+        assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
+
+    @property
+    def rescale_threshold(self) -> float:
+        """Powers of two that the reference may lag behind the maximum."""
+        return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of BLOCK elements that D is cut into."""
+        return self.head_dim // BLOCK
+
+    @property
+    def band(self) -> bool:
+        """A row may see only part of a tile that another row of its M tile sees more of."""
+        return self.causal or self.has_left or self.has_right
+
+    @property
+    def v_ring(self) -> str:
+        """Name of the ring that V comes through."""
+        return "k" if self.shared_kv else "v"
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        return ("k",) if self.shared_kv else ("k", "v")
+
+    # KV tiles, of ``tile_n`` keys, which a configuration adds.
+
+    @property
+    def kv_tile_bytes(self) -> int:
+        return self.tile_n * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def v_bytes(self) -> int:
+        """Shared memory of V's ring: none where V is K."""
+        return 0 if self.shared_kv else self.kv_stages * self.kv_tile_bytes
+
+    @property
+    def page_keys(self) -> int:
+        """Keys of a KV tile that lie together in memory: all of them, or a page's."""
+        return min(self.page_size or self.tile_n, self.tile_n)
+
+    @property
+    def tile_pages(self) -> int:
+        """Pages that the keys of a KV tile come from."""
+        return self.tile_n // self.page_keys
+
+    @property
+    def kv_box(self) -> tuple[int, int, int]:
+        """(D, KEY, BLOCK) of a K or V load: a whole tile, or the keys of one page in one block of D."""
+        return (BLOCK, self.page_keys, self.blocks if self.tile_pages == 1 else 1)
+
+    @property
+    def kv_boxes(self) -> tuple[int, int]:
+        """(BLOCK, PAGE): loads of one K or V tile. Shared memory has a tile's pages side by side in each block
+        of D, so a box of several blocks would leave no room between them for the other pages."""
+        return (self.blocks // self.kv_box[2], self.tile_pages)
+
+
+def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
+    """The fields of ``KernelFeatures`` for a problem. splits: for split KV, whose results are combined later."""
+    return {
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "head_dim": problem.head_dim,
+        "shared_kv": problem.shared_kv,
+        "pack": pack,
+        "causal": problem.causal,
+        "has_left": problem.window_left is not None,
+        "has_right": problem.window_right is not None,
+        "key_stride": problem.key_stride if problem.causal else 1,
+        "has_kv_lengths": problem.has_kv_lengths,
+        "has_q_start": problem.has_q_start,
+        "has_sink": problem.has_sink and not splits,
+        "has_lse": problem.return_lse and not splits,
+        "normalize": problem.normalize and not splits,
+        "negate": problem.scale < 0,
+        "splits": splits,
+        "page_size": problem.page_size or 0,
+        "bias": str(problem.bias_dtype).removeprefix("torch.") if problem.has_bias else None,
+        "bias_heads": problem.has_bias and problem.bias_heads,
+        "bias_batches": problem.has_bias and problem.bias_batches,
+        "exact_maximum": problem.seq_q <= EXACT_QUERIES,
+    }
+
+
+def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
+    """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
+
+    More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more
+    nearly the same keys, so at equal tile count more heads never costs and often saves KV tiles.
+    """
+
+    def tiles(pack):
+        return -(-group // pack) * -(-seq_q // (tile_m // pack))
+
+    return min(range(1, min(group, tile_m) + 1), key=lambda pack: (tiles(pack), -pack))
