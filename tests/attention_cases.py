@@ -191,8 +191,12 @@ def poisoned_out(case: Case, device: str = "cpu") -> torch.Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def check(case: Case, result, inputs: dict) -> None:
-    """Assert that a result, (o, lse) or a state, is the case's, within the tolerances of DESIGN 7."""
+def check(case: Case, result, inputs: dict, *, against_torch: bool = True) -> None:
+    """Assert that a result, (o, lse) or a state, is the case's, within the tolerances of DESIGN 7.
+
+    against_torch: also that its error is not much more than torch's. Where few rows see few keys that is chance:
+    each error is that of a handful of roundings.
+    """
     reference = attention(**{**inputs, "normalize": False, "sink": None}, backend="reference")
     # The reference unrounded: as backend it would round o to the operands' dtype.
     expected, lse = _normalized(reference, inputs["sink"]), reference.lse
@@ -223,7 +227,7 @@ def check(case: Case, result, inputs: dict) -> None:
     lse_error = float((got_lse - lse)[seen].abs().max()) if bool(seen.any()) else 0.0
     assert lse_error <= LSE_TOLERANCE, f"lse off by {lse_error:.2e}, tolerance {LSE_TOLERANCE:.0e}"
 
-    if case.normalize and not bool(undefined.any()):
+    if against_torch and case.normalize and not bool(undefined.any()):
         torch_error = relative_error(torch_attention(case, inputs).float(), expected)
         bar = max(TORCH_FACTOR * torch_error, torch.finfo(case.dtype).eps / 4)
         assert head_error <= bar, f"worst head's error {head_error:.2e}, torch's own {torch_error:.2e}"
