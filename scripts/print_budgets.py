@@ -222,17 +222,22 @@ def hopper() -> str:
         ("prefill", hopper_shapes.PREFILL),
         ("narrow windows", hopper_shapes.NARROW),
         ("decode", hopper_shapes.DECODE),
+        ("K and V one tensor", hopper_shapes.SHARED),
     )
     for use, shapes in uses:
         for head_dim, shape in shapes.items():
             if shapes is hopper_shapes.NARROW and shape == hopper_shapes.PREFILL[head_dim]:
                 continue
-            c = hopper_config.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape)
+            if shapes is hopper_shapes.DECODE and shape == hopper_shapes.PREFILL[head_dim]:
+                continue
+            shared = shapes is hopper_shapes.SHARED
+            c = hopper_config.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared)
             rows.append(
                 (
                     use,
                     head_dim,
-                    f"{c.consumers} x {hopper_shapes.WARPGROUP_ROWS} x {c.tile_n}",
+                    f"{c.row_groups} x {hopper_shapes.WARPGROUP_ROWS} x {c.tile_n}",
+                    f"{c.consumers} of {c.o_columns} columns",
                     c.kv_stages,
                     shape.ctas_per_sm,
                     f"{c.smem_bytes} of {c.smem_limit}",
@@ -241,7 +246,7 @@ def hopper() -> str:
                 )
             )
     head = (
-        "for", "D", "consumers x rows x keys", "KV stages", "CTAs an SM", "SMEM a CTA",
+        "for", "D", "rows x keys", "consumers", "KV stages", "CTAs an SM", "SMEM a CTA",
         "registers a thread: consumer, producer", "registers of an SM",
     )  # fmt: skip
     c = hopper_config.AttentionConfig("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128])

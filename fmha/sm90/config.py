@@ -19,7 +19,7 @@ from warpspec.fmha.features import (
     features,
 )
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import DECODE, NARROW, NARROW_KEYS, PREFILL, WARPGROUP_ROWS, Shape
+from warpspec.fmha.sm90.shapes import DECODE, NARROW, NARROW_KEYS, PREFILL, SHARED, WARPGROUP_ROWS, Shape
 
 WARPGROUP_THREADS = 128
 SMEM_PER_SM = 228 * 1024  # bytes, sm_90a
@@ -35,6 +35,8 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, around rows of V that one o
 
 def shapes_for(problem: AttentionProblem, pack: int) -> dict[int, Shape]:
     """The table that suits a problem, by head dimension."""
+    if problem.shared_kv and problem.head_dim in SHARED:
+        return SHARED
     if problem.paged or -(-problem.seq_q // (WARPGROUP_ROWS // pack)) == 1:
         return DECODE
     right = 0 if problem.causal else problem.window_right
@@ -52,6 +54,7 @@ class AttentionConfig(KernelFeatures):
     def __post_init__(self):
         super().__post_init__()
         assert 1 <= self.pack <= WARPGROUP_ROWS
+        assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
         assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
@@ -61,10 +64,6 @@ class AttentionConfig(KernelFeatures):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
-        if problem.head_dim not in PREFILL:
-            raise UnsupportedProblem(
-                f"sm90 attention: D must be one of {', '.join(map(str, PREFILL))}, got {problem.head_dim}"
-            )
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = shapes_for(problem, pack)[problem.head_dim]
@@ -77,6 +76,21 @@ class AttentionConfig(KernelFeatures):
         return self.shape.consumers
 
     @property
+    def column_parts(self) -> int:
+        """Consumers that share 64 rows, each with a part of O's columns; neighbours."""
+        return self.shape.column_parts
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 64 rows of an M tile."""
+        return self.consumers // self.column_parts
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O of one consumer."""
+        return self.head_dim // self.column_parts
+
+    @property
     def takes_turns(self) -> bool:
         """Consumers issue their products one after another."""
         return self.shape.turns and self.consumers > 1
@@ -84,7 +98,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def tile_m(self) -> int:
         """Query rows of a CTA."""
-        return self.consumers * WARPGROUP_ROWS
+        return self.row_groups * WARPGROUP_ROWS
 
     @property
     def tile_n(self) -> int:
@@ -119,24 +133,24 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def group_queries(self) -> int:
-        """Queries of a consumer's 64 rows; rows past pack * group_queries are idle."""
+        """Queries of a group of 64 rows; rows past pack * group_queries are idle."""
         return WARPGROUP_ROWS // self.pack
 
     @property
     def queries(self) -> int:
         """Queries of an M tile."""
-        return self.consumers * self.group_queries
+        return self.row_groups * self.group_queries
 
     @property
     def q_box(self) -> tuple[int, int, int]:
-        """(D, HEAD, QUERY) of a Q load: one block of D of one consumer's rows."""
+        """(D, HEAD, QUERY) of a Q load: one block of D of one group of rows."""
         return (BLOCK, self.pack, self.group_queries)
 
     # Shared memory, in bytes.
 
     @property
     def q_bytes(self) -> int:
-        """Q of one consumer."""
+        """Q of one group of rows."""
         return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
 
     @property
@@ -147,8 +161,8 @@ class AttentionConfig(KernelFeatures):
             ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
             (
                 "Q",
-                self.consumers * self.q_bytes,
-                f"{self.consumers} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
+                self.row_groups * self.q_bytes,
+                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
             ),
             (
                 "K and V" if self.shared_kv else "K",
@@ -173,10 +187,18 @@ class AttentionConfig(KernelFeatures):
         stages, warps = self.kv_stages, self.consumer_threads // WARP_THREADS
         load, filled = "load warp", "load warp, expect_tx + TMA bytes"
         warp = "consumers, one thread a warp"
-        own = "consumer, one thread a warp"
+        own = "the rows' consumers, one thread a warp"
+        readers = WARPGROUP_THREADS // WARP_THREADS * self.column_parts
         q = (
-            Barrier("q_full", self.consumers, 1, filled, own, "the consumer's Q is in shared memory"),
-            Barrier("q_empty", self.consumers, 4, own, load, "the consumer has read its Q"),
+            Barrier("q_full", self.row_groups, 1, filled, own, "the rows' Q is in shared memory"),
+            Barrier(
+                "q_empty",
+                self.row_groups,
+                readers,
+                own,
+                load,
+                "the consumers of these rows have read their Q",
+            ),
         )
         if self.shared_kv:
             return (

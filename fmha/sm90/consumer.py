@@ -58,14 +58,14 @@ def make_pv(config, dtype) -> cute.TiledMma:
         OperandMajorMode.MN,
         Float32,
         ONE_WARPGROUP,
-        (WARPGROUP_ROWS, config.head_dim),
+        (WARPGROUP_ROWS, config.o_columns),
         warpgroup.OperandSource.RMEM,
     )
 
 
-def products(config, dtype, q_base, k_base, v_base) -> Products:
-    """q_base: of this consumer's Q; v_base is k_base where V is K."""
-    rows, keys, depth = WARPGROUP_ROWS, config.tile_n, config.head_dim
+def products(config, dtype, q_base, k_base, v_base, part) -> Products:
+    """q_base: of this consumer's Q; v_base is k_base where V is K. part: of O's columns."""
+    rows, keys, depth, columns = WARPGROUP_ROWS, config.tile_n, config.head_dim, config.o_columns
     qk, pv = make_qk(config, dtype), make_pv(config, dtype)
 
     def shared(base, layout):
@@ -74,7 +74,14 @@ def products(config, dtype, q_base, k_base, v_base) -> Products:
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
-    v = shared(v_base, hopper.make_smem_layout_b(column_major, (rows, depth, keys), dtype, config.kv_stages))
+    # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
+    v_layout = hopper.make_smem_layout_b(column_major, (rows, columns, keys), dtype, 1)
+    stages = cute.make_layout(config.kv_stages, stride=keys * depth)
+    part_bytes = config.kv_tile_bytes // config.column_parts
+    v_part = (v_base + part * part_bytes).align(tma.TILE_ALIGNMENT)
+    v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=dtype), v_layout.outer)
+    v_first = v_first[None, None, 0]
+    v = cute.make_tensor(v_first.iterator, cute.append(v_first.layout, stages))
     qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
     return Products(
         q=qk.make_fragment_A(qk_slice.partition_A(q))[None, None, None, 0],
@@ -82,7 +89,7 @@ def products(config, dtype, q_base, k_base, v_base) -> Products:
         v=pv.make_fragment_B(pv_slice.partition_B(v)),
         s=cute.make_rmem_tensor(qk.partition_shape_C((rows, keys)), Float32),
         p=cute.make_rmem_tensor(pv.partition_shape_A((rows, keys)), dtype),
-        o=cute.make_rmem_tensor(pv.partition_shape_C((rows, depth)), Float32),
+        o=cute.make_rmem_tensor(pv.partition_shape_C((rows, columns)), Float32),
     )
 
 

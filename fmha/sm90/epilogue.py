@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -16,10 +18,11 @@ VECTOR = 8  # 16-bit elements of one 16-byte store
 
 
 @cute.jit
-def epilogue(config: cutlass.Constexpr, tile, rows, group, state, o: cute.Tensor, operands, scale_log2):
+def epilogue(config: cutlass.Constexpr, tile, rows, group, part, state, o: cute.Tensor, operands, scale_log2):
     """Write both rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
-    state: from ``consumer.attend``. o (n): fp32 registers. A row that sees no key writes zeros and -inf.
+    group: of 64 rows. part: of O's columns, the thread's. state: from ``consumer.attend``. o (n): fp32 registers. A row
+    that sees no key writes zeros and -inf.
     """
     references, maxima, sums = state
     for half in cutlass.range_constexpr(ROW_HALVES):
@@ -28,13 +31,17 @@ def epilogue(config: cutlass.Constexpr, tile, rows, group, state, o: cute.Tensor
         empty = Boolean(total == Float32(0.0))
         where = place(config, tile, group, row)
         row_state = (references[half], maxima[half], total)
-        factor = statistics(config, row, where, tile, row_state, operands, unit(config, scale_log2), empty)
+        teller = replace(
+            row, half=row.half + part * QUAD
+        )  # one thread of all that share the row writes its statistics
+        factor = statistics(config, teller, where, tile, row_state, operands, unit(config, scale_log2), empty)
         if cutlass.const_expr(config.band or config.bias is not None):  # noqa: SIM102
             if where.in_range & tainted(o, half, total):
-                recompute(config, row, where, operands, references[half], scale_log2, o, half)
+                recompute(config, row, where, part, operands, references[half], scale_log2, o, half)
         for i in softmax.elements(o, half):
             o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
-        target = of_split(config, operands.o, tile, where)
+        target = of_split(config, operands.o, tile, where)  # (D)
+        target = cute.local_tile(target, (config.o_columns,), (part,))
         if cutlass.const_expr(config.normalize):
             store_row(o, half, row.half, target, where.in_range)
         else:

@@ -102,7 +102,7 @@ class Attention:
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
             q: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.consumers * config.q_bytes], tma.TILE_ALIGNMENT
+                cute.struct.MemRange[cutlass.Uint8, config.row_groups * config.q_bytes], tma.TILE_ALIGNMENT
             ]
             k: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
@@ -147,20 +147,21 @@ def consume(
     """
     group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
     thread = thread % WARPGROUP_THREADS
-    q_base = bases[0] + group * config.q_bytes
-    mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), bases[1], bases[2])
+    rows_group, part = group // config.column_parts, group % config.column_parts
+    q_base = bases[0] + rows_group * config.q_bytes
+    mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), bases[1], bases[2], part)
     if group == config.consumers - 1:
         pass_turn(config, group)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
     for round_ in cutlass.range(rounds(where), unroll=1):
         tile = locate(config, operands, where, index_of(round_))
-        mine = rows(config, tile, group, thread)
-        q_use = tile_use * config.consumers + group
+        mine = rows(config, tile, rows_group, thread)
+        q_use = tile_use * config.row_groups + rows_group
         if tile.span.count > 0:
             channels["q_full"].wait(q_use)
         biases = None
         if cutlass.const_expr(config.bias is not None):
-            places = (place(config, tile, group, row) for row in mine)
+            places = (place(config, tile, rows_group, row) for row in mine)
             biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
         work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, bases[2])
         state = attend(work)
@@ -168,4 +169,4 @@ def consume(
             channels["q_empty"].arrive_warp(q_use)
             tile_use += 1
         use += tile.span.count
-        epilogue(config, tile, mine, group, state, flat(mma.o), operands, scale_log2)
+        epilogue(config, tile, mine, rows_group, part, state, flat(mma.o), operands, scale_log2)

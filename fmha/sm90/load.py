@@ -1,4 +1,4 @@
-"""The load warp: for every tile each consumer's Q, then K and V tiles through TMA."""
+"""The load warp: for every tile the Q of its rows, then K and V tiles through TMA."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from warpspec.fmha.sm90.tile import index_of, locate, rounds
 
 
 def q_ring(config, atom, coordinates, base, tile, group, dtype) -> tma.TileRing:
-    """The ring of one consumer's Q, whose stages are the blocks of D of every consumer."""
+    """The ring of one group of rows' Q, whose stages are the blocks of D of every group."""
     first_head = tile.kv_head * tile.group + tile.head_tile * config.pack
-    # (D, HEAD, QUERY, BLOCK): from the consumer's first head and query on
+    # (D, HEAD, QUERY, BLOCK): from the group's first head and query on
     q = coordinates[None, None, None, None, tile.batch]
     q = cute.domain_offset((0, first_head, first_query(config, tile, group), 0), q)
     tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
     block_bytes = config.q_bytes // config.blocks
-    shared = tma.shared_tiles(base, dtype, config.q_box, config.consumers * config.blocks, block_bytes)
+    shared = tma.shared_tiles(base, dtype, config.q_box, config.row_groups * config.blocks, block_bytes)
     return tma.TileRing.make(atom, tiles, shared)
 
 
@@ -39,7 +39,7 @@ def kv_ring(config, atom, coordinates, base, tile, dtype) -> tma.TileRing:
 def load(
     config: cutlass.Constexpr, channels: cutlass.Constexpr, atoms, coordinates, bases, operands, where, dtype
 ):
-    """Fill shared memory, tile after tile of this CTA: Q of each consumer, then one K and one V tile for every KV
+    """Fill shared memory, tile after tile of this CTA: Q of each group of rows, then one K and one V tile for every KV
     tile of the span, in order; one tile for both where they are one tensor.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
@@ -50,8 +50,8 @@ def load(
         tile = locate(config, operands, where, index_of(round_))
         span = tile.span
         if span.count > 0:
-            for group in cutlass.range_constexpr(config.consumers):
-                q_use = tile_use * config.consumers + group
+            for group in cutlass.range_constexpr(config.row_groups):
+                q_use = tile_use * config.row_groups + group
                 ring = q_ring(config, atoms[0], coordinates[0], bases[0], tile, group, dtype)
                 channels["q_empty"].wait_previous(q_use)
                 channels["q_full"].expect_bytes(q_use, config.blocks * tma.tile_bytes(config.q_box))

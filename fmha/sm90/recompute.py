@@ -29,13 +29,15 @@ def recompute(
     config: cutlass.Constexpr,
     row,
     place,
+    part,
     operands,
     reference,
     scale_log2,
     o: cute.Tensor,
     half: cutlass.Constexpr,
 ):
-    """The thread's o (n) of one row = sum over the row's visible keys of 2**(scale_log2 * (q.k - reference)) v."""
+    """The thread's o (n) of one row, in its part of the columns, = sum over the row's visible keys of
+    2**(scale_log2 * (q.k - reference)) v."""
     own = softmax.elements(o, half)
     q = operands.q[place.batch, place.query, place.head, None]  # (D)
     for at in cutlass.range_constexpr(len(own)):
@@ -52,6 +54,7 @@ def recompute(
             exists = exists & Boolean(score != -Float32.inf)
         weight = cute.math.exp2((score - reference) * unit(config, scale_log2), fastmath=True)
         v = operands.v[(*where, place.kv_head, None)]  # (D)
+        v = cute.local_tile(v, (config.o_columns,), (part,))
         if exists:
             for block in cutlass.range_constexpr(len(own) // softmax.PAIR):
                 pair = cute.make_rmem_tensor(softmax.PAIR, v.element_type)

@@ -33,12 +33,13 @@ class Row:
 
 
 def first_query(config, tile, group):
-    """First query of a consumer."""
+    """First query of a group of 64 rows."""
     return tile.first_query + group * config.group_queries
 
 
 def rows(config, tile, group, thread) -> tuple[Row, Row]:
-    """The two rows of a thread (0..127) of a consumer; idle rows get the keys of the query they would be."""
+    """The two rows of a thread (0..127) of a consumer. group: of 64 rows. Idle rows get the keys of the query they
+    would be."""
     lane = thread % WARP_THREADS
     upper = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
     return tuple(

@@ -12,7 +12,8 @@ class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
     ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
     thread, set by setmaxnreg. polynomial_every: of so many scores of a whole tile one takes the polynomial instead
-    of the exponential unit; 0: none. turns: consumers take turns at issuing products."""
+    of the exponential unit; 0: none. turns: consumers take turns at issuing products.
+    column_parts: consumers that share 64 rows, each with a part of O's columns."""
 
     consumers: int
     tile_n: int
@@ -22,6 +23,7 @@ class Shape:
     producer_registers: int
     polynomial_every: int = 0
     turns: bool = True
+    column_parts: int = 1
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
@@ -29,13 +31,17 @@ PREFILL = {
     64: Shape(3, 128, 4, 1, 160, 32),
     128: Shape(2, 128, 2, 1, 240, 24),
     256: Shape(2, 80, 2, 1, 240, 24),
+    512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),
 }
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 3, 2, 208, 48),
     128: Shape(1, 64, 3, 2, 208, 48),
     256: Shape(1, 64, 3, 1, 240, 24),
+    512: PREFILL[512],
 }
 # Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
 NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24)}
 NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
+# K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many.
+SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
