@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from warpspec.common.compile import TVM_FFI, compile_cached
+from warpspec.fmha.planning import partial_results, plan_of, scalars
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.sm100.config import AttentionConfig
-from warpspec.fmha.splits import SM_COUNT, choose_splits, visited_tiles
+from warpspec.fmha.splits import SM_COUNT
 
 __all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim", "supports"]
 
 SIMULATED_ARCH = "sm_100a"
-# A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
-SMALLEST_SCALE = 2.0**-100
 
 
 def supports(problem: AttentionProblem) -> None:
@@ -25,31 +22,7 @@ def supports(problem: AttentionProblem) -> None:
 
 def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
     """(configuration, number of splits of the keys) for a problem on a device of ``sm_count`` SMs."""
-    config = AttentionConfig.of(problem)
-    splits = problem.num_splits
-    if splits is None:
-        plain = problem.key_stride == 1  # only then do positions count keys
-        kv_tiles = visited_tiles(
-            seq_k=problem.seq_k,
-            queries=config.queries,
-            tile_n=config.tile_n,
-            left=problem.window_left if plain else None,
-            right=problem.window_right if plain else None,
-            causal=problem.causal and plain,
-        )
-        query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
-        splits = choose_splits(
-            m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
-            kv_tiles=kv_tiles,
-            rows=problem.batch * problem.seq_q * problem.heads_q,
-            head_dim=problem.head_dim,
-            tile_m=config.tile_m,
-            tile_n=config.tile_n,
-            shared_kv=config.shared_kv,
-            sm_count=sm_count,
-            ctas_per_sm=config.ctas_per_sm,
-        )
-    return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
+    return plan_of(AttentionConfig, problem, sm_count)
 
 
 def run_sim(
@@ -93,28 +66,10 @@ def run_cuda(
     combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
 
 
-def partial_results(
-    problem: AttentionProblem, splits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Workspace of split keys, fp32: o [S, B, Sq, Hq, D], row_max and row_sum [S, B, Hq, Sq]."""
-    rows, heads = (splits, problem.batch), problem.heads_q
-    kind = {"dtype": torch.float32, "device": problem.device}
-    return (
-        torch.empty(*rows, problem.seq_q, heads, problem.head_dim, **kind),
-        *(torch.empty(*rows, heads, problem.seq_q, **kind) for _ in range(2)),
-    )
-
-
 def launch_cuda(kernel, tensors, problem: AttentionProblem) -> None:
     """Call a compiled kernel on CUDA tensors, on their device's current stream."""
     with torch.cuda.device(tensors[0].device):
         kernel(*tensors, *scalars(problem))
-
-
-def scalars(problem: AttentionProblem) -> tuple[float, int, int]:
-    """(|scale| * log2(e), window left, window right); a window side that is unbounded is not read."""
-    scale = max(abs(problem.scale), SMALLEST_SCALE)
-    return scale * math.log2(math.e), problem.window_left or 0, problem.window_right or 0
 
 
 def compiled(config: AttentionConfig, arch: str = SIMULATED_ARCH, native: bool = False):

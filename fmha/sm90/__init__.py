@@ -8,11 +8,10 @@ import torch
 
 from warpspec.common.compile import TVM_FFI, compile_cached
 from warpspec.fmha.features import ELEMENT_BYTES
+from warpspec.fmha.planning import partial_results, plan_of, scalars
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.scheduler import TileGrid, balanced_section, key_span
 from warpspec.fmha.sm90.config import AttentionConfig
-from warpspec.fmha.sm100 import partial_results, scalars
-from warpspec.fmha.splits import choose_splits, visited_tiles
 
 __all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim"]
 
@@ -24,31 +23,7 @@ L2_SHARE = 0.8  # of L2 for K and V
 
 def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
     """(configuration, number of splits of the keys) for a problem on a device of ``sm_count`` SMs."""
-    config = AttentionConfig.of(problem)
-    splits = problem.num_splits
-    if splits is None:
-        plain = problem.key_stride == 1  # only then do positions count keys
-        kv_tiles = visited_tiles(
-            seq_k=problem.seq_k,
-            queries=config.queries,
-            tile_n=config.tile_n,
-            left=problem.window_left if plain else None,
-            right=problem.window_right if plain else None,
-            causal=problem.causal and plain,
-        )
-        query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
-        splits = choose_splits(
-            m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
-            kv_tiles=kv_tiles,
-            rows=problem.batch * problem.seq_q * problem.heads_q,
-            head_dim=problem.head_dim,
-            tile_m=config.tile_m,
-            tile_n=config.tile_n,
-            shared_kv=config.shared_kv,
-            sm_count=sm_count,
-            ctas_per_sm=config.shape.ctas_per_sm,
-        )
-    return (config, 1) if splits == 1 else (AttentionConfig.of(problem, splits=True), splits)
+    return plan_of(AttentionConfig, problem, sm_count)
 
 
 def section(problem: AttentionProblem, config: AttentionConfig, ctas: int) -> int:

@@ -93,7 +93,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def takes_turns(self) -> bool:
         """Consumers issue their products one after another."""
-        return self.shape.turns and self.consumers > 1
+        return self.consumers > 1
 
     @property
     def tile_m(self) -> int:

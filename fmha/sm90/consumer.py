@@ -265,9 +265,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         reference, factor, moved = move_reference(
             references[half], highest, scale_log2, config.rescale_threshold
         )
-        every = 0 if masked else config.shape.polynomial_every
-        degree = 3 if config.dtype == "bfloat16" else 4
-        total = softmax.exponentiate(scores, half, reference, scale_log2, every, degree)
+        total = softmax.exponentiate(scores, half, reference, scale_log2)
         total = sums[half] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)

@@ -11,9 +11,7 @@ WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
     ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
-    thread, set by setmaxnreg. polynomial_every: of so many scores of a whole tile one takes the polynomial instead
-    of the exponential unit; 0: none. turns: consumers take turns at issuing products.
-    column_parts: consumers that share 64 rows, each with a part of O's columns."""
+    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns."""
 
     consumers: int
     tile_n: int
@@ -21,8 +19,6 @@ class Shape:
     ctas_per_sm: int
     consumer_registers: int
     producer_registers: int
-    polynomial_every: int = 0
-    turns: bool = True
     column_parts: int = 1
 
 

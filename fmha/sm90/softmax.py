@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
 from warpspec.fmha.sm90.rows import ROW_HALVES
-from warpspec.fmha.softmax import EXP2_COEFFICIENTS, EXP2_LOWEST, EXPONENT_SHIFTER, FP32_MANTISSA_BITS
 
 PAIR = 2  # neighbouring columns of a thread
 COLUMNS = 8  # columns that the four threads of a row share, two each
@@ -51,39 +50,17 @@ def maximum(scores: cute.Tensor, half: int) -> Float32:
     return cute.arch.fmax(chains[0], chains[1])
 
 
-def exponentiate(
-    scores: cute.Tensor, half: int, reference, scale_log2, polynomial_every: int, degree: int
-) -> Float32:
-    """Scores of one row become 2**(scale_log2 * (s - reference)) in place; returns this thread's sum of them.
-
-    polynomial_every: of so many one takes ``exp2_polynomial`` of ``degree``; 0: none.
-    """
+def exponentiate(scores: cute.Tensor, half: int, reference, scale_log2) -> Float32:
+    """Scores of one row become 2**(scale_log2 * (s - reference)) in place; returns this thread's sum of them."""
     offset = Float32(
         cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * scale_log2)
     )
     sums = [Float32(0.0), Float32(0.0)]
     for n, i in enumerate(elements(scores, half)):
-        power = scores[i] * scale_log2 + offset
-        if polynomial_every and n % polynomial_every == polynomial_every - 1:
-            power = exp2_polynomial(power, degree)
-        else:
-            power = cute.math.exp2(power, fastmath=True)
+        power = cute.math.exp2(scores[i] * scale_log2 + offset, fastmath=True)
         scores[i] = power
         sums[n % 2] = sums[n % 2] + power
     return sums[0] + sums[1]
-
-
-def exp2_polynomial(x, degree: int):
-    """``fmha.softmax.exp2_polynomial`` of one fp32."""
-    coefficients = EXP2_COEFFICIENTS[degree]
-    x = cute.arch.fmax(x, Float32(EXP2_LOWEST), nan=True)
-    # Adding this number leaves n + 127, the exponent field of 2**n, in the low bits of the sum.
-    shifted = x + Float32(EXPONENT_SHIFTER)
-    fraction = x - (shifted - Float32(EXPONENT_SHIFTER))
-    result = Float32(coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        result = result * fraction + Float32(coefficient)
-    return result * (shifted.bitcast(Int32) << FP32_MANTISSA_BITS).bitcast(Float32)
 
 
 def scale_by(values: cute.Tensor, half: int, factor) -> None:
