@@ -20,6 +20,14 @@ SM_COUNT = 132  # of an H100 or H200
 L2_BYTES = 50 << 20  # of an H100; an H200's 60 MiB hold a little more
 L2_SHARE = 0.8  # of L2 for K and V
 
+# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads).
+MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
+MMA_FLOPS = 4096  # a clock and SM
+EXPONENTIALS = 16  # a clock and SM
+MISS_COST = (
+    0.13  # part of the time lost when CTAs ask for as many bytes as memory gives; grows with the square
+)
+
 
 def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
     """(configuration, number of splits of the keys) for a problem on a device of ``sm_count`` SMs."""
@@ -27,13 +35,13 @@ def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[Attention
 
 
 def section(problem: AttentionProblem, config: AttentionConfig, ctas: int) -> int:
-    """Heads of a section (``TileGrid.decode``): no more than have their K and V in L2 together."""
-    head_bytes = problem.seq_k * problem.head_dim * ELEMENT_BYTES * len(config.rings)
+    """Heads of a section (``TileGrid.decode``): such that CTAs are balanced and K and V come from L2 or are read by many
+    CTAs at a time."""
     head_tiles = -(-problem.group // config.pack)
-    largest = max(int(L2_SHARE * L2_BYTES / max(head_bytes, 1)), 1) * head_tiles
-    if not config.causal:
-        return largest  # not read
     query_tiles = -(-problem.seq_q // config.queries)
+    grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
+    if not config.causal:
+        return 1  # not read
     bounds = {
         "causal": True,
         "left": problem.window_left,
@@ -46,8 +54,23 @@ def section(problem: AttentionProblem, config: AttentionConfig, ctas: int) -> in
         last = min(first + config.queries, problem.seq_q) - 1
         counts.append(key_span(start + first, start + last, problem.seq_k, config.tile_n, bounds).count)
     return balanced_section(
-        TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch), ctas, counts, largest
+        grid, ctas, counts, lambda section: reading_cost(problem, config, ctas, section / head_tiles)
     )
+
+
+def reading_cost(problem: AttentionProblem, config: AttentionConfig, ctas: int, heads: float) -> float:
+    """Time as a multiple of that with K and V in L2, where CTAs work on so many KV heads at a time.
+
+    CTAs of one head keep pace, so that memory is read once for all of them.
+    """
+    key_bytes = problem.head_dim * ELEMENT_BYTES * len(config.rings)
+    if heads * problem.seq_k * key_bytes <= L2_SHARE * L2_BYTES:
+        return 1.0
+    clocks = config.tile_m * (
+        4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
+    )  # of a key, nothing overlapped
+    asked = key_bytes / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of what memory gives
+    return 1.0 + MISS_COST * asked**2
 
 
 @lru_cache(maxsize=4096)

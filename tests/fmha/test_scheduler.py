@@ -37,27 +37,44 @@ def test_long_tiles_come_first_within_a_section():
     assert [tile[2] for tile in order[:8]] == [0, 1] * 4
 
 
-@pytest.mark.parametrize(("heads", "rows", "keys", "largest", "bound"), [
-    (64, 128, 128, 9, 1.02), (64, 192, 128, 20, 1.03), (32, 128, 80, 4, 1.03),
-])  # fmt: skip
-def test_the_busiest_cta_has_little_more_than_the_mean(heads, rows, keys, largest, bound):
-    query_tiles, ctas = -(-8192 // rows), 132
-    counts = [-(-min((tile + 1) * rows, 8192) // keys) for tile in range(query_tiles)]
-    grid = TileGrid(query_tiles, 1, heads, 1)
-    section = balanced_section(grid, ctas, counts, largest)
-    assert 1 <= section <= largest
+def load_of_cta(grid: TileGrid, counts: list[int], ctas: int, section: int) -> np.ndarray:
+    """What each persistent CTA has to do, in KV tiles."""
     work = np.array(counts) + TILE_OVERHEAD
-    loads = [
-        sum(
-            work[grid.decode(i, longest_first=True, section=section)[0]]
-            for i in persistent(grid.size, ctas, cta)
-        )
+    return np.array([
+        sum(work[grid.decode(i, longest_first=True, section=section)[0]] for i in persistent(grid.size, ctas, cta))
         for cta in range(ctas)
-    ]
-    assert max(loads) <= bound * np.mean(loads)
+    ])  # fmt: skip
 
 
-def test_a_section_fits_the_heads_there_are():
+def causal_counts(length: int, rows: int, keys: int) -> list[int]:
+    return [-(-min(first + rows, length) // keys) for first in range(0, length, rows)]
+
+
+@pytest.mark.parametrize(("heads", "length", "rows", "keys"), [
+    (64, 8192, 128, 128), (64, 8192, 192, 128), (32, 8192, 128, 80),
+    (16, 16384, 128, 80),  # one head to a section, all that fits L2: 1.53
+    (16, 8192, 128, 80), (32, 16384, 128, 128), (16, 8192, 128, 128), (1000, 8192, 128, 128),
+])  # fmt: skip
+def test_the_busiest_cta_has_little_more_than_the_mean(heads, length, rows, keys):
+    counts, ctas = causal_counts(length, rows, keys), 132
+    grid = TileGrid(len(counts), 1, heads, 1)
+    section = balanced_section(grid, ctas, counts, lambda section: 1.0)
+    assert 1 <= section <= heads
+    loads = load_of_cta(grid, counts, ctas, section)
+    assert max(loads) <= 1.03 * np.mean(loads)
+
+
+def test_a_section_that_costs_more_than_its_balance_gains_is_not_taken():
+    counts, ctas = causal_counts(8192, 128, 80), 132
+    grid = TileGrid(len(counts), 1, 32, 1)
+    whole = balanced_section(grid, ctas, counts, lambda section: 1.0)
+    small = balanced_section(grid, ctas, counts, lambda section: 1.0 if section <= 3 else 1.1)
+    assert small <= 3 < whole
+    loads = load_of_cta(grid, counts, ctas, small)
+    assert max(loads) <= 1.1 * np.mean(loads)
+
+
+def test_where_ctas_have_a_tile_each_all_heads_are_one_section():
     grid = TileGrid(query_tiles=3, head_tiles=1, heads_kv=2, batch=1)
-    assert balanced_section(grid, 132, [1, 2, 3], 50) == 2
-    assert balanced_section(grid, 2, [1, 2, 3], 0) == 1
+    assert balanced_section(grid, 132, [1, 2, 3], lambda section: 1.0) == 2
+    assert balanced_section(TileGrid(3, 1, 2, 0), 132, [1, 2, 3], lambda section: 1.0) == 1
