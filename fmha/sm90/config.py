@@ -12,6 +12,7 @@ from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
+    FP32_BYTES,
     PAGE_SIZES,
     WARP_THREADS,
     KernelFeatures,
@@ -30,7 +31,12 @@ BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
     1  # named barriers in which consumers take turns at the tensor core: one each from here on
 )
-CLEAR_BARRIER = 5  # named barrier of all consumers, around rows of V that one of them clears
+CLEAR_BARRIER = (
+    5  # named barrier of all consumers, or of each, after rows of V have been cleared: two of them
+)
+SUMS_BARRIER = 7  # named barrier of two consumers that exchange their row sums
+WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
+STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
 
 
 def shapes_for(problem: AttentionProblem, pack: int) -> dict[int, Shape]:
@@ -56,6 +62,8 @@ class AttentionConfig(KernelFeatures):
         assert 1 <= self.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
+        if self.exchanges:
+            assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
@@ -91,9 +99,14 @@ class AttentionConfig(KernelFeatures):
         return self.head_dim // self.column_parts
 
     @property
+    def exchanges(self) -> bool:
+        """Two consumers share 64 rows and exchange P through shared memory (``exchange``)."""
+        return self.column_parts == 2 and self.shared_kv
+
+    @property
     def takes_turns(self) -> bool:
         """Consumers issue their products one after another."""
-        return self.consumers > 1
+        return self.consumers > 1 and not self.exchanges
 
     @property
     def tile_m(self) -> int:
@@ -128,6 +141,24 @@ class AttentionConfig(KernelFeatures):
         """Registers of a CTA once the roles have set theirs."""
         per_lane = self.consumers * self.shape.consumer_registers + self.shape.producer_registers
         return per_lane * WARPGROUP_THREADS
+
+    # KV tiles: loaded and released in parts, complete in pieces.
+
+    @property
+    def parts(self) -> int:
+        """Parts of a KV tile's columns, each loaded by a warp of its own and released by a consumer of its own."""
+        return self.column_parts if self.exchanges else 1
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a KV tile that have an mbarrier each: where tiles are few and large, QK begins with the first."""
+        return self.blocks if self.exchanges else 1
+
+    @property
+    def kv_box(self) -> tuple[int, int, int]:
+        """As in ``KernelFeatures``; no more than a piece."""
+        keys, rows, blocks = super().kv_box
+        return (keys, rows, min(blocks, self.blocks // self.pieces))
 
     # Tiles.
 
@@ -170,7 +201,28 @@ class AttentionConfig(KernelFeatures):
                 f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle",
             ),
             ("V", self.v_bytes, f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle"),
+            (
+                "P",
+                WEIGHT_STAGES * self.p_bytes,
+                f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}], 128-byte swizzle",
+            ),
+            ("statistics", self.statistics_bytes, "of the rows of each P"),
+            ("sums", self.sums_bytes, "row sums that consumers exchange, of two tiles"),
         )
+
+    @property
+    def p_bytes(self) -> int:
+        """One P tile that consumers exchange."""
+        return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.exchanges else 0
+
+    @property
+    def statistics_bytes(self) -> int:
+        return WEIGHT_STAGES * WARPGROUP_ROWS * STATISTICS * FP32_BYTES if self.exchanges else 0
+
+    @property
+    def sums_bytes(self) -> int:
+        """A number for each of a thread's two rows."""
+        return 2 * self.consumer_threads * 2 * FP32_BYTES if self.exchanges else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -190,7 +242,7 @@ class AttentionConfig(KernelFeatures):
         own = "the rows' consumers, one thread a warp"
         readers = WARPGROUP_THREADS // WARP_THREADS * self.column_parts
         q = (
-            Barrier("q_full", self.row_groups, 1, filled, own, "the rows' Q is in shared memory"),
+            Barrier("q_full", self.row_groups, self.parts, filled, own, "the rows' Q is in shared memory"),
             Barrier(
                 "q_empty",
                 self.row_groups,
@@ -200,6 +252,21 @@ class AttentionConfig(KernelFeatures):
                 "the consumers of these rows have read their Q",
             ),
         )
+        if self.exchanges:
+            pieces, parts = stages * self.pieces, stages * self.parts
+            mine, other = "the tile's consumer, one thread a warp", "the other consumer"
+            warps = WARPGROUP_THREADS // WARP_THREADS
+            return (
+                *q,
+                Barrier(
+                    "k_full", pieces, 1, filled, "consumers", "the piece of 64 columns is in shared memory"
+                ),
+                Barrier(
+                    "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"
+                ),
+                Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
+                Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
+            )
         if self.shared_kv:
             return (
                 *q,

@@ -138,12 +138,12 @@ class Work:
 
     def issue_qk(self, step) -> None:
         """S of the step-th KV tile."""
-        k = self.mma.k[None, None, None, self.channels["k_full"].stage(self.use + step)]
+        k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
         multiply(make_qk(self.config, self.mma.p.element_type), self.mma.s, self.mma.q, k, False)
 
     def issue_pv(self, step) -> None:
         """O plus P V of the step-th KV tile."""
-        v = self.mma.v[None, None, None, self.v_full.stage(self.use + step)]
+        v = self.mma.v[None, None, None, (self.use + step) % self.config.kv_stages]
         multiply(make_pv(self.config, self.mma.p.element_type), self.mma.o, self.mma.p, v, True)
 
     def release_k(self, step) -> None:
@@ -272,18 +272,30 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
     if cutlass.const_expr(masked and (config.band or config.has_kv_lengths)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
-            work.v_full.wait(use)
-            stage = work.v_base + work.v_full.stage(use) * config.kv_tile_bytes
-            clear_unseen(config, span, first_key, work.thread, stage)
+            barrier, threads = CLEAR_BARRIER, config.consumer_threads
+            if cutlass.const_expr(config.exchanges):  # the tile is this consumer's alone, and here since QK
+                barrier, threads = CLEAR_BARRIER + work.group, WARPGROUP_THREADS
+            else:
+                work.v_full.wait(use)
+            stage = work.v_base + use % config.kv_stages * config.kv_tile_bytes
+            clear_unseen(config, span, first_key, work.thread, stage, barrier, threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]
 
 
 @cute.jit
-def clear_unseen(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
+def clear_unseen(
+    config: cutlass.Constexpr,
+    span,
+    first_key,
+    thread,
+    tile: cute.Pointer,
+    barrier,
+    threads: cutlass.Constexpr,
+):
     """Zero the V rows of a tile that no row of the M tile sees: 0 times a NaN left there would be NaN.
 
-    All consumers come here; the fence and the barrier make it visible to their wgmma. thread: of a consumer;
-    consumers write the same zeros.
+    All ``threads`` whose wgmma read the tile next come here; the fence and the barrier make it visible to them. thread:
+    of a consumer; consumers write the same zeros.
     """
     key = first_key + thread
     if (thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
@@ -295,4 +307,4 @@ def clear_unseen(config: cutlass.Constexpr, span, first_key, thread, tile: cute.
             )  # (WORD)
             words.fill(0)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

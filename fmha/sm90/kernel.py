@@ -5,6 +5,8 @@ ARCHITECTURE.md, "Attention kernel (sm_90a)", has the picture.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -12,17 +14,31 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.features import FP32_BYTES
 from warpspec.fmha.operands import Operands, kv_view, q_view
 from warpspec.fmha.row_bias import row_of
 from warpspec.fmha.scheduler import TileGrid
-from warpspec.fmha.sm90.config import BARRIER_BYTES, WARPGROUP_THREADS, AttentionConfig
+from warpspec.fmha.sm90.config import BARRIER_BYTES, WARPGROUP_THREADS, WEIGHT_STAGES, AttentionConfig
 from warpspec.fmha.sm90.consumer import Work, attend, flat, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
+from warpspec.fmha.sm90.exchange import Exchange, attend_in_turn
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.rows import place, rows
 from warpspec.fmha.sm90.tile import Where, index_of, locate, rounds
 
 SMEM_CARVEOUT_PERCENT = 100
+
+
+class Shared(NamedTuple):
+    """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
+    Float32 pointers, of consumers that exchange P."""
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    p: cute.Pointer
+    statistics: cute.Pointer
+    sums: cute.Pointer
 
 
 class Attention:
@@ -97,7 +113,7 @@ class Attention:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        # 1. Shared memory: barriers, Q of every consumer, K and V.
+        # 1. Shared memory: barriers, Q of every consumer, K and V, what consumers exchange.
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
@@ -109,6 +125,11 @@ class Attention:
                 tma.TILE_ALIGNMENT,
             ]
             v: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.v_bytes], tma.TILE_ALIGNMENT]
+            p: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, WEIGHT_STAGES * config.p_bytes], tma.TILE_ALIGNMENT
+            ]
+            statistics: cute.struct.MemRange[Float32, config.statistics_bytes // FP32_BYTES]
+            sums: cute.struct.MemRange[Float32, config.sums_bytes // FP32_BYTES]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -119,22 +140,30 @@ class Attention:
 
         # 2. Roles.
         where = Where(grid, total, section, window_left, window_right)
-        q_base, k_base = storage.q.data_ptr(), storage.k.data_ptr()
-        v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
+        k_base = storage.k.data_ptr()
+        shared = Shared(
+            storage.q.data_ptr(),
+            k_base,
+            k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr(),
+            storage.p.data_ptr(),
+            storage.statistics.data_ptr(),
+            storage.sums.data_ptr(),
+        )
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
-            if warp == config.load_warp:
-                load(config, channels, atoms, coordinates, (q_base, k_base, v_base), operands, where, dtype)
+            part = warp - config.load_warp
+            if part < config.parts:
+                load(config, channels, atoms, coordinates, shared, operands, where, dtype, part)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
-            consume(config, channels, (q_base, k_base, v_base), operands, where, scale_log2, dtype, thread)
+            consume(config, channels, shared, operands, where, scale_log2, dtype, thread)
 
 
 @cute.jit
 def consume(
     config: cutlass.Constexpr,
     channels: cutlass.Constexpr,
-    bases: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
     operands,
     where,
     scale_log2,
@@ -148,8 +177,8 @@ def consume(
     group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
     thread = thread % WARPGROUP_THREADS
     rows_group, part = group // config.column_parts, group % config.column_parts
-    q_base = bases[0] + rows_group * config.q_bytes
-    mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), bases[1], bases[2], part)
+    q_base = shared.q + rows_group * config.q_bytes
+    mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if group == config.consumers - 1:
         pass_turn(config, group)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
@@ -163,8 +192,11 @@ def consume(
         if cutlass.const_expr(config.bias is not None):
             places = (place(config, tile, rows_group, row) for row in mine)
             biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
-        work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, bases[2])
-        state = attend(work)
+        work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, shared.v)
+        if cutlass.const_expr(config.exchanges):
+            state = attend_in_turn(Exchange(work, shared, tile_use))
+        else:
+            state = attend(work)
         if tile.span.count > 0:
             channels["q_empty"].arrive_warp(q_use)
             tile_use += 1

@@ -37,41 +37,59 @@ def kv_ring(config, atom, coordinates, base, tile, dtype) -> tma.TileRing:
 
 @cute.jit
 def load(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, atoms, coordinates, bases, operands, where, dtype
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    atoms,
+    coordinates,
+    shared: cutlass.Constexpr,
+    operands,
+    where,
+    dtype,
+    part,
 ):
     """Fill shared memory, tile after tile of this CTA: Q of each group of rows, then one K and one V tile for every KV
-    tile of the span, in order; one tile for both where they are one tensor.
+    tile of the span, in order; one tile for both where they are one tensor. part: of the columns, this warp's.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
     buffer of each before it is filled again. Leaves only when every buffer has been released.
     """
     tile_use, use = Int32(0), Int32(0)
+    blocks, pieces = config.blocks // config.parts, config.pieces // config.parts  # of a part
     for round_ in cutlass.range(rounds(where), unroll=1):
         tile = locate(config, operands, where, index_of(round_))
         span = tile.span
         if span.count > 0:
             for group in cutlass.range_constexpr(config.row_groups):
                 q_use = tile_use * config.row_groups + group
-                ring = q_ring(config, atoms[0], coordinates[0], bases[0], tile, group, dtype)
+                ring = q_ring(config, atoms[0], coordinates[0], shared.q, tile, group, dtype)
                 channels["q_empty"].wait_previous(q_use)
-                channels["q_full"].expect_bytes(q_use, config.blocks * tma.tile_bytes(config.q_box))
-                for block in cutlass.range_constexpr(config.blocks):
+                channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
+                for i in cutlass.range_constexpr(blocks):
+                    block = part * blocks + i
                     ring.load(block, group * config.blocks + block, channels["q_full"].barrier(q_use))
             tile_use += 1
         for step in cutlass.range(span.count, unroll=1):
             places = kv_places(config, operands, tile, span.tile(step))
             for i, name in enumerate(config.rings):
-                ring = kv_ring(config, atoms[1 + i], coordinates[1 + i], bases[1 + i], tile, dtype)
+                ring = kv_ring(config, atoms[1 + i], coordinates[1 + i], shared[1 + i], tile, dtype)
                 full, empty = channels[name + "_full"], channels[name + "_empty"]
-                empty.wait_previous(use + step)
-                full.expect_bytes(use + step, config.kv_tile_bytes)
-                blocks, pages = config.kv_boxes
-                for block in cutlass.range(blocks, unroll=1):
-                    for page in cutlass.range_constexpr(pages):
-                        row, source = places[page]
-                        box = (full.stage(use + step) * blocks + block) * pages + page
-                        ring.load((row, block, source), box, full.barrier(use + step))
+                empty.wait_previous((use + step) * config.parts + part)
+                for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
+                    load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
         use += span.count
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
         for name in config.rings:
-            channels[name + "_empty"].wait(last)
+            channels[name + "_empty"].wait(last * config.parts + part)
+
+
+@cute.jit
+def load_piece(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places):
+    """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's."""
+    full.expect_bytes(use, config.kv_tile_bytes // config.pieces)
+    blocks, pages = config.kv_boxes
+    for block in cutlass.range(blocks // config.pieces, unroll=1):
+        for page in cutlass.range_constexpr(pages):
+            row, source = places[page]
+            at = piece * (blocks // config.pieces) + block
+            box = (full.stage(use) // config.pieces * blocks + at) * pages + page
+            ring.load((row, at, source), box, full.barrier(use))

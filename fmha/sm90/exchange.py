@@ -1,0 +1,242 @@
+"""Two consumers for the same 64 query rows, where a row of O is too long for one: each has half of O's columns.
+
+They take turns at the KV tiles. The tile's consumer computes S and P of all its keys, keeps P in registers for its own
+half of O, and hands P and what it did to the running maximum to the other through shared memory. So the tensor core
+computes every S once, and one consumer's softmax lies under the other's products. A KV tile is released in halves, each
+by the consumer whose columns of V it holds, after its PV: QK was over before.
+
+    consumer of tile j        QK(j)   softmax(j) -> P     PV(j) from registers          PV(j+1) from shared memory
+    the other                 PV(j-1), QK(j+1)            PV(j) from shared memory      softmax(j+1) -> P ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from warpspec.common import tma
+from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WARPGROUP_THREADS, WEIGHT_STAGES
+from warpspec.fmha.sm90.consumer import (
+    ONE_WARPGROUP,
+    WORD_BYTES,
+    Work,
+    flat,
+    keep_weights,
+    make_qk,
+    multiply,
+    weigh,
+)
+from warpspec.fmha.sm90.rows import ROW_HALVES
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+
+CHUNK_BYTES = 16  # what the swizzle moves as one
+SWIZZLE_ROWS = 8  # after which it repeats
+TURNS = 2  # tiles after which it is a consumer's turn again
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Both consumers' view of a tile. shared: ``kernel.Shared``. tile_use: tiles with keys that this CTA has done
+    before."""
+
+    work: Work
+    shared: tuple
+    tile_use: Int32
+
+    @property
+    def config(self):
+        return self.work.config
+
+    @property
+    def part(self):
+        """Which of the two this consumer is, and its part of O's columns."""
+        return self.work.group
+
+    def use(self, step):
+        """Of the rings, by the step-th KV tile."""
+        return self.work.use + step
+
+    def issue_qk(self, step) -> None:
+        """S of the step-th KV tile, as its pieces arrive; one group."""
+        config, mma = self.config, self.work.mma
+        full = self.work.channels["k_full"]
+        tiled_mma = make_qk(config, mma.p.element_type)
+        k = mma.k[None, None, None, self.use(step) % config.kv_stages]
+        depth = cute.size(mma.q, mode=[2])
+        warpgroup.fence()
+        for k_block in range(depth):
+            if k_block % (depth // config.pieces) == 0:
+                full.wait(self.use(step) * config.pieces + k_block // (depth // config.pieces))
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+            cute.gemm(tiled_mma, mma.s, mma.q[None, None, k_block], k[None, None, k_block], mma.s)
+        warpgroup.commit_group()
+
+    def issue_others_pv(self, step) -> None:
+        """O plus P V of the other's tile, P from shared memory."""
+        config, mma = self.config, self.work.mma
+        dtype, keys = mma.p.element_type, config.tile_n
+        k_major, n_major = OperandMajorMode.K, OperandMajorMode.MN
+        shape = (WARPGROUP_ROWS, config.o_columns)
+        tiled_mma = hopper.make_trivial_tiled_mma(
+            dtype, dtype, k_major, n_major, Float32, ONE_WARPGROUP, shape
+        )
+        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (*shape, keys), dtype, WEIGHT_STAGES)
+        base = self.shared.p.align(tma.TILE_ALIGNMENT)
+        p = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+        p = tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(p))
+        use = self.use(step)
+        v = mma.v[None, None, None, use % config.kv_stages]
+        multiply(tiled_mma, mma.o, p[None, None, None, use % WEIGHT_STAGES], v, True)
+
+    def release(self, step) -> None:
+        """This consumer's part of the tile's columns: its PV has read them, and QK before it."""
+        self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
+
+    def statistics(self, step) -> cute.Tensor:
+        """(NUMBER, ROW): what goes with P of a tile: reference, maximum, factor."""
+        stage = self.shared.statistics + self.use(step) % WEIGHT_STAGES * (STATISTICS * WARPGROUP_ROWS)
+        return cute.make_tensor(stage, cute.make_layout((STATISTICS, WARPGROUP_ROWS)))
+
+
+@cute.jit
+def attend_in_turn(exchange):
+    """This consumer's part of O, in ``work.mma.o``, and the row statistics of one tile: as ``consumer.attend``.
+
+    Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, one arrival a warp.
+    """
+    work, config = exchange.work, exchange.config
+    span = work.tile.span
+    work.mma.o.fill(0.0)
+    state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
+    first = (work.use + exchange.part) % TURNS  # own tiles: first, first + TURNS, ...
+    if (first == 0) & (span.count > 0):
+        exchange.issue_qk(0)
+        warpgroup.wait_group(0)
+        state, factors, _ = weigh(work, 0, state, True)
+        publish(exchange, 0, state, factors)
+        work.issue_pv(0)
+    # As in ``consumer.attend``: tiles that need the mask come first and last.
+    end = span.begin + span.count
+    low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
+    high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)
+    whole = cutlass.min(cutlass.max(end - high, 1), span.count)
+    partial = cutlass.min(cutlass.max(whole, end - low), span.count)
+    start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
+    masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
+    for i in cutlass.range(masked, unroll=1):
+        state = turn(exchange, start + TURNS * i, state, True)
+    for i in cutlass.range(masked, unmasked, unroll=1):
+        state = turn(exchange, start + TURNS * i, state, False)
+    if cutlass.const_expr(config.has_left):
+        for i in cutlass.range(unmasked, total, unroll=1):
+            state = turn(exchange, start + TURNS * i, state, True)
+    if span.count > 0:
+        state = finish(exchange, state)
+    return state
+
+
+def own_below(at, start):
+    """How many of the tiles start, start + TURNS, ... lie below ``at``."""
+    return cutlass.max(at - start + TURNS - 1, 0) // TURNS
+
+
+@cute.jit
+def turn(exchange, step, state, masked: cutlass.Constexpr):
+    """QK and softmax of the step-th KV tile, this consumer's; PV of the other's tile before it, then of its own."""
+    work = exchange.work
+    warpgroup.wait_group(0)  # PV of the own tile before
+    if step >= TURNS:
+        exchange.release(step - TURNS)
+    exchange.issue_qk(step)
+    state = follow(exchange, step - 1, state)
+    warpgroup.wait_group(1)  # S; the other's PV goes on
+    state, factors, moved = weigh(work, step, state, masked)
+    publish(exchange, step, state, factors)
+    warpgroup.wait_group(0)
+    exchange.release(step - 1)
+    work.channels["p_empty"].arrive_warp(exchange.use(step - 1))
+    rescale(work, factors, moved)
+    work.issue_pv(step)
+    return state
+
+
+@cute.jit
+def publish(exchange, step, state, factors):
+    """P of a tile, into registers and into shared memory for the other consumer, with its rows' statistics."""
+    work = exchange.work
+    use = exchange.use(step)
+    keep_weights(work.mma)
+    words = cute.recast_tensor(flat(work.mma.p), Int32)
+    work.channels["p_empty"].wait_previous(use)
+    base = exchange.shared.p + use % WEIGHT_STAGES * exchange.config.p_bytes
+    told = exchange.statistics(step)
+    for half in cutlass.range_constexpr(ROW_HALVES):
+        row = work.rows[half]
+        start = base + row.index * tma.ROW_BYTES + row.half * WORD_BYTES
+        swizzle = row.index % SWIZZLE_ROWS
+        for chunk in cutlass.range_constexpr(tma.ROW_BYTES // CHUNK_BYTES):
+            at = (start + (swizzle ^ chunk) * CHUNK_BYTES).align(WORD_BYTES)
+            word = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(1))
+            word[0] = words[chunk * ROW_HALVES + half]
+        if row.half == 0:
+            for number, value in enumerate((state[0][half], state[1][half], factors[half])):
+                told[number, row.index] = value
+    cute.arch.fence_view_async_shared()
+    work.channels["p_full"].arrive_warp(use)
+
+
+@cute.jit
+def follow(exchange, step, state):
+    """Issue PV of the other's tile, once its P is here; returns the state with what its softmax did to it."""
+    work = exchange.work
+    work.channels["p_full"].wait(exchange.use(step))
+    told = exchange.statistics(step)
+    references, maxima, factors = (
+        tuple(told[number, row.index] for row in work.rows) for number in range(STATISTICS)
+    )
+    sums = tuple(total * factor for total, factor in zip(state[2], factors, strict=True))
+    rescale(work, factors, Boolean(factors[0] != 1.0) | Boolean(factors[1] != 1.0))
+    exchange.issue_others_pv(step)
+    return references, maxima, sums
+
+
+@cute.jit
+def rescale(work, factors, moved):
+    """O times the rows' factors, where some row of the warp has one. No PV may be under way."""
+    if cute.arch.vote_any_sync(moved):
+        for half in cutlass.range_constexpr(ROW_HALVES):
+            softmax.scale_by(flat(work.mma.o), half, factors[half])
+
+
+@cute.jit
+def finish(exchange, state):
+    """The last PVs, and the sums of both consumers' tiles added up: the state of the whole rows."""
+    work = exchange.work
+    last = work.span.count - 1
+    own = (exchange.use(last) + exchange.part) % TURNS == 0
+    warpgroup.wait_group(0)
+    if own:
+        exchange.release(last)
+    else:
+        if last > 0:
+            exchange.release(last - 1)
+        state = follow(exchange, last, state)
+        warpgroup.wait_group(0)
+        exchange.release(last)
+        work.channels["p_empty"].arrive_warp(exchange.use(last))
+    references, maxima, sums = state
+    # (ROW HALF, THREAD, CONSUMER, TILE): a buffer comes back only after the barrier of the tile between.
+    layout = cute.make_layout((ROW_HALVES, WARPGROUP_THREADS, exchange.config.consumers, TURNS))
+    told = cute.make_tensor(exchange.shared.sums, layout)[None, work.thread, None, exchange.tile_use % TURNS]
+    for half in cutlass.range_constexpr(ROW_HALVES):
+        told[half, exchange.part] = sums[half]
+    cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=exchange.config.consumer_threads)
+    sums = tuple(sums[half] + told[half, 1 - exchange.part] for half in range(ROW_HALVES))
+    return references, maxima, sums
