@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.repeated import PLAIN_TENSORS, watched
 from warpspec.softmax import ops
 from warpspec.softmax.problem import check_input, check_output
 from warpspec.softmax.topk import softmax_topk
@@ -27,14 +28,14 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     Raises TypeError or ValueError naming the argument, UnsupportedProblem where the backend does not run on the
     device, NotImplementedError for gradients with out.
     """
-    plain = isinstance(x, torch.Tensor) and not ops.needs_operator(x)
+    plain = isinstance(x, torch.Tensor) and not watched(x)
     if plain and x.is_cuda:
         result = ops.run_again(x, out, backend)
         if result is not None:
             return result
     check_input(x)
     if out is not None:
-        check_output(out, x, memory=not torch.compiler.is_compiling() and type(x) in ops.PLAIN_TENSORS)
+        check_output(out, x, memory=not torch.compiler.is_compiling() and type(x) in PLAIN_TENSORS)
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             raise NotImplementedError("out: gradients need a new result, got out with requires_grad")
     if plain:

@@ -165,7 +165,7 @@ def _rows(problem: SoftmaxProblem, device: Device):
             if occupancy == 0:
                 continue
             config = RowsConfig(
-                problem.dtype, lanes, rows, cluster, each, not problem.aligned, 1, problem.store_bytes
+                problem.dtype, lanes, rows, cluster, each, not problem.aligned, occupancy, problem.store_bytes
             )
             ctas = -(-problem.rows // rows) * cluster
             share = -(-vectors // cluster) * rows * VECTOR_BYTES

@@ -2,31 +2,16 @@
 
 ``warpspec::softmax`` allocates its result and is differentiable; ``warpspec::softmax_out`` writes the caller's.
 Dispatching an operator written in Python takes longer than all else that a call does on the host, so a plain
-eager call on plain tensors goes straight to ``run`` (see ``needs_operator``), and one that is like an earlier one
+eager call on plain tensors goes straight to ``run`` (see ``repeated.watched``), and one that is like an earlier one
 straight to that one's launcher (``run_again``).
 """
 
-import os
-
 import torch
 
-from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
+from warpspec.common.dispatch import resolve_backend
+from warpspec.common.repeated import PLAIN_TENSORS, Remembered, backend_variable, signature
 from warpspec.softmax import reference
-from warpspec.softmax.problem import VECTOR_BYTES, SoftmaxProblem, as_matrix, check_input, check_output
-
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def needs_operator(x: torch.Tensor) -> bool:
-    """Whether somebody may be watching: tracing, a mode, a functorch transform, a subclass, autograd."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in PLAIN_TENSORS
-        or (x.requires_grad and torch.is_grad_enabled())
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
+from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, check_output
 
 
 def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor:
@@ -48,28 +33,17 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
         else:
             launcher = _launch_cuda(source, target)
             if x.is_contiguous() and out.is_contiguous():
-                _remember(_calls, _call_key(x, given, asked), launcher)
+                _calls.remember(_call_key(x, given, asked), launcher)
     return out
 
 
-MOST_REMEMBERED = 4096
-_launchers: dict[tuple, object] = {}  # by what decides the plan: a compiled kernel, ready to be called
-_calls: dict[tuple, object] = {}  # the same by all that ``run`` would look at: see ``run_again``
-
-
-def _remember(memory: dict, key: tuple, launcher) -> None:
-    if len(memory) >= MOST_REMEMBERED:
-        memory.clear()
-    memory[key] = launcher
+_launchers = Remembered()  # by what decides the plan: a compiled kernel, ready to be called
+_calls = Remembered()  # the same by all that ``run`` would look at: see ``run_again``
 
 
 def _call_key(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> tuple:
-    """Of contiguous tensors: what the checks, the backend and the plan of a call depend on, but for overlaps."""
-    variable = os.environ.get(BACKEND_VARIABLE) if backend == "auto" else None
-    key = (x.shape, x.dtype, x.get_device(), x.data_ptr() % VECTOR_BYTES, backend, variable)
-    return (
-        key if out is None else (key, out.shape, out.dtype, out.get_device(), out.data_ptr() % VECTOR_BYTES)
-    )
+    """What the checks, the backend and the plan of a call depend on, but for overlaps."""
+    return (signature(x), None if out is None else signature(out), backend, backend_variable())
 
 
 def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor | None:
@@ -107,7 +81,7 @@ def _launch_cuda(source: torch.Tensor, target: torch.Tensor):
         from warpspec.softmax import launch
 
         launcher = launch.launcher(problem, index)
-        _remember(_launchers, (problem, index), launcher)
+        _launchers.remember((problem, index), launcher)
     if index == torch.cuda.current_device():
         launcher(source, target)
     else:

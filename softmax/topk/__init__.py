@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.repeated import watched
 from warpspec.softmax.topk import ops
 
 __all__ = ["softmax_topk"]
@@ -37,19 +38,8 @@ def softmax_topk(
     """
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")
-    if type(logits) is torch.Tensor and _eager(logits):
+    if isinstance(logits, torch.Tensor) and not watched(logits):
         result = ops.run_again(logits, k, renormalize) if backend == "auto" else None
         return ops.run(logits, k, renormalize, backend) if result is None else result
     ops.check(logits, k, renormalize)
     return ops.softmax_topk_operator(logits, k, renormalize, backend)
-
-
-def _eager(logits: torch.Tensor) -> bool:
-    """Whether nobody (torch.compile, autograd, a dispatch mode) needs to see an operator: it would cost twice the
-    launch."""
-    return not (
-        torch.compiler.is_compiling()
-        or (logits.requires_grad and torch.is_grad_enabled())
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )

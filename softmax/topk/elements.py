@@ -6,12 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.softmax.online import LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
+from warpspec.softmax.online import LN_2, LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
 from warpspec.softmax.vectors import WORDS
 
 HIGH_HALF = -0x10000  # of a word
 HALF_BITS = 16
-MOST_SCALED = 2.0**126  # logits below this can be multiplied by log2(e)
+# Maxima below this, times log2(e), are rounded by so little that its effect is linear (to 1e-9).
+MOST_SCALED = 2.0**10
 
 
 def unpack(word: Int32, dtype: str) -> list:
@@ -70,8 +71,9 @@ def exponentials(values: list, maximum: Float32, dtype: cutlass.Constexpr) -> Fl
     """Sum of exp(x - maximum) over values of ``dtype``, none above the maximum.
 
     As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: no more instructions than with the difference
-    taken first and, for fp32, no error of log2(e) itself, which is in two parts. Not so where products overflow. What
-    the rounding of r was is put right in the sum.
+    taken first and, for fp32, no error of log2(e) itself, which is in two parts. What the rounding of r was is put
+    right in the sum, by multiplication with 1 - rounding ln(2): an exponential would have an error of its own, the
+    same for the whole row. Where the maximum is large, the difference is taken first.
     """
     reference = reference_of(maximum)
     negative = -reference * LOG2_E_HIGH
@@ -84,7 +86,7 @@ def exponentials(values: list, maximum: Float32, dtype: cutlass.Constexpr) -> Fl
             ]
         rounding, *powers = powers
         sum_ = total([cute.math.exp2(power, fastmath=True) for power in powers])
-        sum_ = sum_ * cute.math.exp2(-rounding, fastmath=True)
+        sum_ = cute.math.fma(sum_, -rounding * LN_2, sum_)
     else:
         cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
         sum_ = total([exponential(x - reference, False) for x in values])

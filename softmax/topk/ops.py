@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
-from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
-from warpspec.softmax.problem import VECTOR_BYTES, as_matrix
+from warpspec.common.dispatch import resolve_backend
+from warpspec.common.repeated import Remembered, backend_variable, signature
+from warpspec.softmax.problem import as_matrix
 from warpspec.softmax.topk import reference
 from warpspec.softmax.topk.problem import check
 
@@ -45,7 +45,8 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     if not copied:
         is_matrix = logits.shape == matrix.shape and logits.stride() == matrix.stride()
         layout = None if is_matrix else (matrix.shape, matrix.stride())
-        remember(_key(logits, k, renormalize), kernel, probs, indices, layout)
+        like = [empty_like_without_memory(tensor) for tensor in (probs, indices)]
+        _plans.remember(_key(logits, k, renormalize), Plan(kernel, logits.device.index, *like, layout))
     return probs, indices
 
 
@@ -61,32 +62,17 @@ class Plan:
     layout: tuple | None
 
 
-# Of calls on CUDA tensors, with backend "auto", that went through ``run`` before: by all that it looks at.
-_plans: dict[tuple, Plan] = {}
-MOST_PLANS = 4096
+_plans = Remembered()  # of calls on CUDA tensors, with backend "auto", by all that ``run`` looks at
 
 
-def remember(key, kernel, probs, indices, layout) -> None:
-    if len(_plans) >= MOST_PLANS:
-        _plans.clear()
-    like = [torch.empty_like(tensor) for tensor in (probs, indices)]
-    for tensor in like:
-        tensor.untyped_storage().resize_(0)
-    _plans[key] = Plan(kernel, probs.device.index, *like, layout)
+def empty_like_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    like = torch.empty_like(tensor)
+    like.untyped_storage().resize_(0)
+    return like
 
 
 def _key(logits: torch.Tensor, k, renormalize) -> tuple:
-    address = logits.data_ptr() % VECTOR_BYTES
-    return (
-        logits.shape,
-        logits.stride(),
-        logits.dtype,
-        logits.get_device(),
-        address,
-        k,
-        type(k),
-        renormalize,
-    )
+    return (signature(logits), k, type(k), renormalize)
 
 
 def run_again(logits: torch.Tensor, k, renormalize):
@@ -95,9 +81,7 @@ def run_again(logits: torch.Tensor, k, renormalize):
     It is most of a small call's time to find again that the arguments are right and which kernel is theirs.
     """
     plan = _plans.get(_key(logits, k, renormalize))
-    if plan is None or BACKEND_VARIABLE in os.environ:
-        return None
-    if torch.cuda.current_device() != plan.device:
+    if plan is None or backend_variable() is not None or torch.cuda.current_device() != plan.device:
         return None
     probs, indices = (
         torch.empty_like(plan.probs),

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.repeated import Remembered
 from warpspec.softmax import dispatch, ops, softmax
 from warpspec.softmax.problem import MOST_ELEMENTS, SoftmaxProblem, as_matrix
 
@@ -216,13 +217,13 @@ class TestShortWay:
             launches.append((tuple(x.shape), x.stride(), out.stride()))
             out.copy_(torch.softmax(x, -1))
 
-        monkeypatch.setattr(ops, "_calls", {})
+        monkeypatch.setattr(ops, "_calls", Remembered())
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index that CPU tensors give
         self.launcher = launcher
         return launches
 
     def remember(self, x, out=None):
-        ops._remember(ops._calls, ops._call_key(x, out, "auto"), self.launcher)
+        ops._calls.remember(ops._call_key(x, out, "auto"), self.launcher)
 
     def test_only_for_a_call_like_an_earlier_one(self, launched):
         memory = randn(200)
