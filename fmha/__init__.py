@@ -87,18 +87,24 @@ def attention(
         NotImplementedError: a gradient is asked for: from backward(), or at once where out is given.
         All name the argument; the first three are raised before anything is launched or written.
     """
+    tensors = (q, k, v, sink, bias, kv_lengths, page_table, q_start)
+    options = (scale, causal, window, key_stride, normalize, return_lse, num_splits)
+    key = ops.key_of(tensors, options, backend, out)
+    known = None if key is None else ops.recall(key, tensors, out)
+    if known is None:
+        o, stats = _check_and_run(tensors, options, backend, out, key)
+    else:
+        o, stats = ops.forward_known(known, tensors, out)
+    if not normalize:
+        return AttentionState(o, stats[0], stats[1])
+    return (o, stats[0]) if return_lse else o
+
+
+def _check_and_run(tensors, options, backend, out, key):
+    """(o, stats) of a call of which nothing is known. key: under which it may be, from now on; None for not at all."""
+    scale, causal, window, key_stride, normalize, return_lse, num_splits = options
     check_kinds(
-        tensors={
-            "q": q,
-            "k": k,
-            "v": v,
-            "sink": sink,
-            "bias": bias,
-            "kv_lengths": kv_lengths,
-            "page_table": page_table,
-            "q_start": q_start,
-            "out": out,
-        },
+        tensors={**dict(zip(ops.TENSORS, tensors, strict=True)), "out": out},
         flags={"causal": causal, "normalize": normalize, "return_lse": return_lse},
         integers={"key_stride": key_stride, "num_splits": num_splits},
         scale=scale,
@@ -106,23 +112,16 @@ def attention(
     window_left, window_right = check_window(window)
     if not isinstance(backend, str):
         raise TypeError(f"backend: must be a string, got {backend!r}")
-    arguments = (
-        *(q, k, v, sink, bias, kv_lengths, page_table, q_start),
-        *(scale, causal, window_left, window_right, key_stride, normalize, return_lse, num_splits, backend),
-    )
-    if out is None:
-        o, stats = ops.fmha_forward(*arguments)
-    else:
-        if torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in (q, k, v, sink, bias, out)
-        ):
-            raise NotImplementedError(
-                "out: gradients are not implemented (forward only); call under torch.no_grad()"
-            )
-        o, stats = out, ops.fmha_forward_out(*arguments, out)
-    if not normalize:
-        return AttentionState(o, stats[0], stats[1])
-    return (o, stats[0]) if return_lse else o
+    if (
+        out is not None
+        and torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in (*tensors[:5], out))
+    ):
+        raise NotImplementedError(
+            "out: gradients are not implemented (forward only); call under torch.no_grad()"
+        )
+    values = (scale, causal, window_left, window_right, key_stride, normalize, return_lse, num_splits)
+    return ops.forward((*tensors, *values), backend, out, key)
 
 
 def merge(

@@ -4,6 +4,9 @@ Two operators, one implementation: ``warpspec::fmha_forward`` allocates o, ``war
 writes the caller's. Both return ``stats``, fp32 [n, B, Hq, Sq]: nothing (n = 0), lse (n = 1), or row_max and
 row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled and eager calls raise the
 same.
+
+Where nothing would notice (``unobserved``) calls go past torch's dispatcher, which would take longer than all the rest
+of a call; and on CUDA tensors, a call like one before goes past the checks too (``key_of``, ``recall``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
 from warpspec.fmha import reference
-from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem, check_apart
+from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem, check_apart, overlap, span_bytes
 from warpspec.fmha.state import normalized_output
 from warpspec.fmha.values import debugging
 
@@ -55,44 +58,68 @@ def check(arguments, out, memory) -> AttentionProblem:
 def new_outputs(problem: AttentionProblem, like: torch.Tensor, out=None):
     """(o, stats), uninitialised; o is ``out`` where given."""
     o = like.new_empty(problem.o_shape, dtype=problem.o_dtype) if out is None else out
-    stats = like.new_empty((problem.stat_count, *problem.stat_shape), dtype=torch.float32)
-    return o, stats
+    return o, new_stats(problem, like)
+
+
+def new_stats(problem: AttentionProblem, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((problem.stat_count, *problem.stat_shape), dtype=torch.float32)
 
 
 TENSORS = ("q", "k", "v", "sink", "bias", "kv_lengths", "page_table", "q_start")
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Call(NamedTuple):
-    """A call that was checked. launch: of the backend's package; None: the reference."""
+    """A call that was checked. launch: of the backend's package; None: the reference. empty: nothing is to be launched.
+    regular: strides of q, k, v and o are such as TMA accepts (``regular_strides``). spans: bytes of each of TENSORS and
+    of out (``span_bytes``), 0 for none. The rest: of the problem."""
 
     problem: AttentionProblem
     launch: Callable | None
+    empty: bool
+    regular: bool
+    spans: tuple[int, ...]
+    o_shape: tuple[int, ...]
+    o_dtype: torch.dtype
+    stat_count: int
 
 
-# Calls on CUDA tensors by signature: the next call alike needs no checks. Few models have so many.
+# Calls on CUDA tensors by signature (``key_of``): the next call alike needs no checks. Few models have so many.
 _checked: dict[tuple, Call] = {}
 MOST_CHECKED = 4096
 
 
-def checked(arguments, backend, out) -> Call:
-    """The call for some arguments; raises for those that cannot be run. Values on CUDA are looked at every time."""
-    if not arguments[0].is_cuda or debugging():
-        return check_call(arguments, backend, out)
-    key = (os.environ.get(BACKEND_VARIABLE), backend, arguments[8:], *map(signature, (*arguments[:8], out)))
+def key_of(tensors, options, backend, out) -> tuple | None:
+    """What the checks of a call look at; None where each call is to be checked, or may not go past torch's dispatcher.
+
+    tensors: as TENSORS; options: those of ``attention``, unchecked: any kind of object.
+    """
+    if not unobserved(*tensors, out) or not tensors[0].is_cuda or debugging():
+        return None
+    # 1, 1.0 and True are equal keys, but not all of them are allowed everywhere.
+    kinds = tuple([tuple(map(type, o)) if type(o) is tuple else type(o) for o in options])
+    signatures = [None if t is None else signature(t) for t in tensors]
+    target = None if out is None else signature(out)
+    key = (os.environ.get(BACKEND_VARIABLE), backend, options, kinds, *signatures, target)
+    try:
+        hash(key)
+    except TypeError:  # a list, for the checks to complain about or to take
+        return None
+    return key
+
+
+def recall(key, tensors, out) -> Call | None:
+    """The call that was checked under a key. Addresses are not in the key: those of out are compared each time."""
     call = _checked.get(key)
-    if call is None:
-        if len(_checked) >= MOST_CHECKED:
-            _checked.clear()
-        call = _checked[key] = check_call(arguments, backend, out)
-    elif out is not None and out.numel() > 0:
-        check_apart(out, dict(zip(TENSORS, arguments, strict=False)))  # addresses are not in the key
+    if call is not None and out is not None:
+        for tensor, span in zip(tensors, call.spans[: len(TENSORS)], strict=True):
+            if span and overlap(out, call.spans[-1], tensor, span):
+                check_apart(out, dict(zip(TENSORS, tensors, strict=True)))
     return call
 
 
-def signature(tensor: torch.Tensor | None) -> tuple | None:
+def signature(tensor: torch.Tensor) -> tuple:
     """What the checks look at, of a CUDA tensor."""
-    if tensor is None:
-        return None
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ROW_ALIGNMENT)
 
 
@@ -100,47 +127,104 @@ def check_call(arguments, backend, out) -> Call:
     """All checks, and the choice of the backend."""
     problem = check(arguments, out, memory=True)
     backend = resolve_backend(backend, problem.device)
-    if backend == "reference":
-        return Call(problem, None)
-    package = kernels(backend)
-    package.AttentionConfig.of(problem)  # raises UnsupportedProblem for what the kernel does not do
-    return Call(problem, package.run_sim if backend == "sim" else package.run_cuda)
+    launch = None
+    if backend != "reference":
+        package = kernels(backend)
+        package.AttentionConfig.of(problem)  # raises UnsupportedProblem for what the kernel does not do
+        launch = package.run_sim if backend == "sim" else package.run_cuda
+    return Call(
+        problem,
+        launch,
+        empty=problem.is_empty or arguments[1].numel() == 0,  # a page table of no pages
+        regular=all(t is None or regular_strides(t) is t for t in (*arguments[:3], out)),
+        spans=tuple(0 if t is None else span_bytes(t) for t in (*arguments[: len(TENSORS)], out)),
+        o_shape=problem.o_shape,
+        o_dtype=problem.o_dtype,
+        stat_count=problem.stat_count,
+    )
 
 
-def run(arguments, backend, out=None):
-    """Check, choose the backend, compute: (o, stats). Nothing is launched or written before all checks."""
-    problem, launch = checked(arguments, backend, out)
-    q, k, v, sink, bias, kv_lengths, page_table, q_start = arguments[:8]
-    o, stats = new_outputs(problem, q, out)
-    lse, row_max, row_sum = None, None, None
-    if not problem.normalize:
-        row_max, row_sum = stats
-    elif problem.return_lse:
-        (lse,) = stats
+def run(call: Call, tensors, out=None):
+    """What a checked call computes: (o, stats), stats None where there are none."""
+    q, k, v, sink, bias, kv_lengths, page_table, q_start = tensors
+    o = torch.empty(call.o_shape, dtype=call.o_dtype, device=q.device) if out is None else out
+    stats, lse, row_max, row_sum = None, None, None, None
+    if call.stat_count == 2:
+        row_max, row_sum = stats = new_stats(call.problem, q)
+    elif call.stat_count == 1:
+        (lse,) = stats = new_stats(call.problem, q)
 
-    if problem.is_empty or k.numel() == 0:  # a page table of no pages
+    if call.empty:
         o.zero_()
         for stat, value in ((lse, -torch.inf), (row_max, -torch.inf), (row_sum, 0.0)):
             if stat is not None:
                 stat.fill_(value)
         return o, stats
     v = k if v is None else v
-    if launch is None:
-        state = reference.forward(problem, q, k, v, bias, kv_lengths, page_table, q_start)
-        o.copy_(normalized_output(state, sink) if problem.normalize else state.o)
+    if call.launch is None:
+        state = reference.forward(call.problem, q, k, v, bias, kv_lengths, page_table, q_start)
+        o.copy_(normalized_output(state, sink) if call.problem.normalize else state.o)
         for stat, value in ((lse, state.lse), (row_max, state.row_max), (row_sum, state.row_sum)):
             if stat is not None:
                 stat.copy_(value)
         return o, stats
 
-    q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
-    sink = None if sink is None else sink.detach().to(torch.float32).contiguous()
-    bias = None if bias is None else regular_strides(bias)
-    small = (kv_lengths, q_start, page_table)
-    kv_lengths, q_start, page_table = (None if t is None else t.contiguous() for t in small)
-    results = (o, lse, row_max, row_sum)
-    launch(problem, q, k, v, sink, kv_lengths, q_start, *results, page_table=page_table, bias=bias)
+    written = o
+    if not call.regular:
+        q, k, v, written = (regular_strides(tensor) for tensor in (q, k, v, o))
+    if sink is not None:
+        sink = sink.detach().to(torch.float32).contiguous()
+    if bias is not None:
+        bias = regular_strides(bias)
+    if kv_lengths is not None:
+        kv_lengths = kv_lengths.contiguous()
+    if q_start is not None:
+        q_start = q_start.contiguous()
+    if page_table is not None:
+        page_table = page_table.contiguous()
+    statistics = (lse, row_max, row_sum)
+    call.launch(call.problem, q, k, v, sink, kv_lengths, q_start, written, *statistics, page_table, bias)
     return o, stats
+
+
+def forward_known(call: Call, tensors, out):
+    """(o, stats) of a call that ``recall`` knows, past torch's dispatcher."""
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return run(call, tensors, out)
+
+
+def forward(arguments, backend, out, key):
+    """(o, stats) of ``attention``: through torch's operators where something may notice, else directly. key:
+    ``key_of`` the call."""
+    if key is not None or unobserved(*arguments[: len(TENSORS)], out):
+        call = check_call(arguments, backend, out)
+        if key is not None:
+            if len(_checked) >= MOST_CHECKED:
+                _checked.clear()
+            _checked[key] = call
+        return forward_known(call, arguments[: len(TENSORS)], out)
+    if out is None:
+        return fmha_forward(*arguments, backend)
+    return out, fmha_forward_out(*arguments, backend, out)
+
+
+def unobserved(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call may go past torch's dispatcher: nothing is traced or transformed, no mode, no subclass (nor
+    anything that is no tensor), no gradient."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    gradients = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in PLAIN_TENSORS or (gradients and tensor.requires_grad)):
+            return False
+    return tensors[0] is not None
 
 
 def kernels(backend: str):
@@ -172,7 +256,8 @@ def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
 )
 def fmha_forward(*arguments):
     """(o, stats) of ``attention``."""
-    return run(arguments[:-1], arguments[-1])
+    o, stats = run(check_call(arguments[:-1], arguments[-1], None), arguments[: len(TENSORS)])
+    return o, no_stats(o, arguments[0]) if stats is None else stats
 
 
 @torch.library.custom_op(
@@ -180,7 +265,15 @@ def fmha_forward(*arguments):
 )
 def fmha_forward_out(*arguments):
     """stats of ``attention``; o is written to out."""
-    return run(arguments[:-2], arguments[-2], arguments[-1])[1]
+    call = check_call(arguments[:-2], arguments[-2], arguments[-1])
+    o, stats = run(call, arguments[: len(TENSORS)], arguments[-1])
+    return no_stats(o, arguments[0]) if stats is None else stats
+
+
+def no_stats(o: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What an operator returns where no statistics are asked for: [0, B, Hq, Sq]."""
+    batch, seq_q, heads, _ = o.shape
+    return like.new_empty((0, batch, heads, seq_q), dtype=torch.float32)
 
 
 @fmha_forward.register_fake

@@ -393,20 +393,25 @@ def _check_out(out, problem, inputs, memory):
 
 def check_apart(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
     """Raise ValueError where ``out`` shares addresses with another of a call's tensors, by name."""
-    first, end = _extent(out)
     for name, tensor in inputs.items():
-        if name != "out" and tensor is not None and tensor.numel() > 0:
-            other_first, other_end = _extent(tensor)
-            if first < other_end and other_first < end:
-                raise ValueError(
-                    f"out: must not overlap an input's memory, got one that shares addresses with {name}"
-                )
+        if name != "out" and tensor is not None and overlap(out, span_bytes(out), tensor, span_bytes(tensor)):
+            raise ValueError(
+                f"out: must not overlap an input's memory, got one that shares addresses with {name}"
+            )
 
 
-def _extent(tensor):
-    """Addresses [first, end) between which a tensor's elements lie."""
+def overlap(a: torch.Tensor, a_bytes: int, b: torch.Tensor, b_bytes: int) -> bool:
+    """Whether two tensors of so many bytes (``span_bytes``) share addresses."""
+    first, other = a.data_ptr(), b.data_ptr()
+    return a_bytes > 0 and b_bytes > 0 and first < other + b_bytes and other < first + a_bytes
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last; 0 where it has none."""
+    if tensor.numel() == 0:
+        return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 def _shape(tensor):

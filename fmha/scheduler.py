@@ -125,8 +125,8 @@ def balanced_section(
     """The section (``TileGrid.decode``) with the least time: what the busiest of ``ctas`` persistent CTAs has to do, as
     a multiple of the mean, times ``cost`` of the section; the largest among equals.
 
-    tile_counts: KV tiles of each query tile. cost: what a section costs otherwise, 1 for nothing. Rounds and sections of
-    unlucky sizes give one CTA long tiles every time: at 16384 causal queries, 16 heads of D 256 and one head to a
+    tile_counts: KV tiles of each query tile. cost: what a section costs otherwise, 1 for nothing. Rounds and sections
+    of unlucky sizes give one CTA long tiles every time: at 16384 causal queries, 16 heads of D 256 and one head to a
     section the busiest CTA has 53 percent more than the mean, and the H200 takes 63 percent longer than with all 16.
     """
     rows = grid.head_tiles * grid.heads_kv * grid.batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -35,8 +35,8 @@ def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[Attention
 
 
 def section(problem: AttentionProblem, config: AttentionConfig, ctas: int) -> int:
-    """Heads of a section (``TileGrid.decode``): such that CTAs are balanced and K and V come from L2 or are read by many
-    CTAs at a time."""
+    """Heads of a section (``TileGrid.decode``): such that CTAs are balanced, and K and V come from L2 or are read by
+    many CTAs at a time."""
     head_tiles = -(-problem.group // config.pack)
     query_tiles = -(-problem.seq_q // config.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
@@ -130,13 +130,20 @@ def run_sim(problem, *tensors, sm_count: int = SM_COUNT, seed: int = 0, **option
 def run_cuda(problem, q, *tensors, **options) -> None:
     """Launch on the tensors' device and its current stream: one kernel, two where the keys are split; no
     synchronisation."""
+    device = q.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run_cuda(problem, q, *tensors, **options)
+    run(call_kernel, problem, sm_count_of(device), q, *tensors, native=True, **options)
 
-    def launch(kernel, tensors, numbers):
-        with torch.cuda.device(q.device):
-            kernel(*tensors, *numbers)
 
-    properties = torch.cuda.get_device_properties(q.device)
-    run(launch, problem, properties.multi_processor_count, q, *tensors, native=True, **options)
+def call_kernel(kernel, tensors, numbers) -> None:
+    kernel(*tensors, *numbers)
+
+
+@cache
+def sm_count_of(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def compiled(config: AttentionConfig, native: bool = False):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec.fmha import AttentionState, attention, merge
+from warpspec.fmha.ops import unobserved
 
 OPTIONS = {"causal": True, "window": (3, None), "backend": "reference"}
 
@@ -72,6 +74,50 @@ def test_schemas_and_fake_implementations_are_right():
     torch.library.opcheck(torch.ops.warpspec.fmha_forward, (*arguments, *rest), test_utils=checks)
     out = torch.empty_like(arguments[0])
     torch.library.opcheck(torch.ops.warpspec.fmha_forward_out, (*arguments, *rest, out), test_utils=checks)
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operators that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.name())
+        return function(*arguments, **(options or {}))
+
+
+def test_modes_see_the_operators():
+    arguments = inputs()
+    with Recorder() as seen:
+        expected = attention(**arguments, **OPTIONS)
+        attention(**arguments, **OPTIONS, out=torch.empty_like(expected))
+    assert {"warpspec::fmha_forward", "warpspec::fmha_forward_out"} <= set(seen.names)
+    assert torch.equal(attention(**arguments, **OPTIONS), expected)  # past the dispatcher
+
+
+def test_a_write_to_out_counts_as_one():
+    arguments = inputs()
+    out = torch.empty_like(arguments["q"])
+    before = out._version
+    attention(**arguments, **OPTIONS, out=out)
+    assert out._version > before
+    with torch.inference_mode():
+        attention(**arguments, **OPTIONS, out=torch.empty_like(out))  # has no version
+
+
+def test_vmap_and_subclasses_do_not_pass_unseen():
+    class Wrapped(torch.Tensor):
+        pass
+
+    q, k, v = inputs().values()
+    assert unobserved(q, k, v, None)
+    assert not unobserved(q.as_subclass(Wrapped), k, v)
+    assert not unobserved(q.clone().requires_grad_(), k, v)
+    seen = []
+    torch.vmap(lambda q: seen.append(unobserved(q)) or q)(q)
+    assert seen == [False]
 
 
 def test_fake_tensors_get_the_right_results_without_running():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, arguments, check, poisoned_out
+from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 
 from warpspec.fmha import attention
 
@@ -70,6 +70,22 @@ def test_pages(head_dim, page_size):
     torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("head_dim", "dtype", "heads", "batches"), [
+    (64, torch.bfloat16, 4, 1), (128, torch.float32, 1, 2), (256, torch.bfloat16, 1, 1),
+])  # fmt: skip
+def test_bias(head_dim, dtype, heads, batches):
+    q, k, v = random(2, 170, 4, head_dim), random(2, 261, 2, head_dim), random(2, 261, 2, head_dim)
+    bias = 2 * torch.randn(batches, heads, 170, 261, device="cuda")
+    bias[torch.rand_like(bias) < 0.3] = -torch.inf
+    bias[:, :, 5] = -torch.inf  # a row that sees no key
+    options = {"bias": bias.to(dtype), "window": (200, 30), "return_lse": True}
+    o, lse = attention(q, k, v, **options)
+    expected, expected_lse = attention(q, k, v, **options, backend="reference")
+    assert relative_error(o.float(), expected.float()) <= 4e-3
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    assert (o[:, 5] == 0).all() and (lse[:, :, 5] == -torch.inf).all()
+
+
 def test_results_repeat_bitwise():
     q, k, v = (random(2, 1000, 8, 128) for _ in "qkv")
     first = attention(q, k, v, causal=True)
@@ -106,6 +122,19 @@ def test_an_overlapping_out_is_seen_in_repeated_calls():
     attention(q, k, k, out=torch.empty_like(q))
     with pytest.raises(ValueError, match="out: must not overlap"):
         attention(q, k, k, out=q)
+
+
+def test_repeated_calls_are_told_apart():
+    q, k = random(1, 64, 4, 64), random(1, 64, 4, 64)
+    causal, full = attention(q, k, k, causal=True), attention(q, k, k)
+    assert not torch.equal(causal, full)
+    assert torch.equal(attention(q, k, k, causal=True), causal) and torch.equal(attention(q, k, k), full)
+    for wrong, name in (({"causal": 1}, "causal"), ({"causal": True, "key_stride": True}, "key_stride")):
+        with pytest.raises(TypeError, match=f"^{name}"):
+            attention(q, k, k, **wrong)
+    with torch.device("meta"), pytest.raises((TypeError, ValueError)):
+        attention(q, k.to("meta"), k)
+    assert torch.equal(attention(q, k.clone(), k.clone(), causal=True), causal)
 
 
 @pytest.mark.parametrize("wrong", [4, -1, 2**30])
