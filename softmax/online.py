@@ -11,12 +11,13 @@ Exponentials are powers of two: exp(x) = 2**(x log2 e), one instruction for the 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 
-from warpspec.softmax.vectors import TYPES, as_float
+from warpspec.softmax.vectors import PAIRS, TYPES, as_float
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -26,6 +27,8 @@ LOG2_E_HIGH = 1.44269502162933349609375
 LOG2_E_LOW = LOG2_E - LOG2_E_HIGH
 # 2 to the log2(e) times this is 0 in fp32: below it, x - m may as well be this. Keeps -inf out of products.
 LOWEST_EXPONENT = -200.0
+# 16-bit numbers above are at least 2**12 apart. Below, rounding a number times log2 e leaves an exponent less than 1.
+LARGE_REFERENCE = 2.0**23
 
 
 def exponential(difference, accurate: bool) -> Float32:
@@ -80,9 +83,66 @@ def largest(values: cute.Tensor, start) -> Float32:
 
 def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
     """values become exp(values - reference), in place; returns their sum."""
-    chains = []
     for i in range(cute.size(values)):
         values[i] = exponential(values[i] - reference, accurate)
+    return sum_of(values)
+
+
+@dataclass(frozen=True)
+class Powers:
+    """exp(x - reference) = 2**(x factor - offset) * correction, one instruction for the exponent. 16-bit data only.
+
+    offset is reference * factor as rounded; the correction is what that rounding left. factor: log2 e; 1 where the
+    reference is so large that numbers of 16 bits next to it are thousands away: then powers are 1 or 0.
+    """
+
+    factor: Float32
+    offset: Float32
+    correction: Float32
+
+    @classmethod
+    def against(cls, reference: Float32) -> Powers:
+        large = Boolean(cute.math.absf(reference) >= LARGE_REFERENCE)
+        factor = Float32(cutlass.select_(large, Float32(1.0), Float32(LOG2_E_HIGH)))
+        offset = reference * factor
+        rounding = cute.math.fma(reference, factor, -offset)
+        return cls(factor, offset, cute.math.exp2(-rounding, fastmath=True))
+
+    def of(self, x: Float32) -> Float32:
+        """The power, not corrected."""
+        return cute.math.exp2(cute.math.fma(x, self.factor, -self.offset), fastmath=True)
+
+
+def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
+    """State of a set of elements and of packed ``words`` (WORDS, ...) together."""
+    values = as_float(words, dtype)
+    if dtype == "float32":
+        maximum = largest(values, state[0])
+        reference = reference_of(maximum)
+        total = exponentiate(values, reference, True)
+        return maximum, state[1] * exponential(state[0] - reference, True) + total
+    pair = words[0]
+    for i in range(1, cute.size(words)):
+        pair = cute.arch.inline_ptx(
+            f"max.{PAIRS[dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[pair, words[i]],
+        )
+    packed = cute.make_rmem_tensor(1, Int32)
+    packed[0] = pair
+    maximum = largest(as_float(packed, dtype), state[0])
+    reference = reference_of(maximum)
+    powers = Powers.against(reference)
+    for i in range(cute.size(values)):
+        values[i] = powers.of(values[i])
+    total = sum_of(values) * powers.correction
+    return maximum, cute.math.fma(state[1], exponential(state[0] - reference, False), total)
+
+
+def sum_of(values: cute.Tensor) -> Float32:
+    """Of fp32 ``values``, a few chains of additions side by side."""
+    chains = []
+    for i in range(cute.size(values)):
         if i < CHAINS:
             chains.append(values[i])
         else:
@@ -92,18 +152,15 @@ def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
     return chains[0]
 
 
-def absorb(state: tuple, values: cute.Tensor, accurate: bool) -> tuple:
-    """State of a set of elements and of ``values`` (fp32 registers, overwritten) together."""
-    maximum = largest(values, state[0])
-    reference = reference_of(maximum)
-    total = exponentiate(values, reference, accurate)
-    return maximum, state[1] * exponential(state[0] - reference, accurate) + total
-
-
-@cute.jit
-def scale(words: cute.Tensor, maximum, inverse, dtype: cutlass.Constexpr):
-    """Packed elements x become exp(x - maximum) * inverse, in place."""
+def scale(words: cute.Tensor, maximum, inverse, dtype: str) -> None:
+    """Packed elements x become exp(x - maximum) * inverse, in place. maximum: of their row."""
     values = as_float(words, dtype)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        values[i] = exponential(values[i] - maximum, dtype == "float32") * inverse
+    if dtype == "float32":
+        for i in range(cute.size(values)):
+            values[i] = exponential(values[i] - maximum, True) * inverse
+    else:
+        powers = Powers.against(maximum)
+        factor = inverse * powers.correction
+        for i in range(cute.size(values)):
+            values[i] = powers.of(values[i]) * factor
     cute.recast_tensor(words, TYPES[dtype]).store(values.load().to(TYPES[dtype]))

@@ -20,7 +20,7 @@ from warpspec.softmax.vectors import (
     PLAIN,
     VECTOR_BYTES,
     WORDS,
-    as_float,
+    blank,
     bulk_load,
     edge_of,
     load_edge,
@@ -126,8 +126,10 @@ class Staged:
 
         # 3. Maximum and sum: of the thread, of the row.
         for i in cutlass.range_constexpr(config.vectors):
-            words = read_shared(staged, i * config.threads + thread, size, dtype)
-            maximum, total = absorb((maximum, total), as_float(words, dtype), accurate)
+            vector = i * config.threads + thread
+            words = read_shared(staged, vector)
+            blank(words, vector < size, dtype)
+            maximum, total = absorb((maximum, total), words, dtype)
         state = warp_join((maximum, total), WARP, accurate)
         if cutlass.const_expr(config.cluster > 1):
             state = exchange.close(state, thread // WARP)
@@ -142,7 +144,7 @@ class Staged:
         destination = row.first + (target.address - row.address) + Int64(begin + thread) * VECTOR_BYTES
         for i in cutlass.range_constexpr(config.vectors):
             vector = i * config.threads + thread
-            words = read_shared(staged, vector, size, dtype)
+            words = read_shared(staged, vector)
             scale(words, maximum, inverse, dtype)
             offset, present = i * config.threads * VECTOR_BYTES, Boolean(vector < size)
             store_vector(words, destination, offset, present, config.store_bytes, PLAIN)

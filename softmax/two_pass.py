@@ -14,11 +14,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_join
-from warpspec.softmax.online import WARP, absorb, exponential, state_of
+from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
 from warpspec.softmax.vectors import (
     LAST,
     PLAIN,
-    TYPES,
     VECTOR_BYTES,
     WORDS,
     edge_of,
@@ -94,8 +93,6 @@ class TwoPass:
 
         # 2. First pass.
         words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
-        packed = cute.recast_tensor(words, TYPES[dtype])
-        values = cute.make_rmem_tensor(packed.layout, Float32)
         edge, edge_value = None, None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
@@ -110,8 +107,7 @@ class TwoPass:
             for i in cutlass.range_constexpr(config.unroll):
                 first, present = i * config.threads, Boolean(vector + i * config.threads < end)
                 load_vector(words[None, i], address, first * VECTOR_BYTES, present, dtype, PLAIN)
-            values.store(packed.load().to(Float32))
-            maximum, total = absorb((maximum, total), values, accurate)
+            maximum, total = absorb((maximum, total), words, dtype)
 
         # 3. The row's state.
         state = warp_join((maximum, total), WARP, accurate)
@@ -132,10 +128,7 @@ class TwoPass:
             for i in cutlass.range_constexpr(config.unroll):
                 first, present = i * config.threads, Boolean(vector + i * config.threads < end)
                 load_vector(words[None, i], address, first * VECTOR_BYTES, present, dtype, LAST)
-            values.store(packed.load().to(Float32))
-            for i in cutlass.range_constexpr(cute.size(values)):
-                values[i] = exponential(values[i] - maximum, accurate) * inverse
-            packed.store(values.load().to(TYPES[dtype]))
+            scale(words, maximum, inverse, dtype)
             for i in cutlass.range_constexpr(config.unroll):
                 first, present = i * config.threads, Boolean(vector + i * config.threads < end)
                 offset = first * VECTOR_BYTES

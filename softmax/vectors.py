@@ -22,6 +22,7 @@ WORDS = 4  # of 32 bits in a vector
 # Two elements of -inf (one of fp32) as a word.
 MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
 TYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+PAIRS = {"float16": "f16x2", "bfloat16": "bf16x2"}  # PTX types of two elements in a word
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 
 # Cache hints, as PTX suffixes. PLAIN is the fastest for data read once too (on an H200; L1::no_allocate is not). LAST,
@@ -166,14 +167,18 @@ def store_vector(words: cute.Tensor, address, offset: int, present, piece_bytes:
     )
 
 
-def read_shared(vectors: cute.Tensor, index, count, dtype: str) -> cute.Tensor:
-    """Vector ``index`` of vectors (WORDS, VECTOR) Int32 in shared memory, in registers; of -inf from ``count`` on."""
+def read_shared(vectors: cute.Tensor, index) -> cute.Tensor:
+    """Vector ``index`` of vectors (WORDS, VECTOR) Int32 in shared memory, in registers."""
     words = cute.make_rmem_tensor(WORDS, Int32)
     cute.autovec_copy(vectors[None, index], words)
+    return words
+
+
+def blank(words: cute.Tensor, present, dtype: str) -> None:
+    """words (WORDS) become elements of -inf unless ``present``."""
     fill = Int32(cutlass.Uint32(MINUS_INFINITY[dtype]))
     for i in range(WORDS):
-        words[i] = Int32(cutlass.select_(Boolean(index < count), words[i], fill))
-    return words
+        words[i] = Int32(cutlass.select_(Boolean(present), words[i], fill))
 
 
 def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, policy: str = "normal") -> None:
@@ -188,3 +193,8 @@ def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, polic
         create = f"createpolicy.fractional.L2::evict_{policy}.b64 policy, 1.0;"
         code = f"{{ .reg .b64 policy; {create} {copy}.L2::cache_hint {operands}, policy; }}"
     cute.arch.inline_ptx(code, read_only_args=[target.toint(), address, size, mbarrier.toint()])
+
+
+def bulk_prefetch(address, size) -> None:
+    """Bring ``size`` bytes from global ``address`` into L2; multiples of 16."""
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, size])
