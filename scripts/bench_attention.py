@@ -1,9 +1,10 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|decode|paged] [--markdown] [--png FILE]
+    python scripts/bench_attention.py [--only prefill|decode|paged|shared|host ...] [--markdown] [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
-SDPA on cuDNN for prefill, torch's SDPA for decode. A ratio is the peer's time over ours: above 1 we are faster.
+SDPA on cuDNN for prefill, torch's SDPA for decode and for K and V in one tensor. A ratio is the peer's time over ours:
+above 1 we are faster. host: CPU time of a call from Python.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ PREFILL = [
 # (batch, keys, D) of 64 query and 8 KV heads
 DECODE = [(batch, keys, d) for d in (128, 64) for batch, keys in ((32, 8192), (128, 1024), (1, 65536))]
 PAGES = (16, 32, 64, 128)
+# (batch, heads, queries, keys) of D 512, K and V one tensor of one head, not causal
+SHARED = [
+    (128, 128, 1, 1152),
+    (128, 128, 1, 4096),
+    (1, 128, 1, 8192),
+    (128, 64, 1, 640),
+    (1, 128, 4096, 4096),
+]
+SHARED_DIM = 512
+FLASH_MLA = (
+    "FlashMLA, D 576 and 512, measured apart (H200, 2026-11-21): 128 heads B128 L1024 479, L4096 583 TFLOP/s; "
+    "B1 L8192 30 us"
+)
 
 
 def flash_attention():
@@ -160,53 +174,117 @@ def paged() -> list[list]:
     return rows
 
 
-def plot(rows: list[list], path: str) -> None:
-    """Bars of the prefill rates."""
+def shared() -> list[list]:
+    """K and V one tensor, against SDPA that sees the heads as so many queries: nothing here is causal."""
+    rows = []
+    for batch, heads, queries, keys in SHARED:
+        q, kv = random(batch, queries, heads, SHARED_DIM), random(batch, keys, 1, SHARED_DIM)
+        out = torch.full_like(q, torch.nan)
+
+        def ours(q=q, kv=kv, out=out):
+            return attention(q, kv, out=out)
+
+        folded = (q.view(batch, 1, queries * heads, SHARED_DIM), *(kv.transpose(1, 2),) * 2)
+
+        def torchs(folded=folded):
+            return scaled_dot_product_attention(*folded)
+
+        ours()
+        few = (q[:1, :, :2], kv[:1])
+        agree(f"shared B{batch} L{keys}", out[:1, :, :2], attention(*few, backend="reference"))
+        times = {}
+        for name, call in (("warpspec", ours), ("SDPA", torchs)):
+            try:
+                times[name] = gpu_bench.graph_time(call, [()], calls=4, replays=10)
+            except RuntimeError as error:  # a peer that has no kernel for D 512, or no memory
+                if name == "warpspec":
+                    raise
+                print(f"SDPA: {str(error).splitlines()[0]}")
+        flops = 4 * batch * heads * queries * keys * SHARED_DIM
+        name = f"B{batch} L{keys} {heads}/1 heads Sq{queries}"
+        rows.append([name, *columns(times, flops * 1e-6, ("SDPA",))])
+    return rows
+
+
+def host() -> list[list]:
+    """Microseconds of a call from Python, the GPU not waited for: with so little to do that it is never behind."""
+    q, k, v = random(4, 1, 64, 128), random(4, 256, 8, 128), random(4, 256, 8, 128)
+    prompt = random(1, 64, 4, 128)
+    out = torch.empty_like(prompt)
+    heads_first = [t.transpose(1, 2) for t in (prompt, prompt, prompt)]
+    pages = [t.view(16, 64, 8, 128) for t in (k, v)]
+    table = torch.arange(16, device="cuda", dtype=torch.int32).view(4, 4)
+    lengths = torch.full((4,), 256, device="cuda", dtype=torch.int32)
+    calls = {
+        "dense": lambda: attention(q, k, v, num_splits=1),
+        "dense, split keys": lambda: attention(q, k, v, num_splits=2),
+        "causal, out=": lambda: attention(prompt, prompt, prompt, causal=True, out=out),
+        "paged": lambda: attention(q, *pages, kv_lengths=lengths, page_table=table, num_splits=1),
+        "torch SDPA, causal": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
+    }
+    return [[name, gpu_bench.host_time(call, [()])] for name, call in calls.items()]
+
+
+def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> None:
+    """Bars of the prefill rates, and of decode's bandwidth against that of copying."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4))
-    for i, (label, column) in enumerate((("warpspec", 2), ("flash-attn-4", 3), ("cuDNN", 5))):
-        heights = [row[column] or 0 for row in rows]
-        axes.barh([y + 0.27 * (1 - i) for y in range(len(rows))], heights, height=0.25, label=label)
-    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
-    axes.set_xlabel("TFLOP/s")
-    axes.legend()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4), width_ratios=(1.2, 1))
+    panels = (
+        (left, prefills, "TFLOP/s", (("warpspec", 2), ("flash-attn-4", 3), ("cuDNN", 5))),
+        (right, decodes, "TB/s", (("warpspec", 2), ("torch SDPA", 3))),
+    )
+    for axes, rows, unit, columns_ in panels:
+        for i, (label, column) in enumerate(columns_):
+            heights = [row[column] or 0 for row in rows]
+            axes.barh([y + 0.27 * i for y in range(len(rows))], heights, height=0.25, label=label)
+        axes.set_yticks([y + 0.2 for y in range(len(rows))], [row[0] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
+    right.axvline(copy, color="black", linestyle=":", label="copy")
+    for axes in (left, right):
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize="small", frameon=False)
+    figure.suptitle(gpu_bench.header(("torch", "flash-attn-4")), fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
+    parts = ("prefill", "decode", "paged", "shared", "host")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("prefill", "decode", "paged"))
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--markdown", action="store_true", help="tables for the README")
-    parser.add_argument("--png", help="write the prefill rates as a picture")
+    parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_attention.py needs an NVIDIA GPU")
-    print(gpu_bench.header())
-    if options.only in (None, "prefill"):
-        rows = prefill()
+    if options.png and not {"prefill", "decode"} <= set(options.only):
+        parser.error("--png needs prefill and decode")
+
+    def show(names, rows, before=""):
+        print(f"\n{before}{gpu_bench.table(names, rows, markdown=options.markdown)}", flush=True)
+        return rows
+
+    print(gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")))
+    prefills, decodes = [], []
+    if "prefill" in options.only:
         names = ["prefill", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
-        print(gpu_bench.table(names, rows, markdown=options.markdown), flush=True)
-        if options.png:
-            plot(rows, options.png)
-    if options.only in (None, "decode"):
+        prefills = show(names, prefill())
+    if "decode" in options.only:
         copy = gpu_bench.copy_bandwidth()
-        names = ["decode", "us", "TB/s", "SDPA", "ratio"]
-        print(
-            f"\ncopy {copy:.2f} TB/s\n" + gpu_bench.table(names, decode(), markdown=options.markdown),
-            flush=True,
-        )
-    if options.only in (None, "paged"):
-        names = ["paged decode", "dense us", *(f"pages of {size}" for size in PAGES)]
-        print("\n" + gpu_bench.table(names, paged(), markdown=options.markdown), flush=True)
-    if options.only is None:
-        q, k, v = decode_inputs(4, 512, 128)
-        host = gpu_bench.host_time(lambda: attention(q, k, v, num_splits=1), [()])
-        print(f"\nhost: {host:.0f} us of CPU time a call")
+        decodes = show(["decode", "us", "TB/s", "SDPA", "ratio"], decode(), f"copy {copy:.2f} TB/s\n")
+    if options.png:
+        plot(prefills, decodes, copy, options.png)
+    if "paged" in options.only:
+        names = ["paged", "dense us", *(f"pages of {size}: times dense" for size in PAGES)]
+        show(names, paged())
+    if "shared" in options.only:
+        show(["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA}\n")
+    if "host" in options.only:
+        show(["CPU time of a call", "us"], host())
 
 
 if __name__ == "__main__":

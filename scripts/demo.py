@@ -2,7 +2,8 @@
 
 Takes the operands of a sliding-window and of a full attention layer of gpt-oss-20b and of its mixture of experts at
 their real shapes (a few of the experts), runs the kernels on them, compares with two independent references, and
-prints what ran and where traces and picture lie. Arguments are those of validate_layer.py.
+prints what ran and where traces and picture lie. On a machine with a Hopper GPU the attention layers then run natively
+too. Arguments are those of validate_layer.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import moe_layer
+import torch
 import validate_layer
 from error_plot import draw
 from rich.console import Console
@@ -71,6 +73,20 @@ def run_experts(options, console: Console, files: dict) -> list[moe_layer.MoERes
     return results
 
 
+def has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def run_natively(options, console: Console) -> list[validate_layer.LayerResult]:
+    """The same layers through the sm_90a kernels on this machine's GPU; none where it has no Hopper."""
+    if not has_hopper():
+        return []
+    console.print(
+        f"[bold]The same layers on this machine's {torch.cuda.get_device_name()}[/]: the kernels compiled for sm_90a.\n"
+    )
+    return validate_layer.run(argparse.Namespace(**{**vars(options), "backend": "sm90"}), console)
+
+
 def main() -> int:
     parser = validate_layer.parser()
     parser.set_defaults(backend="sim", seq=SEQ, plot=OUT / "error.png")
@@ -98,9 +114,12 @@ def main() -> int:
     draw(results, options.plot, f"{options.model}, backend {options.backend}")
     console.print()
     experts = run_experts(options, console, files) if options.model in moe_layer.MODELS else []
-    passed = all(result.passed for result in (*results, *experts))
+    native = run_natively(options, console)
+    passed = all(result.passed for result in (*results, *experts, *native))
     found = validate_layer.as_json(options, options.backend, results)
     found |= {"moe": moe_layer.as_json(options, options.backend, experts), "passed": passed}
+    if native:
+        found["native"] = validate_layer.as_json(options, "sm90", native)
     (OUT / "results.json").write_text(json.dumps(found, indent=2))
 
     worst = max(result.worst_head for result in results)
@@ -108,6 +127,7 @@ def main() -> int:
         f"\n[bold]{'[green]passed' if passed else '[red]FAILED'}[/][/]: worst head {worst:.2e} from the FP32 "
         f"reference (tolerance {validate_layer.O_TOLERANCE:.0e}), "
         + "".join(f"experts {r.layer_error:.2e} (tolerance {moe_layer.TOLERANCE:.0e}); " for r in experts)
+        + (f"natively worst head {max(r.worst_head for r in native):.2e}; " if native else "")
         + f"{time.perf_counter() - start:.0f} s"
     )
     for what, path in files.items():
