@@ -1,7 +1,9 @@
 """softmax_topk against its peers on this machine's GPU: microseconds a call, and the time its bytes alone would take.
 
     python scripts/bench_topk.py              # the table
-    python scripts/bench_topk.py --variants   # also every way to divide a row, against the one that is chosen
+    python scripts/bench_topk.py --variants   # every way to divide a row, against the chosen one: a few shapes of
+                                              # the table and random ones, which no constant was fitted to
+    python scripts/bench_topk.py --variants --shapes 2x30000k9 64x129280k8   # (fp32) at these
 
 Peers, in the same run on the same inputs: torch (softmax in fp32, then topk: two kernels and V probabilities in
 memory), QuACK where it applies (k and V powers of two, V up to 4096; its probabilities are among the k, those of
@@ -12,15 +14,18 @@ rotate through more memory than the L2 holds. Every result is first compared wit
 from __future__ import annotations
 
 import argparse
+import random
+import statistics
 import sys
-from dataclasses import replace
+import time
 
 import gpu_bench
 import torch
 
+from warpspec.softmax.problem import DTYPES, VECTOR_BYTES
 from warpspec.softmax.topk import reference, softmax_topk
-from warpspec.softmax.topk.choose import STREAM_ROWS, held
-from warpspec.softmax.topk.launch import compiled, configuration, target
+from warpspec.softmax.topk.choose import timed_ways
+from warpspec.softmax.topk.launch import compiled, target
 
 SHAPES = (  # rows, columns, k, dtype, bar in microseconds (None: QuACK's)
     (8192, 50257, 10, torch.float32, 450.0),
@@ -39,12 +44,11 @@ MORE_SHAPES = (
 # A router's logits have just been written: these are also measured on one set of inputs, which the L2 holds.
 RESIDENT_SHAPES = ((8192, 384, 6, torch.float32, 8.0),)
 QUACK_LENGTH = 4096  # longest row it takes
-WARPS = (1, 2, 4, 8, 16)
-CLUSTERS = (1, 2, 4, 8)
-UNROLLS = (1, 2, 4)
+RANDOM_SHAPES, RANDOM_SEED, RANDOM_ELEMENTS = 6, 20261122, 2**26
+VARIANTS = 5  # ways to divide a row that are timed: those that the model likes best, and the chosen one
+VARIANTS_ROUNDS, VARIANTS_ROUND_MS, VARIANTS_REPLAYS = 2, 3.0, 3
 CHECKED_ROWS = 256
 TOLERANCE = 1e-6
-MOST_CTAS = 16  # a row, of the variants that are tried
 
 
 def power_of_two(n: int) -> bool:
@@ -103,44 +107,74 @@ def measure(shape, bandwidth: float, resident: bool = False) -> list:
     ]
 
 
-def variants(shape) -> list[list]:
-    """Events and graph times of every way to divide a row, best first; the chosen one is starred."""
+def random_shapes() -> list[tuple]:
+    """Rows, columns and k, even in their logarithms."""
+    draw = random.Random(RANDOM_SEED)
+    shapes = []
+    while len(shapes) < RANDOM_SHAPES:
+        rows, length = round(2 ** draw.uniform(0, 14)), round(2 ** draw.uniform(5, 20))
+        k = round(2 ** draw.uniform(0, 7))
+        if k <= length and rows * length <= RANDOM_ELEMENTS:
+            shapes.append((rows, length, k, draw.choice((torch.float32, torch.bfloat16)), None))
+    return shapes
+
+
+def parse(text: str) -> tuple:
+    """ "64x129280k8" as a shape, fp32."""
+    rows, rest = text.split("x")
+    length, k = rest.split("k")
+    return int(rows), int(length), int(k), torch.float32, None
+
+
+def ways(shape, sm_count: int) -> list:
+    """The chosen configuration, then others in the order of their predicted times."""
     rows, length, k, dtype, _ = shape
-    sets = inputs(rows, length, k, dtype)
-    arch, sm_count = target(0)
-    chosen = configuration(sets[0][0], k, False, sm_count)
-    base = replace(chosen, held=False, full=False, lanes=32, warps=16, cluster=1, rows=1)
-    configs = {chosen}
-    for warps in WARPS:
-        for cluster in CLUSTERS:
-            for unroll in UNROLLS:
-                if warps * 32 < chosen.k_capacity or cluster > MOST_CTAS // warps:
-                    continue
-                division = {
-                    "warps": warps,
-                    "cluster": cluster,
-                    "unroll": unroll,
-                    "held": False,
-                    "full": False,
-                }
-                configs.add(replace(base, **division, rows=STREAM_ROWS if warps == cluster == 1 else 1))
-    configs.update(held(base, rows, length, k))
-    calls = {config: compiled(config, arch, native=True) for config in configs}
+    edges = length * dtype.itemsize % VECTOR_BYTES != 0
+    timed = timed_ways(rows, length, k, DTYPES[dtype], edges, False, sm_count)
+    return [config for _, config in timed[:VARIANTS]]
+
+
+def variants(shape, sm_count: int, arch: str) -> tuple[list[list], float]:
+    """(events and graph times of ways to divide a row, best first, the chosen one starred; how far that is off)."""
+    _, _, k, _, _ = shape
+    sets = inputs(*shape[:4])
+    chosen, *others = ways(shape, sm_count)
+    calls = {config: compiled(config, arch, native=True) for config in (chosen, *others)}
     for call in calls.values():
         call(*sets[0])
         check(*sets[0], k)
-    events = gpu_bench.gpu_times(calls, sets, rounds=2, round_ms=10.0)
-    table = []
+    events = gpu_bench.gpu_times(calls, sets, rounds=VARIANTS_ROUNDS, round_ms=VARIANTS_ROUND_MS)
+    rows = []
     for config in sorted(calls, key=events.get):
         mark = "*" if config == chosen else ""
-        graph = gpu_bench.graph_time(calls[config], sets, replays=5)
+        graph = gpu_bench.graph_time(calls[config], sets, replays=VARIANTS_REPLAYS)
         kind = f"held by {config.lanes} lanes" if config.held else "stream"
-        table.append(
+        rows.append(
             [mark, kind, config.warps, config.cluster, config.rows, config.unroll, events[config], graph]
         )
-    return table
+    return rows, events[chosen] / min(events.values()) - 1
 
 
+def print_variants(shapes, seconds: float) -> None:
+    """Tables of ``variants`` at as many of the shapes as ``seconds`` allow; then how far choices are off."""
+    arch, sm_count = target(0)
+    start, off = time.perf_counter(), []
+    for shape in shapes:
+        if time.perf_counter() - start > seconds:
+            print(f"\n{len(shapes) - len(off)} shapes left out after {seconds:.0f} s (--seconds)")
+            break
+        found, regret = variants(shape, sm_count, arch)
+        off.append(regret)
+        rows, length, k, dtype, _ = shape
+        print(f"\n{rows} x {length} k{k} {dtype}: {regret:.1%} off the best", flush=True)
+        print(gpu_bench.table(VARIANT_COLUMNS, found), flush=True)
+    print(
+        f"\nchoices at {len(off)} shapes: mean {statistics.mean(off):.1%}, worst {max(off):.1%} off the best of "
+        f"the {VARIANTS} that the model likes best"
+    )
+
+
+VARIANT_COLUMNS = ("", "row", "warps", "cluster", "rows", "unroll", "us", "in a graph")
 COLUMNS = (
     *("shape", "us", "in a graph", "torch", "in a graph", "QuACK", "in a graph"),
     *("bytes alone", "bar", "faster than best peer", "host us"),
@@ -159,17 +193,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variants", action="store_true", help="time every way to divide a row, too")
+    parser.add_argument("--variants", action="store_true", help="time ways to divide a row, no peers")
+    parser.add_argument("--shapes", nargs="+", type=parse, metavar="64x129280k8", help="of --variants, fp32")
+    parser.add_argument(
+        "--seconds", type=float, default=50.0, help="begin no shape of --variants after so many"
+    )
     parser.add_argument("--bars", action="store_true", help="only the four shapes that have a bar")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    shapes = SHAPES if options.bars else SHAPES + MORE_SHAPES
     print(gpu_bench.header())
-    print(table(shapes, markdown=options.markdown), flush=True)
-    for shape in shapes if options.variants else ():
-        print("\n", *shape[:4], flush=True)
-        columns = ("", "row", "warps", "cluster", "rows", "unroll", "us", "in a graph")
-        print(gpu_bench.table(columns, variants(shape), markdown=options.markdown), flush=True)
+    if options.variants:
+        return print_variants(options.shapes or [*SHAPES, *random_shapes()], options.seconds)
+    print(table(SHAPES if options.bars else SHAPES + MORE_SHAPES, markdown=options.markdown), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,29 +22,38 @@ from warpspec.softmax.vectors import PAIRS, TYPES, as_float
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 WARP = 32
+# By so much of itself an H200's power of two is too small in the mean, where the exponent is below -1.
+EXP2_BIAS = 5e-8
+# Adding it to a number rounds that to a whole one; FP32_ONE: 1.0's bits.
+TO_WHOLE = 1.5 * 2.0**23
+FP32_EXPONENT_BIT, FP32_ONE = 23, 0x3F800000
 # log2 e in two fp32 numbers: what rounding it leaves.
 LOG2_E_HIGH = 1.44269502162933349609375
 LOG2_E_LOW = LOG2_E - LOG2_E_HIGH
-# 2 to the log2(e) times this is 0 in fp32: below it, x - m may as well be this. Keeps -inf out of products.
-LOWEST_EXPONENT = -200.0
+# Below, an exponential is not a normal number of fp32, and counts as 0. -inf too.
+LOWEST_EXPONENT = -126 * LN_2
 # 16-bit numbers above are at least 2**12 apart. Below, rounding a number times log2 e leaves an exponent less than 1.
 LARGE_REFERENCE = 2.0**23
 
 
 def exponential(difference, accurate: bool) -> Float32:
-    """exp(difference), difference <= 0 or NaN; about 2 ulp where ``accurate``.
+    """exp(difference), difference <= 0 or NaN; about an ulp where ``accurate``.
 
     Otherwise the relative error grows with |difference|, as 6e-8 of it, from the one rounding of
     difference * log2(e): less than a rounding of the 16-bit types wherever the result is not 0.
+
+    Accurate ones take the power of a fraction in -1/2..1/2 and scale it by the whole rest: below -1/2 the GPU's power
+    of two has a bias (see EXP2_BIAS), which sums of many would keep.
     """
     if not accurate:
         return cute.math.exp2(difference * LOG2_E, fastmath=True)
-    difference = cute.arch.fmax(difference, LOWEST_EXPONENT, nan=True)
-    power = difference * LOG2_E_HIGH
-    rest = cute.math.fma(difference, LOG2_E_HIGH, -power)
-    rest = cute.math.fma(difference, LOG2_E_LOW, rest)
-    result = cute.math.exp2(power, fastmath=True)
-    return cute.math.fma(result, rest * LN_2, result)
+    shifted = cute.math.fma(difference, LOG2_E_HIGH, TO_WHOLE)  # its lowest bits are a whole number
+    whole = shifted - TO_WHOLE
+    fraction = cute.math.fma(difference, LOG2_E_HIGH, -whole)
+    fraction = cute.math.fma(difference, LOG2_E_LOW, fraction)
+    scale = Int32((shifted.bitcast(Int32) << FP32_EXPONENT_BIT) + FP32_ONE).bitcast(Float32)
+    power = cute.math.exp2(fraction, fastmath=True) * scale
+    return Float32(cutlass.select_(Boolean(difference < LOWEST_EXPONENT), Float32(0.0), power))
 
 
 def reference_of(maximum) -> Float32:

@@ -1,16 +1,14 @@
-"""Long rows held on chip, by many CTAs a row. One kernel, sm_90a and sm_100a.
+"""Long rows held on chip in shared memory, by many CTAs a row. One kernel, sm_90a and sm_100a.
 
 Persistent CTAs in groups; a group takes one row after another, a CTA always the same share of it. Two phases a row:
-maximum and sum over the share; then, with the state of the whole row, scale and store. What fits of the share stays
-on chip between the phases: its first vectors in registers of the threads that compute, chunks of it in shared memory
-(they are resident). The other chunks stream through a few more places of shared memory, once in each phase, and count
-on L2 to have them the second time. The groups are clusters that exchange states over distributed shared memory, or
-any number of CTAs of a cooperative launch (the split of few very long rows over the whole GPU), which exchange them
-through global memory.
+maximum and sum over the share; then, with the state of the whole row, scale and store. As many chunks of the share
+as fit stay in shared memory between the phases (they are resident); the others stream through a few more chunks of
+it, once in each phase, and count on L2 to have them the second time. The groups are clusters that exchange states
+over distributed shared memory, or any number of CTAs of a cooperative launch (the split of few very long rows over
+the whole GPU), which exchange them through global memory.
 
 One warp loads, in the order of use, a chunk as soon as its place is free: it reads ahead while the others wait for
-the other CTAs. These write one row and read the next in turns, what has arrived of it while more is on its way, so
-that neither memory nor arithmetic waits for the other; only the exchange of states stands between rows.
+the other CTAs, and the next row while this one is being stored.
 """
 
 from __future__ import annotations
@@ -32,10 +30,8 @@ from warpspec.softmax.vectors import (
     Row,
     blank,
     bulk_load,
-    bulk_prefetch,
     edge_of,
     load_edge,
-    load_vector,
     locate,
     read_shared,
     store_edge,
@@ -43,24 +39,19 @@ from warpspec.softmax.vectors import (
 )
 
 CONSUMER_BARRIER = 1  # named barrier of the consumer threads
+CHUNK_VECTORS = 2  # 16-byte vectors a thread to a chunk
 # What L2 shall do with chunks that are read once, for the first, and for the second time.
 RESIDENT_POLICY, FIRST_POLICY, SECOND_POLICY = "first", "last", "first"
 
 # Of an SM's L1 and shared memory, as shared memory: all it can have.
 SMEM_CARVEOUT_PERCENT = 100
 
-# Where threads hold a part of the row, the load warp gives them its registers: warps do so by fours, one of them on
-# each of an SM's four schedulers, which have so many registers for each of 32 lanes.
-SCHEDULERS, SCHEDULER_REGISTERS, REGISTERS_STEP = 4, 512, 8
-LOADING_REGISTERS = 24  # a thread that loads
-
 
 @dataclass(frozen=True)
 class ResidentConfig:
     """dtype, edges, store_bytes: as RowsConfig. threads: that compute, whole warps; one warp more loads. resident,
     streaming: chunks of shared memory of either kind. cluster: CTAs to a row, or 0: groups of any size over the
-    grid. ctas_per_sm: that an SM has room for. chunk_vectors: 16-byte vectors a thread to a chunk. held: that a thread
-    keeps in registers. prefetched: of these, that are brought into L2 while CTAs exchange states."""
+    grid. ctas_per_sm: that an SM has room for."""
 
     dtype: str
     threads: int
@@ -70,44 +61,20 @@ class ResidentConfig:
     cluster: int = 0
     ctas_per_sm: int = 1
     store_bytes: int = VECTOR_BYTES
-    chunk_vectors: int = 2
-    held: int = 0
-    prefetched: int = 0
 
     @property
     def warps(self) -> int:
         return self.threads // WARP
 
     @property
-    def all_threads(self) -> int:
-        """Of a CTA: with one warp that loads, or four, where registers are given to the others."""
-        return self.threads + WARP * (SCHEDULERS if self.held else 1)
-
-    @property
-    def holding_registers(self) -> int:
-        """Of a thread that computes, where it holds a part of the row."""
-        registers = (SCHEDULER_REGISTERS - LOADING_REGISTERS) // (self.warps // SCHEDULERS)
-        return registers // REGISTERS_STEP * REGISTERS_STEP
-
-    @property
     def chunk_size(self) -> int:
         """Vectors in a chunk."""
-        return self.threads * self.chunk_vectors
-
-    @property
-    def held_size(self) -> int:
-        """Vectors of a row that a CTA's registers keep."""
-        return self.threads * self.held
-
-    @property
-    def lag(self) -> int:
-        """Chunks that are written before the first is read that takes the place of one: it needs time to arrive."""
-        return -(-self.resident // 2)
+        return self.threads * CHUNK_VECTORS
 
     @property
     def capacity(self) -> int:
         """Vectors of a row that a CTA keeps."""
-        return self.held_size + self.resident * self.chunk_size
+        return self.resident * self.chunk_size
 
     @property
     def smem_bytes(self) -> int:
@@ -164,7 +131,7 @@ class Resident:
         config = self.config
         self.kernel(x, out, workspace, groups, group).launch(
             grid=(groups * group, 1, 1),
-            block=(config.all_threads, 1, 1),
+            block=(config.threads + WARP, 1, 1),
             cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
             cooperative=config.cluster == 0,
             min_blocks_per_mp=config.ctas_per_sm,
@@ -213,14 +180,9 @@ class Resident:
         cute.arch.sync_threads()
 
         # 2. Roles.
-        if warp >= config.warps:
-            if cutlass.const_expr(config.held > 0):
-                cute.arch.setmaxregister_decrease(LOADING_REGISTERS)
-            if warp == config.warps:
-                load(config, x, channels, rings, groups, group)
+        if warp == config.warps:
+            load(config, x, channels, rings, groups, group)
         else:
-            if cutlass.const_expr(config.held > 0):
-                cute.arch.setmaxregister_increase(config.holding_registers)
             consume(config, x, out, channels, rings, states, exchange, groups, group)
 
 
@@ -228,7 +190,7 @@ def cut(config: ResidentConfig, x: cute.Tensor, group) -> Chunks:
     """The chunks of a share."""
     per_vector = VECTOR_BYTES * 8 // x.element_type.width
     share = cute.ceil_div(cute.ceil_div(x.shape[1], per_vector), group)
-    chunks = cute.ceil_div(cutlass.max(share - config.held_size, 0), config.chunk_size)
+    chunks = cute.ceil_div(share, config.chunk_size)
     kept = cutlass.min(chunks, config.resident)
     return Chunks(kept, chunks - kept)
 
@@ -243,12 +205,6 @@ def share_of(config: cutlass.Constexpr, x: cute.Tensor, row_index, group) -> Sha
     return Share(row, begin, cutlass.min(even, row.vectors - begin))
 
 
-def in_chunks(config: ResidentConfig, share: Share) -> Share:
-    """What registers do not hold of a share."""
-    held = cutlass.min(share.size, config.held_size)
-    return Share(share.row, share.begin + held, share.size - held)
-
-
 @cute.jit
 def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
     """The load warp. Fills ``empty`` chunks, row after row in the order of use; streaming ones twice, backwards the
@@ -257,7 +213,7 @@ def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
     chunks = cut(config, x, group)
     use, stream_use = Int32(0), Int32(0)
     for row_index in cutlass.range(block // group, x.shape[0], groups, unroll=1):
-        share = in_chunks(config, share_of(config, x, row_index, group))
+        share = share_of(config, x, row_index, group)
         for chunk in cutlass.range(chunks.resident, unroll=1):
             fill(config, share, chunk, channels["full"], channels["empty"], rings[0], use, RESIDENT_POLICY)
             use += 1
@@ -265,14 +221,6 @@ def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
         for chunk in cutlass.range(chunks.streaming, unroll=1):
             fill(config, share, chunks.resident + chunk, *stream, stream_use, FIRST_POLICY)
             stream_use += 1
-        if cutlass.const_expr(config.prefetched > 0):  # noqa: SIM102, for the compiler; the next for the GPU
-            if row_index + groups < x.shape[0]:
-                following = share_of(config, x, row_index + groups, group)
-                size = cutlass.min(following.size, config.prefetched * config.threads)
-                if size > 0:
-                    with cute.arch.elect_one():
-                        address = following.row.first + Int64(following.begin) * VECTOR_BYTES
-                        bulk_prefetch(address, size * VECTOR_BYTES)
         for backwards in cutlass.range(chunks.streaming, unroll=1):
             chunk = chunks.resident + chunks.streaming - 1 - backwards
             fill(config, share, chunk, *stream, stream_use, SECOND_POLICY)
@@ -311,127 +259,61 @@ def consume(
     groups,
     group,
 ):
-    """All other warps. Read ``full`` chunks, each in both phases of a row, and hand them back ``empty``.
-
-    A round writes the row of the round before and reads its own; there is one more of them than rows.
-    """
+    """All other warps. Read ``full`` chunks, each in both phases of a row, and hand them back ``empty``."""
     dtype = config.dtype
     accurate = dtype == "float32"
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    resident = (channels["full"], rings[0])
-    stream = (channels["stream full"], rings[1])
     chunks = cut(config, x, group)
-    rounds = cute.ceil_div(x.shape[0] - block // group, groups)
-    held = cute.make_rmem_tensor((WORDS, max(config.held, 1)), Int32)  # (WORD, VECTOR)
-    held.fill(0)
-    stream_use, edge_value = Int32(0), -Float32.inf
-    row_maximum, inverse = Float32(0.0), Float32(0.0)  # of the row that is written
-    for round_ in cutlass.range(rounds + 1, unroll=1):
-        writing, reading = Boolean(round_ > 0), Boolean(round_ < rounds)
-        row_index = block // group + round_ * groups
-        old_row = cutlass.max(row_index - groups, 0)
-        new_row = cutlass.min(row_index, x.shape[0] - 1)
-        old_share, share = share_of(config, x, old_row, group), share_of(config, x, new_row, group)
-        old_rest, rest = in_chunks(config, old_share), in_chunks(config, share)
-        target = locate(out, old_row, dtype, False)
-        maximum, total = -Float32.inf, Float32(0.0)  # of the row that is read
+    round_, use, stream_use = Int32(0), Int32(0), Int32(0)
+    for row_index in cutlass.range(block // group, x.shape[0], groups, unroll=1):
+        share = share_of(config, x, row_index, group)
 
-        # 1. Write what was streamed, first, since L2 may lose it, and the edges. Read the new edges.
-        if writing:
-            for backwards in cutlass.range(chunks.streaming, unroll=1):
-                chunk = chunks.resident + chunks.streaming - 1 - backwards
-                words = read(config, old_rest, chunk, *stream, stream_use)
-                scale_and_store(config, old_rest, target, chunk, words, row_maximum, inverse)
-                release(channels["stream empty"], stream_use)
-                stream_use += 1
+        # 1. Maximum and sum of the share.
+        edge, maximum, total = None, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
             number = thread + Int32(cutlass.select_(Boolean(block % group == 0), 0, config.threads))
-            if writing:
-                value = exponential(edge_value - row_maximum, accurate) * inverse
-                store_edge(target, edge_of(old_share.row, number, dtype), value, dtype)
-            if reading:
-                edge_value = load_edge(share.row, edge_of(share.row, number, dtype), dtype)
-                maximum, total = state_of(edge_value, accurate)
+            edge = edge_of(share.row, number, dtype)
+            maximum, total = state_of(load_edge(share.row, edge, dtype), accurate)
+        for chunk in cutlass.range(chunks.resident, unroll=1):
+            words = read(config, share, chunk, channels["full"], rings[0], use + chunk)
+            maximum, total = absorb((maximum, total), words, dtype)
+        for chunk in cutlass.range(chunks.streaming, unroll=1):
+            words = read(
+                config, share, chunks.resident + chunk, channels["stream full"], rings[1], stream_use
+            )
+            maximum, total = absorb((maximum, total), words, dtype)
+            release(channels["stream empty"], stream_use)
+            stream_use += 1
 
-        # 2. Write what registers hold, and send for what they hold next.
-        if cutlass.const_expr(config.held > 0):
-            if writing:
-                for i in cutlass.range_constexpr(config.held):
-                    store_held(config, old_share, target, held, i, row_maximum, inverse)
-                    load_held(config, share, held, i, reading)
-            else:
-                for i in cutlass.range_constexpr(config.held):
-                    load_held(config, share, held, i, reading)
+        # 2. The row's state, from all CTAs of the group.
+        maximum, total = warp_join((maximum, total), WARP, accurate)
+        if cute.arch.lane_idx() == 0:
+            states[0, thread // WARP], states[1, thread // WARP] = maximum, total
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=config.threads)
+        if thread < WARP:
+            exchange.publish(join_slots(states, config.warps, accurate), row_index, round_)
+        maximum, total = exchange.collect(row_index, round_, thread)
+        inverse = Float32(1.0) / total
 
-        # 3. Write chunks and, ``lag`` later, read those that took their places; what registers hold in between.
-        steps = chunks.resident + config.lag
-        parts = 2 if cutlass.const_expr(config.held > 0) else 1
-        for part in cutlass.range_constexpr(parts):
-            for step in cutlass.range(steps * part // parts, steps * (part + 1) // parts, unroll=1):
-                if writing & (step < chunks.resident):
-                    use = (round_ - 1) * chunks.resident + step
-                    words = read(config, old_rest, step, *resident, use)
-                    scale_and_store(config, old_rest, target, step, words, row_maximum, inverse)
-                    release(channels["empty"], use)
-                if reading & (step >= config.lag):
-                    chunk = step - config.lag
-                    words = read(config, rest, chunk, *resident, round_ * chunks.resident + chunk)
-                    maximum, total = absorb((maximum, total), words, dtype)
-            if cutlass.const_expr(config.held > 0):  # noqa: SIM102, likewise
-                if reading:
-                    first, end = config.held * part // parts, config.held * (part + 1) // parts
-                    for i in cutlass.range_constexpr(first, end, config.chunk_vectors):
-                        words = slice_of(held, i, min(config.chunk_vectors, end - i))
-                        maximum, total = absorb((maximum, total), words, dtype)
-
-        # 4. Read what streams, and get the row's state from all CTAs of the group.
-        if reading:
-            for chunk in cutlass.range(chunks.streaming, unroll=1):
-                words = read(config, rest, chunks.resident + chunk, *stream, stream_use)
-                maximum, total = absorb((maximum, total), words, dtype)
-                release(channels["stream empty"], stream_use)
-                stream_use += 1
-            maximum, total = warp_join((maximum, total), WARP, accurate)
-            if cute.arch.lane_idx() == 0:
-                states[0, thread // WARP], states[1, thread // WARP] = maximum, total
-            cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=config.threads)
-            if thread < WARP:
-                exchange.publish(join_slots(states, config.warps, accurate), new_row, round_)
-            row_maximum, total = exchange.collect(new_row, round_, thread)
-            inverse = Float32(1.0) / total
+        # 3. Scale and store; first what L2 may lose.
+        target = locate(out, row_index, dtype, False)
+        if cutlass.const_expr(config.edges):
+            value = exponential(load_edge(share.row, edge, dtype) - maximum, accurate) * inverse
+            store_edge(target, edge, value, dtype)
+        for backwards in cutlass.range(chunks.streaming, unroll=1):
+            chunk = chunks.resident + chunks.streaming - 1 - backwards
+            words = read(config, share, chunk, channels["stream full"], rings[1], stream_use)
+            scale_and_store(config, share, target, chunk, words, maximum, inverse)
+            release(channels["stream empty"], stream_use)
+            stream_use += 1
+        for chunk in cutlass.range(chunks.resident, unroll=1):
+            words = read(config, share, chunk, channels["full"], rings[0], use + chunk)
+            scale_and_store(config, share, target, chunk, words, maximum, inverse)
+            release(channels["empty"], use + chunk)
+        use += chunks.resident
+        round_ += 1
     exchange.finish(thread, config.threads)
-
-
-def slice_of(held: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """Vectors first, first + 1, ... of held (WORD, VECTOR)."""
-    words = cute.make_rmem_tensor((WORDS, count), Int32)
-    for i in range(count):
-        words[None, i].store(held[None, first + i].load())
-    return words
-
-
-def load_held(config: ResidentConfig, share: Share, held: cute.Tensor, i: int, reading) -> None:
-    """held (WORD, VECTOR): send for this thread's i-th vector of a share; -inf where there is none."""
-    thread, _, _ = cute.arch.thread_idx()
-    address = share.row.first + Int64(share.begin + thread) * VECTOR_BYTES
-    offset = i * config.threads
-    present = reading & Boolean(thread + offset < share.size)
-    load_vector(held[None, i], address, offset * VECTOR_BYTES, present, config.dtype, LAST)
-
-
-def store_held(
-    config: ResidentConfig, share: Share, target: Row, held: cute.Tensor, i: int, maximum, inverse
-) -> None:
-    """held (WORD, VECTOR): write the softmax of this thread's i-th vector of a share."""
-    thread, _, _ = cute.arch.thread_idx()
-    address = share.row.first + (target.address - share.row.address)
-    address += Int64(share.begin + thread) * VECTOR_BYTES
-    words = slice_of(held, i, 1)
-    scale(words, maximum, inverse, config.dtype)
-    offset = i * config.threads
-    present = Boolean(thread + offset < share.size)
-    store_vector(words[None, 0], address, offset * VECTOR_BYTES, present, config.store_bytes, LAST)
 
 
 @cute.jit
@@ -439,13 +321,13 @@ def read(config: cutlass.Constexpr, share, chunk, full, ring: cute.Tensor, use) 
     """This thread's vectors of a chunk, the use-th of the ring, (WORD, VECTOR); -inf past the share's end."""
     thread, _, _ = cute.arch.thread_idx()
     full.wait(use)
-    words = cute.make_rmem_tensor((WORDS, config.chunk_vectors), Int32)
+    words = cute.make_rmem_tensor((WORDS, CHUNK_VECTORS), Int32)
     place = ring[None, None, full.stage(use)]
-    for i in cutlass.range_constexpr(config.chunk_vectors):
+    for i in cutlass.range_constexpr(CHUNK_VECTORS):
         words[None, i].store(read_shared(place, i * config.threads + thread).load())
     left = share.size - chunk * config.chunk_size
     if left < config.chunk_size:
-        for i in cutlass.range_constexpr(config.chunk_vectors):
+        for i in cutlass.range_constexpr(CHUNK_VECTORS):
             blank(words[None, i], i * config.threads + thread < left, config.dtype)
     return words
 
@@ -467,6 +349,6 @@ def scale_and_store(config: cutlass.Constexpr, share, target, chunk, words: cute
     address = share.row.first + (target.address - share.row.address)
     address += Int64(share.begin + first) * VECTOR_BYTES
     scale(words, maximum, inverse, config.dtype)
-    for i in cutlass.range_constexpr(config.chunk_vectors):
+    for i in cutlass.range_constexpr(CHUNK_VECTORS):
         offset, present = i * config.threads, Boolean(first + i * config.threads < share.size)
         store_vector(words[None, i], address, offset * VECTOR_BYTES, present, config.store_bytes, LAST)

@@ -193,8 +193,3 @@ def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, polic
         create = f"createpolicy.fractional.L2::evict_{policy}.b64 policy, 1.0;"
         code = f"{{ .reg .b64 policy; {create} {copy}.L2::cache_hint {operands}, policy; }}"
     cute.arch.inline_ptx(code, read_only_args=[target.toint(), address, size, mbarrier.toint()])
-
-
-def bulk_prefetch(address, size) -> None:
-    """Bring ``size`` bytes from global ``address`` into L2; multiples of 16."""
-    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, size])

@@ -50,6 +50,13 @@ def choose(
     rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
 ) -> TopkConfig:
     """The kernel for ``rows`` rows of ``length`` logits on a device of ``sm_count`` SMs."""
+    return timed_ways(rows, length, k, dtype, edges, renormalize, sm_count)[0][1]
+
+
+def timed_ways(
+    rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
+) -> list[tuple[float, TopkConfig]]:
+    """Every way to divide the rows, with the time that the model gives it; the shortest first."""
     base = TopkConfig(
         dtype=dtype, k_capacity=smallest_capacity(k), warps=MAX_WARPS, edges=edges, renormalize=renormalize
     )
@@ -62,7 +69,7 @@ def choose(
             for config in streams(base, vectors, k)
         ),
     ]
-    return min(timed, key=lambda pair: pair[0])[1]
+    return sorted(timed, key=lambda pair: pair[0])
 
 
 def held(base: TopkConfig, rows: int, length: int, k: int):

@@ -79,6 +79,11 @@ class TopkConfig:
         return VECTOR_BYTES // WIDTHS[self.dtype]
 
     @property
+    def accurate(self) -> bool:
+        """Whether exponentials must be as good as fp32 has them."""
+        return self.dtype == "float32"
+
+    @property
     def threads(self) -> int:
         return self.lanes * self.warps * self.rows
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.softmax.online import LN_2, LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
+from warpspec.softmax.online import EXP2_BIAS, LN_2, LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
 from warpspec.softmax.vectors import WORDS
 
 HIGH_HALF = -0x10000  # of a word
@@ -86,8 +86,8 @@ def exponentials(values: list, maximum: Float32, dtype: cutlass.Constexpr) -> Fl
             ]
         rounding, *powers = powers
         sum_ = total([cute.math.exp2(power, fastmath=True) for power in powers])
-        sum_ = cute.math.fma(sum_, -rounding * LN_2, sum_)
+        sum_ = cute.math.fma(sum_, cute.math.fma(rounding, -LN_2, EXP2_BIAS), sum_)
     else:
         cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
-        sum_ = total([exponential(x - reference, False) for x in values])
+        sum_ = total([exponential(x - reference, dtype == "float32") for x in values])
     return sum_

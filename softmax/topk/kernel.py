@@ -181,7 +181,7 @@ def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, 
             shared.sums[warp] = sum_
         cute.arch.sync_threads()
         others = [(shared.slots[None, w], shared.counts[w]) for w in range(config.warps)]
-        maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps)
+        maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
     write_ranked(config, group, count, others, maximum, sum_, shared.parts, probs, indices, row)
 
 
@@ -196,7 +196,7 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
             keep_largest(part.slots, count, part.k, part.lane)
             count = part.k
     close_list(part.slots, count, part.lane)
-    maximum, sum_ = state_of_lanes(maximum, sum_)
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     cute.arch.sync_warp()
     if part.lane < count:
         word = part.slots[part.lane]
@@ -219,7 +219,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
     # 1. Every warp's part; what the warps' thresholds together rule out.
     maximum, sum_, count, threshold = stream(config, part)
     lane_maximum = key_of(maximum)
-    maximum, sum_ = state_of_lanes(maximum, sum_)
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     if cutlass.const_expr(config.needs_others):
         give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP))
     if part.lane == 0:
@@ -254,7 +254,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
                 cute.arch.map_dsmem_ptr(place, LEADER).store(word)
             else:
                 shared.ranked[position, 0] = word
-    maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps)
+    maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
 
     # 3. Ranks among the cluster's.
     if cutlass.const_expr(config.cluster > 1):
@@ -272,7 +272,9 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
         cute.arch.cluster_wait()
         if rank == LEADER:
             merge_lists(config, part, shared)
-            maximum, sum_ = state_of_parts(shared.list_maxima, shared.list_sums, config.cluster)
+            maximum, sum_ = state_of_parts(
+                shared.list_maxima, shared.list_sums, config.cluster, config.accurate
+            )
     cute.arch.sync_threads()
     if (rank == LEADER) & (part.warp_in_cta == 0):
         write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
@@ -294,15 +296,17 @@ def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
 
 
 @cute.jit
-def state_of_lanes(maximum: Float32, sum_: Float32):
+def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr):
     """The softmax state of the warp, known to every lane; its maximum is NaN where a lane's is."""
     largest = logit_of(cute.arch.warp_redux_sync(key_of(maximum), "max"))
-    sum_ = sum_ * exponential(maximum - reference_of(largest), False)
+    sum_ = sum_ * exponential(maximum - reference_of(largest), accurate)
     return largest, cute.arch.warp_reduction_sum(sum_)
 
 
 @cute.jit
-def state_of_parts(maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr):
+def state_of_parts(
+    maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
+):
     """The state of all parts, joined in their order."""
     largest = maxima[0]
     for i in cutlass.range_constexpr(1, parts):
@@ -310,7 +314,7 @@ def state_of_parts(maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Conste
     reference = reference_of(largest)
     sum_ = Float32(0.0)
     for i in cutlass.range_constexpr(parts):
-        sum_ += sums[i] * exponential(maxima[i] - reference, False)
+        sum_ += sums[i] * exponential(maxima[i] - reference, accurate)
     return largest, sum_
 
 

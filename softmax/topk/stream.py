@@ -202,7 +202,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         previous = maximum
         maximum = cute.arch.fmax(maximum, tile_maximum, nan=True)
         reference = reference_of(maximum)
-        sum_ = sum_ * exponential(previous - reference, False)
+        sum_ = sum_ * exponential(previous - reference, config.accurate)
         vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
         sum_ += exponentials([x for vector in vectors for x in vector], maximum, config.dtype)
         forget(
@@ -227,8 +227,8 @@ def stream(config: cutlass.Constexpr, part: Part):
         previous = maximum
         maximum = cute.arch.fmax(maximum, edge_value, nan=True)
         reference = reference_of(maximum)
-        sum_ = sum_ * exponential(previous - reference, False)
-        sum_ += exponential(edge_value - reference, False)
+        sum_ = sum_ * exponential(previous - reference, config.accurate)
+        sum_ += exponential(edge_value - reference, config.accurate)
         chosen = edge.present & Boolean(key_of(edge_value) >= threshold)
         ballot = cute.arch.vote_ballot_sync(chosen)
         if ballot != 0:

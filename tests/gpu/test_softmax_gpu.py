@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from softmax_cases import check, logits, matrix, untouched
+from softmax_cases import OF_TORCH, check, logits, matrix, untouched
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +125,18 @@ def test_compiles_and_differentiates():
     twin = x.detach().clone().requires_grad_()
     torch.softmax(twin * 2, -1).float().square().sum().backward()
     torch.testing.assert_close(x.grad, twin.grad, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [384, 4096, 50257, 129280, 2**20])
+def test_error_is_not_above_torchs(length):
+    """fp32, at most 1.25 times torch's error against float64, no allowance: a bias in exponentials would show."""
+    from warpspec.softmax import softmax
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(max(4, 2**24 // length), length, device="cuda", generator=generator)
+    exact = torch.softmax(x.double(), -1)
+    error, own = ((y - exact).norm() / exact.norm() for y in (softmax(x), torch.softmax(x, -1)))
+    assert error <= OF_TORCH * own, (error, own)
 
 
 def test_length_limit():
