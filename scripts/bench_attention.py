@@ -94,7 +94,7 @@ def prefill() -> list[list]:
                 q, k, v, causal=causal, window_size=sides or (None, None),
                 learnable_sink=None if sink is None else sink.to(BF16),
             )  # fmt: skip
-        times = gpu_bench.gpu_times(calls, [()])
+        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
         pairs = length * window if window else length * length // (2 if causal else 1)
         flops = 4 * batch * heads * pairs * d
         kind = f"{'causal' if causal else 'full'}{f' window {window} sink' if window else ''}"

@@ -34,7 +34,6 @@ from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import Shape
 
 JOBS = 8  # rows at a time
-ROUND_MS = 15.0  # of timing a candidate and round
 GRAPH_CALLS = 8
 SM_COUNT = sm90.SM_COUNT
 # Registers of a thread that are neither S, P nor O: addresses, row statistics, temporaries of the softmax.
@@ -250,7 +249,7 @@ def tune_row(row: Row, lock) -> Measured:
     for call in calls.values():
         call()
     with lock:
-        times = gpu_bench.gpu_times(calls, [()], round_ms=ROUND_MS)
+        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
     return [*((name, time, "") for name, time in times.items()), *refused]
 
 
@@ -266,7 +265,7 @@ def tune_sections(workload: Workload, lock) -> Measured:
         for section in sections
     }
     with lock:
-        times = gpu_bench.gpu_times(calls, [()], round_ms=ROUND_MS)
+        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
     return [(name, time, "") for name, time in times.items()]
 
 

@@ -20,13 +20,12 @@ SM_COUNT = 132  # of an H100 or H200
 L2_BYTES = 50 << 20  # of an H100; an H200's 60 MiB hold a little more
 L2_SHARE = 0.8  # of L2 for K and V
 
-# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads).
+# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth where
+# CTAs ask for all there is, and on the way there power, which the clock pays for.
 MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
 MMA_FLOPS = 4096  # a clock and SM
 EXPONENTIALS = 16  # a clock and SM
-MISS_COST = (
-    0.13  # part of the time lost when CTAs ask for as many bytes as memory gives; grows with the square
-)
+MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as memory gives
 
 
 def plan(problem: AttentionProblem, sm_count: int = SM_COUNT) -> tuple[AttentionConfig, int]:
@@ -70,7 +69,7 @@ def reading_cost(problem: AttentionProblem, config: AttentionConfig, ctas: int, 
         4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
     )  # of a key, nothing overlapped
     asked = key_bytes / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of what memory gives
-    return 1.0 + MISS_COST * asked**2
+    return 1.0 + MISS_COST * asked
 
 
 @lru_cache(maxsize=4096)
