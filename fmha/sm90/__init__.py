@@ -20,8 +20,8 @@ SM_COUNT = 132  # of an H100 or H200
 L2_BYTES = 50 << 20  # of an H100; an H200's 60 MiB hold a little more
 L2_SHARE = 0.8  # of L2 for K and V
 
-# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth where
-# CTAs ask for all there is, and on the way there power, which the clock pays for.
+# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth
+# where CTAs ask for all there is, and on the way there power, which the clock pays for.
 MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
 MMA_FLOPS = 4096  # a clock and SM
 EXPONENTIALS = 16  # a clock and SM
