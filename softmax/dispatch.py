@@ -49,7 +49,15 @@ ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
 ROWS_MOST_VECTORS = 4  # a thread of the register kernel; more of them wait for each other
-REGISTERS_BASE, REGISTERS_PER_ELEMENT = 24, 1
+# Registers of a thread that has a row's part: some, and for each vector, and where rows have edges; as compiled. By
+# whether data are fp32 and whether several warps share a row.
+REGISTERS = {
+    (True, True): (20, 11, 6),
+    (True, False): (13, 9, 7),
+    (False, True): (17, 10, 5),
+    (False, False): (16, 9, 8),
+}
+REGISTERS_STEP = 8
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (2, 4, 6, 7), 40
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
@@ -144,6 +152,13 @@ def _one_row_a_cta_us(
     return LAUNCH_US + extra + exchange + memory + alone * passes * share_bytes / SHARE_BYTES_PER_US
 
 
+def rows_registers(config) -> int:
+    """Registers that a thread of a ``RowsConfig`` takes."""
+    some, for_each, for_edges = REGISTERS[config.dtype == "float32", config.lanes > WARP]
+    registers = some + for_each * config.vectors + (for_edges if config.edges else 0)
+    return -(-registers // REGISTERS_STEP) * REGISTERS_STEP
+
+
 def _rows(problem: SoftmaxProblem, device: Device):
     from warpspec.softmax.rows import RowsConfig
     from warpspec.softmax.vectors import elements
@@ -159,14 +174,13 @@ def _rows(problem: SoftmaxProblem, device: Device):
             rows = max(1, 4 * WARP // lanes) if cluster == 1 else 1
             while lanes * rows > WARP and rows > 1 and problem.rows < rows * device.sms:
                 rows //= 2
-            registers = REGISTERS_BASE + REGISTERS_PER_ELEMENT * each * elements(problem.dtype)
-            threads = lanes * rows
-            occupancy = min(CTAS_PER_SM, THREADS_PER_SM // threads, REGISTERS_PER_SM // (registers * threads))
+            config = RowsConfig(
+                problem.dtype, lanes, rows, cluster, each, not problem.aligned, 1, problem.store_bytes
+            )
+            by_registers = REGISTERS_PER_SM // (rows_registers(config) * config.threads)
+            occupancy = min(CTAS_PER_SM, THREADS_PER_SM // config.threads, by_registers)
             if occupancy == 0:
                 continue
-            config = RowsConfig(
-                problem.dtype, lanes, rows, cluster, each, not problem.aligned, occupancy, problem.store_bytes
-            )
             ctas = -(-problem.rows // rows) * cluster
             share = -(-vectors // cluster) * rows * VECTOR_BYTES
             microseconds = _one_row_a_cta_us(

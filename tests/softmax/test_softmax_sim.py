@@ -161,6 +161,16 @@ def test_chosen_by_the_dispatcher():
     assert empty.shape == (3, 0, 5)
 
 
+@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_dispatcher_knows_what_registers_rows_take(dtype, edges):
+    """As compiled for sm_90a: with fewer in its model, it expects CTAs beside each other that do not fit."""
+    for lanes, rows, cluster, vectors in ((32, 4, 1, 2), (256, 1, 1, 3), (512, 1, 4, 4)):
+        config = RowsConfig(dtype, lanes, rows, cluster, vectors, edges)
+        (kernel,) = resources(launch.compiled(config, "sm_90a", False)).values()
+        assert abs(dispatch.rows_registers(config) - kernel.registers) <= dispatch.REGISTERS_STEP, config
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
