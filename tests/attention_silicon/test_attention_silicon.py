@@ -1,0 +1,83 @@
+"""The sm_90a attention kernels: what an H200 made of a call (record.py), and what the simulator makes of the same
+kernel and inputs; and that the comparison sees what it is to see."""
+
+import numpy as np
+import pytest
+import torch
+from attention_silicon.cases import CASES
+from attention_silicon.compare import problems
+from attention_silicon.record import load
+
+from warpspec.fmha import sm90, sm100
+
+ABOUT, RESULTS = load()
+RECORDED = [case for case in CASES if case.name in ABOUT["cases"]]
+BY_NAME = {case.name: case for case in CASES}
+JUDGED = ("splits-64", "state-128")  # cases on which the comparison itself is tried
+
+
+@pytest.fixture(autouse=True)
+def simulate_sm90(monkeypatch):
+    """Backend "sim" runs the sm90 kernel."""
+    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+
+
+if RECORDED:
+
+    @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.name)
+    def test_simulator_agrees_with_the_gpu(case):
+        digests = ABOUT["cases"][case.name]
+        assert case.inputs_digest() == digests["inputs"], "the inputs are not those of the recording"
+        want = {name: RESULTS[f"{case.name}/{name}"] for name in case.dtypes}
+        found = problems(case.run("cpu"), want, case.dtypes)
+        changed = case.kernel_digest() != digests["kernel"]
+        note = (
+            f"; the kernel has changed since: python tests/attention_silicon/record.py {case.name}"
+            if changed
+            else ""
+        )
+        assert not found, f"recorded on {ABOUT['gpu']}{note}:\n" + "\n".join(found)
+
+
+def test_recordings_have_their_cases():
+    assert set(ABOUT["cases"]) <= set(BY_NAME) and len(BY_NAME) == len(CASES)
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_result_agrees_with_itself_and_with_nothing_else(name):
+    case = BY_NAME[name]
+    want = case.run("cpu")
+    assert problems(want, want, case.dtypes) == []
+
+    def changed(result, change):
+        values = torch.from_numpy(want[result].copy()).view(case.dtypes[result])
+        change(values)
+        return {**want, result: values.view(torch.from_numpy(want[result]).dtype).numpy()}
+
+    def swap_heads(o):
+        o[:, :, :2] = o[:, :, :2].flip(2).clone()
+
+    for result, change in (
+        ("o", lambda o: o.mul_(1.01)),
+        ("o", swap_heads),
+        ("o", lambda o: o[0, 0, 0].zero_()),
+        ("o", lambda o: o[0, 0, 1, 3:4].fill_(torch.nan)),
+        ("o", lambda o: o[:, :, 1].add_(1e-2 * o[:, :, 0])),
+    ):
+        assert problems(changed(result, change), want, case.dtypes), "a wrong o passes"
+    for result in case.dtypes.keys() - {"o"}:
+        for change in (lambda t: t.mul_(1.001), lambda t: t[0, 1].fill_(-torch.inf)):
+            assert problems(changed(result, change), want, case.dtypes), f"a wrong {result} passes"
+    missing = {key: value for key, value in want.items() if key == "o"}
+    assert problems(missing, want, case.dtypes) and problems(
+        {**want, "o": want["o"][:, :, :1]}, want, case.dtypes
+    )
+
+
+def test_neighbouring_values_are_not_told_apart():
+    """One unit in the last place of every hundredth element of o, and of all statistics."""
+    case = BY_NAME["splits-64"]
+    want = case.run("cpu")
+    o = want["o"].copy()
+    o.reshape(-1)[::100] += np.int16(1)
+    assert problems({"o": o, "lse": want["lse"] + np.int32(1)}, want, case.dtypes) == []
