@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpspec.common import repeated
+from warpspec.common.dispatch import BACKEND_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.repeated import Remembered
 from warpspec.softmax import dispatch, ops, softmax
 from warpspec.softmax.problem import MOST_ELEMENTS, SoftmaxProblem, as_matrix
 
@@ -217,7 +218,7 @@ class TestShortWay:
             launches.append((tuple(x.shape), x.stride(), out.stride()))
             out.copy_(torch.softmax(x, -1))
 
-        monkeypatch.setattr(ops, "_calls", Remembered())
+        monkeypatch.setattr(ops, "_calls", repeated.Remembered())
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index that CPU tensors give
         self.launcher = launcher
         return launches
@@ -254,3 +255,32 @@ class TestShortWay:
         self.remember(x)
         assert ops.run_again(x, None, "auto").shape == (1, 8)
         assert launched == [((1, 8), (8, 1), (8, 1))]
+
+
+class TestRemembered:
+    def test_forgets_everything_once_full(self):
+        remembered = repeated.Remembered()
+        for i in range(repeated.MOST_REMEMBERED):
+            remembered.remember((i,), i)
+        assert len(remembered) == repeated.MOST_REMEMBERED
+        remembered.remember(("one more",), 1)
+        assert remembered == {("one more",): 1}
+
+    def test_the_backend_variable_is_seen_as_it_changes(self, monkeypatch):
+        monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+        assert repeated.backend_variable() is None
+        monkeypatch.setenv(BACKEND_VARIABLE, "reference")
+        first = repeated.backend_variable()
+        assert first is not None
+        monkeypatch.setenv(BACKEND_VARIABLE, "sim")
+        assert repeated.backend_variable() not in (None, first)
+
+    def test_who_watches(self):
+        x = randn(3, 4)
+        assert not repeated.watched(x) and not repeated.watched(torch.nn.Parameter(x, requires_grad=False))
+        assert repeated.watched(x.clone().requires_grad_())
+        with torch.no_grad():
+            assert not repeated.watched(x.clone().requires_grad_())
+        seen = []
+        torch.func.vmap(lambda row: seen.append(repeated.watched(row)) or row)(x)
+        assert seen == [True]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.softmax.topk import ops, softmax_topk
+from warpspec.softmax.topk import ops, reference, softmax_topk
 from warpspec.softmax.topk.choose import choose
 from warpspec.softmax.topk.config import K_LIMIT, LENGTH_LIMIT, SMEM_PER_CTA
 
@@ -123,3 +123,32 @@ def test_there_is_a_kernel_for_every_problem(rows, length, k, dtype, edges, sm_c
     assert config.threads <= 1024
     if config.held:
         assert length <= config.capacity * config.per_vector
+
+
+def test_a_call_like_an_earlier_one_skips_the_checks_and_no_other_does(monkeypatch):
+    """With a kernel that stands in for the GPU's."""
+    monkeypatch.delenv("WARPSPEC_BACKEND", raising=False)
+    monkeypatch.setattr(ops, "_plans", ops.Remembered())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index that CPU tensors give
+    launched = []
+    memory = cases.random_rows(1, 200)[0]
+    logits = memory[:60].view(3, 4, 5)
+
+    def kernel(matrix, probs, indices):
+        launched.append((matrix.shape, probs.shape))
+        for out, value in zip((probs, indices), reference.softmax_topk(matrix, 2, False), strict=True):
+            out.copy_(value)
+
+    assert ops.run_again(logits, 2, False) is None
+    like = [ops.empty_like_without_memory(tensor) for tensor in ops.new_outputs(logits, 2)]
+    ops._plans.remember(ops._key(logits, 2, False), ops.Plan(kernel, -1, *like, ((12, 5), (5, 1))))
+    probs, indices = ops.run_again(logits, 2, False)
+    cases.judge(probs.view(12, 2), indices.view(12, 2), logits.view(12, 5), 2)
+    assert launched == [((12, 5), (12, 2))]
+    shifted, half, turned = memory[1:61].view(3, 4, 5), logits.half(), logits.transpose(0, 1)
+    for other in ((shifted, 2, False), (half, 2, False), (turned, 2, False)):
+        assert ops.run_again(*other) is None
+    assert ops.run_again(logits, True, False) is None and ops.run_again(logits, 2, True) is None
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
+    assert ops.run_again(logits, 2, False) is None
+    assert len(launched) == 1
