@@ -11,13 +11,13 @@ of a call; and on CUDA tensors, a call like one before goes past the checks too 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from warpspec.common.dispatch import BACKEND_VARIABLE, resolve_backend
+from warpspec.common.dispatch import resolve_backend
+from warpspec.common.repeated import Remembered, backend_variable, signature, watched
 from warpspec.fmha import reference
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem, check_apart, overlap, span_bytes
 from warpspec.fmha.state import normalized_output
@@ -66,7 +66,6 @@ def new_stats(problem: AttentionProblem, like: torch.Tensor) -> torch.Tensor:
 
 
 TENSORS = ("q", "k", "v", "sink", "bias", "kv_lengths", "page_table", "q_start")
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Call(NamedTuple):
@@ -84,9 +83,7 @@ class Call(NamedTuple):
     stat_count: int
 
 
-# Calls on CUDA tensors by signature (``key_of``): the next call alike needs no checks. Few models have so many.
-_checked: dict[tuple, Call] = {}
-MOST_CHECKED = 4096
+_checked = Remembered()  # calls on CUDA tensors (``key_of``): the next call alike needs no checks
 
 
 def key_of(tensors, options, backend, out) -> tuple | None:
@@ -100,7 +97,7 @@ def key_of(tensors, options, backend, out) -> tuple | None:
     kinds = tuple([tuple(map(type, o)) if type(o) is tuple else type(o) for o in options])
     signatures = [None if t is None else signature(t) for t in tensors]
     target = None if out is None else signature(out)
-    key = (os.environ.get(BACKEND_VARIABLE), backend, options, kinds, *signatures, target)
+    key = (backend_variable(), backend, options, kinds, *signatures, target)
     try:
         hash(key)
     except TypeError:  # a list, for the checks to complain about or to take
@@ -116,11 +113,6 @@ def recall(key, tensors, out) -> Call | None:
             if span and overlap(out, call.spans[-1], tensor, span):
                 check_apart(out, dict(zip(TENSORS, tensors, strict=True)))
     return call
-
-
-def signature(tensor: torch.Tensor) -> tuple:
-    """What the checks look at, of a CUDA tensor."""
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ROW_ALIGNMENT)
 
 
 def check_call(arguments, backend, out) -> Call:
@@ -200,9 +192,7 @@ def forward(arguments, backend, out, key):
     if key is not None or unobserved(*arguments[: len(TENSORS)], out):
         call = check_call(arguments, backend, out)
         if key is not None:
-            if len(_checked) >= MOST_CHECKED:
-                _checked.clear()
-            _checked[key] = call
+            _checked.remember(key, call)
         return forward_known(call, arguments[: len(TENSORS)], out)
     if out is None:
         return fmha_forward(*arguments, backend)
@@ -210,21 +200,9 @@ def forward(arguments, backend, out, key):
 
 
 def unobserved(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call may go past torch's dispatcher: nothing is traced or transformed, no mode, no subclass (nor
-    anything that is no tensor), no gradient."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    gradients = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN_TENSORS or (gradients and tensor.requires_grad)):
-            return False
-    return tensors[0] is not None
+    """Whether a call may go past torch's dispatcher: the first is there, and none is ``watched`` (nor anything that is
+    no tensor)."""
+    return tensors[0] is not None and not any(t is not None and watched(t) for t in tensors)
 
 
 def kernels(backend: str):

@@ -220,7 +220,7 @@ def call_with(workload: Workload, tensors, *, table=None, dim=None, shape=None, 
         if shape:
             entries[dim] = present
     if section:
-        prepared = (prepared[0], (*prepared[1][:-1], section), prepared[2])
+        prepared = prepared._replace(numbers=(*prepared.numbers[:-1], section))
     out = torch.empty_like(operands[0])
 
     def call():
@@ -255,7 +255,7 @@ def tune_row(row: Row, lock) -> Measured:
 
 def tune_sections(workload: Workload, lock) -> Measured:
     tensors = workload.tensors("cuda")
-    chosen = call_with(workload, tensors).prepared[1][-1]
+    chosen = call_with(workload, tensors).prepared.numbers[-1]
     rows = workload.q[0] * workload.q[2]
     sections = sorted({chosen, rows, *(s for s in (1, 2, 3, 4, 6, 8, 11, 16, 22, 33, 44, 64) if s <= rows)})
     calls = {
@@ -271,7 +271,7 @@ def tune_sections(workload: Workload, lock) -> Measured:
 
 def tune_splits(workload: Workload, lock) -> Measured:
     tensors = workload.tensors("cuda")
-    chosen = call_with(workload, tensors).prepared[0]
+    chosen = call_with(workload, tensors).prepared.splits
     measured = []
     for splits in sorted({chosen, *SPLIT_COUNTS}):
         operands, options = tensors

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +14,7 @@ from warpspec.fmha.planning import partial_results, plan_of, scalars
 from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
 from warpspec.fmha.scheduler import TileGrid, balanced_section, key_span
 from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.splits import CombineConfig
 
 __all__ = ["AttentionConfig", "compiled", "plan", "run_cuda", "run_sim"]
 
@@ -72,13 +75,34 @@ def reading_cost(problem: AttentionProblem, config: AttentionConfig, ctas: int, 
     return 1.0 + MISS_COST * asked
 
 
+class Prepared(NamedTuple):
+    """What does not depend on the tensors. numbers: among the kernel's arguments. combine: the second kernel, natively
+    and where keys are split."""
+
+    splits: int
+    numbers: tuple
+    kernel: Callable
+    combine: Callable | None
+
+
 @lru_cache(maxsize=4096)
-def prepared(problem: AttentionProblem, sm_count: int, native: bool) -> tuple:
-    """(number of splits, numbers among the kernel's arguments, compiled kernel)."""
+def prepared(problem: AttentionProblem, sm_count: int, native: bool) -> Prepared:
+    """Configured and compiled for a problem."""
+    from warpspec.fmha.combine_splits import compiled_combine
+
     config, splits = plan(problem, sm_count)
     ctas = sm_count * config.shape.ctas_per_sm
     numbers = (*scalars(problem), ctas, section(problem, config, ctas))
-    return splits, numbers, compiled(config, native)
+    combine = None
+    if native and splits > 1:
+        options = {
+            "has_sink": problem.has_sink,
+            "has_lse": problem.return_lse,
+            "normalize": problem.normalize,
+        }
+        combine = CombineConfig.of(problem.head_dim, splits, **options)
+        combine = compiled_combine(combine, problem.o_dtype, ARCH, native=True)
+    return Prepared(splits, numbers, compiled(config, native), combine)
 
 
 def run(
@@ -105,13 +129,15 @@ def run(
     """
     from warpspec.fmha.combine_splits import combine_splits
 
-    splits, numbers, kernel = prepared(problem, sm_count, native)
+    splits, numbers, kernel, combine = prepared(problem, sm_count, native)
     if splits == 1:
         tensors = (q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
         return launch(kernel, tensors, numbers), None
     partial = partial_results(problem, splits)
     tensors = (q, k, v, partial[0], None, kv_lengths, q_start, None, *partial[1:], page_table, bias)
     first = launch(kernel, tensors, numbers)
+    if combine is not None:
+        return first, launch(combine, (*partial, sink, o, lse, row_max, row_sum), ())
     return first, combine_splits(*partial, o, sink=sink, lse=lse, row_max=row_max, row_sum=row_sum)
 
 
