@@ -1,12 +1,13 @@
 """Two consumers for the same 64 query rows, where a row of O is too long for one: each has half of O's columns.
 
 They take turns at the KV tiles. The tile's consumer computes S and P of all its keys, keeps P in registers for its own
-half of O, and hands P and what it did to the running maximum to the other through shared memory. So the tensor core
-computes every S once, and one consumer's softmax lies under the other's products. A KV tile is released in halves, each
-by the consumer whose columns of V it holds, after its PV: QK was over before.
+half of O, and hands P and what it did to the running maximum to the other through shared memory: so the tensor core
+computes every S once. There is room for two KV tiles only, one of each consumer. So a tile is released in halves, each
+by the consumer whose columns of V it holds, after its PV (QK was over before); QK begins with the pieces that have
+arrived; and PV of the other's tile, which that tile's buffer waits for, goes into the middle of QK.
 
-    consumer of tile j        QK(j)   softmax(j) -> P     PV(j) from registers          PV(j+1) from shared memory
-    the other                 PV(j-1), QK(j+1)            PV(j) from shared memory      softmax(j+1) -> P ...
+    tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
+    the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from warpspec.fmha.sm90.consumer import (
     multiply,
     weigh,
 )
-from warpspec.fmha.sm90.rows import ROW_HALVES
+from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 
 CHUNK_BYTES = 16  # what the swizzle moves as one
 SWIZZLE_ROWS = 8  # after which it repeats
+HALVES = 2  # of QK's depth, with PV between them
 TURNS = 2  # tiles after which it is a consumer's turn again
 
 
@@ -63,17 +65,18 @@ class Exchange:
         """Of the rings, by the step-th KV tile."""
         return self.work.use + step
 
-    def issue_qk(self, step) -> None:
-        """S of the step-th KV tile, as its pieces arrive; one group."""
+    def issue_qk(self, step, half: int) -> None:
+        """One half of D of S of the step-th KV tile, as its pieces arrive; one group."""
         config, mma = self.config, self.work.mma
         full = self.work.channels["k_full"]
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
         depth = cute.size(mma.q, mode=[2])
+        per_piece = depth // config.pieces
         warpgroup.fence()
-        for k_block in range(depth):
-            if k_block % (depth // config.pieces) == 0:
-                full.wait(self.use(step) * config.pieces + k_block // (depth // config.pieces))
+        for k_block in range(half * depth // HALVES, (half + 1) * depth // HALVES):
+            if k_block % per_piece == 0:
+                full.wait(self.use(step) * config.pieces + k_block // per_piece)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
             cute.gemm(tiled_mma, mma.s, mma.q[None, None, k_block], k[None, None, k_block], mma.s)
         warpgroup.commit_group()
@@ -99,6 +102,11 @@ class Exchange:
         """This consumer's part of the tile's columns: its PV has read them, and QK before it."""
         self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
 
+    def release_other(self, step) -> None:
+        """The same of the other's tile, and its P."""
+        self.release(step)
+        self.work.channels["p_empty"].arrive_warp(self.use(step))
+
     def statistics(self, step) -> cute.Tensor:
         """(NUMBER, ROW): what goes with P of a tile: reference, maximum, factor."""
         stage = self.shared.statistics + self.use(step) % WEIGHT_STAGES * (STATISTICS * WARPGROUP_ROWS)
@@ -117,11 +125,10 @@ def attend_in_turn(exchange):
     state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
     first = (work.use + exchange.part) % TURNS  # own tiles: first, first + TURNS, ...
     if (first == 0) & (span.count > 0):
-        exchange.issue_qk(0)
+        for half in cutlass.range_constexpr(HALVES):
+            exchange.issue_qk(0, half)
         warpgroup.wait_group(0)
-        state, factors, _ = weigh(work, 0, state, True)
-        publish(exchange, 0, state, factors)
-        work.issue_pv(0)
+        state = weigh_and_apply(exchange, 0, state, True)
     # As in ``consumer.attend``: tiles that need the mask come first and last.
     end = span.begin + span.count
     low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
@@ -149,21 +156,26 @@ def own_below(at, start):
 
 @cute.jit
 def turn(exchange, step, state, masked: cutlass.Constexpr):
-    """QK and softmax of the step-th KV tile, this consumer's; PV of the other's tile before it, then of its own."""
-    work = exchange.work
-    warpgroup.wait_group(0)  # PV of the own tile before
-    if step >= TURNS:
-        exchange.release(step - TURNS)
-    exchange.issue_qk(step)
+    """The step-th KV tile, this consumer's, with PV of the other's tile before it in the middle of QK."""
+    exchange.issue_qk(step, 0)
     state = follow(exchange, step - 1, state)
-    warpgroup.wait_group(1)  # S; the other's PV goes on
+    exchange.issue_qk(step, 1)
+    warpgroup.wait_group(1)
+    exchange.release_other(step - 1)
+    warpgroup.wait_group(0)
+    return weigh_and_apply(exchange, step, state, masked)
+
+
+@cute.jit
+def weigh_and_apply(exchange, step, state, masked: cutlass.Constexpr):
+    """Softmax of S, of the step-th KV tile, P to the other consumer, and PV."""
+    work = exchange.work
     state, factors, moved = weigh(work, step, state, masked)
     publish(exchange, step, state, factors)
-    warpgroup.wait_group(0)
-    exchange.release(step - 1)
-    work.channels["p_empty"].arrive_warp(exchange.use(step - 1))
     rescale(work, factors, moved)
     work.issue_pv(step)
+    warpgroup.wait_group(0)
+    exchange.release(step)
     return state
 
 
@@ -175,21 +187,27 @@ def publish(exchange, step, state, factors):
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     work.channels["p_empty"].wait_previous(use)
-    base = exchange.shared.p + use % WEIGHT_STAGES * exchange.config.p_bytes
+    base = (exchange.shared.p + use % WEIGHT_STAGES * exchange.config.p_bytes).toint()
     told = exchange.statistics(step)
-    for half in cutlass.range_constexpr(ROW_HALVES):
-        row = work.rows[half]
-        start = base + row.index * tma.ROW_BYTES + row.half * WORD_BYTES
-        swizzle = row.index % SWIZZLE_ROWS
-        for chunk in cutlass.range_constexpr(tma.ROW_BYTES // CHUNK_BYTES):
-            at = (start + (swizzle ^ chunk) * CHUNK_BYTES).align(WORD_BYTES)
-            word = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(1))
-            word[0] = words[chunk * ROW_HALVES + half]
-        if row.half == 0:
+    first = work.rows[0]
+    base += first.index * tma.ROW_BYTES + first.half * WORD_BYTES
+    swizzle = first.index % SWIZZLE_ROWS  # of both rows: HALF_ROWS apart
+    for chunk in cutlass.range_constexpr(tma.ROW_BYTES // CHUNK_BYTES):
+        start = base + (swizzle ^ chunk) * CHUNK_BYTES
+        for half in cutlass.range_constexpr(ROW_HALVES):
+            store_word(start + half * HALF_ROWS * tma.ROW_BYTES, words[chunk * ROW_HALVES + half])
+    if first.half == 0:
+        for half in cutlass.range_constexpr(ROW_HALVES):
             for number, value in enumerate((state[0][half], state[1][half], factors[half])):
-                told[number, row.index] = value
+                told[number, work.rows[half].index] = value
     cute.arch.fence_view_async_shared()
     work.channels["p_full"].arrive_warp(use)
+
+
+def store_word(address, word) -> None:
+    """32 bits to an address in shared memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = word
 
 
 @cute.jit
@@ -217,20 +235,13 @@ def rescale(work, factors, moved):
 
 @cute.jit
 def finish(exchange, state):
-    """The last PVs, and the sums of both consumers' tiles added up: the state of the whole rows."""
+    """PV of a last tile that is the other's, and the sums of both consumers' tiles added up: the whole rows' state."""
     work = exchange.work
     last = work.span.count - 1
-    own = (exchange.use(last) + exchange.part) % TURNS == 0
-    warpgroup.wait_group(0)
-    if own:
-        exchange.release(last)
-    else:
-        if last > 0:
-            exchange.release(last - 1)
+    if (exchange.use(last) + exchange.part) % TURNS != 0:
         state = follow(exchange, last, state)
         warpgroup.wait_group(0)
-        exchange.release(last)
-        work.channels["p_empty"].arrive_warp(exchange.use(last))
+        exchange.release_other(last)
     references, maxima, sums = state
     # (ROW HALF, THREAD, CONSUMER, TILE): a buffer comes back only after the barrier of the tile between.
     layout = cute.make_layout((ROW_HALVES, WARPGROUP_THREADS, exchange.config.consumers, TURNS))

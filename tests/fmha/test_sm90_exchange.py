@@ -1,0 +1,114 @@
+"""D 512 with K and V one tensor on sm_90a: two consumers share the rows and exchange P. In the simulator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from page_layouts import paged
+
+from warpspec import sim
+from warpspec.common.compile import resources
+from warpspec.fmha import attention, sm90, sm100
+from warpspec.fmha.sm90.shapes import SHARED
+
+LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    """Function that runs a case on so many CTAs, judges it and returns the report."""
+
+    def run(case: Case, *, ctas: int = sm90.SM_COUNT, seed: int = 0, **options):
+        monkeypatch.setattr(sm100, "run_sim", lambda *a, **k: sm90.run_sim(*a, **k, sm_count=ctas, seed=seed))
+        inputs = {**arguments(case, seed), **options}
+        result = attention(**inputs, out=poisoned_out(case), return_lse=case.normalize, backend="sim")
+        inputs.pop("num_splits", None)
+        check(case, result, inputs)
+        assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+        return sim.last_report()
+
+    return run
+
+
+CASES_OF_ITS_OWN = [
+    Case("prefill", seq_q=20, seq_k=300, heads_q=16, causal=True, sink=True, **LATENT),
+    Case("window", batch=2, seq_q=20, seq_k=300, heads_q=16, causal=True, window=(130, None), **LATENT),
+    Case("state", seq_q=2, seq_k=200, heads_q=64, normalize=False, scale=-0.1, data="rising", **LATENT),
+]
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.id, marks=[pytest.mark.long] * (case.id == "prefill")) for case in CASES_OF_ITS_OWN
+])  # fmt: skip
+def test_cases(simulate, case):
+    simulate(case, num_splits=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tiles_of_every_length(simulate, seed):
+    """Rows of 0 to 7 KV tiles after one another in a CTA: whose turn it is begins with either consumer."""
+    lengths = (64, 420, 0, 1, 129, 65, 256)
+    case = Case(
+        "lengths", batch=7, seq_k=420, heads_q=64, kv_lengths=lengths, sink=True, data="creeping", **LATENT
+    )
+    simulate(case, ctas=2, seed=seed, num_splits=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_case(simulate, case):
+    simulate(replace(case, head_dim=512, shared_kv=True))
+
+
+@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.long)])
+def test_pages(monkeypatch, page_size):
+    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+    case = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
+    dense = arguments(case)
+    (pages,), table = paged((dense["k"],), case.kv_lengths, page_size)
+    expected = attention(**dense, backend="sim", num_splits=1)
+    paged_arguments = {**dense, "k": pages, "page_table": table}
+    assert attention(**paged_arguments, backend="sim", num_splits=1).equal(expected)
+
+
+@pytest.mark.long
+def test_bias(monkeypatch):
+    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+    inputs = arguments(Case("bias", batch=2, seq_q=3, seq_k=200, heads_q=64, **LATENT))
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(2, 1, 3, 200, generator=generator)
+    bias[torch.rand(bias.shape, generator=generator) < 0.5] = -torch.inf
+    bias[0, :, 1] = -torch.inf  # a row that sees no key
+    o = attention(**inputs, bias=bias, backend="sim")
+    expected = attention(**inputs, bias=bias, backend="reference")
+    assert relative_error(o.float(), expected.float()) <= 4e-3
+    assert (o[0, 1] == 0).all()
+
+
+def test_every_product_is_computed_once(simulate):
+    keys, heads = 256, 128
+    report = simulate(Case("count", seq_k=keys, heads_q=heads, **LATENT), num_splits=1)
+    assert report.launches[0].mma_flops == 2 * 2 * heads * keys * 512
+    m_tiles, row = heads // 64, 2 * 512
+    assert report.launches[0].tma_bytes_loaded == (heads + m_tiles * keys) * row
+
+
+VARIANTS = {
+    "decode": {"exact_maximum": True, "pack": 64, "has_sink": True, "has_lse": True},
+    "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 64},
+    "causal": {"causal": True, "pack": 64, "has_sink": True},
+    "window": {"causal": True, "has_left": True, "has_kv_lengths": True, "pack": 8, "negate": True},
+    "bias": {"bias": "float32", "bias_batches": True, "pack": 64},
+}
+
+
+@pytest.mark.parametrize("variant", [
+    pytest.param(v, marks=[pytest.mark.long] * (v != "decode")) for v in VARIANTS
+])  # fmt: skip
+def test_nothing_spills(variant):
+    config = sm90.AttentionConfig(
+        dtype="bfloat16", head_dim=512, shared_kv=True, shape=SHARED[512], **VARIANTS[variant]
+    )
+    (kernel,) = resources(sm90.compiled(config)).values()
+    assert kernel.local_bytes == 0
