@@ -105,17 +105,19 @@ class Powers:
     reference is so large that numbers of 16 bits next to it are thousands away: then powers are 1 or 0.
     """
 
+    reference: Float32
     factor: Float32
     offset: Float32
-    correction: Float32
 
     @classmethod
     def against(cls, reference: Float32) -> Powers:
         large = Boolean(cute.math.absf(reference) >= LARGE_REFERENCE)
         factor = Float32(cutlass.select_(large, Float32(1.0), Float32(LOG2_E_HIGH)))
-        offset = reference * factor
-        rounding = cute.math.fma(reference, factor, -offset)
-        return cls(factor, offset, cute.math.exp2(-rounding, fastmath=True))
+        return cls(reference, factor, reference * factor)
+
+    def correction(self) -> Float32:
+        rounding = cute.math.fma(self.reference, self.factor, -self.offset)
+        return cute.math.exp2(-rounding, fastmath=True)
 
     def of(self, x: Float32) -> Float32:
         """The power, not corrected."""
@@ -144,7 +146,7 @@ def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
     powers = Powers.against(reference)
     for i in range(cute.size(values)):
         values[i] = powers.of(values[i])
-    total = sum_of(values) * powers.correction
+    total = sum_of(values) * powers.correction()
     return maximum, cute.math.fma(state[1], exponential(state[0] - reference, False), total)
 
 
@@ -169,7 +171,7 @@ def scale(words: cute.Tensor, maximum, inverse, dtype: str) -> None:
             values[i] = exponential(values[i] - maximum, True) * inverse
     else:
         powers = Powers.against(maximum)
-        factor = inverse * powers.correction
+        factor = inverse * powers.correction()
         for i in range(cute.size(values)):
             values[i] = powers.of(values[i]) * factor
     cute.recast_tensor(words, TYPES[dtype]).store(values.load().to(TYPES[dtype]))

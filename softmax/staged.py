@@ -113,14 +113,13 @@ class Staged:
                 bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
         if cutlass.const_expr(config.cluster > 1):
             exchange.open(thread)
-        edge, edge_value = None, None
+        edge = None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
             # A cluster's first CTA has the edges.
             number = thread + Int32(cutlass.select_(Boolean(block % config.cluster == 0), 0, config.threads))
             edge = edge_of(row, number, dtype)
-            edge_value = load_edge(row, edge, dtype)
-            maximum, total = state_of(edge_value, accurate)
+            maximum, total = state_of(load_edge(row, edge, dtype), accurate)
         cute.arch.sync_threads()  # the barrier is set up
         cute.arch.mbarrier_wait(arrived, 0)
 
@@ -145,8 +144,11 @@ class Staged:
         for i in cutlass.range_constexpr(config.vectors):
             vector = i * config.threads + thread
             words = read_shared(staged, vector)
+            if cutlass.const_expr(config.edges):
+                cute.arch.sync_warp()  # one vector after another: all at once take too many registers
             scale(words, maximum, inverse, dtype)
             offset, present = i * config.threads * VECTOR_BYTES, Boolean(vector < size)
             store_vector(words, destination, offset, present, config.store_bytes, PLAIN)
         if cutlass.const_expr(config.edges):
-            store_edge(target, edge, exponential(edge_value - maximum, accurate) * inverse, dtype)
+            value = exponential(load_edge(row, edge, dtype) - maximum, accurate) * inverse
+            store_edge(target, edge, value, dtype)
