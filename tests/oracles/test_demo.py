@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -31,3 +33,18 @@ def test_demo_prints_what_ran_and_leaves_its_files(monkeypatch, capsys, tmp_path
         threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
         assert {"0 softmax", "4 MMA", "5 load"} <= threads
         assert any("tcgen05.mma" in event["name"] for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_a_hopper_gpu_runs_the_layers_natively_too(monkeypatch, capsys, hopper):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import demo
+
+    ran = []
+    monkeypatch.setattr(demo, "has_hopper", lambda: hopper)
+    monkeypatch.setattr(demo.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(demo.validate_layer, "run", lambda options, console: ran.append(options) or ["layer"])
+    options = demo.validate_layer.parser().parse_args(["--seq", "40"])
+    assert demo.run_natively(options, demo.Console()) == (["layer"] if hopper else [])
+    assert [(of.backend, of.seq) for of in ran] == ([("sm90", 40)] if hopper else [])
+    assert ("NVIDIA H200" in capsys.readouterr().out) is hopper
