@@ -93,14 +93,13 @@ class TwoPass:
 
         # 2. First pass.
         words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
-        edge, edge_value = None, None
+        edge = None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
             number = thread + Int32(cutlass.select_(Boolean(block % config.cluster == 0), 0, config.threads))
             edge = edge_of(row, number, dtype)
-            edge_value = load_edge(row, edge, dtype)
             if edge.present:
-                maximum, total = state_of(edge_value, accurate)
+                maximum, total = state_of(load_edge(row, edge, dtype), accurate)
         for r in cutlass.range(rounds, unroll=1):
             vector = begin + r * step + thread
             address = row.first + Int64(vector) * VECTOR_BYTES
@@ -134,4 +133,5 @@ class TwoPass:
                 offset = first * VECTOR_BYTES
                 store_vector(words[None, i], address + distance, offset, present, config.store_bytes, LAST)
         if cutlass.const_expr(config.edges):
-            store_edge(target, edge, exponential(edge_value - maximum, accurate) * inverse, dtype)
+            value = exponential(load_edge(row, edge, dtype) - maximum, accurate) * inverse
+            store_edge(target, edge, value, dtype)

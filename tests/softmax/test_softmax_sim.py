@@ -173,7 +173,7 @@ def test_the_dispatcher_knows_what_registers_rows_take(dtype, edges):
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_nothing_the_dispatcher_likes_spills(arch, dtype):
     """Every strategy's best configuration at shapes of every kind."""
     device = dispatch.Device(sms=132, l2_bytes=60 << 20)
