@@ -38,6 +38,41 @@ def compile_cached(key: Hashable, build: Callable[[], tuple], *, arch: str, opti
     return _compiled[cache_key]
 
 
+def compile_kernel(key: Hashable, build: Callable[[], tuple], *, arch: str, native: bool):
+    """``compile_cached`` of a host function whose last argument is the stream, which ``build`` leaves out.
+
+    native: called with CUDA torch tensors, without a stream: on their current one. Otherwise for the simulator.
+    """
+
+    def with_stream():
+        from cutlass.cute.runtime import make_fake_stream
+
+        return (*build(), make_fake_stream(use_tvm_ffi_env_stream=native))
+
+    return compile_cached((key, native), with_stream, arch=arch, options=TVM_FFI if native else "")
+
+
+def fake_rows(dtype, rank: int, last: int | None = None, *, alignment: int | None = None):
+    """A fake tensor in global memory, for ``build``: ``rank`` dimensions, the last contiguous; extents and strides are
+    unknown, but for the extent ``last`` of the last.
+
+    alignment: bytes, of the first element and of every stride; None: an element's.
+    """
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    element_bytes = dtype.width // 8
+    alignment = alignment or element_bytes
+    step = alignment // element_bytes
+    return make_fake_tensor(
+        dtype,
+        (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
+        stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
+        assumed_align=alignment,
+        memspace=cute.AddressSpace.gmem,
+    )
+
+
 def compile_host(host, *arguments, arch: str, options: str = ""):
     """``cute.compile`` of a host function for ``arch``, with PTX and cubin in ``artifacts``; not cached."""
     import cutlass.cute as cute  # here, so that importing warpspec does not load the DSL

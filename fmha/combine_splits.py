@@ -16,7 +16,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.compile import TVM_FFI, compile_cached
+from warpspec.common.compile import compile_kernel, fake_rows
 from warpspec.fmha.problem import ROW_ALIGNMENT
 from warpspec.fmha.softmax import LN_2, LOG2_E
 from warpspec.fmha.splits import BATCH, FP32_BYTES, THREADS, VECTOR, CombineConfig
@@ -226,38 +226,28 @@ def combine_splits(
 def compiled_combine(config: CombineConfig, dtype: torch.dtype, arch: str, native: bool = False):
     """``Combine(config)`` for o of ``dtype``, compiled on first use in this process. Needs no GPU. native: callable on
     CUDA tensors; otherwise for the simulator."""
-    return compile_cached(
-        ("fmha.combine_splits", config, dtype, native),
-        lambda: _host_and_arguments(config, dtype, native),
+    return compile_kernel(
+        ("fmha.combine_splits", config, dtype),
+        lambda: _host_and_arguments(config, dtype),
         arch=arch,
-        options=TVM_FFI if native else "",
+        native=native,
     )
 
 
-def _host_and_arguments(config: CombineConfig, dtype: torch.dtype, native: bool = False) -> tuple:
-    """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+def _host_and_arguments(config: CombineConfig, dtype: torch.dtype) -> tuple:
+    """The host function and its arguments but the stream."""
 
-    def tensor(dtype, rank, last=None):
-        """Of ``rank`` dimensions; rows of a known length are aligned."""
-        step = ROW_ALIGNMENT * 8 // dtype.width if last else 1
-        return make_fake_tensor(
-            dtype,
-            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
-            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
-            assumed_align=ROW_ALIGNMENT if last else dtype.width // 8,
-            memspace=cute.AddressSpace.gmem,
-        )
+    def rows(dtype, rank):
+        return fake_rows(dtype, rank, config.head_dim, alignment=ROW_ALIGNMENT)
 
     return (
         Combine(config),
-        tensor(Float32, 5, config.head_dim),
-        *(tensor(Float32, 4) for _ in range(2)),
-        tensor(Float32, 1) if config.has_sink else None,
-        tensor(O_TYPES[dtype], 4, config.head_dim),
-        tensor(Float32, 3) if config.has_lse else None,
-        *(None if config.normalize else tensor(Float32, 3) for _ in range(2)),
-        make_fake_stream(use_tvm_ffi_env_stream=native),
+        rows(Float32, 5),
+        *(fake_rows(Float32, 4) for _ in range(2)),
+        fake_rows(Float32, 1) if config.has_sink else None,
+        rows(O_TYPES[dtype], 4),
+        fake_rows(Float32, 3) if config.has_lse else None,
+        *(None if config.normalize else fake_rows(Float32, 3) for _ in range(2)),
     )
 
 

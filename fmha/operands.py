@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 
-from warpspec.fmha.features import BLOCK
+from warpspec.common.compile import fake_rows
+from warpspec.fmha.features import BLOCK, KernelFeatures
+from warpspec.fmha.problem import ROW_ALIGNMENT
+from warpspec.fmha.row_bias import TYPES
 
 
 class Operands(NamedTuple):
@@ -27,6 +31,29 @@ class Operands(NamedTuple):
     row_sum: cute.Tensor | None
     page_table: cute.Tensor | None
     bias: cute.Tensor | None
+
+
+def fake_operands(config: KernelFeatures, bias_alignment: int | None = None) -> Operands:
+    """What a kernel of a configuration is compiled for: rows of D are aligned for TMA, of a bias to ``bias_alignment``
+    bytes."""
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+    fp32, int32 = cutlass.Float32, cutlass.Int32
+
+    def rows(dtype, rank):
+        return fake_rows(dtype, rank, config.head_dim, alignment=ROW_ALIGNMENT)
+
+    partial = 1 if config.splits else 0
+    return Operands(
+        *(rows(dtype, 4) for _ in "qkv"),
+        rows(dtype if config.normalize else fp32, 4 + partial),
+        fake_rows(fp32, 1) if config.has_sink else None,
+        fake_rows(int32, 1) if config.has_kv_lengths else None,
+        fake_rows(int32, 1) if config.has_q_start else None,
+        fake_rows(fp32, 3) if config.has_lse else None,
+        *(None if config.normalize else fake_rows(fp32, 3 + partial) for _ in range(2)),
+        fake_rows(int32, 2) if config.page_size else None,
+        fake_rows(TYPES[config.bias], 4, alignment=bias_alignment) if config.bias else None,
+    )
 
 
 def q_view(config, q: cute.Tensor) -> cute.Tensor:

@@ -17,7 +17,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from warpspec.common import nvfp4_device
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import compile_cached, fake_rows
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import PITCH_ALIGNMENT, QuantizedRows, scale_atoms
 
@@ -266,26 +266,19 @@ def compiled(config: QuantizeConfig):
 
 
 def _host_and_arguments(config: QuantizeConfig) -> tuple:
-    """The host function and fake arguments: extents and strides unknown but for the rows' lengths."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    """The host function and fake arguments."""
+    from cutlass.cute.runtime import make_fake_stream
 
-    def tensor(dtype, rank, *, aligned=False):
-        step = PITCH_ALIGNMENT // WORD_BYTES if aligned else 1
-        return make_fake_tensor(
-            dtype,
-            tuple(cute.sym_int() for _ in range(rank)),
-            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
-            assumed_align=PITCH_ALIGNMENT if aligned else WORD_BYTES,
-            memspace=cute.AddressSpace.gmem,
-        )
+    def packed(rank):
+        return fake_rows(Uint32, rank, alignment=PITCH_ALIGNMENT)
 
     return (
         QuantizeRows(config),
-        tensor(Uint32, 2, aligned=True),
-        tensor(Int32, 2),
-        tensor(Int32, 1),
-        tensor(Uint32, 2, aligned=True),
-        tensor(Uint32, 3),
-        tensor(Float32, 1),
+        packed(2),
+        fake_rows(Int32, 2),
+        fake_rows(Int32, 1),
+        packed(2),
+        fake_rows(Uint32, 3),
+        fake_rows(Float32, 1),
         make_fake_stream(),
     )

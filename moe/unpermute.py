@@ -11,7 +11,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32
 
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import compile_cached, fake_rows
 
 THREADS = 128
 VECTOR = 8  # bf16 of one 16-byte access
@@ -109,24 +109,14 @@ def compiled(choices: int, arch: str):
 
 
 def _host_and_arguments(choices: int) -> tuple:
-    """The host function and fake arguments: extents and strides unknown."""
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    def tensor(dtype, alignment):
-        step = alignment * 8 // dtype.width
-        return make_fake_tensor(
-            dtype,
-            (cute.sym_int(), cute.sym_int()),
-            stride=(cute.sym_int64(divisibility=step), 1),
-            assumed_align=alignment,
-            memspace=cute.AddressSpace.gmem,
-        )
+    """The host function and fake arguments."""
+    from cutlass.cute.runtime import make_fake_stream
 
     return (
         Unpermute(choices),
-        tensor(BFloat16, VECTOR_BYTES),
-        tensor(Int32, Int32.width // 8),
-        tensor(Float32, Float32.width // 8),
-        tensor(BFloat16, VECTOR_BYTES),
+        fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
+        fake_rows(Int32, 2),
+        fake_rows(Float32, 2),
+        fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
         make_fake_stream(),
     )

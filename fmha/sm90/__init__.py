@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.common.compile import TVM_FFI, compile_cached
+from warpspec.common.compile import compile_kernel
 from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.planning import partial_results, plan_of, scalars
-from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem
+from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.scheduler import TileGrid, balanced_section, key_span
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.splits import CombineConfig
@@ -174,46 +174,15 @@ def sm_count_of(device: int) -> int:
 def compiled(config: AttentionConfig, native: bool = False):
     """The kernel of a configuration, compiled on first use in this process. Needs no GPU. native: callable on CUDA
     tensors; otherwise for the simulator."""
-    return compile_cached(
-        ("fmha sm90", config, native),
-        lambda: _host_and_arguments(config, native),
-        arch=ARCH,
-        options=TVM_FFI if native else "",
+    return compile_kernel(
+        ("fmha sm90", config), lambda: _host_and_arguments(config), arch=ARCH, native=native
     )
 
 
-def _host_and_arguments(config: AttentionConfig, native: bool) -> tuple:
-    """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    from warpspec.fmha.row_bias import TYPES
+def _host_and_arguments(config: AttentionConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    from warpspec.fmha.operands import fake_operands  # brings in the DSL
     from warpspec.fmha.sm90.kernel import Attention
 
-    def tensor(dtype, rank, last=None):
-        step = ROW_ALIGNMENT * 8 // dtype.width if last is not None else 1
-        return make_fake_tensor(
-            dtype,
-            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
-            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
-            assumed_align=ROW_ALIGNMENT if last is not None else dtype.width // 8,
-            memspace=cute.AddressSpace.gmem,
-        )
-
-    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
-    fp32, int32 = cutlass.Float32, cutlass.Int32
-    return (
-        Attention(config),
-        *(tensor(dtype, 4, config.head_dim) for _ in "qkv"),
-        tensor(dtype if config.normalize else fp32, 5 if config.splits else 4, config.head_dim),
-        tensor(fp32, 1) if config.has_sink else None,
-        tensor(int32, 1) if config.has_kv_lengths else None,
-        tensor(int32, 1) if config.has_q_start else None,
-        tensor(fp32, 3) if config.has_lse else None,
-        *(None if config.normalize else tensor(fp32, 4 if config.splits else 3) for _ in range(2)),
-        tensor(int32, 2) if config.page_size else None,
-        tensor(TYPES[config.bias], 4) if config.bias else None,
-        *(1.0, 0, 0, 1, 1),  # scale_log2, window_left, window_right, ctas, section
-        make_fake_stream(use_tvm_ffi_env_stream=native),
-    )
+    numbers = (1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section
+    return (Attention(config), *fake_operands(config), *numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.compile import TVM_FFI, compile_cached
+from warpspec.common.compile import compile_kernel, fake_rows
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import (
     PITCH_ALIGNMENT,
@@ -103,58 +103,39 @@ def alignment(tensor: torch.Tensor) -> int:
 def compiled(config: GemmConfig, arch: str = SIMULATED_ARCH, native: bool = False):
     """The kernel of a configuration, compiled on first use in this process. Needs no GPU. native: callable on CUDA
     tensors, on their current stream; otherwise for the simulator."""
-    return compile_cached(
-        ("moe", config, native),
-        lambda: _host_and_arguments(config, native),
-        arch=arch,
-        options=TVM_FFI if native else "",
-    )
+    return compile_kernel(("moe", config), lambda: _host_and_arguments(config), arch=arch, native=native)
 
 
-def _host_and_arguments(config: GemmConfig, native: bool) -> tuple:
-    """The host function and fake arguments: extents and strides unknown, last dimension contiguous."""
+def _host_and_arguments(config: GemmConfig) -> tuple:
+    """The host function and its arguments but the stream."""
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from warpspec.moe.sm100.kernel import GroupedGemm
 
-    def tensor(dtype, rank, last=None, aligned=True):
-        """Of ``rank`` dimensions, the last contiguous and, where given, of a known length."""
-        step = ROW_ALIGNMENT * 8 // dtype.width if aligned else 1
-        return make_fake_tensor(
-            dtype,
-            (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
-            stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
-            assumed_align=ROW_ALIGNMENT if aligned else dtype.width // 8,
-            memspace=cute.AddressSpace.gmem,
-        )
-
     uint8, fp32 = cutlass.Uint8, cutlass.Float32
+
+    def rows(dtype, rank, last=None):
+        return fake_rows(dtype, rank, last, alignment=ROW_ALIGNMENT)
 
     def atoms(rank):
         """Contiguous scale atoms."""
-        return tensor(uint8, rank, ATOM_BYTES)
-
-    def vector(dtype):
-        return tensor(dtype, 1, aligned=False)
+        return rows(uint8, rank, ATOM_BYTES)
 
     quantizes = config.quantizes
     return (
         GroupedGemm(config),
-        tensor(uint8, 2),
+        rows(uint8, 2),
         atoms(3),
-        vector(fp32) if config.has_row_scale else None,
-        tensor(uint8, 3),
+        fake_rows(fp32, 1) if config.has_row_scale else None,
+        rows(uint8, 3),
         atoms(4),
-        tensor(fp32, 2, 2 if config.gated else 1, aligned=False),
-        tensor(fp32, 2) if config.has_bias else None,
-        vector(cutlass.Int32),
-        tensor(uint8 if quantizes else cutlass.BFloat16, 2),
+        fake_rows(fp32, 2, 2 if config.gated else 1),
+        rows(fp32, 2) if config.has_bias else None,
+        fake_rows(cutlass.Int32, 1),
+        rows(uint8 if quantizes else cutlass.BFloat16, 2),
         atoms(3) if quantizes else None,
-        vector(fp32) if quantizes else None,
+        fake_rows(fp32, 1) if quantizes else None,
         *(1, 1, 0.0, 1),  # k, columns, limit, groups
-        make_fake_stream(use_tvm_ffi_env_stream=native),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpspec import sim
-from warpspec.common.compile import compile_host, resources
+from warpspec.common.compile import compile_kernel, resources
 from warpspec.fmha.combine_splits import (
     CTAS_PER_SM,
     Combine,
@@ -218,7 +218,12 @@ def test_launched_behind_another_kernel_of_one_host_function():
         double(o).launch(grid=(o.shape[2], 1, 1), block=(o.shape[4], 1, 1), stream=stream)
         Combine(config)(o, row_max, row_sum, sink, out, lse, out_max, out_sum, stream)
 
-    compiled = compile_host(host, *_host_and_arguments(config, torch.float32)[1:], arch="sm_100a")
+    compiled = compile_kernel(
+        "test_combine",
+        lambda: (host, *_host_and_arguments(config, torch.float32)[1:]),
+        arch="sm_100a",
+        native=False,
+    )
     o, row_max, row_sum = partials(2, 1, 3, 1, 64, empty=0)
     state = expected(2 * o, row_max, row_sum)
     got = AttentionState(unwritten(1, 3, 1, 64), unwritten(1, 1, 3), unwritten(1, 1, 3))
