@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.softmax.vectors import PAIRS, TYPES, as_float
+from warpspec.softmax.vectors import PAIRS, TYPES, as_float, unpack
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -139,9 +139,9 @@ def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
             write_only_types=[Int32],
             read_only_args=[pair, words[i]],
         )
-    packed = cute.make_rmem_tensor(1, Int32)
-    packed[0] = pair
-    maximum = largest(as_float(packed, dtype), state[0])
+    maximum = state[0]
+    for value in unpack(pair, dtype):
+        maximum = cute.arch.fmax(maximum, value)
     reference = reference_of(maximum)
     powers = Powers.against(reference)
     for i in range(cute.size(values)):

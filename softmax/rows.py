@@ -173,6 +173,7 @@ class Rows:
         total = warp_sum(total, config.lanes)
 
         # 4. The row's.
+        of_warp = maximum
         if cutlass.const_expr(config.cluster > 1):
             maximum, total = exchange.close((maximum, total), warp)
         elif cutlass.const_expr(config.warps > 1):
@@ -184,7 +185,8 @@ class Rows:
         destination = source + (target.address - row.address)
         factor = inverse
         if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):
-            factor = inverse * exponential(reference - maximum, False)
+            # Against the warp's own maximum, not its reference: a warp that has only -inf keeps zeros, times 0.
+            factor = inverse * exponential(of_warp - maximum, False)
         if cutlass.const_expr(not config.keeps_exponentials):
             forget(words)
         for i in cutlass.range_constexpr(config.vectors):

@@ -23,6 +23,8 @@ WORDS = 4  # of 32 bits in a vector
 MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
 TYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 PAIRS = {"float16": "f16x2", "bfloat16": "bf16x2"}  # PTX types of two elements in a word
+HIGH_HALF = -0x10000  # of a word
+HALF_BITS = 16
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 
 # Cache hints, as PTX suffixes. PLAIN is the fastest for data read once too (on an H200; L1::no_allocate is not). LAST,
@@ -122,6 +124,22 @@ def load_vector(words: cute.Tensor, address, offset: int, present, dtype: str, h
     )
     for i in range(WORDS):
         words[i] = loaded[i]
+
+
+def unpack(word: Int32, dtype: str) -> list:
+    """The one or two elements of a word, as Float32."""
+    if dtype == "float32":
+        return [word.bitcast(Float32)]
+    if dtype == "bfloat16":
+        return [(word << HALF_BITS).bitcast(Float32), (word & HIGH_HALF).bitcast(Float32)]
+    return list(
+        cute.arch.inline_ptx(
+            "{ .reg .b16 low_half, high_half; mov.b32 {low_half, high_half}, {$r0}; "
+            "cvt.f32.f16 {$w0}, low_half; cvt.f32.f16 {$w1}, high_half; }",
+            write_only_types=[Float32, Float32],
+            read_only_args=[word],
+        )
+    )
 
 
 def as_float(words: cute.Tensor, dtype: str) -> cute.Tensor:

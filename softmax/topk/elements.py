@@ -7,28 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.softmax.online import EXP2_BIAS, LN_2, LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
-from warpspec.softmax.vectors import WORDS
+from warpspec.softmax.vectors import PAIRS, WORDS, unpack
 
-HIGH_HALF = -0x10000  # of a word
-HALF_BITS = 16
 # Maxima below this, times log2(e), are rounded by so little that its effect is linear (to 1e-9).
 MOST_SCALED = 2.0**10
-
-
-def unpack(word: Int32, dtype: str) -> list:
-    """The one or two elements of a word, as Float32."""
-    if dtype == "float32":
-        return [word.bitcast(Float32)]
-    if dtype == "bfloat16":
-        return [(word << HALF_BITS).bitcast(Float32), (word & HIGH_HALF).bitcast(Float32)]
-    return list(
-        cute.arch.inline_ptx(
-            "{ .reg .b16 low_half, high_half; mov.b32 {low_half, high_half}, {$r0}; "
-            "cvt.f32.f16 {$w0}, low_half; cvt.f32.f16 {$w1}, high_half; }",
-            write_only_types=[Float32, Float32],
-            read_only_args=[word],
-        )
-    )
 
 
 def floats(words: cute.Tensor, dtype: str) -> list:
@@ -49,11 +31,12 @@ def largest_in(words: list, dtype: str) -> Float32:
     """The largest element of packed words, NaN if there is one: two at a time where they are 16 bits."""
     if dtype == "float32":
         return largest([word.bitcast(Float32) for word in words])
-    suffix = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
 
     def pairwise(a, b):
         return cute.arch.inline_ptx(
-            f"max.NaN.{suffix} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b]
+            f"max.NaN.{PAIRS[dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[a, b],
         )
 
     return largest(unpack(_tree(words, pairwise), dtype))

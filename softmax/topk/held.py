@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 from warpspec.softmax.online import exponential
 from warpspec.softmax.topk.config import WARP
-from warpspec.softmax.topk.elements import exponentials, largest_in, total, unpack
+from warpspec.softmax.topk.elements import exponentials, largest_in, total
 from warpspec.softmax.topk.keys import (
     candidate,
     candidate_column,
@@ -35,6 +35,7 @@ from warpspec.softmax.vectors import (
     edge_of,
     load_edge,
     load_vector,
+    unpack,
 )
 
 WORD_BITS = 32
@@ -69,7 +70,6 @@ def hold(config: cutlass.Constexpr, group: Group):
     for u in cutlass.range_constexpr(config.unroll):
         present = config.full or Boolean(group.number + u * across < group.row.vectors)
         load_vector(words[None, u], address, u * across * VECTOR_BYTES, present, config.dtype, PLAIN)
-    edge = edge_of(group.row, group.number, config.dtype)
     packed = [words[i, u] for u in range(config.unroll) for i in range(WORDS)]
     edge = edge_of(group.row, group.number, config.dtype)
     at_edge = -Float32.inf

@@ -90,9 +90,10 @@ def test_rows_far_shorter_than_the_room_for_them(name):
 
 
 @pytest.mark.parametrize("name", ["warp", "cluster", "staged", "two-pass", "split"])
-def test_special_values(name):
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_special_values(name, dtype):
     """NaN, +inf, some -inf, only -inf, the ends of the number range; each in a row of its own, others unharmed."""
-    rows, length, dtype = 6, 101, FP32
+    rows, length = 6, 101
     values = logits(rows, length)
     largest = torch.finfo(dtype).max
     values[0, 17] = torch.nan
@@ -107,6 +108,29 @@ def test_special_values(name):
     assert untouched(storage, out)
     assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5]].isnan().any()
     assert (out[2, :98] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["warps", "cluster"])
+def test_a_warp_of_only_minus_infinity(name):
+    """Most of a row masked, what is left far below 0: its exponential against 0's would overflow."""
+    x, _, out = case(name, BF16, aligned=True)
+    x.fill_(-torch.inf)
+    x[:, :9], x[:, -1] = -100.0, -98.0
+    run(name, x, out, "sm_90a")
+    check(out, x)
+    assert (out[:, 9:-1] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["warp", "cluster", "staged", "two-pass", "split"])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_one_element_far_above_the_others(name, dtype):
+    """Anywhere in a vector: a maximum that misses it lets exponentials overflow."""
+    rows, length = 11, 300
+    _, x = matrix(rows, length, dtype, offset=3, fill=torch.zeros(rows, length))
+    _, out = matrix(rows, length, dtype, offset=3)
+    x[range(rows), range(150, 150 + rows)] = 200.0
+    run(name, x, out, "sm_90a")
+    assert torch.equal(out, (x == 200).to(dtype))
 
 
 @pytest.mark.parametrize("name", ["warps", "staged", "two-pass", "split"])
