@@ -1,6 +1,7 @@
 """Calls that are like an earlier one: what the checks of a small call look at is remembered, with what they found.
 
-Checking arguments and finding their kernel again takes longer than launching it. Used by softmax and softmax_topk.
+Checking arguments and finding their kernel again takes longer than launching it. Used by attention, softmax and
+softmax_topk.
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ def signature(tensor: torch.Tensor) -> tuple:
     )
 
 
-def watched(tensor: torch.Tensor) -> bool:
-    """Whether somebody needs to see an operator (which costs twice a launch): tracing, a mode, a functorch
-    transform, a subclass, autograd."""
-    return (
-        type(tensor) not in PLAIN_TENSORS
-        or torch.compiler.is_compiling()
-        or (tensor.requires_grad and torch.is_grad_enabled())
+def watched(*tensors: torch.Tensor) -> bool:
+    """Whether somebody needs to see an operator on these tensors (which costs twice a launch): tracing, a mode, a
+    functorch transform, a subclass, autograd; or whoever turns a negated view (``z.conj().imag``) into plain memory."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._are_functorch_transforms_active()
-    )
+    ):
+        return True
+    gradients = torch.is_grad_enabled()
+    return any(type(t) not in PLAIN_TENSORS or t.is_neg() or (gradients and t.requires_grad) for t in tensors)

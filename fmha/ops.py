@@ -94,13 +94,15 @@ def key_of(tensors, options, backend, out) -> tuple | None:
     if not unobserved(*tensors, out) or not tensors[0].is_cuda or debugging():
         return None
     # 1, 1.0 and True are equal keys, but not all of them are allowed everywhere.
-    kinds = tuple([tuple(map(type, o)) if type(o) is tuple else type(o) for o in options])
-    signatures = [None if t is None else signature(t) for t in tensors]
-    target = None if out is None else signature(out)
-    key = (backend_variable(), backend, options, kinds, *signatures, target)
+    kinds = tuple([tuple(map(type, o)) if isinstance(o, tuple) else type(o) for o in options])
     try:
+        signatures = [None if t is None else signature(t) for t in (*tensors, out)]
+        key = (backend_variable(), backend, options, kinds, *signatures)
         hash(key)
-    except TypeError:  # a list, for the checks to complain about or to take
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # a list, which the checks take or refuse; a sparse tensor, which has no address
         return None
     return key
 
@@ -202,7 +204,7 @@ def forward(arguments, backend, out, key):
 def unobserved(*tensors: torch.Tensor | None) -> bool:
     """Whether a call may go past torch's dispatcher: the first is there, and none is ``watched`` (nor anything that is
     no tensor)."""
-    return tensors[0] is not None and not any(t is not None and watched(t) for t in tensors)
+    return tensors[0] is not None and not watched(*[t for t in tensors if t is not None])
 
 
 def kernels(backend: str):

@@ -99,7 +99,7 @@ def key_span(lowest, highest, length, tile_keys: int, bounds: dict, minimum=min,
     """Span of the rows at positions lowest..highest; bounds: the compile-time arguments of
     ``mask.key_range``.
 
-    Ints, or Int32 with the matching ``minimum`` and ``maximum``.
+    Ints, or Int32 or numpy arrays with the matching ``minimum`` and ``maximum``.
     """
     first, inner_end = key_range(lowest, length, **bounds, minimum=minimum, maximum=maximum)
     inner_first, end = key_range(highest, length, **bounds, minimum=minimum, maximum=maximum)
@@ -130,7 +130,7 @@ def balanced_section(
     section the busiest CTA has 53 percent more than the mean, and the H200 takes 63 percent longer than with all 16.
     """
     rows = grid.head_tiles * grid.heads_kv * grid.batch
-    if grid.size <= ctas:
+    if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or one order whatever the section
         return max(rows, 1)
     work = np.asarray(tile_counts) + TILE_OVERHEAD
     number = np.arange(min(grid.size, MOST_TILES))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from warpspec.common.compile import compile_kernel
@@ -51,10 +52,9 @@ def section(problem: AttentionProblem, config: AttentionConfig, ctas: int) -> in
         "key_stride": config.key_stride,
     }
     start = problem.seq_k - problem.seq_q  # as if no row's length or position were given
-    counts = []
-    for first in range(0, problem.seq_q, config.queries):
-        last = min(first + config.queries, problem.seq_q) - 1
-        counts.append(key_span(start + first, start + last, problem.seq_k, config.tile_n, bounds).count)
+    first = start + np.arange(0, problem.seq_q, config.queries)
+    last = np.minimum(first + config.queries, start + problem.seq_q) - 1
+    counts = key_span(first, last, problem.seq_k, config.tile_n, bounds, np.minimum, np.maximum).count
     return balanced_section(
         grid, ctas, counts, lambda section: reading_cost(problem, config, ctas, section / head_tiles)
     )

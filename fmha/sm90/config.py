@@ -5,7 +5,7 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.pipeline import Barrier, barrier_count
@@ -64,6 +64,9 @@ class AttentionConfig(KernelFeatures):
         assert self.smem_bytes <= self.smem_limit
         if self.exchanges:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
+            assert self.pieces // self.parts % self.cluster == 0
+        else:
+            assert self.cluster == 1
         assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
@@ -75,6 +78,10 @@ class AttentionConfig(KernelFeatures):
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = shapes_for(problem, pack)[problem.head_dim]
+        if -(-problem.group // pack) % shape.cluster:
+            shape = replace(
+                shape, cluster=1
+            )  # a cluster's CTAs have the same keys: head tiles of one KV head
         if problem.paged and problem.page_size not in PAGE_SIZES:
             raise UnsupportedProblem(f"sm90 attention: page_size={problem.page_size} is not supported")
         return cls(**features(problem, pack=pack, splits=splits), shape=shape)
@@ -87,6 +94,11 @@ class AttentionConfig(KernelFeatures):
     def column_parts(self) -> int:
         """Consumers that share 64 rows, each with a part of O's columns; neighbours."""
         return self.shape.column_parts
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share KV tiles."""
+        return self.shape.cluster
 
     @property
     def row_groups(self) -> int:
@@ -256,13 +268,14 @@ class AttentionConfig(KernelFeatures):
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"
             warps = WARPGROUP_THREADS // WARP_THREADS
+            part = "the part's consumer" + (f" of {self.cluster} CTAs" if self.cluster > 1 else "")
             return (
                 *q,
                 Barrier(
                     "k_full", pieces, 1, filled, "consumers", "the piece of 64 columns is in shared memory"
                 ),
                 Barrier(
-                    "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"
+                    "k_empty", parts, self.cluster * warps, part, "its load warp", "QK and PV have read it"
                 ),
                 Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
                 Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),

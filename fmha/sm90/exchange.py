@@ -4,7 +4,8 @@ They take turns at the KV tiles. The tile's consumer computes S and P of all its
 half of O, and hands P and what it did to the running maximum to the other through shared memory: so the tensor core
 computes every S once. There is room for two KV tiles only, one of each consumer. So a tile is released in halves, each
 by the consumer whose columns of V it holds, after its PV (QK was over before); QK begins with the pieces that have
-arrived; and PV of the other's tile, which that tile's buffer waits for, goes into the middle of QK.
+arrived; and PV of the other's tile, which that tile's buffer waits for, goes into the middle of QK (or behind it:
+``Shape.qk_first``).
 
     tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
@@ -68,17 +69,18 @@ class Exchange:
     def issue_qk(self, step, half: int) -> None:
         """One half of D of S of the step-th KV tile, as its pieces arrive; one group."""
         config, mma = self.config, self.work.mma
-        full = self.work.channels["k_full"]
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
-        depth = cute.size(mma.q, mode=[2])
-        per_piece = depth // config.pieces
+        blocks = cute.size(mma.q, mode=[2]) // HALVES  # of 16 of D, of a half
+        per_piece = blocks // (config.pieces // HALVES)
+        begin = half * blocks
         warpgroup.fence()
-        for k_block in range(half * depth // HALVES, (half + 1) * depth // HALVES):
-            if k_block % per_piece == 0:
-                full.wait(self.use(step) * config.pieces + k_block // per_piece)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
-            cute.gemm(tiled_mma, mma.s, mma.q[None, None, k_block], k[None, None, k_block], mma.s)
+        for block in range(blocks):
+            at = begin + block
+            if block % per_piece == 0:
+                self.work.channels["k_full"].wait(self.use(step) * config.pieces + at // per_piece)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, half > 0 or block > 0)
+            cute.gemm(tiled_mma, mma.s, mma.q[None, None, at], k[None, None, at], mma.s)
         warpgroup.commit_group()
 
     def issue_others_pv(self, step) -> None:
@@ -99,8 +101,14 @@ class Exchange:
         multiply(tiled_mma, mma.o, p[None, None, None, use % WEIGHT_STAGES], v, True)
 
     def release(self, step) -> None:
-        """This consumer's part of the tile's columns: its PV has read them, and QK before it."""
-        self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
+        """This consumer's part of the tile's columns: its PV has read them, and QK before it. In all CTAs that load
+        into them."""
+        use, empty = self.use(step) * self.config.parts + self.part, self.work.channels["k_empty"]
+        if self.config.cluster == 1:
+            empty.arrive_warp(use)
+        else:
+            for rank in range(self.config.cluster):
+                empty.arrive_warp(use, rank)
 
     def release_other(self, step) -> None:
         """The same of the other's tile, and its P."""
@@ -128,7 +136,8 @@ def attend_in_turn(exchange):
         for half in cutlass.range_constexpr(HALVES):
             exchange.issue_qk(0, half)
         warpgroup.wait_group(0)
-        state = weigh_and_apply(exchange, 0, state, True)
+        state, factors, moved = weigh_and_publish(exchange, 0, state, True)
+        apply(exchange, 0, factors, moved)
     # As in ``consumer.attend``: tiles that need the mask come first and last.
     end = span.begin + span.count
     low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
@@ -156,27 +165,41 @@ def own_below(at, start):
 
 @cute.jit
 def turn(exchange, step, state, masked: cutlass.Constexpr):
-    """The step-th KV tile, this consumer's, with PV of the other's tile before it in the middle of QK."""
+    """The step-th KV tile, this consumer's, with PV of the other's tile before it."""
     exchange.issue_qk(step, 0)
-    state = follow(exchange, step - 1, state)
-    exchange.issue_qk(step, 1)
-    warpgroup.wait_group(1)
-    exchange.release_other(step - 1)
-    warpgroup.wait_group(0)
-    return weigh_and_apply(exchange, step, state, masked)
+    if cutlass.const_expr(exchange.config.shape.qk_first):
+        exchange.issue_qk(step, 1)
+        state = follow(exchange, step - 1, state)
+        warpgroup.wait_group(1)  # S; PV goes on
+        state, factors, moved = weigh_and_publish(exchange, step, state, masked)
+        warpgroup.wait_group(0)
+        exchange.release_other(step - 1)
+    else:
+        state = follow(exchange, step - 1, state)
+        exchange.issue_qk(step, 1)
+        warpgroup.wait_group(1)  # PV; QK goes on
+        exchange.release_other(step - 1)
+        warpgroup.wait_group(0)
+        state, factors, moved = weigh_and_publish(exchange, step, state, masked)
+    apply(exchange, step, factors, moved)
+    return state
 
 
 @cute.jit
-def weigh_and_apply(exchange, step, state, masked: cutlass.Constexpr):
-    """Softmax of S, of the step-th KV tile, P to the other consumer, and PV."""
-    work = exchange.work
-    state, factors, moved = weigh(work, step, state, masked)
+def weigh_and_publish(exchange, step, state, masked: cutlass.Constexpr):
+    """Softmax of S, of the step-th KV tile, and P to the other consumer. Returns as ``consumer.weigh``."""
+    state, factors, moved = weigh(exchange.work, step, state, masked)
     publish(exchange, step, state, factors)
-    rescale(work, factors, moved)
-    work.issue_pv(step)
+    return state, factors, moved
+
+
+@cute.jit
+def apply(exchange, step, factors, moved):
+    """O plus P V of the step-th KV tile, P from registers."""
+    rescale(exchange.work, factors, moved)
+    exchange.work.issue_pv(step)
     warpgroup.wait_group(0)
     exchange.release(step)
-    return state
 
 
 @cute.jit

@@ -80,10 +80,9 @@ class Attention:
         group = heads_q // heads_kv
         loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
-            loads.append(tma.make_load(kv_view(config, t), config.kv_box))
-        tiles = TileGrid(
-            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
-        )
+            loads.append(tma.make_load(kv_view(config, t), config.kv_box, multicast=config.cluster > 1))
+        head_tiles = cute.ceil_div(group, config.pack) // config.cluster
+        tiles = TileGrid(cute.ceil_div(seq_q, config.queries), head_tiles, heads_kv, batch)
         splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
         total = Int32(tiles.size * splits)
         self.kernel(
@@ -97,8 +96,9 @@ class Attention:
             window_left,
             window_right,
         ).launch(
-            grid=(cutlass.min(total, ctas), 1, 1),
+            grid=(cutlass.min(total, ctas // config.cluster) * config.cluster, 1, 1),
             block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
@@ -136,7 +136,11 @@ class Attention:
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        cute.arch.sync_threads()
+        if cutlass.const_expr(config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         # 2. Roles.
         where = Where(grid, total, section, window_left, window_right)
@@ -182,8 +186,8 @@ def consume(
     if group == config.consumers - 1:
         pass_turn(config, group)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
-    for round_ in cutlass.range(rounds(where), unroll=1):
-        tile = locate(config, operands, where, index_of(round_))
+    for round_ in cutlass.range(rounds(config, where), unroll=1):
+        tile = locate(config, operands, where, index_of(config, round_))
         mine = rows(config, tile, rows_group, thread)
         q_use = tile_use * config.row_groups + rows_group
         if tile.span.count > 0:

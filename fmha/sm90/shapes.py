@@ -15,7 +15,9 @@ WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
     ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
-    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns."""
+    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns. cluster:
+    CTAs, with other heads of one KV head, that share its KV tiles: each loads a part of every tile into all of
+    them. qk_first: of consumers that exchange P, QK of a tile is issued before PV of the one before, not around it."""
 
     consumers: int
     tile_n: int
@@ -24,6 +26,8 @@ class Shape:
     consumer_registers: int
     producer_registers: int
     column_parts: int = 1
+    cluster: int = 1
+    qk_first: bool = False
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
@@ -41,8 +45,9 @@ DECODE = {
     512: PREFILL[512],
 }
 # Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
-# Window 128 with a sink, S8192: D 64 97 TFLOP/s (best of 10); 128 155 (157); 256 140 (with 64 keys a tile 189).
-NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24)}
+# Window 128 with a sink, S8192: D 64 97 TFLOP/s (best of 10); 128 155 (157); 256 189 (with 80 keys a tile 140).
+NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24), 256: Shape(2, 64, 2, 1, 240, 24)}
 NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
 # K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many.
-SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}  # not measured
+# One query, 128 heads, B128: L1152 372 TFLOP/s, L4096 400; clusters and qk_first have only been simulated.
+SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}

@@ -5,28 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from gpu_tensors import moved, on_gpu, random
 
 from warpspec.fmha import attention
 
 pytestmark = pytest.mark.gpu
 HEAD_DIMS = (64, 128, 256)
-
-
-def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with the same strides."""
-    sizes = [1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    copy = torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device="cuda")
-    copy.copy_(tensor.as_strided(sizes, tensor.stride()))
-    return copy.as_strided(tensor.shape, tensor.stride())
-
-
-def moved(values: dict) -> dict:
-    """Tensors to the GPU, the rest as it is."""
-    return {name: on_gpu(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
-
-
-def random(*shape) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -1,0 +1,92 @@
+"""D 512 with K and V one tensor on the GPU of this machine: consumers that exchange P, in every order and cluster."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import CASES, Case, arguments, check
+from gpu_tensors import moved, random
+
+from warpspec.fmha import attention, ops, sm90
+from warpspec.fmha.sm90 import config
+
+pytestmark = pytest.mark.gpu
+SHAPES = [
+    replace(config.SHARED[512], cluster=cluster, qk_first=first)
+    for cluster in (1, 2)
+    for first in (False, True)
+]
+
+
+@pytest.fixture(
+    params=SHAPES, ids=lambda shape: f"clusters of {shape.cluster}{', QK first' * shape.qk_first}"
+)
+def shape(request, monkeypatch):
+    """The shape that the kernels of this test have."""
+    monkeypatch.setitem(config.SHARED, 512, request.param)
+    caches = (sm90.prepared.cache_clear, ops._checked.clear)
+    for clear in caches:
+        clear()
+    yield request.param
+    for clear in caches:
+        clear()
+
+
+def latent(batch, queries, heads, keys):
+    return random(batch, queries, heads, 512), random(batch, keys, 1, 512)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.long], ids=lambda case: case.id)
+def test_every_case(case):
+    case = replace(case, head_dim=512, shared_kv=True)
+    inputs = arguments(case, 0)
+    result = attention(**moved(inputs), return_lse=case.normalize)
+    if case.normalize:
+        result = tuple(t.cpu() for t in result)
+    else:
+        result = type(result)(result.o.cpu(), result.row_max.cpu(), result.row_sum.cpu())
+    check(case, result, inputs)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_rows_of_every_length(shape, heads):
+    """More tiles than CTAs, of 0 to 12 KV tiles; twice the same, to the bit."""
+    q, kv = latent(160, 1, heads, 750)
+    lengths = torch.randint(0, 751, (160,), device="cuda", dtype=torch.int32)
+    lengths[:3] = torch.tensor([0, 1, 750])
+    options = {"kv_lengths": lengths, "return_lse": True, "num_splits": 1}
+    o, lse = attention(q, kv, kv, **options)
+    expected, expected_lse = attention(q, kv, kv, **options, backend="reference")
+    torch.testing.assert_close(o.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    for _ in range(10):
+        again = attention(q, kv, kv, **options)
+        assert torch.equal(again[0], o) and torch.equal(again[1], lse)
+
+
+@pytest.mark.parametrize("splits", [2, 7, 64, None])
+def test_splits(shape, splits):
+    case = Case("splits", seq_k=4000, heads_q=128, heads_kv=1, head_dim=512, shared_kv=True, sink=True)
+    inputs = arguments(case, 0)
+    result = attention(**moved(inputs), return_lse=True, num_splits=splits)
+    check(case, tuple(t.cpu() for t in result), inputs)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_pages(shape, page_size):
+    batch, slots = 3, 512 // page_size
+    q, pages = random(batch, 2, 128, 512), random(batch * slots + 2, page_size, 1, 512)
+    table = torch.randperm(len(pages), device="cuda")[: batch * slots].view(batch, slots).int()
+    lengths = torch.tensor([512, 0, 391], device="cuda", dtype=torch.int32)
+    got = attention(q, pages, pages, kv_lengths=lengths, page_table=table, causal=True)
+    dense = pages[table.long()].view(batch, -1, 1, 512)
+    expected = attention(q, dense, dense, kv_lengths=lengths, causal=True, backend="reference")
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_prefill_with_a_window(shape):
+    q, kv = latent(1, 700, 128, 700)
+    options = {"causal": True, "window": (300, None), "sink": torch.randn(128, device="cuda")}
+    got = attention(q, kv, kv, **options)
+    expected = attention(q, kv, kv, **options, backend="reference")
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
