@@ -249,10 +249,25 @@ def hopper() -> str:
         "for", "D", "rows x keys", "consumers", "KV stages", "CTAs an SM", "SMEM a CTA",
         "registers a thread: consumer, producer", "registers of an SM",
     )  # fmt: skip
-    c = hopper_config.AttentionConfig("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128])
-    barriers = [(f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in c.barriers]
+    latent = hopper_shapes.SHARED[512]
+    kernels = (
+        ("D = 128, prefill:", {"head_dim": 128, "shape": hopper_shapes.PREFILL[128]}),
+        ("D = 512, K and V one tensor:", {"head_dim": 512, "shape": latent, "shared_kv": True}),
+    )
+    regions = ("shared memory", "bytes", "holds")
     columns = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
-    return "\n\n".join((table(head, rows), "D = 128, prefill:", table(columns, barriers)))
+    parts = [table(head, rows)]
+    for title, options in kernels:
+        c = hopper_config.AttentionConfig("bfloat16", **options)
+        smem = [
+            *(region for region in c.smem_regions if region[1]),
+            ("a CTA", c.smem_bytes, f"of {c.smem_limit}"),
+        ]
+        barriers = [
+            (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in c.barriers
+        ]
+        parts += [title, table(regions, smem), table(columns, barriers)]
+    return "\n\n".join(parts)
 
 
 def sections() -> list[Section]:
