@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from warpspec.fmha.scheduler import TILE_OVERHEAD, TileGrid, balanced_section, place_in_round
+from warpspec.fmha.scheduler import TILE_OVERHEAD, TileGrid, balanced_section, key_span, place_in_round
 
 
 def persistent(total: int, ctas: int, cta: int) -> list[int]:
@@ -78,3 +78,23 @@ def test_where_ctas_have_a_tile_each_all_heads_are_one_section():
     grid = TileGrid(query_tiles=3, head_tiles=1, heads_kv=2, batch=1)
     assert balanced_section(grid, 132, [1, 2, 3], lambda section: 1.0) == 2
     assert balanced_section(TileGrid(3, 1, 2, 0), 132, [1, 2, 3], lambda section: 1.0) == 1
+
+
+def test_one_query_tile_has_one_order_and_costs_no_search():
+    """A decoding step over a cache that has grown by a key is a new problem, planned anew."""
+
+    def cost(section):
+        raise AssertionError("searched")
+
+    assert balanced_section(TileGrid(1, 1, 8, 512), 264, [3], cost) == 4096
+
+
+@pytest.mark.parametrize("bounds", [
+    {"causal": True}, {"causal": True, "left": 100, "right": 3}, {"causal": True, "key_stride": 4},
+    {"causal": False, "left": 40, "right": 0},
+])  # fmt: skip
+@pytest.mark.parametrize(("start", "length"), [(0, 1000), (-300, 700), (800, 900), (5, 0)])
+def test_spans_of_many_tiles_at_a_time(bounds, start, length):
+    first = start + np.arange(0, 1000, 16)
+    spans = key_span(first, first + 15, length, 80, bounds, np.minimum, np.maximum)
+    assert list(spans.count) == [key_span(row, row + 15, length, 80, bounds).count for row in first.tolist()]
