@@ -6,58 +6,36 @@ import functools
 
 import torch
 
-from warpspec.common.compile import compile_cached
+from warpspec.common.compile import compile_kernel, fake_rows
 from warpspec.softmax.dispatch import Device, Plan, choose
 from warpspec.softmax.problem import VECTOR_BYTES, SoftmaxProblem
 
-TVM_FFI = "--enable-tvm-ffi"  # callable with torch tensors, on their current stream, at about a microsecond
 EMPTY = -1  # what an unused word of a workspace holds
 
 
 def compiled(config, arch: str, native: bool):
-    """The kernel of a configuration for ``arch``. native: callable on CUDA tensors; else for the simulator."""
-    return compile_cached(
-        ("softmax", config, native),
-        lambda: _host_and_arguments(config, native),
-        arch=arch,
-        options=TVM_FFI if native else "",
-    )
+    """The kernel of a configuration for ``arch``; native: see ``compile_kernel``."""
+    return compile_kernel(("softmax", config), lambda: _host_and_arguments(config), arch=arch, native=native)
 
 
-def _host_and_arguments(config, native: bool) -> tuple:
-    """The host function and fake arguments: row count, length and row stride unknown."""
+def _host_and_arguments(config) -> tuple:
+    """The host function and its arguments but the stream."""
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from warpspec.softmax import resident, rows, staged, two_pass
-    from warpspec.softmax.vectors import TYPES, elements
+    from warpspec.softmax.vectors import TYPES
 
     dtype = TYPES[config.dtype]
-    step = 1 if config.edges else elements(config.dtype)
-    count, length = cute.sym_int(), cute.sym_int(divisibility=step)
-
-    def matrix():
-        return make_fake_tensor(
-            dtype,
-            (count, length),
-            stride=(cute.sym_int64(divisibility=step), 1),
-            assumed_align=dtype.width // 8 if config.edges else VECTOR_BYTES,
-            memspace=cute.AddressSpace.gmem,
-        )
-
-    stream = make_fake_stream(use_tvm_ffi_env_stream=native)
+    x = fake_rows(dtype, 2, alignment=None if config.edges else VECTOR_BYTES)
+    out = fake_rows(dtype, 2, alignment=None if config.edges else config.store_bytes)
     if isinstance(config, resident.ResidentConfig):
-        workspace = make_fake_tensor(
-            cutlass.Int64, (cute.sym_int(),), stride=(1,), assumed_align=8, memspace=cute.AddressSpace.gmem
-        )
-        return (resident.Resident(config), matrix(), matrix(), workspace, 0, 0, stream)
+        return (resident.Resident(config), x, out, fake_rows(cutlass.Int64, 1), 0, 0)
     hosts = {
         rows.RowsConfig: rows.Rows,
         staged.StagedConfig: staged.Staged,
         two_pass.TwoPassConfig: two_pass.TwoPass,
     }
-    return (hosts[type(config)](config), matrix(), matrix(), stream)
+    return (hosts[type(config)](config), x, out)
 
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}

@@ -21,7 +21,7 @@ VECTOR_BYTES = 16
 class SoftmaxProblem:
     """What a kernel may rely on, and what decides which one is taken. Without tensors, hashable.
 
-    rows, length: of x seen as a matrix. dtype: name. aligned: every row of x and out starts and ends on a 16-byte
+    rows, length: of x seen as a matrix. dtype: name. aligned: every row of x starts and ends on a 16-byte
     boundary. store_bytes: widest store to out that is aligned where loads from x are aligned to 16.
     """
 

@@ -6,8 +6,7 @@ import functools
 
 import torch
 
-from warpspec.common.compile import compile_cached
-from warpspec.softmax.launch import TVM_FFI
+from warpspec.common.compile import compile_kernel, fake_rows
 from warpspec.softmax.problem import DTYPES, VECTOR_BYTES
 from warpspec.softmax.topk.choose import choose
 from warpspec.softmax.topk.config import TopkConfig
@@ -17,45 +16,24 @@ SIMULATED_SM_COUNT = 148  # B200
 
 
 def compiled(config: TopkConfig, arch: str, native: bool = False):
-    """The kernel of a configuration for ``arch``. native: callable on CUDA tensors; else for the simulator."""
-    return compile_cached(
-        ("softmax_topk", config, native),
-        lambda: _host_and_arguments(config, native),
-        arch=arch,
-        options=TVM_FFI if native else "",
+    """The kernel of a configuration for ``arch``; native: see ``compile_kernel``."""
+    return compile_kernel(
+        ("softmax_topk", config), lambda: _host_and_arguments(config), arch=arch, native=native
     )
 
 
-def _host_and_arguments(config: TopkConfig, native: bool) -> tuple:
-    """The host function and fake arguments: numbers of rows and columns, the row stride and k unknown."""
+def _host_and_arguments(config: TopkConfig) -> tuple:
+    """The host function and its arguments but the stream."""
     import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from warpspec.softmax.topk.kernel import SoftmaxTopk
     from warpspec.softmax.vectors import TYPES
 
-    rows, k = cute.sym_int(), cute.sym_int()
-    step = 1 if config.edges else config.per_vector
-
-    def matrix(dtype, columns, step, alignment):
-        return make_fake_tensor(
-            dtype,
-            (rows, columns),
-            stride=(cute.sym_int64(divisibility=step), 1),
-            assumed_align=alignment,
-            memspace=cute.AddressSpace.gmem,
-        )
-
-    dtype = TYPES[config.dtype]
     return (
         SoftmaxTopk(config),
-        matrix(
-            dtype, cute.sym_int(divisibility=step), step, dtype.width // 8 if config.edges else VECTOR_BYTES
-        ),
-        matrix(cutlass.Float32, k, 1, 4),
-        matrix(cutlass.Int32, k, 1, 4),
-        make_fake_stream(use_tvm_ffi_env_stream=native),
+        fake_rows(TYPES[config.dtype], 2, alignment=None if config.edges else VECTOR_BYTES),
+        fake_rows(cutlass.Float32, 2),
+        fake_rows(cutlass.Int32, 2),
     )
 
 
