@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RANGE = "warpspec"
+NSYS_REPORT = (
+    Path(__file__).resolve().parent.parent / "out" / "profile"
+)  # nsys adds its suffix, but makes no folder
 WARM_UP = 3
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MMA_FLOPS = 4096  # bf16 and fp16, dense: a clock and SM of sm_90
@@ -196,7 +199,7 @@ def command(tool: str, arguments: Iterable[str]) -> list[str]:
     child = [sys.executable, str(Path(__file__)), *arguments, "--child"]
     if tool == "nsys":
         window = ("--capture-range", "cudaProfilerApi", "--capture-range-end", "stop")
-        report = ("--output", "out/profile", "--force-overwrite", "true")
+        report = ("--output", str(NSYS_REPORT), "--force-overwrite", "true")
         return ["nsys", "profile", "--trace", "cuda,nvtx", *window, *report, "--stats", "true", *child]
     names = [metric for _, metric, _, _ in METRICS] + [STALLED.format(name) for name in STALLS]
     metrics = ",".join((*names, *LOCAL, SM_COUNT))
@@ -328,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.tool} is not on the PATH. {INSTALL[options.tool]}", file=sys.stderr)
         return 2
     if options.tool == "nsys":
+        NSYS_REPORT.parent.mkdir(exist_ok=True)
         return subprocess.run(line).returncode
     answer = subprocess.run(line, capture_output=True, text=True)
     if options.keep:

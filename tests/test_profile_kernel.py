@@ -112,6 +112,16 @@ def test_the_printed_command_profiles_one_window(profile, capsys):
     assert words[:2] == ["nsys", "profile"] and words[words.index("--capture-range") + 1] == "cudaProfilerApi"
 
 
+def test_the_folder_of_nsys_report_is_made(profile, monkeypatch, tmp_path):
+    """nsys does not make it, and a fresh clone has none."""
+    (tmp_path / "nsys").write_text(f"#!{sys.executable}\nimport os, sys\n"
+        "sys.exit(not os.path.isdir(os.path.dirname(sys.argv[sys.argv.index('--output') + 1])))")  # fmt: skip
+    (tmp_path / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(profile, "NSYS_REPORT", tmp_path / "out" / "profile")
+    assert profile.main(["softmax", "4", "8", "--tool", "nsys"]) == 0
+
+
 @pytest.mark.parametrize("tool", ["ncu", "nsys"])
 def test_a_missing_tool_is_named_with_how_to_get_it(profile, tool, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
