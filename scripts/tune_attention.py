@@ -247,8 +247,6 @@ def tune_row(row: Row, lock) -> Measured:
         else:
             name = describe(shape) + (" *" if shape == row.present else "")
             calls[name] = call_with(row.workload, tensors, table=row.table, dim=row.dim, shape=shape)
-    for call in calls.values():
-        call()
     with lock:
         times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
     return [*((name, time, "") for name, time in times.items()), *refused]
@@ -277,7 +275,6 @@ def tune_splits(workload: Workload, lock) -> Measured:
     for splits in sorted({chosen, *SPLIT_COUNTS}):
         operands, options = tensors
         call = call_with(workload, (operands, {**options, "num_splits": splits}))
-        call()
         with lock:
             time = gpu_bench.graph_time(call, [()], calls=GRAPH_CALLS, replays=10)
         measured.append((f"{splits} splits" + (" *" if splits == chosen else ""), time, ""))
