@@ -13,7 +13,9 @@ import torch
 from attention_cases import Case, arguments
 
 from warpspec.fmha import attention, sm90
+from warpspec.fmha.combine_splits import compiled_combine
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.splits import CombineConfig
 
 SEED = 7
 
@@ -73,10 +75,19 @@ class Recorded:
         return hashlib.sha256(b"".join(bits(t).tobytes() for t in tensors)).hexdigest()
 
     def kernel_digest(self) -> str:
-        """Over the PTX of the kernel, but for where in the source it comes from."""
-        checked = {name: value for name, value in self.inputs.items() if name != "backend"}
-        config, _ = sm90.plan(AttentionProblem.check(**checked))
-        ptx = re.sub(r"//.*", "", sm90.compiled(config).artifacts.PTX)
+        """Over the PTX of the kernel, and of split keys' second one, but for where in the source it comes from."""
+        problem = AttentionProblem.check(**self.inputs)
+        config, splits = sm90.plan(problem)
+        ptx = sm90.compiled(config).artifacts.PTX
+        if splits > 1:
+            options = {
+                "has_sink": problem.has_sink,
+                "has_lse": problem.return_lse,
+                "normalize": problem.normalize,
+            }
+            combine = CombineConfig.of(problem.head_dim, splits, **options)
+            ptx += compiled_combine(combine, problem.o_dtype, sm90.ARCH).artifacts.PTX
+        ptx = re.sub(r"//.*", "", ptx)
         code = [
             line for line in ptx.splitlines() if line.strip() and not re.match(r"\s*\.(loc|file)\b", line)
         ]

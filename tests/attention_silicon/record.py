@@ -61,6 +61,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--stale", action="store_true", help="list cases whose kernel has changed")
     options = parser.parse_args()
+    if unknown := set(options.names) - {case.name for case in CASES}:
+        parser.error(f"no case is called {', '.join(sorted(unknown))}")
     if options.stale:
         digests = load()[0]["cases"]
         stale = [

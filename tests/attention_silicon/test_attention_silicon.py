@@ -4,6 +4,7 @@ kernel and inputs; and that the comparison sees what it is to see."""
 import numpy as np
 import pytest
 import torch
+from attention_silicon import cases
 from attention_silicon.cases import CASES
 from attention_silicon.compare import problems
 from attention_silicon.record import load
@@ -81,3 +82,13 @@ def test_neighbouring_values_are_not_told_apart():
     o = want["o"].copy()
     o.reshape(-1)[::100] += np.int16(1)
     assert problems({"o": o, "lse": want["lse"] + np.int32(1)}, want, case.dtypes) == []
+
+
+def test_the_kernel_digest_covers_both_kernels_of_split_keys(monkeypatch):
+    case, compiled = BY_NAME["splits-64"], cases.compiled_combine
+    digest = case.kernel_digest()
+    assert digest == case.kernel_digest()
+    monkeypatch.setattr(
+        cases, "compiled_combine", lambda config, dtype, arch: compiled(config, torch.float32, arch)
+    )
+    assert digest != case.kernel_digest()
