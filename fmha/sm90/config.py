@@ -31,9 +31,7 @@ BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
     1  # named barriers in which consumers take turns at the tensor core: one each from here on
 )
-CLEAR_BARRIER = (
-    5  # named barrier of all consumers, or of each, after rows of V have been cleared: two of them
-)
+CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of two consumers that exchange their row sums
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
@@ -78,10 +76,8 @@ class AttentionConfig(KernelFeatures):
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = shapes_for(problem, pack)[problem.head_dim]
-        if -(-problem.group // pack) % shape.cluster:
-            shape = replace(
-                shape, cluster=1
-            )  # a cluster's CTAs have the same keys: head tiles of one KV head
+        if -(-problem.group // pack) % shape.cluster:  # the CTAs of a cluster have head tiles of one KV head
+            shape = replace(shape, cluster=1)
         if problem.paged and problem.page_size not in PAGE_SIZES:
             raise UnsupportedProblem(f"sm90 attention: page_size={problem.page_size} is not supported")
         return cls(**features(problem, pack=pack, splits=splits), shape=shape)
