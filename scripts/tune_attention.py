@@ -34,6 +34,11 @@ from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import Shape
 
 JOBS = 8  # rows at a time
+LEGEND = """A candidate "2 x 128 keys, 3 stages, 1 CTA, 240/24": 2 consumer warpgroups of 64 query rows each, tiles of
+128 keys, 3 of them in flight, one CTA an SM, 240 registers for a consumer's thread and 24 for the producer's.
+Sections: so many heads' causal tiles are done before the next heads'. Splits: parts into which the keys are cut
+(`num_splits`). Over budget: more registers or shared memory than an SM has; over the registers: of a consumer's
+thread, by count, so that it was not compiled."""
 GRAPH_CALLS = 8
 SM_COUNT = sm90.SM_COUNT
 # Registers of a thread that are neither S, P nor O: addresses, row statistics, temporaries of the softmax.
@@ -398,7 +403,7 @@ def main() -> int:
     print(text)
     if options.write:
         about = "What `scripts/tune_attention.py` measured; `*`: the present choice (fmha/sm90/shapes.py)."
-        options.write.write_text(f"# Tuning of the sm_90a attention kernels\n\n{about} {text}")
+        options.write.write_text(f"# Tuning of the sm_90a attention kernels\n\n{about}\n\n{LEGEND}\n\n{text}")
     return int(any(isinstance(result, str) for result in results.values()))
 
 
