@@ -8,9 +8,12 @@ from pathlib import Path
 import cutlass
 import cutlass.cute as cute
 import pytest
+import torch
+from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from warpspec.common.compile import compile_cached, compile_host, resources
+from warpspec import sim
+from warpspec.common.compile import compile_cached, compile_host, compile_kernel, fake_rows, resources
 
 THREADS = 128
 REGISTERS = 65536  # of an SM
@@ -110,6 +113,32 @@ def test_compiles_once_per_key_arch_and_options():
     assert (
         compile_cached(key, build, arch="sm_100a", options="--opt-level 2") is not first and len(calls) == 4
     )
+
+
+@cute.kernel
+def negate_kernel(rows: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    rows[block, thread] = -rows[block, thread]
+
+
+@cute.jit
+def negate(rows: cute.Tensor, stream: CUstream):
+    negate_kernel(rows).launch(grid=[rows.shape[0], 1, 1], block=[rows.shape[1], 1, 1], stream=stream)
+
+
+def test_fake_rows_leave_extents_and_strides_open():
+    def build():
+        return negate, fake_rows(cutlass.Float32, 2, 64, alignment=16)
+
+    simulated = compile_kernel(("test", "rows"), build, arch="sm_90a", native=False)
+    assert compile_kernel(("test", "rows"), build, arch="sm_90a", native=False) is simulated
+    assert compile_kernel(("test", "rows"), build, arch="sm_90a", native=True) is not simulated
+    for rows, stride in ((3, 64), (5, 68)):
+        values = torch.randn(rows, stride)
+        expected = torch.cat([-values[:, :64], values[:, 64:]], dim=1)
+        sim.run(simulated, values[:, :64], None)
+        assert values.equal(expected)
 
 
 def test_threads_share_one_compilation():
