@@ -29,7 +29,7 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     device, NotImplementedError for gradients with out.
     """
     plain = isinstance(x, torch.Tensor) and not watched(x)
-    if plain and x.is_cuda:
+    if plain and x.is_cuda and type(backend) is str:
         result = ops.run_again(x, out, backend)
         if result is not None:
             return result

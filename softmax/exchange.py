@@ -16,6 +16,9 @@ from warpspec.softmax.online import WARP, exponential, join, reference_of
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8
+MOST_UNROLLED = (
+    8 * WARP
+)  # states that a warp joins without a loop: with more, kernels of large clusters spill
 
 
 def warp_maximum(value, lanes: int) -> Float32:
@@ -39,17 +42,22 @@ def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
 def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
     """State of the whole row from slots (STATE_WORDS, count) in shared memory, by a whole warp."""
     lane = cute.arch.lane_idx()
-    state = (-Float32.inf, Float32(0.0))
-    for first in cutlass.range_constexpr(0, count, WARP):
-        slot = first + lane
-        inside = Boolean(slot < count)
-        slot = Int32(cutlass.select_(inside, slot, 0))
-        maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
-        total = Float32(cutlass.select_(inside, slots[1, slot], Float32(0.0)))
-        state = (
-            (maximum, total) if cutlass.const_expr(first == 0) else join(state, (maximum, total), accurate)
-        )
-    return warp_join(state, WARP, accurate)
+    maximum, total = read_slot(slots, lane, count)
+    if cutlass.const_expr(count <= MOST_UNROLLED):
+        for first in cutlass.range_constexpr(WARP, count, WARP):
+            maximum, total = join((maximum, total), read_slot(slots, first + lane, count), accurate)
+    else:
+        for first in cutlass.range(WARP, count, WARP, unroll=1):
+            maximum, total = join((maximum, total), read_slot(slots, first + lane, count), accurate)
+    return warp_join((maximum, total), WARP, accurate)
+
+
+def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
+    """The state in a slot, that of no element past the last."""
+    inside = Boolean(slot < count)
+    slot = Int32(cutlass.select_(inside, slot, 0))
+    maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
+    return maximum, Float32(cutlass.select_(inside, slots[1, slot], Float32(0.0)))
 
 
 @cute.jit

@@ -32,6 +32,7 @@ from warpspec.softmax.vectors import (
 
 # Of an SM's L1 and shared memory, as shared memory: all it can have.
 SMEM_CARVEOUT_PERCENT = 100
+MOST_AT_ONCE = 6  # fp32 vectors of a thread
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class StagedConfig:
     def share(self) -> int:
         """Vectors that a CTA has room for."""
         return self.threads * self.vectors
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether results are computed one vector after another: all at once would take too many registers."""
+        return self.edges or (self.dtype == "float32" and self.vectors > MOST_AT_ONCE)
 
 
 class Staged:
@@ -144,8 +150,8 @@ class Staged:
         for i in cutlass.range_constexpr(config.vectors):
             vector = i * config.threads + thread
             words = read_shared(staged, vector)
-            if cutlass.const_expr(config.edges):
-                cute.arch.sync_warp()  # one vector after another: all at once take too many registers
+            if cutlass.const_expr(config.one_by_one):
+                cute.arch.sync_warp()  # nothing of a vector is begun before the last one is stored
             scale(words, maximum, inverse, dtype)
             offset, present = i * config.threads * VECTOR_BYTES, Boolean(vector < size)
             store_vector(words, destination, offset, present, config.store_bytes, PLAIN)

@@ -39,7 +39,9 @@ def softmax_topk(
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")
     if isinstance(logits, torch.Tensor) and not watched(logits):
-        result = ops.run_again(logits, k, renormalize) if backend == "auto" else None
+        result = None
+        if backend == "auto" and type(k) is int and type(renormalize) is bool:
+            result = ops.run_again(logits, k, renormalize)
         return ops.run(logits, k, renormalize, backend) if result is None else result
     ops.check(logits, k, renormalize)
     return ops.softmax_topk_operator(logits, k, renormalize, backend)

@@ -14,6 +14,7 @@ from warpspec.softmax.vectors import VECTOR_BYTES, WIDTHS
 WARP = 32
 FP32_BYTES = 4
 REGISTERS_PER_SM = 65536
+SM_QUARTERS = 4
 REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
 MORE_REGISTERS = 8  # in kernels that exchange more
 MAX_THREADS_PER_SM = 2048
@@ -95,8 +96,9 @@ class TopkConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM's registers must leave room for."""
-        return REGISTERS_PER_SM // (self.registers * self.threads)
+        """CTAs that an SM's registers must leave room for: they are given to warps, as many in each quarter of it."""
+        warps = REGISTERS_PER_SM // (self.registers * WARP) // SM_QUARTERS * SM_QUARTERS
+        return warps // (self.threads // WARP)
 
     @property
     def smem_carveout_percent(self) -> int:

@@ -71,11 +71,11 @@ def empty_like_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return like
 
 
-def _key(logits: torch.Tensor, k, renormalize) -> tuple:
-    return (signature(logits), k, type(k), renormalize)
+def _key(logits: torch.Tensor, k: int, renormalize: bool) -> tuple:
+    return (signature(logits), k, renormalize)
 
 
-def run_again(logits: torch.Tensor, k, renormalize):
+def run_again(logits: torch.Tensor, k: int, renormalize: bool):
     """(probs, indices) if the call is like one that ``run`` has made before, else None.
 
     It is most of a small call's time to find again that the arguments are right and which kernel is theirs.

@@ -29,6 +29,7 @@ class TestArguments:
             (torch.tensor(1.0), ValueError, r"^x: must have at least one dimension"),
             (torch.ones(3, 0), ValueError, r"^x: rows must have 1\.\."),
             (torch.ones(1).expand(1, MOST_ELEMENTS + 1), ValueError, r"^x: rows must have"),
+            (torch.ones(1).expand(2**31 - 1, 1), ValueError, r"^x: must have at most"),
             (torch.ones(3, 3).to_sparse(), TypeError, r"^x: must be a strided tensor"),
         ],
     )

@@ -205,6 +205,20 @@ def test_the_dispatcher_knows_what_registers_rows_take(dtype, edges):
         assert abs(dispatch.rows_registers(config) - kernel.registers) <= dispatch.REGISTERS_STEP, config
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        StagedConfig("float32", 736, 16, 6, True, 2, 4),
+        StagedConfig("float32", 736, 16, 7, False, 2),
+        StagedConfig("float32", 544, 16, 7, False, 3),
+    ],
+)
+def test_large_clusters_of_many_warps_do_not_spill(arch, config):
+    (kernel,) = resources(launch.compiled(config, arch, False)).values()
+    assert kernel.local_bytes == 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -30,17 +30,22 @@ from warpspec.softmax.topk.config import K_LIMIT, LENGTH_LIMIT, SMEM_PER_CTA
         ((torch.zeros(2, 500), K_LIMIT + 1), ValueError, "k: must be in 1..128"),
         ((torch.zeros(2, 8), 2.0), TypeError, "k: must be an int"),
         ((torch.zeros(2, 8), True), TypeError, "k: must be an int"),
+        ((torch.zeros(2, 8), [1]), TypeError, "k: must be an int"),
+        ((torch.zeros(1).expand(2**31 - 1, 1), 1), ValueError, "logits: must have at most"),
     ],
 )
-def test_bad_arguments(arguments, error, message):
+@pytest.mark.parametrize("backend", ["reference", "auto"])  # "auto" looks for an earlier call like it first
+def test_bad_arguments(arguments, error, message, backend):
     with pytest.raises(error, match=message):
-        softmax_topk(*arguments, backend="reference")
+        softmax_topk(*arguments, backend=backend)
 
 
 def test_bad_options():
     logits = torch.zeros(2, 8)
     with pytest.raises(TypeError, match="renormalize: must be a bool"):
         softmax_topk(logits, 1, renormalize="yes", backend="reference")
+    with pytest.raises(TypeError, match="renormalize: must be a bool"):
+        softmax_topk(logits, 1, renormalize=[])
     with pytest.raises(TypeError, match="backend: must be a string"):
         softmax_topk(logits, 1, backend=3)
     with pytest.raises(ValueError, match="backend: must be one of"):

@@ -192,6 +192,14 @@ def test_nothing_spills(arch):
         assert kernel.local_bytes == 0, config
 
 
+def test_registers_are_as_many_as_asked_for():
+    """An SM gives them to as many warps in each of its quarters: more CTAs than that have fewer, and spill."""
+    for fields in (WAYS["a warp a CTA"], dict(warps=2, cluster=8, unroll=4)):
+        config = config_of(torch.float16, 9, **fields)
+        (kernel,) = resources(compiled(config, "sm_90a")).values()
+        assert kernel.local_bytes == 0, config
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
