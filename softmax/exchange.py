@@ -115,6 +115,25 @@ class ClusterExchange:
         return join_slots(self.slots, self.cluster * self.warps, self.accurate)
 
 
+@cute.jit
+def join_row(
+    state: tuple, slots: cute.Tensor, exchange, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
+):
+    """State of a row that is the whole CTA's, or cluster's, from every thread's; called by all threads, once.
+
+    slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. exchange: the ClusterExchange of these slots, opened;
+    None: no other CTA has a part of the row. warps: of a CTA.
+    """
+    warp = cute.arch.thread_idx()[0] // WARP
+    state = warp_join(state, WARP, accurate)
+    if cutlass.const_expr(exchange is not None):
+        state = exchange.close(state, warp)
+    else:
+        by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, warps, 1)))
+        state = join_warps(state, by_row, 0, warp, warps, accurate)
+    return state
+
+
 BUFFERS = 2  # of ClusterRounds
 
 

@@ -30,7 +30,7 @@ from warpspec.softmax.vectors import (
     Row,
     blank,
     bulk_load,
-    edge_of,
+    edge_in_group,
     load_edge,
     locate,
     read_shared,
@@ -272,8 +272,7 @@ def consume(
         # 1. Maximum and sum of the share.
         edge, maximum, total = None, -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
-            number = thread + Int32(cutlass.select_(Boolean(block % group == 0), 0, config.threads))
-            edge = edge_of(share.row, number, dtype)
+            edge = edge_in_group(share.row, thread, config.threads, block % group, dtype)
             maximum, total = state_of(load_edge(share.row, edge, dtype), accurate)
         for chunk in cutlass.range(chunks.resident, unroll=1):
             words = read(config, share, chunk, channels["full"], rings[0], use + chunk)

@@ -22,7 +22,7 @@ from warpspec.softmax.vectors import (
     VECTOR_BYTES,
     WORDS,
     as_float,
-    edge_of,
+    edge_in_group,
     elements,
     forget,
     load_edge,
@@ -150,10 +150,7 @@ class Rows:
             load_vector(words[None, i], source, offset, Boolean(vector < end), dtype, PLAIN)
         edge, edge_value = None, None
         if cutlass.const_expr(config.edges):
-            # A cluster's first CTA has the edges.
-            first = Boolean(block % config.cluster == 0)
-            number = lane + Int32(cutlass.select_(first, 0, config.lanes))
-            edge = edge_of(row, number if cutlass.const_expr(config.cluster > 1) else lane, dtype)
+            edge = edge_in_group(row, lane, config.lanes, block % config.cluster, dtype)
             edge_value = load_edge(row, edge, dtype)
 
         # 3. This warp's maximum, and the sum of its exponentials.

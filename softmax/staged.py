@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_join
+from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_row
 from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
 from warpspec.softmax.vectors import (
     PLAIN,
@@ -22,7 +22,7 @@ from warpspec.softmax.vectors import (
     WORDS,
     blank,
     bulk_load,
-    edge_of,
+    edge_in_group,
     load_edge,
     locate,
     read_shared,
@@ -122,9 +122,7 @@ class Staged:
         edge = None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
-            # A cluster's first CTA has the edges.
-            number = thread + Int32(cutlass.select_(Boolean(block % config.cluster == 0), 0, config.threads))
-            edge = edge_of(row, number, dtype)
+            edge = edge_in_group(row, thread, config.threads, block % config.cluster, dtype)
             maximum, total = state_of(load_edge(row, edge, dtype), accurate)
         cute.arch.sync_threads()  # the barrier is set up
         cute.arch.mbarrier_wait(arrived, 0)
@@ -135,13 +133,7 @@ class Staged:
             words = read_shared(staged, vector)
             blank(words, vector < size, dtype)
             maximum, total = absorb((maximum, total), words, dtype)
-        state = warp_join((maximum, total), WARP, accurate)
-        if cutlass.const_expr(config.cluster > 1):
-            state = exchange.close(state, thread // WARP)
-        else:
-            by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, config.warps, 1)))
-            state = join_warps(state, by_row, 0, thread // WARP, config.warps, accurate)
-        maximum, total = state
+        maximum, total = join_row((maximum, total), slots, exchange, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.

@@ -13,14 +13,14 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_join
+from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_row
 from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
 from warpspec.softmax.vectors import (
     LAST,
     PLAIN,
     VECTOR_BYTES,
     WORDS,
-    edge_of,
+    edge_in_group,
     load_edge,
     load_vector,
     locate,
@@ -96,8 +96,7 @@ class TwoPass:
         edge = None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
-            number = thread + Int32(cutlass.select_(Boolean(block % config.cluster == 0), 0, config.threads))
-            edge = edge_of(row, number, dtype)
+            edge = edge_in_group(row, thread, config.threads, block % config.cluster, dtype)
             if edge.present:
                 maximum, total = state_of(load_edge(row, edge, dtype), accurate)
         for r in cutlass.range(rounds, unroll=1):
@@ -109,13 +108,7 @@ class TwoPass:
             maximum, total = absorb((maximum, total), words, dtype)
 
         # 3. The row's state.
-        state = warp_join((maximum, total), WARP, accurate)
-        if cutlass.const_expr(config.cluster > 1):
-            state = exchange.close(state, thread // WARP)
-        else:
-            by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, config.warps, 1)))
-            state = join_warps(state, by_row, 0, thread // WARP, config.warps, accurate)
-        maximum, total = state
+        maximum, total = join_row((maximum, total), slots, exchange, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 4. Second pass, backwards: what was read last is the likeliest to be in L2 still.

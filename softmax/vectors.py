@@ -91,6 +91,12 @@ def edge_of(row: Row, thread, dtype: cutlass.Constexpr) -> Edge:
 
 
 @cute.jit
+def edge_in_group(row: Row, thread, threads: cutlass.Constexpr, rank, dtype: cutlass.Constexpr) -> Edge:
+    """``edge_of`` where CTAs, of ``threads`` threads each, share the row: CTA ``rank`` 0 has all of its edges."""
+    return edge_of(row, thread + Int32(cutlass.select_(Boolean(rank == 0), 0, threads)), dtype)
+
+
+@cute.jit
 def load_edge(row: Row, edge: Edge, dtype: cutlass.Constexpr) -> Float32:
     """The edge's element, -inf where there is none."""
     value = -Float32.inf
