@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.dispatch import refuse_tangents
 from warpspec.common.repeated import PLAIN_TENSORS, watched
 from warpspec.softmax import ops
 from warpspec.softmax.problem import check_input, check_output
@@ -26,7 +27,7 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     repeatable. Long rows may be shared by CTAs of a cooperative launch, which waits for the whole GPU.
 
     Raises TypeError or ValueError naming the argument, UnsupportedProblem where the backend does not run on the
-    device, NotImplementedError for gradients with out.
+    device, NotImplementedError for gradients with out and for forward-mode derivatives.
     """
     plain = isinstance(x, torch.Tensor) and not watched(x)
     if plain and x.is_cuda and type(backend) is str:
@@ -34,6 +35,7 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
         if result is not None:
             return result
     check_input(x)
+    refuse_tangents(x=x)
     if out is not None:
         check_output(out, x, memory=not torch.compiler.is_compiling() and type(x) in PLAIN_TENSORS)
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):

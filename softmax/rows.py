@@ -28,6 +28,7 @@ from warpspec.softmax.vectors import (
     load_edge,
     load_vector,
     locate,
+    share_in_cluster,
     store_edge,
     store_vector,
 )
@@ -138,11 +139,7 @@ class Rows:
 
         # 2. Load: this CTA's vectors of the row, interleaved over its threads.
         row = locate(x, row_index, dtype, config.edges)
-        begin, end = Int32(0), row.vectors
-        if cutlass.const_expr(config.cluster > 1):
-            share = cute.ceil_div(row.vectors, config.cluster)
-            begin = cute.arch.block_idx_in_cluster() * share
-            end = cutlass.min(begin + share, row.vectors)
+        begin, end = share_in_cluster(row, config.cluster)
         words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
         source = row.first + Int64(begin + lane) * VECTOR_BYTES  # of this thread's first vector
         for i in cutlass.range_constexpr(config.vectors):

@@ -26,6 +26,7 @@ from warpspec.softmax.vectors import (
     load_edge,
     locate,
     read_shared,
+    share_in_cluster,
     store_edge,
     store_vector,
 )
@@ -105,11 +106,8 @@ class Staged:
         # 2. One thread sends for the share; the edges come in on the side.
         row_index = block // config.cluster
         row = locate(x, row_index, dtype, config.edges)
-        begin, size = Int32(0), row.vectors
-        if cutlass.const_expr(config.cluster > 1):
-            even = cute.ceil_div(row.vectors, config.cluster)
-            begin = cutlass.min(cute.arch.block_idx_in_cluster() * even, row.vectors)
-            size = cutlass.min(even, row.vectors - begin)
+        begin, end = share_in_cluster(row, config.cluster)
+        size = cutlass.max(end - begin, 0)
         if thread == 0:
             cute.arch.mbarrier_init(arrived, 1)
             cute.arch.mbarrier_init_fence()

@@ -24,6 +24,7 @@ from warpspec.softmax.vectors import (
     load_edge,
     load_vector,
     locate,
+    share_in_cluster,
     store_edge,
     store_vector,
 )
@@ -83,11 +84,7 @@ class TwoPass:
         # 1. This CTA's share of the row's vectors.
         row_index = block // config.cluster
         row = locate(x, row_index, dtype, config.edges)
-        begin, end = Int32(0), row.vectors
-        if cutlass.const_expr(config.cluster > 1):
-            share = cute.ceil_div(row.vectors, config.cluster)
-            begin = cute.arch.block_idx_in_cluster() * share
-            end = cutlass.min(begin + share, row.vectors)
+        begin, end = share_in_cluster(row, config.cluster)
         step = config.threads * config.unroll
         rounds = cute.ceil_div(cutlass.max(end - begin, 0), step)
 

@@ -71,6 +71,17 @@ def locate(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Co
     return Row(address, first, head, vectors, tail)
 
 
+@cute.jit
+def share_in_cluster(row: Row, cluster: cutlass.Constexpr) -> tuple:
+    """(begin, end): vectors that the CTA has of a row that its cluster shares. None where begin is not below end."""
+    begin, end = Int32(0), row.vectors
+    if cutlass.const_expr(cluster > 1):
+        share = cute.ceil_div(row.vectors, cluster)
+        begin = cute.arch.block_idx_in_cluster() * share
+        end = cutlass.min(begin + share, row.vectors)
+    return begin, end
+
+
 @dataclass(frozen=True)
 class Edge:
     """The one element of head or tail that a thread has, if any. offset: in bytes from the row's start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.dispatch import refuse_tangents
 from warpspec.common.repeated import watched
 from warpspec.softmax.topk import ops
 
@@ -34,7 +35,7 @@ def softmax_topk(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem:
-        the backend does not run on the tensor's device. NotImplementedError: backward() through the result.
+        the backend does not run on the tensor's device. NotImplementedError: backward() through the result, or a forward-mode derivative.
     """
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")
@@ -44,4 +45,5 @@ def softmax_topk(
             result = ops.run_again(logits, k, renormalize)
         return ops.run(logits, k, renormalize, backend) if result is None else result
     ops.check(logits, k, renormalize)
+    refuse_tangents(logits=logits)
     return ops.softmax_topk_operator(logits, k, renormalize, backend)
