@@ -63,6 +63,32 @@ def test_special_values_and_in_place(shape, dtype):
     check(x, expected)
 
 
+@pytest.mark.parametrize("shape", [(300, 1000), (3, 16384), (64, 50257), (3, 3000001)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_rows_far_below_zero_and_outliers(shape, dtype):
+    """Exponentials taken against anything but the row's maximum, or a part's own, would overflow."""
+    from warpspec.softmax import softmax
+
+    x = logits(*shape, device="cuda") - 500
+    x[:, shape[1] // 3 :] = -torch.inf
+    x[1, 1], x[2, -1] = 300.0, 300.0  # odd columns too
+    x = x.to(dtype)
+    check(softmax(x), x)
+
+
+@pytest.mark.parametrize("length", [1024, 65536, 3000000])
+def test_out_off_the_boundaries_of_x(length):
+    from warpspec.softmax import softmax
+
+    _, x = matrix(3, length, torch.bfloat16, device="cuda", fill=logits(3, length, device="cuda"))
+    storage, out = matrix(3, length, torch.bfloat16, offset=1, gap=16, device="cuda")
+    for _ in range(2):
+        out.fill_(torch.nan)
+        assert softmax(x, out=out) is out
+        check(out, x)
+        assert untouched(storage, out)
+
+
 def test_rows_of_only_minus_infinity_and_infinity():
     from warpspec.softmax import softmax
 
