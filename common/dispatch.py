@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 from warpspec.common.errors import UnsupportedProblem
 
@@ -42,6 +43,16 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         if native != backend:
             raise UnsupportedProblem(f"{source} {backend!r}: {device} runs {native!r} kernels")
     return backend
+
+
+def refuse_tangents(**tensors: torch.Tensor | None) -> None:
+    """Raise NotImplementedError naming the first argument that carries a forward-mode derivative: torch would drop it
+    without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
 
 def _device_backend(device: torch.device) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 from warpspec.common.dispatch import BACKEND_VARIABLE
 
@@ -57,6 +58,7 @@ def watched(*tensors: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     ):
         return True
     gradients = torch.is_grad_enabled()

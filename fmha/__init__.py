@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.dispatch import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.problem import check_kinds, check_window
@@ -84,7 +85,7 @@ def attention(
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
         UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
-        NotImplementedError: a gradient is asked for: from backward(), or at once where out is given.
+        NotImplementedError: a gradient is asked for: from backward(), or at once where out is given or in forward mode.
         All name the argument; the first three are raised before anything is launched or written.
     """
     tensors = (q, k, v, sink, bias, kv_lengths, page_table, q_start)
@@ -112,6 +113,7 @@ def _check_and_run(tensors, options, backend, out, key):
     window_left, window_right = check_window(window)
     if not isinstance(backend, str):
         raise TypeError(f"backend: must be a string, got {backend!r}")
+    refuse_tangents(**dict(zip(ops.TENSORS, tensors, strict=True)))
     if (
         out is not None
         and torch.is_grad_enabled()

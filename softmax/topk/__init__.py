@@ -35,7 +35,8 @@ def softmax_topk(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem:
-        the backend does not run on the tensor's device. NotImplementedError: backward() through the result, or a forward-mode derivative.
+        the backend does not run on the tensor's device. NotImplementedError: backward() through the result, or a
+        forward-mode derivative.
     """
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")
