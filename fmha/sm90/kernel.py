@@ -155,8 +155,8 @@ class Attention:
         )
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
-            part = warp - config.load_warp
-            if part < config.parts:
+            if warp < config.load_warp + config.parts:
+                part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
                 load(config, channels, atoms, coordinates, shared, operands, where, dtype, part)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from warpspec.common import tma
 from warpspec.fmha.pages import kv_places
@@ -74,8 +74,11 @@ def load(
                 ring = kv_ring(config, atoms[1 + i], coordinates[1 + i], shared[1 + i], tile, dtype)
                 full, empty = channels[name + "_full"], channels[name + "_empty"]
                 empty.wait_previous((use + step) * config.parts + part)
-                for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
-                    load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
+                if cutlass.const_expr(config.pieces == 1):
+                    load_piece(config, ring, full, use + step, 0, places)
+                else:
+                    for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
+                        load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
         use += span.count
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
         for name in config.rings:
@@ -86,11 +89,10 @@ def load(
 def load_piece(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places):
     """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's. The CTAs of a cluster take turns."""
     full.expect_bytes(use, config.kv_tile_bytes // config.pieces)
-    mine, ctas = Boolean(True), None
-    if cutlass.const_expr(config.cluster > 1):
-        mine, ctas = piece % config.cluster == cute.arch.block_idx_in_cluster(), (1 << config.cluster) - 1
-    if mine:
-        load_boxes(config, ring, full, use, piece, places, ctas)
+    if cutlass.const_expr(config.cluster == 1):
+        load_boxes(config, ring, full, use, piece, places, None)
+    elif piece % config.cluster == cute.arch.block_idx_in_cluster():
+        load_boxes(config, ring, full, use, piece, places, (1 << config.cluster) - 1)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from attention_cases import CASES, Case, arguments, check, poisoned_out, relativ
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90, sm100
-from warpspec.fmha.sm90.shapes import DECODE, PREFILL
+from warpspec.fmha.sm90.shapes import DECODE, NARROW, PREFILL, SHARED
 
 BY_ID = {case.id: case for case in CASES}
 
@@ -97,11 +97,17 @@ VARIANTS = {
     "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 8},
     "shared": {"shared_kv": True, "causal": True, "pack": 8, "negate": True},
 }
-SHAPES = [(head_dim, shape) for table in (PREFILL, DECODE) for head_dim, shape in table.items()]
+SHAPES = list(
+    dict.fromkeys(
+        (head_dim, shape) for table in (PREFILL, NARROW, DECODE) for head_dim, shape in table.items()
+    )
+)
 
 
 def spilled_bytes(head_dim, shape, variant) -> int:
     options = dict(VARIANTS[variant])
+    if options.get("shared_kv"):
+        shape = SHARED.get(head_dim, shape)
     if options.get("page_size", 0) and shape.tile_n % options["page_size"]:
         options["page_size"] = 0
     config = sm90.AttentionConfig(dtype="bfloat16", head_dim=head_dim, shape=shape, **options)
