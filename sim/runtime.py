@@ -228,8 +228,8 @@ class _Child:
         if self._pid:
             os.close(writing)
             return
-        os.close(self._reading)
-        try:
+        try:  # whatever happens, this process does not go on as its parent would
+            os.close(self._reading)
             try:
                 answer: object = _run_share(program, launch, gmem, seed)
             except SimError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -178,9 +179,12 @@ class Program:
         parts = [repr(self.kernel), repr(self.module.variables), repr(cut), _generator_version(), _host_id()]
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         path = _cache_folder() / f"{key}.o"
-        if path.exists():
-            path.touch()
-            return path.read_bytes()
+        try:
+            code = path.read_bytes()
+            os.utime(path)
+            return code
+        except FileNotFoundError:  # not made yet, or dropped by another process
+            pass
         module = llvm.parse_assembly(self._text())
         code = _target_machine().emit_object(module)
         _store(path, code)
@@ -347,9 +351,12 @@ def _store(path: Path, code: bytes) -> None:
     part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
     part.write_bytes(code)
     part.replace(path)
-    objects = sorted(path.parent.glob("*.o"), key=lambda p: p.stat().st_mtime, reverse=True)
+    objects = []
+    for item in path.parent.glob("*.o"):
+        with contextlib.suppress(FileNotFoundError):  # dropped by another process
+            objects.append((item.stat(), item))
     total = 0
-    for item in objects:
-        total += item.stat().st_size
+    for stat, item in sorted(objects, key=lambda found: found[0].st_mtime, reverse=True):
+        total += stat.st_size
         if total > OBJECT_CACHE_LIMIT:
             item.unlink(missing_ok=True)
