@@ -104,8 +104,9 @@ def attention(
 def _check_and_run(tensors, options, backend, out, key):
     """(o, stats) of a call of which nothing is known. key: under which it may be, from now on; None for not at all."""
     scale, causal, window, key_stride, normalize, return_lse, num_splits = options
+    named = dict(zip(ops.TENSORS, tensors, strict=True))
     check_kinds(
-        tensors={**dict(zip(ops.TENSORS, tensors, strict=True)), "out": out},
+        tensors={**named, "out": out},
         flags={"causal": causal, "normalize": normalize, "return_lse": return_lse},
         integers={"key_stride": key_stride, "num_splits": num_splits},
         scale=scale,
@@ -113,7 +114,7 @@ def _check_and_run(tensors, options, backend, out, key):
     window_left, window_right = check_window(window)
     if not isinstance(backend, str):
         raise TypeError(f"backend: must be a string, got {backend!r}")
-    refuse_tangents(**dict(zip(ops.TENSORS, tensors, strict=True)))
+    refuse_tangents(**named)
     if (
         out is not None
         and torch.is_grad_enabled()

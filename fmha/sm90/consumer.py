@@ -219,11 +219,17 @@ def advance(work, step, state, masked: cutlass.Constexpr):
     state, factors, moved = weigh(work, step, state, masked)
     warpgroup.wait_group(0)
     work.v_empty.arrive_warp(work.use + step - 1)
+    rescale(work, factors, moved)
+    keep_weights(work.mma)
+    return state
+
+
+@cute.jit
+def rescale(work, factors, moved):
+    """O times the rows' factors, where some row of the warp has one. No PV may be under way."""
     if cute.arch.vote_any_sync(moved):
         for half in cutlass.range_constexpr(ROW_HALVES):
             softmax.scale_by(flat(work.mma.o), half, factors[half])
-    keep_weights(work.mma)
-    return state
 
 
 def keep_weights(mma: Products) -> None:

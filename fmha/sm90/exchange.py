@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
-from warpspec.fmha.sm90 import softmax
 from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WARPGROUP_THREADS, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
@@ -33,6 +32,7 @@ from warpspec.fmha.sm90.consumer import (
     keep_weights,
     make_qk,
     multiply,
+    rescale,
     weigh,
 )
 from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES
@@ -246,14 +246,6 @@ def follow(exchange, step, state):
     rescale(work, factors, Boolean(factors[0] != 1.0) | Boolean(factors[1] != 1.0))
     exchange.issue_others_pv(step)
     return references, maxima, sums
-
-
-@cute.jit
-def rescale(work, factors, moved):
-    """O times the rows' factors, where some row of the warp has one. No PV may be under way."""
-    if cute.arch.vote_any_sync(moved):
-        for half in cutlass.range_constexpr(ROW_HALVES):
-            softmax.scale_by(flat(work.mma.o), half, factors[half])
 
 
 @cute.jit
