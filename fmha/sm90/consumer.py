@@ -183,13 +183,8 @@ def attend(work):
         work.release_k(0)
         state, _, _ = weigh(work, 0, state, True)
         keep_weights(work.mma)
-    # Tiles that some row does not see whole come first (the newest keys) and last (the window's left edge).
-    end = span.begin + span.count
-    low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
-    high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)
-    whole = cutlass.max(end - high, 1)
-    partial = cutlass.max(whole, end - low)
-    for step in cutlass.range(1, cutlass.min(whole, span.count), unroll=1):
+    whole, partial = unmasked_steps(config, span)
+    for step in cutlass.range(1, whole, unroll=1):
         state = advance(work, step, state, True)
     for step in cutlass.range(whole, partial, unroll=1):
         state = advance(work, step, state, False)
@@ -203,6 +198,16 @@ def attend(work):
         warpgroup.wait_group(0)
         work.v_empty.arrive_warp(work.use + last)
     return state
+
+
+def unmasked_steps(config, span) -> tuple:
+    """(first, end) of the steps whose KV tiles every row sees whole. The others come first (the newest keys; the first
+    step always counts as one of them) and last (the window's left edge)."""
+    end = span.begin + span.count
+    low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
+    high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)
+    whole = cutlass.min(cutlass.max(end - high, 1), span.count)
+    return whole, cutlass.max(whole, end - low)
 
 
 @cute.jit

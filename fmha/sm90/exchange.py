@@ -33,6 +33,7 @@ from warpspec.fmha.sm90.consumer import (
     make_qk,
     multiply,
     rescale,
+    unmasked_steps,
     weigh,
 )
 from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES
@@ -138,12 +139,7 @@ def attend_in_turn(exchange):
         warpgroup.wait_group(0)
         state, factors, moved = weigh_and_publish(exchange, 0, state, True)
         apply(exchange, 0, factors, moved)
-    # As in ``consumer.attend``: tiles that need the mask come first and last.
-    end = span.begin + span.count
-    low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
-    high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)
-    whole = cutlass.min(cutlass.max(end - high, 1), span.count)
-    partial = cutlass.min(cutlass.max(whole, end - low), span.count)
+    whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
     for i in cutlass.range(masked, unroll=1):
