@@ -145,7 +145,7 @@ THREE_64 = several(3, (64, 96, 128), (2, 4), (160, 32))
 TWO_128 = several(2, (64, 80, 96, 112, 128, 144), (2, 3))
 TWO_256 = several(2, (48, 64, 80), (2,))
 HALVES = several(2, (16, 32), (2, 3), column_parts=(2,))
-EXCHANGES = several(2, (64,), (2,), column_parts=(2,), cluster=(1, 2), qk_first=(False, True))
+EXCHANGES = several(2, (64,), (2,), column_parts=(2,))
 
 ROWS = [
     Row("PREFILL", 64, prefill(2, 32, 8192, 64), [*TWO_64, *THREE_64]),
@@ -289,9 +289,7 @@ def tune_splits(workload: Workload, lock) -> Measured:
 def describe(shape: Shape) -> str:
     text = f"{shape.consumers} x {shape.tile_n} keys, {shape.kv_stages} stages, {shape.ctas_per_sm} CTA"
     text += f", {shape.consumer_registers}/{shape.producer_registers}"
-    text += f", {shape.column_parts} parts" if shape.column_parts > 1 else ""
-    text += f", clusters of {shape.cluster}" if shape.cluster > 1 else ""
-    return text + (", QK first" if shape.qk_first else "")
+    return text + (f", {shape.column_parts} parts" if shape.column_parts > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 They take turns at the KV tiles. The tile's consumer computes S and P of all its keys, keeps P in registers for its own
 half of O, and hands P and what it did to the running maximum to the other through shared memory: so the tensor core
 computes every S once. There is room for two KV tiles only, one of each consumer. So a tile is released in halves, each
-by the consumer whose columns of V it holds, after its PV (QK was over before); QK begins with the pieces that have
-arrived; and PV of the other's tile, which that tile's buffer waits for, goes into the middle of QK (or behind it:
-``Shape.qk_first``).
+by the consumer whose columns of V it holds, after its PV (QK was over before). QK begins with the half that this
+consumer released itself, which is back first; the other half waits for the other consumer's PV. PV of the other's tile,
+which that tile's buffer waits for, goes into the middle of QK.
 
     tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
+
+Which half comes first is fixed when the kernel is compiled, once for either consumer: chosen at run time, the
+descriptors of every wgmma would have to be computed, and registers spill.
 """
 
 from __future__ import annotations
@@ -48,33 +51,30 @@ TURNS = 2  # tiles after which it is a consumer's turn again
 @dataclass(frozen=True)
 class Exchange:
     """Both consumers' view of a tile. shared: ``kernel.Shared``. tile_use: tiles with keys that this CTA has done
-    before."""
+    before. part: which of the two this consumer is, and its part of O's columns."""
 
     work: Work
     shared: tuple
     tile_use: Int32
+    part: int
 
     @property
     def config(self):
         return self.work.config
-
-    @property
-    def part(self):
-        """Which of the two this consumer is, and its part of O's columns."""
-        return self.work.group
 
     def use(self, step):
         """Of the rings, by the step-th KV tile."""
         return self.work.use + step
 
     def issue_qk(self, step, half: int) -> None:
-        """One half of D of S of the step-th KV tile, as its pieces arrive; one group."""
+        """S of the step-th KV tile over one half of D, as its pieces arrive; one group. half: 0, the columns that this
+        consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
         blocks = cute.size(mma.q, mode=[2]) // HALVES  # of 16 of D, of a half
         per_piece = blocks // (config.pieces // HALVES)
-        begin = half * blocks
+        begin = (self.part if half == 0 else 1 - self.part) * blocks
         warpgroup.fence()
         for block in range(blocks):
             at = begin + block
@@ -102,14 +102,8 @@ class Exchange:
         multiply(tiled_mma, mma.o, p[None, None, None, use % WEIGHT_STAGES], v, True)
 
     def release(self, step) -> None:
-        """This consumer's part of the tile's columns: its PV has read them, and QK before it. In all CTAs that load
-        into them."""
-        use, empty = self.use(step) * self.config.parts + self.part, self.work.channels["k_empty"]
-        if self.config.cluster == 1:
-            empty.arrive_warp(use)
-        else:
-            for rank in range(self.config.cluster):
-                empty.arrive_warp(use, rank)
+        """This consumer's part of the tile's columns: its PV has read them, and QK before it."""
+        self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
 
     def release_other(self, step) -> None:
         """The same of the other's tile, and its P."""
@@ -137,8 +131,7 @@ def attend_in_turn(exchange):
         for half in cutlass.range_constexpr(HALVES):
             exchange.issue_qk(0, half)
         warpgroup.wait_group(0)
-        state, factors, moved = weigh_and_publish(exchange, 0, state, True)
-        apply(exchange, 0, factors, moved)
+        state = weigh_and_add(exchange, 0, state, True)
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
@@ -163,39 +156,24 @@ def own_below(at, start):
 def turn(exchange, step, state, masked: cutlass.Constexpr):
     """The step-th KV tile, this consumer's, with PV of the other's tile before it."""
     exchange.issue_qk(step, 0)
-    if cutlass.const_expr(exchange.config.shape.qk_first):
-        exchange.issue_qk(step, 1)
-        state = follow(exchange, step - 1, state)
-        warpgroup.wait_group(1)  # S; PV goes on
-        state, factors, moved = weigh_and_publish(exchange, step, state, masked)
-        warpgroup.wait_group(0)
-        exchange.release_other(step - 1)
-    else:
-        state = follow(exchange, step - 1, state)
-        exchange.issue_qk(step, 1)
-        warpgroup.wait_group(1)  # PV; QK goes on
-        exchange.release_other(step - 1)
-        warpgroup.wait_group(0)
-        state, factors, moved = weigh_and_publish(exchange, step, state, masked)
-    apply(exchange, step, factors, moved)
-    return state
+    state = follow(exchange, step - 1, state)
+    exchange.issue_qk(step, 1)
+    warpgroup.wait_group(1)  # PV; QK goes on
+    exchange.release_other(step - 1)
+    warpgroup.wait_group(0)
+    return weigh_and_add(exchange, step, state, masked)
 
 
 @cute.jit
-def weigh_and_publish(exchange, step, state, masked: cutlass.Constexpr):
-    """Softmax of S, of the step-th KV tile, and P to the other consumer. Returns as ``consumer.weigh``."""
+def weigh_and_add(exchange, step, state, masked: cutlass.Constexpr):
+    """Softmax of S, of the step-th KV tile; P to the other consumer; O plus P V, P from registers."""
     state, factors, moved = weigh(exchange.work, step, state, masked)
     publish(exchange, step, state, factors)
-    return state, factors, moved
-
-
-@cute.jit
-def apply(exchange, step, factors, moved):
-    """O plus P V of the step-th KV tile, P from registers."""
     rescale(exchange.work, factors, moved)
     exchange.work.issue_pv(step)
     warpgroup.wait_group(0)
     exchange.release(step)
+    return state
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.fmha.features import FP32_BYTES
+from warpspec.fmha.features import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.operands import Operands, kv_view, q_view
 from warpspec.fmha.row_bias import row_of
 from warpspec.fmha.scheduler import TileGrid
@@ -80,9 +80,10 @@ class Attention:
         group = heads_q // heads_kv
         loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
-            loads.append(tma.make_load(kv_view(config, t), config.kv_box, multicast=config.cluster > 1))
-        head_tiles = cute.ceil_div(group, config.pack) // config.cluster
-        tiles = TileGrid(cute.ceil_div(seq_q, config.queries), head_tiles, heads_kv, batch)
+            loads.append(tma.make_load(kv_view(config, t), config.kv_box))
+        tiles = TileGrid(
+            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
+        )
         splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
         total = Int32(tiles.size * splits)
         self.kernel(
@@ -96,9 +97,8 @@ class Attention:
             window_left,
             window_right,
         ).launch(
-            grid=(cutlass.min(total, ctas // config.cluster) * config.cluster, 1, 1),
+            grid=(cutlass.min(total, ctas), 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
@@ -136,11 +136,7 @@ class Attention:
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        if cutlass.const_expr(config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
 
         # 2. Roles.
         where = Where(grid, total, section, window_left, window_right)
@@ -160,7 +156,13 @@ class Attention:
                 load(config, channels, atoms, coordinates, shared, operands, where, dtype, part)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
-            consume(config, channels, shared, operands, where, scale_log2, dtype, thread)
+            group = warp // (WARPGROUP_THREADS // WARP_THREADS)
+            if cutlass.const_expr(config.exchanges):  # each has code of its own: ``exchange`` says why
+                for each in cutlass.range_constexpr(config.consumers):
+                    if group == each:
+                        consume(config, channels, shared, operands, where, scale_log2, dtype, thread, each)
+            else:
+                consume(config, channels, shared, operands, where, scale_log2, dtype, thread, group)
 
 
 @cute.jit
@@ -173,12 +175,12 @@ def consume(
     scale_log2,
     dtype: cutlass.Constexpr,
     thread,
+    group,
 ):
-    """One consumer: the CTA's tiles, one after another.
+    """One consumer: the CTA's tiles, one after another. group: which; known at compile time where P is exchanged.
 
     Consumes: q_full; k_full and v_full (``consumer.attend``). Produces: q_empty when QK of a tile is over.
     """
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
     thread = thread % WARPGROUP_THREADS
     rows_group, part = group // config.column_parts, group % config.column_parts
     q_base = shared.q + rows_group * config.q_bytes
@@ -186,8 +188,8 @@ def consume(
     if group == config.consumers - 1:
         pass_turn(config, group)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
-    for round_ in cutlass.range(rounds(config, where), unroll=1):
-        tile = locate(config, operands, where, index_of(config, round_))
+    for round_ in cutlass.range(rounds(where), unroll=1):
+        tile = locate(config, operands, where, index_of(round_))
         mine = rows(config, tile, rows_group, thread)
         q_use = tile_use * config.row_groups + rows_group
         if tile.span.count > 0:
@@ -198,7 +200,7 @@ def consume(
             biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
         work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, shared.v)
         if cutlass.const_expr(config.exchanges):
-            state = attend_in_turn(Exchange(work, shared, tile_use))
+            state = attend_in_turn(Exchange(work, shared, tile_use, part))
         else:
             state = attend(work)
         if tile.span.count > 0:

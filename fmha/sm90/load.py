@@ -55,8 +55,8 @@ def load(
     """
     tile_use, use = Int32(0), Int32(0)
     blocks, pieces = config.blocks // config.parts, config.pieces // config.parts  # of a part
-    for round_ in cutlass.range(rounds(config, where), unroll=1):
-        tile = locate(config, operands, where, index_of(config, round_))
+    for round_ in cutlass.range(rounds(where), unroll=1):
+        tile = locate(config, operands, where, index_of(round_))
         span = tile.span
         if span.count > 0:
             for group in cutlass.range_constexpr(config.row_groups):
@@ -87,23 +87,12 @@ def load(
 
 @cute.jit
 def load_piece(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places):
-    """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's. The CTAs of a cluster take turns."""
-    full.expect_bytes(use, config.kv_tile_bytes // config.pieces)
-    if cutlass.const_expr(config.cluster == 1):
-        load_boxes(config, ring, full, use, piece, places, None)
-    elif piece % config.cluster == cute.arch.block_idx_in_cluster():
-        load_boxes(config, ring, full, use, piece, places, (1 << config.cluster) - 1)
-
-
-@cute.jit
-def load_boxes(
-    config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places, ctas: cutlass.Constexpr
-):
-    """The boxes of a piece, into this CTA or the cluster's CTAs of the mask ``ctas``."""
+    """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's."""
     blocks, pages = config.kv_boxes
+    full.expect_bytes(use, config.kv_tile_bytes // config.pieces)
     for block in cutlass.range(blocks // config.pieces, unroll=1):
         for page in cutlass.range_constexpr(pages):
             row, source = places[page]
             at = piece * (blocks // config.pieces) + block
             box = (full.stage(use) // config.pieces * blocks + at) * pages + page
-            ring.load((row, at, source), box, full.barrier(use), ctas)
+            ring.load((row, at, source), box, full.barrier(use))

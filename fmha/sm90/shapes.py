@@ -15,9 +15,7 @@ WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
     ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
-    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns. cluster:
-    CTAs, with other heads of one KV head, that share its KV tiles: each loads a part of every tile into all of
-    them. qk_first: of consumers that exchange P, QK of a tile is issued before PV of the one before, not around it."""
+    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns."""
 
     consumers: int
     tile_n: int
@@ -26,8 +24,6 @@ class Shape:
     consumer_registers: int
     producer_registers: int
     column_parts: int = 1
-    cluster: int = 1
-    qk_first: bool = False
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.

@@ -1,4 +1,4 @@
-"""D 512 with K and V one tensor on the GPU of this machine: consumers that exchange P, in every order and cluster."""
+"""D 512 with K and V one tensor on the GPU of this machine: consumers that exchange P."""
 
 from dataclasses import replace
 
@@ -7,29 +7,9 @@ import torch
 from attention_cases import CASES, Case, arguments, check
 from gpu_tensors import moved, random
 
-from warpspec.fmha import attention, ops, sm90
-from warpspec.fmha.sm90 import config
+from warpspec.fmha import attention
 
 pytestmark = pytest.mark.gpu
-SHAPES = [
-    replace(config.SHARED[512], cluster=cluster, qk_first=first)
-    for cluster in (1, 2)
-    for first in (False, True)
-]
-
-
-@pytest.fixture(
-    params=SHAPES, ids=lambda shape: f"clusters of {shape.cluster}{', QK first' * shape.qk_first}"
-)
-def shape(request, monkeypatch):
-    """The shape that the kernels of this test have."""
-    monkeypatch.setitem(config.SHARED, 512, request.param)
-    caches = (sm90.prepared.cache_clear, ops._checked.clear)
-    for clear in caches:
-        clear()
-    yield request.param
-    for clear in caches:
-        clear()
 
 
 def latent(batch, queries, heads, keys):
@@ -49,7 +29,7 @@ def test_every_case(case):
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-def test_rows_of_every_length(shape, heads):
+def test_rows_of_every_length(heads):
     """More tiles than CTAs, of 0 to 12 KV tiles; twice the same, to the bit."""
     q, kv = latent(160, 1, heads, 750)
     lengths = torch.randint(0, 751, (160,), device="cuda", dtype=torch.int32)
@@ -65,7 +45,7 @@ def test_rows_of_every_length(shape, heads):
 
 
 @pytest.mark.parametrize("splits", [2, 7, 64, None])
-def test_splits(shape, splits):
+def test_splits(splits):
     case = Case("splits", seq_k=4000, heads_q=128, heads_kv=1, head_dim=512, shared_kv=True, sink=True)
     inputs = arguments(case, 0)
     result = attention(**moved(inputs), return_lse=True, num_splits=splits)
@@ -73,7 +53,7 @@ def test_splits(shape, splits):
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
-def test_pages(shape, page_size):
+def test_pages(page_size):
     batch, slots = 3, 512 // page_size
     q, pages = random(batch, 2, 128, 512), random(batch * slots + 2, page_size, 1, 512)
     table = torch.randperm(len(pages), device="cuda")[: batch * slots].view(batch, slots).int()
@@ -84,7 +64,7 @@ def test_pages(shape, page_size):
     torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_prefill_with_a_window(shape):
+def test_prefill_with_a_window():
     q, kv = latent(1, 700, 128, 700)
     options = {"causal": True, "window": (300, None), "sink": torch.randn(128, device="cuda")}
     got = attention(q, kv, kv, **options)
