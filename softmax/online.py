@@ -24,7 +24,7 @@ LN_2 = math.log(2.0)
 WARP = 32
 # By so much of itself an H200's power of two is too small in the mean, where the exponent is below -1.
 EXP2_BIAS = 5e-8
-# Adding it to a number rounds that to a whole one; FP32_ONE: 1.0's bits.
+# Added to a number, it leaves a whole one in the lowest bits; FP32_ONE: 1.0's bits.
 TO_WHOLE = 1.5 * 2.0**23
 FP32_EXPONENT_BIT, FP32_ONE = 23, 0x3F800000
 # log2 e in two fp32 numbers: what rounding it leaves.
@@ -42,18 +42,27 @@ def exponential(difference, accurate: bool) -> Float32:
     Otherwise the relative error grows with |difference|, as 6e-8 of it, from the one rounding of
     difference * log2(e): less than a rounding of the 16-bit types wherever the result is not 0.
 
-    Accurate ones take the power of a fraction in -1/2..1/2 and scale it by the whole rest: below -1/2 the GPU's power
-    of two has a bias (see EXP2_BIAS), which sums of many would keep.
+    Accurate ones take the power of a fraction in 0..1 and scale it by the whole rest: below 0 the GPU's power of two
+    has a bias, 2e-8 and more of it (see EXP2_BIAS), which sums of many would keep.
     """
     if not accurate:
         return cute.math.exp2(difference * LOG2_E, fastmath=True)
-    shifted = cute.math.fma(difference, LOG2_E_HIGH, TO_WHOLE)  # its lowest bits are a whole number
+    shifted = fma_down(difference, LOG2_E_HIGH, TO_WHOLE)  # its lowest bits are a whole number
     whole = shifted - TO_WHOLE
     fraction = cute.math.fma(difference, LOG2_E_HIGH, -whole)
     fraction = cute.math.fma(difference, LOG2_E_LOW, fraction)
     scale = Int32((shifted.bitcast(Int32) << FP32_EXPONENT_BIT) + FP32_ONE).bitcast(Float32)
     power = cute.math.exp2(fraction, fastmath=True) * scale
     return Float32(cutlass.select_(Boolean(difference < LOWEST_EXPONENT), Float32(0.0), power))
+
+
+def fma_down(a, b, c) -> Float32:
+    """a b + c, rounded towards -inf."""
+    return cute.arch.inline_ptx(
+        "fma.rm.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(x) for x in (a, b, c)],
+    )
 
 
 def reference_of(maximum) -> Float32:

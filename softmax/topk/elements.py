@@ -50,13 +50,14 @@ def _tree(values: list, join):
 
 
 @cute.jit
-def exponentials(values: list, maximum: Float32, dtype: cutlass.Constexpr) -> Float32:
-    """Sum of exp(x - maximum) over values of ``dtype``, none above the maximum.
+def exponentials(values: list, highest: Float32, maximum: Float32, dtype: cutlass.Constexpr) -> Float32:
+    """Sum of exp(x - maximum) over values of ``dtype``, the highest of them given, none above the maximum.
 
     As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: no more instructions than with the difference
     taken first and, for fp32, no error of log2(e) itself, which is in two parts. What the rounding of r was is put
     right in the sum, by multiplication with 1 - rounding ln(2): an exponential would have an error of its own, the
-    same for the whole row. Where the maximum is large, the difference is taken first.
+    same for the whole row. The bias of the powers goes with it, of all but the maximum's own, which is 1. Where the
+    maximum is large, the difference is taken first.
     """
     reference = reference_of(maximum)
     negative = -reference * LOG2_E_HIGH
@@ -69,7 +70,9 @@ def exponentials(values: list, maximum: Float32, dtype: cutlass.Constexpr) -> Fl
             ]
         rounding, *powers = powers
         sum_ = total([cute.math.exp2(power, fastmath=True) for power in powers])
-        sum_ = cute.math.fma(sum_, cute.math.fma(rounding, -LN_2, EXP2_BIAS), sum_)
+        others = Float32(cutlass.select_(Boolean(highest == maximum), cute.arch.fmax(sum_ - 1.0, 0.0), sum_))
+        missing = cute.math.fma(sum_, rounding * -LN_2, others * EXP2_BIAS)
+        sum_ += missing
     else:
         cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
         sum_ = total([exponential(x - reference, dtype == "float32") for x in values])

@@ -87,7 +87,7 @@ def hold(config: cutlass.Constexpr, group: Group):
     values = [x for word in packed for x in unpack(word, config.dtype)]
     everything = [*values, at_edge] if cutlass.const_expr(config.edges) else values
     sum_ = cute.arch.warp_reduction_sum(
-        exponentials(everything, maximum, config.dtype), threads_in_group=config.lanes
+        exponentials(everything, lane_maximum, maximum, config.dtype), threads_in_group=config.lanes
     )
 
     # 3. Which elements reach the threshold, one bit each; where the lane's candidates go.

@@ -204,7 +204,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         reference = reference_of(maximum)
         sum_ = sum_ * exponential(previous - reference, config.accurate)
         vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
-        sum_ += exponentials([x for vector in vectors for x in vector], maximum, config.dtype)
+        sum_ += exponentials([x for vector in vectors for x in vector], tile_maximum, maximum, config.dtype)
         forget(
             words
         )  # unpacked again for candidates: 16-bit elements would take twice the registers meanwhile
