@@ -23,7 +23,7 @@ from attention_silicon.cases import CASES
 
 DATA = Path(__file__).resolve().parent / "data/attention.npz"
 ABOUT = "about"
-JOBS = 8  # cases at a time: compiling takes the time
+JOBS = 16  # cases at a time: compiling takes the time
 
 
 def environment() -> dict[str, str]:
