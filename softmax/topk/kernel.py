@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Uint64
 
 from warpspec.softmax.online import exponential, reference_of
 from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, WARP, TopkConfig
+from warpspec.softmax.topk.elements import total
 from warpspec.softmax.topk.held import Group, hold, write_ranked
 from warpspec.softmax.topk.keys import (
     NOTHING_YET,
@@ -307,15 +308,12 @@ def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr)
 def state_of_parts(
     maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
-    """The state of all parts, joined in their order."""
+    """The state of all parts, joined in a fixed order: pairs of pairs, since sixteen roundings in a row would show."""
     largest = maxima[0]
     for i in cutlass.range_constexpr(1, parts):
         largest = cute.arch.fmax(largest, maxima[i], nan=True)
     reference = reference_of(largest)
-    sum_ = Float32(0.0)
-    for i in cutlass.range_constexpr(parts):
-        sum_ += sums[i] * exponential(maxima[i] - reference, accurate)
-    return largest, sum_
+    return largest, total([sums[i] * exponential(maxima[i] - reference, accurate) for i in range(parts)])
 
 
 @cute.jit
