@@ -31,7 +31,7 @@ PREFILL = {
     64: Shape(3, 128, 4, 1, 160, 32),  # causal B2 H32 S8192: 462 TFLOP/s; of 12 the best 474
     128: Shape(2, 128, 2, 1, 240, 24),  # causal B2 H32 S8192: 596 TFLOP/s; of 13 the best 616
     256: Shape(2, 80, 2, 1, 240, 24),  # causal B2 H16 S8192: 682 TFLOP/s; of 3 the best 694
-    512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),  # not measured
+    512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),  # causal B2 H16 S4096: 414 TFLOP/s; not tuned
 }
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
