@@ -123,7 +123,7 @@ class AttentionConfig(KernelFeatures):
     def kv_stages(self) -> int:
         return self.shape.kv_stages
 
-    # Warp roles: consumer warpgroups, then the producer's, of which one warp works.
+    # Warp roles: consumer warpgroups, then the producer's, of which one warp works, or one for each of ``parts``.
 
     @property
     def threads(self) -> int:

@@ -109,8 +109,9 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer;
-    thread: 0..127 of it. use: KV tiles that this CTA has done before. v_base: Uint8 pointer to the first V stage."""
+    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer, a
+    plain int where P is exchanged; thread: 0..127 of it. use: KV tiles that this CTA has done before. v_base: Uint8
+    pointer to the first V stage."""
 
     config: object
     channels: dict
@@ -118,7 +119,7 @@ class Work:
     tile: object
     rows: tuple
     biases: tuple | None
-    group: Int32
+    group: Int32 | int
     thread: Int32
     use: Int32
     scale_log2: Float32

@@ -1,4 +1,5 @@
-"""The load warp: for every tile the Q of its rows, then K and V tiles through TMA."""
+"""The load warps: for every tile the Q of its rows, then K and V tiles through TMA. One warp, or one for each part of
+the columns (``AttentionConfig.parts``)."""
 
 from __future__ import annotations
 
