@@ -5,7 +5,7 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.pipeline import Barrier, barrier_count
@@ -75,10 +75,7 @@ class AttentionConfig(KernelFeatures):
             shape = shapes_for(problem, pack)[problem.head_dim]
         if problem.paged and problem.page_size not in PAGE_SIZES:
             raise UnsupportedProblem(f"sm90 attention: page_size={problem.page_size} is not supported")
-        config = cls(**features(problem, pack=pack, splits=splits), shape=shape)
-        # Consumers that exchange P rescale O twice for each move of the reference: an exact maximum cost 3 percent of
-        # decode's time (H200), for an error of 2.0e-3 instead of 2.1e-3 at 1152 keys.
-        return replace(config, exact_maximum=False) if config.exchanges else config
+        return cls(**features(problem, pack=pack, splits=splits), shape=shape)
 
     @property
     def consumers(self) -> int:
