@@ -56,8 +56,8 @@ def exponentials(values: list, highest: Float32, maximum: Float32, dtype: cutlas
     As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: no more instructions than with the difference
     taken first and, for fp32, no error of log2(e) itself, which is in two parts. What the rounding of r was is put
     right in the sum, by multiplication with 1 - rounding ln(2): an exponential would have an error of its own, the
-    same for the whole row. The bias of the powers goes with it, of all but the maximum's own, which is 1. Where the
-    maximum is large, the difference is taken first.
+    same for the whole row. The bias of the powers goes with it, of all but one maximum's own, which is 1. Where
+    the maximum is large, the difference is taken first.
     """
     reference = reference_of(maximum)
     negative = -reference * LOG2_E_HIGH
