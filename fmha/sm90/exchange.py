@@ -51,16 +51,20 @@ TURNS = 2  # tiles after which it is a consumer's turn again
 @dataclass(frozen=True)
 class Exchange:
     """Both consumers' view of a tile. shared: ``kernel.Shared``. tile_use: tiles with keys that this CTA has done
-    before. part: which of the two this consumer is, and its part of O's columns."""
+    before."""
 
     work: Work
     shared: tuple
     tile_use: Int32
-    part: int
 
     @property
     def config(self):
         return self.work.config
+
+    @property
+    def part(self) -> int:
+        """Which of the two this consumer is, and its part of O's columns."""
+        return self.work.group
 
     def use(self, step):
         """Of the rings, by the step-th KV tile."""

@@ -200,7 +200,7 @@ def consume(
             biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
         work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, shared.v)
         if cutlass.const_expr(config.exchanges):
-            state = attend_in_turn(Exchange(work, shared, tile_use, part))
+            state = attend_in_turn(Exchange(work, shared, tile_use))
         else:
             state = attend(work)
         if tile.span.count > 0:

@@ -75,7 +75,7 @@ def load(
                 ring = kv_ring(config, atoms[1 + i], coordinates[1 + i], shared[1 + i], tile, dtype)
                 full, empty = channels[name + "_full"], channels[name + "_empty"]
                 empty.wait_previous((use + step) * config.parts + part)
-                if cutlass.const_expr(config.pieces == 1):
+                if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
                     load_piece(config, ring, full, use + step, 0, places)
                 else:
                     for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):

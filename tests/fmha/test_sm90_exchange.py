@@ -65,13 +65,10 @@ def test_a_weight_near_one_is_exact_in_decode(monkeypatch):
     """
     monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
     heads, keys, dim = 64, 128, 512
-    scores = torch.linspace(7.0, 7.02, heads) * math.log(
-        2
-    )  # of the oldest key; one newer has 0, the others very little
-    q, kv = (
-        torch.zeros(1, 1, heads, dim),
-        torch.randn(1, keys, 1, dim, generator=torch.Generator().manual_seed(1)),
-    )
+    # Scores of the oldest key. One newer key has 0, the others very little.
+    scores = torch.linspace(7.0, 7.02, heads) * math.log(2)
+    q, generator = torch.zeros(1, 1, heads, dim), torch.Generator().manual_seed(1)
+    kv = torch.randn(1, keys, 1, dim, generator=generator)
     q[0, 0, :, 0] = scores.bfloat16()
     q[0, 0, :, 1] = (scores - scores.bfloat16()) * 64
     kv[..., 0], kv[..., 1] = -4.0, 0.0
