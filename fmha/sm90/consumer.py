@@ -7,6 +7,7 @@ one's softmax lies under another's products.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -274,9 +275,8 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
             softmax.hide(scores, half, row.first - origin if config.has_left else None, row.end - origin)
         highest = softmax.over_quad(softmax.maximum(scores, half), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[half], highest)
-        reference, factor, moved = move_reference(
-            references[half], highest, scale_log2, config.rescale_threshold
-        )
+        before = softmax.over_quad(sums[half], operator.add) if config.exact_peaks else None
+        reference, factor, moved = move_reference(references[half], highest, scale_log2, before)
         total = softmax.exponentiate(scores, half, reference, scale_log2)
         total = sums[half] * factor + total
         new.append((reference, highest, total, factor, moved))

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from attention_cases import Case, arguments
 
-from warpspec.fmha import attention, features, ops, sm90
+from warpspec.fmha import attention, sm90
 from warpspec.fmha.combine_splits import compiled_combine
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.splits import CombineConfig
@@ -22,32 +20,15 @@ from warpspec.fmha.splits import CombineConfig
 SEED = 7
 
 
-@contextmanager
-def kernels_of_many_queries() -> Iterator[None]:
-    """The kernels that more than EXACT_QUERIES queries get, for fewer: the softmax reference may fall behind."""
-    forget = (sm90.prepared.cache_clear, ops._checked.clear)
-    kept, features.EXACT_QUERIES = features.EXACT_QUERIES, 0
-    try:
-        for clear in forget:
-            clear()
-        yield
-    finally:
-        features.EXACT_QUERIES = kept
-        for clear in forget:
-            clear()
-
-
 @dataclass(frozen=True)
 class Recorded:
     """One call. num_splits: as in ``attention``. page_size: K and V are cut into pages of it, which lie in another
-    order. bias: dtype of a bias of its own for every head, with hidden keys. many_queries: on the kernel that they
-    would get."""
+    order. bias: dtype of a bias of its own for every head, with hidden keys."""
 
     case: Case
     num_splits: int | None = 1
     page_size: int | None = None
     bias: torch.dtype | None = None
-    many_queries: bool = False
 
     @property
     def name(self) -> str:
@@ -77,14 +58,9 @@ class Recorded:
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in self.inputs.items()
         }
-        with self.kernels():
-            result = attention(**inputs)
+        result = attention(**inputs)
         names = ("o", "lse") if self.case.normalize else ("o", "row_max", "row_sum")
         return {name: bits(tensor.cpu()) for name, tensor in zip(names, result, strict=True)}
-
-    def kernels(self):
-        """Context in which the case's kernel is chosen."""
-        return kernels_of_many_queries() if self.many_queries else nullcontext()
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -101,8 +77,7 @@ class Recorded:
     def kernel_digest(self) -> str:
         """Over the PTX of the kernel, and of split keys' second one, but for where in the source it comes from."""
         problem = AttentionProblem.check(**self.inputs)
-        with self.kernels():
-            config, splits = sm90.plan(problem)
+        config, splits = sm90.plan(problem)
         ptx = sm90.compiled(config).artifacts.PTX
         if splits > 1:
             options = {
@@ -160,6 +135,7 @@ CASES = [
     Recorded(replace(PREFILL, id="state", seq_q=40, head_dim=128, normalize=False)),
     Recorded(replace(PREFILL, id="negative-scale", seq_q=40, head_dim=64, scale=-0.2)),
     Recorded(replace(SHARED, head_dim=64)),
-    Recorded(replace(SHARED, head_dim=512), many_queries=True),
+    Recorded(replace(SHARED, head_dim=512)),
+    Recorded(replace(SHARED, id="shared-kv-prefill", seq_q=12, head_dim=512)),
     Recorded(replace(DECODE, id="decode", head_dim=256)),
 ]
