@@ -50,8 +50,8 @@ class Combine:
 
         partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32. sink: [Hq]. o:
         [B, Sq, Hq, D], D contiguous. lse, row_max, row_sum: [B, Hq, Sq] fp32. What the configuration lacks
-        is None. A programmatic dependent launch: the kernel may start before the launch that makes its inputs
-        has ended, and waits for it.
+        is None. A programmatic dependent launch: the kernel starts once every CTA of the launch before has run
+        ``griddepcontrol.launch_dependents``, as the attention kernels do at their start, and waits for its end.
         """
         batch, seq_q, heads, _ = o.shape
         parts = batch * seq_q * heads * self.config.chunks

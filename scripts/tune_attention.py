@@ -141,7 +141,7 @@ class Row:
 
 
 TWO_64 = several(2, (128, 160, 176), (2, 4))
-THREE_64 = several(3, (64, 96, 128), (2, 4), (160, 32))
+THREE_64 = several(3, (64, 80, 96, 112, 128), (2, 4), (160, 32))
 TWO_128 = several(2, (64, 80, 96, 112, 128, 144), (2, 3))
 TWO_256 = several(2, (48, 64, 80), (2,))
 HALVES = several(2, (16, 32), (2, 3), column_parts=(2,))
@@ -154,8 +154,11 @@ ROWS = [
     Row("NARROW", 64, prefill(2, 32, 8192, 64, window=128), [*several(2, (64, 128), (2, 4)), *THREE_64]),
     Row("NARROW", 128, prefill(2, 32, 8192, 128, window=128), several(2, (64, 96, 128), (2, 3))),
     Row("NARROW", 256, prefill(2, 16, 8192, 256, window=128), TWO_256),
-    Row("DECODE", 64, decode(32, 8192, 64), one()),
-    Row("DECODE", 128, decode(32, 8192, 128), one()),
+    *(
+        Row("DECODE", dim, decode(batch, keys, dim), one())
+        for dim in (64, 128)
+        for batch, keys in ((32, 8192), (128, 1024), (1, 65536))
+    ),
     Row("DECODE", 256, decode(32, 4096, 256), one((32, 48, 64, 80))),
     Row("PREFILL", 512, prefill(1, 16, 4096, 512), HALVES),
     Row("SHARED", 512, shared(128, 1152), EXCHANGES),

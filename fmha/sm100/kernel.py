@@ -120,6 +120,8 @@ class Attention:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        if cutlass.const_expr(config.splits):
+            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         # 3. Roles.
         where = (grid, window_left, window_right)

@@ -137,6 +137,8 @@ class Attention:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
+        if cutlass.const_expr(config.splits):
+            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         # 2. Roles.
         where = Where(grid, total, section, window_left, window_right)

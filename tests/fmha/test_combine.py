@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from warpspec import sim
 from warpspec.common.compile import compile_kernel, resources
+from warpspec.fmha import sm90, sm100
 from warpspec.fmha.combine_splits import (
     CTAS_PER_SM,
     Combine,
@@ -200,6 +201,14 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
         assert kernel.registers * THREADS * CTAS_PER_SM <= 65536
         ptx = compiled.artifacts.PTX
         assert ptx.count("ld.global.v4") == BATCH and "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize("arch", [sm90, sm100], ids=["sm90", "sm100"])
+def test_attention_lets_it_come_up_early(arch):
+    """Every CTA does, at its start; without split keys none does."""
+    for splits in (True, False):
+        ptx = arch.compiled(arch.AttentionConfig("bfloat16", normalize=False, splits=splits)).artifacts.PTX
+        assert ptx.count("griddepcontrol.launch_dependents") == splits
 
 
 def test_launched_behind_another_kernel_of_one_host_function():
