@@ -33,6 +33,7 @@ PREFILL = [
 # (batch, keys, D) of 64 query and 8 KV heads
 DECODE = [(batch, keys, d) for d in (128, 64) for batch, keys in ((32, 8192), (128, 1024), (1, 65536))]
 PAGES = (16, 32, 64, 128)
+PAGED_PREFILL = [(2, 4096, d) for d in (128, 64, 256)]  # batch, length, D of 32 query and 8 KV heads
 # (batch, heads, queries, keys) of D 512, K and V one tensor of one head, not causal
 SHARED = [
     (128, 128, 1, 1152),
@@ -142,37 +143,49 @@ def decode() -> list[list]:
     return rows
 
 
-def paged() -> list[list]:
-    """Decode through a page table in random order against dense keys."""
-    rows = []
+def paged_inputs():
+    """(name, q, k, v, causal): decoding, and prefill."""
     for batch, keys, d in DECODE:
-        if batch == 1:
-            continue
-        q, k, v = decode_inputs(batch, keys, d)
+        if batch > 1:
+            yield f"B{batch} L{keys} 64/8 heads D{d}", *decode_inputs(batch, keys, d), False
+    for batch, length, d in PAGED_PREFILL:
+        q, k, v = (random(batch, length, heads, d) for heads in (32, 8, 8))
+        yield f"B{batch} S{length} 32/8 heads D{d} causal", q, k, v, True
+
+
+def paged() -> list[list]:
+    """Through a page table in random order against dense keys."""
+    rows = []
+    for name, q, k, v, causal in paged_inputs():
+        batch, keys = k.shape[:2]
         out = torch.empty_like(q)
         lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
-        dense = gpu_bench.graph_time(
-            lambda q=q, k=k, v=v, out=out: attention(q, k, v, out=out), [()], calls=8
-        )
-        expected = out.clone()
-        cells = []
+
+        def dense(q=q, k=k, v=v, causal=causal, out=out):
+            return attention(q, k, v, causal=causal, out=out)
+
+        calls, expected = {"dense": dense}, dense().clone()
         for size in PAGES:
             pages = batch * keys // size
             order = torch.randperm(pages, device="cuda")
             stored = []
             for tensor in (k, v):
-                stored.append(torch.empty(pages, size, 8, d, device="cuda", dtype=BF16))
-                stored[-1][order] = tensor.view(pages, size, 8, d)
-            table = order.view(batch, -1).int()
+                stored.append(torch.empty(pages, size, *tensor.shape[2:], device="cuda", dtype=BF16))
+                stored[-1][order] = tensor.view(pages, size, *tensor.shape[2:])
+            options = {"kv_lengths": lengths, "page_table": order.view(batch, -1).int(), "causal": causal}
 
-            def call(q=q, stored=stored, lengths=lengths, table=table, out=out):
-                return attention(q, *stored, kv_lengths=lengths, page_table=table, out=out)
+            def call(q=q, stored=stored, options=options, out=out):
+                return attention(q, *stored, **options, out=out)
 
             out.fill_(torch.nan)
             call()
             agree(f"pages of {size}", out, expected)
-            cells.append(gpu_bench.graph_time(call, [()], calls=8) / dense)
-        rows.append([f"B{batch} L{keys} 64/8 heads D{d}", dense, *cells])
+            calls[size] = call
+        if causal:
+            times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
+        else:
+            times = {key: gpu_bench.graph_time(call, [()], calls=8) for key, call in calls.items()}
+        rows.append([name, times["dense"], *(times[size] / times["dense"] for size in PAGES)])
     return rows
 
 

@@ -220,16 +220,19 @@ def hopper() -> str:
     rows = []
     uses = (
         ("prefill", hopper_shapes.PREFILL),
+        ("long prefill", hopper_shapes.LONG),
         ("narrow windows", hopper_shapes.NARROW),
+        ("a bias", hopper_shapes.BIASED),
         ("decode", hopper_shapes.DECODE),
+        ("decode, keys split", hopper_shapes.SPLIT),
         ("K and V one tensor", hopper_shapes.SHARED),
     )
+    printed = set()
     for use, shapes in uses:
         for head_dim, shape in shapes.items():
-            if shapes is hopper_shapes.NARROW and shape == hopper_shapes.PREFILL[head_dim]:
-                continue
-            if shapes is hopper_shapes.DECODE and shape == hopper_shapes.PREFILL[head_dim]:
-                continue
+            if (head_dim, shape) in printed and shapes is not hopper_shapes.SHARED:
+                continue  # the same as a table before
+            printed.add((head_dim, shape))
             shared = shapes is hopper_shapes.SHARED
             c = hopper_config.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared)
             rows.append(

@@ -60,6 +60,7 @@ class Workload:
     window: tuple[int, int] | None = None
     causal: bool = False
     sink: bool = False
+    bias: bool = False
     num_splits: int | None = None
 
     def tensors(self, device: str) -> tuple[tuple, dict]:
@@ -72,6 +73,8 @@ class Workload:
         options = {"causal": self.causal, "window": self.window, "num_splits": self.num_splits}
         if self.sink:
             options["sink"] = torch.zeros(self.q[2], device=device)
+        if self.bias:
+            options["bias"] = random((1, 1, self.q[1], self.kv[1]))
         return operands, options
 
     def problem(self) -> AttentionProblem:
@@ -82,14 +85,16 @@ class Workload:
         return self.work / microseconds * 1e-6
 
 
-def prefill(batch, heads, length, dim, window=None) -> Workload:
-    """Causal; with a window, of so many keys and with a sink."""
-    pairs = length * window if window else length * length / 2
-    text = f"B{batch} H{heads} S{length} D{dim} causal" + (f", window {window}, sink" if window else "")
+def prefill(batch, heads, length, dim, window=None, causal=True, bias=False) -> Workload:
+    """window: of so many keys, with a sink. bias: one for all heads."""
+    pairs = length * window if window else length * length / (2 if causal else 1)
+    text = f"B{batch} H{heads} S{length} D{dim} {'causal' if causal else 'not causal'}"
+    text += (f", window {window}, sink" if window else "") + (", bias" if bias else "")
     shape = (batch, length, heads, dim)
     band = (window - 1, 0) if window else None
     flops = 4 * batch * heads * pairs * dim
-    return Workload(text, shape, shape, "TFLOP/s", flops, causal=True, window=band, sink=bool(window))
+    options = {"causal": causal, "window": band, "sink": bool(window), "bias": bias}
+    return Workload(text, shape, shape, "TFLOP/s", flops, **options)
 
 
 def decode(batch, keys, dim, heads=64, heads_kv=8) -> Workload:
@@ -143,26 +148,34 @@ class Row:
 TWO_64 = several(2, (128, 160, 176), (2, 4))
 THREE_64 = several(3, (64, 80, 96, 112, 128), (2, 4), (160, 32))
 TWO_128 = several(2, (64, 80, 96, 112, 128, 144), (2, 3))
+THREE_128 = several(3, (64, 80), (2,), (160, 32))
 TWO_256 = several(2, (48, 64, 80), (2,))
 HALVES = several(2, (16, 32), (2, 3), column_parts=(2,))
 EXCHANGES = several(2, (64,), (2,), column_parts=(2,))
 
 ROWS = [
     Row("PREFILL", 64, prefill(2, 32, 8192, 64), [*TWO_64, *THREE_64]),
-    Row("PREFILL", 128, prefill(2, 32, 8192, 128), [*TWO_128, *several(3, (64, 80), (2,), (160, 32))]),
+    Row("PREFILL", 128, prefill(8, 32, 2048, 128), [*TWO_128, *THREE_128]),
+    Row("LONG", 128, prefill(2, 32, 8192, 128), [*TWO_128, *THREE_128]),
+    Row("LONG", 128, prefill(8, 32, 2048, 128, causal=False), [*TWO_128, *THREE_128]),
     Row("PREFILL", 256, prefill(2, 16, 8192, 256), TWO_256),
+    Row("PREFILL", 256, prefill(8, 16, 2048, 256), TWO_256),
     Row("NARROW", 64, prefill(2, 32, 8192, 64, window=128), [*several(2, (64, 128), (2, 4)), *THREE_64]),
     Row("NARROW", 128, prefill(2, 32, 8192, 128, window=128), several(2, (64, 96, 128), (2, 3))),
     Row("NARROW", 256, prefill(2, 16, 8192, 256, window=128), TWO_256),
+    Row("BIASED", 64, prefill(1, 32, 4096, 64, causal=False, bias=True), [*TWO_64, *THREE_64]),
+    Row("BIASED", 128, prefill(1, 32, 4096, 128, causal=False, bias=True), [*TWO_128, *THREE_128]),
     *(
-        Row("DECODE", dim, decode(batch, keys, dim), one())
+        Row(table, dim, decode(batch, keys, dim), one())
         for dim in (64, 128)
-        for batch, keys in ((32, 8192), (128, 1024), (1, 65536))
+        for table, batch, keys in (
+            ("DECODE", 32, 8192), ("DECODE", 128, 1024), ("SPLIT", 1, 65536), ("SPLIT", 4, 8192),
+        )
     ),
     Row("DECODE", 256, decode(32, 4096, 256), one((32, 48, 64, 80))),
     Row("PREFILL", 512, prefill(1, 16, 4096, 512), HALVES),
     Row("SHARED", 512, shared(128, 1152), EXCHANGES),
-]
+]  # fmt: skip
 SECTIONS = [
     prefill(*sizes)
     for sizes in ((2, 32, 8192, 64), (2, 32, 8192, 128), (2, 16, 8192, 256), (1, 16, 16384, 256), (8, 32, 2048, 128))
@@ -175,13 +188,13 @@ def spill_free(row: Row, native: bool) -> Iterator[tuple[Shape, str]]:
     """Every candidate and, first of all, the present shape, each with "" or with why it is none."""
     problem = row.workload.problem()
     for shape in dict.fromkeys([row.present, *row.candidates]):
-        yield shape, refusal(problem, shape, native)
+        yield shape, refusal(problem, shape, native, splits=row.table == "SPLIT")
 
 
-def refusal(problem: AttentionProblem, shape: Shape, native: bool) -> str:
+def refusal(problem: AttentionProblem, shape: Shape, native: bool, splits: bool = False) -> str:
     """Why a shape is no candidate, "" where it is one. What certainly does not fit is not compiled."""
     try:
-        config = sm90.AttentionConfig.of(problem, shape=shape)
+        config = sm90.AttentionConfig.of(problem, shape=shape, splits=splits)
     except AssertionError:
         return "over budget"
     except UnsupportedProblem as error:

@@ -20,7 +20,7 @@ from warpspec.fmha.features import (
     features,
 )
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import DECODE, NARROW, NARROW_KEYS, PREFILL, SHARED, WARPGROUP_ROWS, Shape
+from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape
 
 WARPGROUP_THREADS = 128
 SMEM_PER_SM = 228 * 1024  # bytes, sm_90a
@@ -35,18 +35,6 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of two consumers that exchange their row sums
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
-
-
-def shapes_for(problem: AttentionProblem, pack: int) -> dict[int, Shape]:
-    """The table that suits a problem, by head dimension."""
-    if problem.shared_kv and problem.head_dim in SHARED:
-        return SHARED
-    if problem.paged or -(-problem.seq_q // (WARPGROUP_ROWS // pack)) == 1:
-        return DECODE
-    right = 0 if problem.causal else problem.window_right
-    if problem.window_left is not None and right is not None:
-        return NARROW if problem.window_left + right < NARROW_KEYS else PREFILL
-    return PREFILL
 
 
 @dataclass(frozen=True)
@@ -70,11 +58,11 @@ class AttentionConfig(KernelFeatures):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
-        pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
-        if shape is None:
-            shape = shapes_for(problem, pack)[problem.head_dim]
         if problem.paged and problem.page_size not in PAGE_SIZES:
             raise UnsupportedProblem(f"sm90 attention: page_size={problem.page_size} is not supported")
+        pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
+        if shape is None:
+            shape = choose_shape(problem, pack, splits)
         return cls(**features(problem, pack=pack, splits=splits), shape=shape)
 
     @property

@@ -1,12 +1,14 @@
-"""Tile shapes of the sm_90a attention kernel by head dimension: the tuning table.
+"""Tile shapes of the sm_90a attention kernel by head dimension: the tuning tables, and which of them a problem gets.
 
-``scripts/tune_attention.py`` remakes it; docs/attention_tuning.md has what it measured for these shapes and the others
-(H200, 2026-11-22), in comments here what was measured for these. Shapes within 3 percent were not told apart.
+``scripts/tune_attention.py`` times these shapes and others; docs/attention_tuning.md has what it measured (H200).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from warpspec.fmha.problem import AttentionProblem
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 
@@ -28,22 +30,53 @@ class Shape:
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
 PREFILL = {
-    64: Shape(3, 128, 4, 1, 160, 32),  # causal B2 H32 S8192: 462 TFLOP/s; of 12 the best 474
-    128: Shape(2, 128, 2, 1, 240, 24),  # causal B2 H32 S8192: 596 TFLOP/s; of 13 the best 616
-    256: Shape(2, 80, 2, 1, 240, 24),  # causal B2 H16 S8192: 682 TFLOP/s; of 3 the best 694
-    512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),  # causal B2 H16 S4096: 414 TFLOP/s; not tuned
+    64: Shape(3, 128, 4, 1, 160, 32),
+    128: Shape(2, 128, 2, 1, 240, 24),
+    256: Shape(2, 64, 2, 1, 240, 24),
+    512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),
 }
+# So many rows that those which a larger tile has too many weigh little.
+LONG = {**PREFILL, 128: Shape(3, 80, 2, 1, 160, 32)}
+LONG_ROWS = 2048  # of a KV head
+LONG_CAUSAL_ROWS = 8192  # a tile's keys that half of its rows do not see weigh, too
+# Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
+NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24)}
+NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
+# With a bias: its elements and addresses take registers, too.
+BIASED = {**NARROW, 64: Shape(3, 80, 4, 1, 160, 32), 128: Shape(2, 96, 3, 1, 240, 24)}
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
-    64: Shape(1, 128, 3, 2, 208, 48),  # 64/8 heads, B32 L8192: 4.16 TB/s; of 15 the best 4.29
-    128: Shape(1, 64, 3, 2, 208, 48),  # 64/8 heads, B32 L8192: 4.38 TB/s; of 9 the best 4.40
-    256: Shape(1, 64, 3, 1, 240, 24),  # 64/8 heads, B32 L4096: 4.30 TB/s; of 4 the best 4.34
+    64: Shape(1, 128, 2, 2, 208, 48),
+    128: Shape(1, 64, 2, 2, 208, 48),
+    256: Shape(1, 64, 3, 1, 240, 24),
     512: PREFILL[512],
 }
-# Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
-# Window 128 with a sink, S8192: D 64 97 TFLOP/s (best of 10); 128 155 (157); 256 189 (with 80 keys a tile 140).
-NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24), 256: Shape(2, 64, 2, 1, 240, 24)}
-NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
-# K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many.
-# 128 heads, 4096 queries over 4096 keys: 606 TFLOP/s. Nothing else fits: two tiles of 64 keys beside Q.
+# The same with split keys, where an SM may have one CTA only.
+SPLIT = {**DECODE, 64: Shape(1, 128, 3, 2, 208, 48), 128: Shape(1, 64, 3, 2, 208, 48)}
+# K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many. Nothing else fits.
 SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
+
+
+def choose_shape(problem: AttentionProblem, pack: int, splits: bool) -> Shape:
+    """The shape for a problem of which ``pack`` heads of a KV group share a tile; splits: for a part of the keys."""
+    dim, rows = problem.head_dim, problem.seq_q * pack
+    if problem.shared_kv and dim in SHARED:
+        return SHARED[dim]
+    if problem.seq_q <= WARPGROUP_ROWS // pack:
+        return (SPLIT if splits else DECODE)[dim]
+    for table in tables(problem, rows):
+        keys, page = table[dim].tile_n, problem.page_size or 1
+        if keys % page == 0 or page % keys == 0:
+            return table[dim]
+    raise AssertionError(f"no shape for pages of {page} keys")  # tiles of a power of two fit all pages
+
+
+def tables(problem: AttentionProblem, rows: int) -> Iterator[dict[int, Shape]]:
+    """What suits many rows, best first; the tiles of the last fit all pages."""
+    left, right = problem.window_left, 0 if problem.causal else problem.window_right
+    if problem.has_bias:
+        yield BIASED
+    elif left is None and rows >= (LONG_ROWS if right is None else LONG_CAUSAL_ROWS):
+        yield LONG
+    narrow = left is not None and right is not None and left + right < NARROW_KEYS
+    yield NARROW if narrow or problem.has_bias else PREFILL

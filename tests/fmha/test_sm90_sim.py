@@ -1,15 +1,20 @@
 """The sm90 attention kernel, compiled for sm_90a and executed in the simulator."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from page_layouts import paged
 
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90, sm100
-from warpspec.fmha.sm90.shapes import DECODE, NARROW, PREFILL, SHARED
+from warpspec.fmha.features import PAGE_SIZES
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90 import shapes
+from warpspec.fmha.sm90.shapes import BIASED, DECODE, LONG, NARROW, PREFILL, SHARED, SPLIT
 
 BY_ID = {case.id: case for case in CASES}
 
@@ -46,6 +51,45 @@ def test_cases(name, head_dim):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_case(case, head_dim):
     run(replace(case, head_dim=head_dim))
+
+
+@pytest.fixture
+def always_long(monkeypatch):
+    """The shapes of many rows, for few."""
+    monkeypatch.setattr(shapes, "LONG_ROWS", 0)
+    monkeypatch.setattr(shapes, "LONG_CAUSAL_ROWS", 0)
+
+
+@pytest.mark.parametrize("name", [
+    "three-tiles", "past-a-tile", *(pytest.param(name, marks=pytest.mark.long) for name in (
+        "state", "lengths-causal", "group-3-odd-queries", "q-start", "sink", "poison-causal", "data-creeping",
+    ))
+])  # fmt: skip
+def test_the_shape_of_many_rows(always_long, name):
+    case = replace(BY_ID[name], head_dim=128)
+    assert sm90.plan(AttentionProblem.check(**arguments(case, 0)))[0].shape == LONG[128]
+    run(case, num_splits=1)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size", "causal"), [
+    (64, 16, True), (128, 64, False), (256, 128, True),
+    *(pytest.param(*other, marks=pytest.mark.long) for other in itertools.product(PREFILL, PAGE_SIZES, (False, True))),
+])  # fmt: skip
+def test_many_queries_through_pages(head_dim, page_size, causal):
+    """As many as are computed together without pages."""
+    lengths, seq_k = (200, 77, 256), 256
+    case = Case(
+        "pages", batch=3, seq_q=70, seq_k=seq_k, heads_q=4, heads_kv=2, head_dim=head_dim, causal=causal, sink=True,
+        kv_lengths=lengths,
+    )  # fmt: skip
+    inputs = arguments(case, 0)
+    pages, table = paged((inputs["k"], inputs["v"]), lengths, page_size)
+    out = poisoned_out(case)
+    through = {**inputs, "k": pages[0], "v": pages[1], "page_table": table}
+    result = attention(**through, out=out, return_lse=True, num_splits=1, backend="sim")
+    check(case, result, inputs)
+    config = sm90.plan(AttentionProblem.check(**through))[0]
+    assert config.consumers > 1 and config.tile_n % config.page_keys == 0
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -97,11 +141,8 @@ VARIANTS = {
     "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 8},
     "shared": {"shared_kv": True, "causal": True, "pack": 8, "negate": True},
 }
-SHAPES = list(
-    dict.fromkeys(
-        (head_dim, shape) for table in (PREFILL, NARROW, DECODE) for head_dim, shape in table.items()
-    )
-)
+TABLES = (PREFILL, LONG, NARROW, DECODE, SPLIT)
+SHAPES = list(dict.fromkeys((head_dim, shape) for table in TABLES for head_dim, shape in table.items()))
 
 
 def spilled_bytes(head_dim, shape, variant) -> int:
@@ -125,3 +166,23 @@ def test_the_largest_shapes_do_not_spill(head_dim):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nothing_spills(shape, variant):
     assert spilled_bytes(*shape, variant) == 0
+
+
+BIASES = {
+    "bfloat16": {"bias": "bfloat16"},
+    "causal": {"bias": "bfloat16", "bias_heads": True, "bias_batches": True, "causal": True, "has_sink": True},
+    "everything": {
+        "bias": "float32", "bias_heads": True, "bias_batches": True, "causal": True, "has_left": True, "negate": True,
+        "has_kv_lengths": True, "has_q_start": True, "has_sink": True, "has_lse": True, "key_stride": 4, "pack": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "bias"), [
+    pytest.param(head_dim, bias, marks=[pytest.mark.long] * ((head_dim, bias) != (64, "everything")))
+    for head_dim, bias in itertools.product(BIASED, BIASES)
+])  # fmt: skip
+def test_a_bias_spills_nothing(head_dim, bias):
+    config = sm90.AttentionConfig(dtype="bfloat16", head_dim=head_dim, shape=BIASED[head_dim], **BIASES[bias])
+    (kernel,) = resources(sm90.compiled(config)).values()
+    assert kernel.local_bytes == 0
