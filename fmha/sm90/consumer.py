@@ -111,8 +111,8 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
 @dataclass(frozen=True)
 class Work:
     """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer, a
-    plain int where P is exchanged; thread: 0..127 of it. use: KV tiles that this CTA has done before. v_base: Uint8
-    pointer to the first V stage."""
+    plain int where P is exchanged; thread: 0..127 of it. use: KV tiles that this CTA has done before; q_use: of the Q
+    ring. v_base: Uint8 pointer to the first V stage."""
 
     config: object
     channels: dict
@@ -123,6 +123,7 @@ class Work:
     group: Int32 | int
     thread: Int32
     use: Int32
+    q_use: Int32
     scale_log2: Float32
     v_base: cute.Pointer
 
@@ -160,6 +161,14 @@ class Work:
             cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP_THREADS)
 
 
+@cute.jit
+def release_q(work, step, every: cutlass.Constexpr):
+    """QK of the step-th KV tile is over; where it was this consumer's last, which takes one tile of ``every``, Q is
+    no longer needed: the next rows' comes in under softmax, PV and epilogue."""
+    if step >= work.span.count - every:
+        work.channels["q_empty"].arrive_warp(work.q_use)
+
+
 def pass_turn(config, group) -> None:
     """It is the turn of the consumer after ``group``."""
     if config.takes_turns:
@@ -173,7 +182,7 @@ def attend(work):
 
     Returns (references, maxima, row sums), each of the thread's two rows; sums are of the thread's own columns.
     Consumes: k_full before QK, v_full before PV. Produces: k_empty after QK (after PV where V is K), v_empty after
-    PV, one arrival a warp.
+    PV, q_empty after the last QK, one arrival a warp.
     """
     config, span = work.config, work.tile.span
     work.mma.o.fill(0.0)
@@ -183,6 +192,7 @@ def attend(work):
         work.issue_qk(0)
         warpgroup.wait_group(0)
         work.release_k(0)
+        release_q(work, 0, 1)
         state, _, _ = weigh(work, 0, state, True)
         keep_weights(work.mma)
     whole, partial = unmasked_steps(config, span)
@@ -223,6 +233,7 @@ def advance(work, step, state, masked: cutlass.Constexpr):
     pass_turn(work.config, work.group)
     warpgroup.wait_group(1)  # S; PV goes on
     work.release_k(step)
+    release_q(work, step, 1)
     state, factors, moved = weigh(work, step, state, masked)
     warpgroup.wait_group(0)
     work.v_empty.arrive_warp(work.use + step - 1)

@@ -35,6 +35,7 @@ from warpspec.fmha.sm90.consumer import (
     keep_weights,
     make_qk,
     multiply,
+    release_q,
     rescale,
     unmasked_steps,
     weigh,
@@ -124,17 +125,20 @@ class Exchange:
 def attend_in_turn(exchange):
     """This consumer's part of O, in ``work.mma.o``, and the row statistics of one tile: as ``consumer.attend``.
 
-    Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, one arrival a warp.
+    Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival a warp.
     """
     work, config = exchange.work, exchange.config
     span = work.tile.span
     work.mma.o.fill(0.0)
     state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
     first = (work.use + exchange.part) % TURNS  # own tiles: first, first + TURNS, ...
+    if (first == 1) & (span.count == 1):
+        release_q(work, 0, 1)  # without QK
     if (first == 0) & (span.count > 0):
         for half in cutlass.range_constexpr(HALVES):
             exchange.issue_qk(0, half)
         warpgroup.wait_group(0)
+        release_q(work, 0, TURNS)
         state = weigh_and_add(exchange, 0, state, True)
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
@@ -165,6 +169,7 @@ def turn(exchange, step, state, masked: cutlass.Constexpr):
     warpgroup.wait_group(1)  # PV; QK goes on
     exchange.release_other(step - 1)
     warpgroup.wait_group(0)
+    release_q(exchange.work, step, TURNS)
     return weigh_and_add(exchange, step, state, masked)
 
 

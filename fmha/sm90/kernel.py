@@ -181,7 +181,7 @@ def consume(
 ):
     """One consumer: the CTA's tiles, one after another. group: which; known at compile time where P is exchanged.
 
-    Consumes: q_full; k_full and v_full (``consumer.attend``). Produces: q_empty when QK of a tile is over.
+    Consumes: q_full; what ``consumer.attend`` says. Produces: the same.
     """
     thread = thread % WARPGROUP_THREADS
     rows_group, part = group // config.column_parts, group % config.column_parts
@@ -200,13 +200,14 @@ def consume(
         if cutlass.const_expr(config.bias is not None):
             places = (place(config, tile, rows_group, row) for row in mine)
             biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
-        work = Work(config, channels, mma, tile, mine, biases, group, thread, use, scale_log2, shared.v)
+        work = Work(
+            config, channels, mma, tile, mine, biases, group, thread, use, q_use, scale_log2, shared.v
+        )
         if cutlass.const_expr(config.exchanges):
             state = attend_in_turn(Exchange(work, shared, tile_use))
         else:
             state = attend(work)
         if tile.span.count > 0:
-            channels["q_empty"].arrive_warp(q_use)
             tile_use += 1
         use += tile.span.count
         epilogue(config, tile, mine, rows_group, part, state, flat(mma.o), operands, scale_log2)
