@@ -35,7 +35,6 @@ from warpspec.fmha.sm90.consumer import (
     keep_weights,
     make_qk,
     multiply,
-    release_q,
     rescale,
     unmasked_steps,
     weigh,
@@ -133,12 +132,12 @@ def attend_in_turn(exchange):
     state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
     first = (work.use + exchange.part) % TURNS  # own tiles: first, first + TURNS, ...
     if (first == 1) & (span.count == 1):
-        release_q(work, 0, 1)  # without QK
+        release_q(work, 0)  # without QK
     if (first == 0) & (span.count > 0):
         for half in cutlass.range_constexpr(HALVES):
             exchange.issue_qk(0, half)
         warpgroup.wait_group(0)
-        release_q(work, 0, TURNS)
+        release_q(work, 0)
         state = weigh_and_add(exchange, 0, state, True)
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
@@ -155,6 +154,13 @@ def attend_in_turn(exchange):
     return state
 
 
+@cute.jit
+def release_q(work, step):
+    """QK of the step-th KV tile is over: if it was this consumer's last, the next rows' Q may come in meanwhile."""
+    if step >= work.span.count - TURNS:
+        work.channels["q_empty"].arrive_warp(work.q_use)
+
+
 def own_below(at, start):
     """How many of the tiles start, start + TURNS, ... lie below ``at``."""
     return cutlass.max(at - start + TURNS - 1, 0) // TURNS
@@ -169,7 +175,7 @@ def turn(exchange, step, state, masked: cutlass.Constexpr):
     warpgroup.wait_group(1)  # PV; QK goes on
     exchange.release_other(step - 1)
     warpgroup.wait_group(0)
-    release_q(exchange.work, step, TURNS)
+    release_q(exchange.work, step)
     return weigh_and_add(exchange, step, state, masked)
 
 

@@ -36,7 +36,7 @@ PREFILL = {
     512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),
 }
 # So many rows that those which a larger tile has too many weigh little.
-LONG = {**PREFILL, 128: Shape(3, 80, 2, 1, 160, 32)}
+LONG = {128: Shape(3, 80, 2, 1, 160, 32)}  # others: PREFILL
 LONG_ROWS = 2048  # of a KV head
 LONG_CAUSAL_ROWS = 8192  # a tile's keys that half of its rows do not see weigh, too
 # Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
@@ -64,11 +64,9 @@ def choose_shape(problem: AttentionProblem, pack: int, splits: bool) -> Shape:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:
         return (SPLIT if splits else DECODE)[dim]
-    for table in tables(problem, rows):
-        keys, page = table[dim].tile_n, problem.page_size or 1
-        if keys % page == 0 or page % keys == 0:
-            return table[dim]
-    raise AssertionError(f"no shape for pages of {page} keys")  # tiles of a power of two fit all pages
+    page = problem.page_size or 1
+    found = (table[dim] for table in tables(problem, rows) if dim in table)
+    return next(shape for shape in found if shape.tile_n % page == 0 or page % shape.tile_n == 0)
 
 
 def tables(problem: AttentionProblem, rows: int) -> Iterator[dict[int, Shape]]:
