@@ -51,7 +51,8 @@ class Combine:
         partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32. sink: [Hq]. o:
         [B, Sq, Hq, D], D contiguous. lse, row_max, row_sum: [B, Hq, Sq] fp32. What the configuration lacks
         is None. A programmatic dependent launch: the kernel starts once every CTA of the launch before has run
-        ``griddepcontrol.launch_dependents``, as the attention kernels do at their start, and waits for its end.
+        ``griddepcontrol.launch_dependents``, as the attention kernels' do at their start, or has ended; and it waits
+        for the end of that launch.
         """
         batch, seq_q, heads, _ = o.shape
         parts = batch * seq_q * heads * self.config.chunks

@@ -14,8 +14,11 @@ BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
 PAGE_SIZES = (16, 32, 64, 128)  # keys; a page's rows start where the 128-byte swizzle does, every 8 rows
 
-# Where so few queries are decoded, the weight of a key that has much of its row is exactly 1. Otherwise its rounding
-# error would be O's: no other weights average it out, nor other rows of the same head.
+# The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
+# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
+# reference follows every step: then the largest P of a row is exactly 1, and its rounding error 0. Nothing less
+# will do: keys of one weight that is not 1 share its error, however light each is.
+RESCALE_THRESHOLD = 8.0
 EXACT_QUERIES = 8
 
 
@@ -27,9 +30,8 @@ class KernelFeatures:
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
     partial results, one for each split of the keys, are written. page_size: keys of a page of K and V, 0 where they are
-    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. exact_peaks: O is
-    rescaled wherever a new maximum outweighs its row (``softmax.move_reference``). The rest: which optional operands
-    there are.
+    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. exact_maximum: O is
+    rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
     dtype: str
@@ -51,13 +53,18 @@ class KernelFeatures:
     bias: str | None = None
     bias_heads: bool = False
     bias_batches: bool = False
-    exact_peaks: bool = False
+    exact_maximum: bool = False
 
     def __post_init__(self):
         assert self.bias in (None, *BIAS_BYTES)
         assert self.page_size in (0, *PAGE_SIZES)
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
+
+    @property
+    def rescale_threshold(self) -> float:
+        """Powers of two that the reference may lag behind the maximum."""
+        return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
 
     @property
     def blocks(self) -> int:
@@ -133,7 +140,7 @@ def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
         "bias": str(problem.bias_dtype).removeprefix("torch.") if problem.has_bias else None,
         "bias_heads": problem.has_bias and problem.bias_heads,
         "bias_batches": problem.has_bias and problem.bias_batches,
-        "exact_peaks": problem.seq_q <= EXACT_QUERIES,
+        "exact_maximum": problem.seq_q <= EXACT_QUERIES,
     }
 
 

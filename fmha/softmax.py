@@ -3,8 +3,8 @@ rescale rule is FlashAttention-4's).
 
 State: ``reference`` (raw score units, not scaled) and ``row_sum`` = sum of 2**(scale_log2 * (s - reference))
 over the scores seen so far; O is accumulated in the same units. The reference need not be the maximum: any
-value gives the same quotient O / row_sum. So it moves only when the maximum has outgrown it by too much
-(``move_reference``), and only then must O be rescaled. Before any score is seen both are -inf and 0.
+value gives the same quotient O / row_sum. So it moves only when the maximum has outgrown it by more than a
+threshold, and only then must O be rescaled. Before any score is seen both are -inf and 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,6 @@ from cutlass import Boolean, Float32, Int32
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-
-# Powers of two that the running maximum may be above the reference: P then stays below 2**8, well within fp16 and
-# bf16, and sums of it within fp32.
-FURTHEST = 8.0
-LIGHT = 1 / 8  # of a row's sum: a weight whose rounding to 16 bits is small beside O's own
 
 FP32_MANTISSA_BITS = 23
 FP32_EXPONENT_BIAS = 127
@@ -45,20 +40,15 @@ def maximum(scores: cute.Tensor) -> Float32:
     return cute.arch.fmax(cute.arch.fmax(partial[0], partial[1]), cute.arch.fmax(partial[2], partial[3]))
 
 
-def move_reference(reference, row_maximum, scale_log2, row_sum=None):
+def move_reference(reference, row_maximum, scale_log2, threshold):
     """-> (new reference, factor for O and row_sum, whether it moved).
 
-    row_maximum: over all scores so far. The reference moves to it from further than FURTHEST; with a ``row_sum``
-    (before these scores, of the row or a part of it) also where the maximum's weight would be above LIGHT of
-    that: so heavy a weight is then 1, which 16 bits hold exactly. From -inf it moves as soon as there is a score,
-    with factor 0: nothing was summed before.
+    row_maximum: over all scores so far. The reference follows it only when it lags by more than ``threshold``
+    powers of two. From -inf it moves as soon as there is a score, with factor 0: nothing was summed before.
     """
     lag = (row_maximum - reference) * scale_log2
-    moved = Boolean(lag > FURTHEST)  # -inf - -inf is NaN: not moved
-    shrink = cute.math.exp2(-lag, fastmath=True)
-    if row_sum is not None:
-        moved = moved | (Boolean(lag > 0.0) & Boolean(shrink * row_sum * LIGHT < 1.0))
-    factor = Float32(cutlass.select_(moved, shrink, Float32(1.0)))
+    moved = Boolean(lag > threshold)  # -inf - -inf is NaN: not moved
+    factor = Float32(cutlass.select_(moved, cute.math.exp2(-lag, fastmath=True), Float32(1.0)))
     return Float32(cutlass.select_(moved, row_maximum, reference)), factor, moved
 
 

@@ -223,6 +223,7 @@ def hopper() -> str:
         ("long prefill", hopper_shapes.LONG),
         ("narrow windows", hopper_shapes.NARROW),
         ("a bias", hopper_shapes.BIASED),
+        ("a bias and pages", hopper_shapes.BIASED_PAGES),
         ("decode", hopper_shapes.DECODE),
         ("decode, keys split", hopper_shapes.SPLIT),
         ("K and V one tensor", hopper_shapes.SHARED),

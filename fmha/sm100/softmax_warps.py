@@ -107,8 +107,7 @@ def tile_step(
     if cutlass.const_expr(masked):
         hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
-    before = row_sum if config.exact_peaks else None
-    reference, factor, moved = move_reference(reference, row_maximum, scale_log2, before)
+    reference, factor, moved = move_reference(reference, row_maximum, scale_log2, config.rescale_threshold)
     reference, factor = share(config, row, reference), share(config, row, factor)
     polynomial_every = 0 if masked else config.shape.polynomial_every
     row_sum = row_sum * factor + exponentiate(

@@ -20,7 +20,7 @@ from warpspec.fmha.features import (
     features,
 )
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape
+from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape, fits_pages
 
 WARPGROUP_THREADS = 128
 SMEM_PER_SM = 228 * 1024  # bytes, sm_90a
@@ -48,6 +48,7 @@ class AttentionConfig(KernelFeatures):
         assert 1 <= self.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
+        assert fits_pages(self.tile_n, self.page_size)
         if self.exchanges:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM

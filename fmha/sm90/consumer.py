@@ -7,7 +7,6 @@ one's softmax lies under another's products.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,8 +110,8 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
 @dataclass(frozen=True)
 class Work:
     """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer, a
-    plain int where P is exchanged; thread: 0..127 of it. use: KV tiles that this CTA has done before; q_use: of the Q
-    ring. v_base: Uint8 pointer to the first V stage."""
+    plain int where P is exchanged; thread: 0..127 of it. use: KV tiles that this CTA has done before; q_use: number of
+    this tile's Q in its ring. v_base: Uint8 pointer to the first V stage."""
 
     config: object
     channels: dict
@@ -196,7 +195,7 @@ def attend(work):
             state = advance(work, step, state, True)
     if span.count > 0:
         last = span.count - 1
-        work.channels["q_empty"].arrive_warp(work.q_use)  # in the loop, a branch for it costs 3 to 5% (H200)
+        work.channels["q_empty"].arrive_warp(work.q_use)  # earlier, by a branch in the loop: slower
         work.v_full.wait(work.use + last)
         work.issue_pv(last)
         warpgroup.wait_group(0)
@@ -277,8 +276,9 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
             softmax.hide(scores, half, row.first - origin if config.has_left else None, row.end - origin)
         highest = softmax.over_quad(softmax.maximum(scores, half), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[half], highest)
-        before = softmax.over_quad(sums[half], operator.add) if config.exact_peaks else None
-        reference, factor, moved = move_reference(references[half], highest, scale_log2, before)
+        reference, factor, moved = move_reference(
+            references[half], highest, scale_log2, config.rescale_threshold
+        )
         total = softmax.exponentiate(scores, half, reference, scale_log2)
         total = sums[half] * factor + total
         new.append((reference, highest, total, factor, moved))

@@ -181,7 +181,7 @@ def consume(
 ):
     """One consumer: the CTA's tiles, one after another. group: which; known at compile time where P is exchanged.
 
-    Consumes: q_full; what ``consumer.attend`` says. Produces: the same.
+    Consumes: q_full, and what ``consumer.attend`` or ``exchange.attend_in_turn`` does. Produces: what they do.
     """
     thread = thread % WARPGROUP_THREADS
     rows_group, part = group // config.column_parts, group % config.column_parts

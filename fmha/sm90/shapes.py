@@ -35,15 +35,17 @@ PREFILL = {
     256: Shape(2, 64, 2, 1, 240, 24),
     512: Shape(2, 32, 2, 1, 240, 24, column_parts=2),
 }
-# So many rows that those which a larger tile has too many weigh little.
+# So many rows that the idle ones of a larger tile weigh little, and so many tiles that those of the last round do.
 LONG = {128: Shape(3, 80, 2, 1, 160, 32)}  # others: PREFILL
-LONG_ROWS = 2048  # of a KV head
+LONG_ROWS = 2048  # queries times heads that share a tile
 LONG_CAUSAL_ROWS = 8192  # a tile's keys that half of its rows do not see weigh, too
+LONG_TILES = 528  # four for each SM
 # Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
 NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24)}
 NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
 # With a bias: its elements and addresses take registers, too.
 BIASED = {**NARROW, 64: Shape(3, 80, 4, 1, 160, 32), 128: Shape(2, 96, 3, 1, 240, 24)}
+BIASED_PAGES = {**NARROW, 128: Shape(2, 64, 3, 1, 240, 24)}  # the same for pages that do not fit those
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 2, 2, 208, 48),
@@ -58,23 +60,39 @@ SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
 
 
 def choose_shape(problem: AttentionProblem, pack: int, splits: bool) -> Shape:
-    """The shape for a problem of which ``pack`` heads of a KV group share a tile; splits: for a part of the keys."""
-    dim, rows = problem.head_dim, problem.seq_q * pack
+    """The shape for a problem of which ``pack`` heads of a KV group share a tile. splits: keys are split, which matters
+    for few rows only."""
+    dim = problem.head_dim
     if problem.shared_kv and dim in SHARED:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:
         return (SPLIT if splits else DECODE)[dim]
-    page = problem.page_size or 1
-    found = (table[dim] for table in tables(problem, rows) if dim in table)
-    return next(shape for shape in found if shape.tile_n % page == 0 or page % shape.tile_n == 0)
+    found = (table[dim] for table in tables(problem, pack) if dim in table)
+    return next(shape for shape in found if fits_pages(shape.tile_n, problem.page_size))
 
 
-def tables(problem: AttentionProblem, rows: int) -> Iterator[dict[int, Shape]]:
+def fits_pages(keys: int, page_size: int | None) -> bool:
+    """A tile of so many keys consists of whole pages, or a page of whole tiles."""
+    return not page_size or keys % page_size == 0 or page_size % keys == 0
+
+
+def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
     """What suits many rows, best first; the tiles of the last fit all pages."""
     left, right = problem.window_left, 0 if problem.causal else problem.window_right
     if problem.has_bias:
         yield BIASED
-    elif left is None and rows >= (LONG_ROWS if right is None else LONG_CAUSAL_ROWS):
+        yield BIASED_PAGES
+    if left is not None and right is not None and left + right < NARROW_KEYS:
+        yield NARROW
+    elif left is None and is_long(problem, pack, banded=right is not None):
         yield LONG
-    narrow = left is not None and right is not None and left + right < NARROW_KEYS
-    yield NARROW if narrow or problem.has_bias else PREFILL
+    yield PREFILL
+
+
+def is_long(problem: AttentionProblem, pack: int, banded: bool) -> bool:
+    """LONG suits it."""
+    rows, shape = problem.seq_q * pack, LONG.get(problem.head_dim)
+    if shape is None or rows < (LONG_CAUSAL_ROWS if banded else LONG_ROWS):
+        return False
+    heads = problem.batch * problem.heads_kv * -(-problem.group // pack)
+    return -(-rows // (shape.consumers * WARPGROUP_ROWS)) * heads >= LONG_TILES

@@ -205,7 +205,7 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
 
 @pytest.mark.parametrize("arch", [sm90, sm100], ids=["sm90", "sm100"])
 def test_attention_lets_it_come_up_early(arch):
-    """Every CTA does, at its start; without split keys none does."""
+    """The instruction is there, once; without split keys it is not."""
     for splits in (True, False):
         ptx = arch.compiled(arch.AttentionConfig("bfloat16", normalize=False, splits=splits)).artifacts.PTX
         assert ptx.count("griddepcontrol.launch_dependents") == splits

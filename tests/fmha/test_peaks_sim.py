@@ -1,8 +1,8 @@
 """Rows of one query that few keys decide: O is then as exact as torch's, row by row. In the simulator.
 
-Rounded to 16 bits, the weight of such a key would put its error into all of O: 2.5 times torch's. The kernels weigh a
-new maximum 1 wherever it outweighs its row (``softmax.move_reference``); here it does so by anything from nothing to
-more than the reference may lag. (Many keys of one lesser weight share its rounding error: torch has that too.)
+Rounded to 16 bits, the weight of such a key, or of several alike, puts its error into all of O: 2.5 times torch's and
+more. At a reference that follows the maximum at every step it is 1; here the maximum rises, in the last tile, by
+anything from nothing to more than the reference may lag behind otherwise.
 """
 
 import math
@@ -46,6 +46,8 @@ def rows(steps: list[tuple[int, int, float]], dim: int):
     pytest.param([(150, 1, 0.0), (0, 1, 1.0)], id="one key over one"),
     pytest.param([(130, 7, 0.0), (5, 1, 1.0)], id="one over seven"),
     pytest.param([(128, 64, 0.0), (0, 1, 1.0)], id="one over sixty-four"),
+    pytest.param([(130, 20, 0.0), (0, 8, 1.0)], id="eight over twenty"),
+    pytest.param([(128, 64, 0.0), (0, 64, 1.0)], id="a tile over a tile"),
     pytest.param([(150, 20, 0.0), (70, 1, 0.5), (1, 1, 1.0)], id="in steps"),
 ])  # fmt: skip
 def test_as_exact_as_torch(monkeypatch, kernel, steps):

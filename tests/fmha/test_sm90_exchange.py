@@ -106,7 +106,7 @@ def test_every_product_is_computed_once(simulate):
 
 
 VARIANTS = {
-    "decode": {"exact_peaks": True, "pack": 64, "has_sink": True, "has_lse": True},
+    "decode": {"exact_maximum": True, "pack": 64, "has_sink": True, "has_lse": True},
     "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 64},
     "causal": {"causal": True, "pack": 64, "has_sink": True},
     "window": {"causal": True, "has_left": True, "has_kv_lengths": True, "pack": 8, "negate": True},

@@ -14,7 +14,7 @@ from warpspec.fmha import attention, sm90, sm100
 from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import shapes
-from warpspec.fmha.sm90.shapes import BIASED, DECODE, LONG, NARROW, PREFILL, SHARED, SPLIT
+from warpspec.fmha.sm90.shapes import BIASED, BIASED_PAGES, DECODE, LONG, NARROW, PREFILL, SHARED, SPLIT
 
 BY_ID = {case.id: case for case in CASES}
 
@@ -58,6 +58,7 @@ def always_long(monkeypatch):
     """The shapes of many rows, for few."""
     monkeypatch.setattr(shapes, "LONG_ROWS", 0)
     monkeypatch.setattr(shapes, "LONG_CAUSAL_ROWS", 0)
+    monkeypatch.setattr(shapes, "LONG_TILES", 0)
 
 
 @pytest.mark.parametrize("name", [
@@ -183,6 +184,16 @@ BIASES = {
     for head_dim, bias in itertools.product(BIASED, BIASES)
 ])  # fmt: skip
 def test_a_bias_spills_nothing(head_dim, bias):
-    config = sm90.AttentionConfig(dtype="bfloat16", head_dim=head_dim, shape=BIASED[head_dim], **BIASES[bias])
-    (kernel,) = resources(sm90.compiled(config)).values()
-    assert kernel.local_bytes == 0
+    for table, page_size in ((BIASED, 0), (BIASED_PAGES, 64)):
+        options = {**BIASES[bias], "page_size": page_size}
+        if page_size:
+            options["has_kv_lengths"] = True
+        config = sm90.AttentionConfig(
+            dtype="bfloat16",
+            head_dim=head_dim,
+            shape=table[head_dim],
+            exact_maximum=head_dim == 64,
+            **options,
+        )
+        (kernel,) = resources(sm90.compiled(config)).values()
+        assert kernel.local_bytes == 0

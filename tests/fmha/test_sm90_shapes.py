@@ -1,0 +1,83 @@
+"""Which tile shape a problem gets on sm_90a (``fmha.sm90.shapes``). Plans only; nothing is compiled."""
+
+import itertools
+
+import pytest
+import torch
+
+from warpspec.fmha import sm90
+from warpspec.fmha.features import PAGE_SIZES
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90.shapes import (
+    BIASED,
+    BIASED_PAGES,
+    DECODE,
+    LONG,
+    NARROW,
+    PREFILL,
+    SHARED,
+    SPLIT,
+    fits_pages,
+)
+
+
+def plan(
+    d=128, batch=2, seq_q=8192, seq_k=8192, heads=(32, 32), page_size=None, shared=False, bias=None, **options
+):
+    """(configuration, splits)"""
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, kv = meta(batch, seq_q, heads[0], d), meta(batch, seq_k, heads[1], d)
+    if page_size:
+        pages = -(-seq_k // page_size)
+        kv = meta(batch * pages, page_size, heads[1], d)
+        options["kv_lengths"] = meta(batch, dtype=torch.int32)
+        options["page_table"] = meta(batch, pages, dtype=torch.int32)
+    if bias:
+        options["bias"] = meta(1, 1, seq_q, seq_k, dtype=bias)
+    return sm90.plan(AttentionProblem.check(q, kv, None if shared else kv, **options, memory=False))
+
+
+@pytest.mark.parametrize(("shape", "options"), [
+    (LONG[128], dict(causal=True)),
+    (LONG[128], dict(seq_q=2048, batch=8)),
+    (LONG[128], dict(seq_q=2048, heads=(64, 8), causal=True)),
+    (LONG[128], dict(causal=True, page_size=16)),
+    (PREFILL[128], dict(seq_q=2048, batch=8, causal=True)),
+    (PREFILL[128], dict(seq_q=2048, batch=1, heads=(8, 8))),  # 88 of LONG's tiles, on 132 SMs
+    (PREFILL[128], dict(causal=True, page_size=64)),
+    (PREFILL[128], dict(causal=True, window=(4096, 0))),
+    (PREFILL[64], dict(d=64)),
+    (NARROW[64], dict(d=64, causal=True, window=(127, 0))),
+    (BIASED[128], dict(seq_q=256, seq_k=256, bias=torch.float32)),
+    (BIASED_PAGES[128], dict(seq_q=256, seq_k=256, bias=torch.float32, page_size=64)),
+    (DECODE[64], dict(d=64, batch=128, seq_q=1, seq_k=1024, heads=(64, 8))),
+    (SPLIT[64], dict(d=64, batch=1, seq_q=1, seq_k=65536, heads=(64, 8))),
+    (SHARED[512], dict(d=512, heads=(128, 1), shared=True)),
+])  # fmt: skip
+def test_what_suits_a_problem(shape, options):
+    config, splits = plan(**options)
+    assert config.shape is shape
+    assert splits > 1 or shape not in (SPLIT[64], SPLIT[128])
+
+
+@pytest.mark.parametrize(("d", "page_size"), list(itertools.product(PREFILL, PAGE_SIZES)))
+def test_every_problem_through_pages_has_a_shape_that_fits(d, page_size):
+    heads = [(32, 32), (64, 8), (24, 8), (128, 1)]
+    masks = [dict(), dict(causal=True), dict(causal=True, window=(100, 0)), dict(window=(5000, None))]
+    for seq_q, of, mask, bias, shared in itertools.product(
+        (1, 9, 300, 8192), heads, masks, (None, torch.bfloat16), (False, True)
+    ):
+        if bias and seq_q > 300:
+            continue
+        config, _ = plan(
+            d, seq_q=seq_q, seq_k=512 * 16, heads=of, page_size=page_size, shared=shared, bias=bias, **mask
+        )
+        assert fits_pages(config.tile_n, page_size)
+
+
+def test_a_shape_that_does_not_fit_the_pages_is_refused():
+    with pytest.raises(AssertionError):
+        sm90.AttentionConfig("bfloat16", head_dim=128, shape=LONG[128], page_size=64, has_kv_lengths=True)
