@@ -23,10 +23,10 @@ from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER, WARPGROUP_THREADS
 from warpspec.fmha.sm90.rows import ROW_HALVES
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.fmha.sm90.staging import WORD_BYTES
 from warpspec.fmha.softmax import move_reference
 
 ONE_WARPGROUP = (1, 1, 1)
-WORD_BYTES = 4
 
 
 class Products(NamedTuple):
@@ -125,6 +125,16 @@ class Work:
     q_use: Int32
     scale_log2: Float32
     v_base: cute.Pointer
+
+    @property
+    def row_group(self):
+        """Which 64 rows of the M tile are this consumer's."""
+        return self.group // self.config.column_parts
+
+    @property
+    def part(self):
+        """Which part of O's columns."""
+        return self.group % self.config.column_parts
 
     @property
     def span(self):

@@ -29,7 +29,6 @@ from warpspec.common import tma
 from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WARPGROUP_THREADS, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
-    WORD_BYTES,
     Work,
     flat,
     keep_weights,
@@ -39,11 +38,10 @@ from warpspec.fmha.sm90.consumer import (
     unmasked_steps,
     weigh,
 )
-from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES
+from warpspec.fmha.sm90.rows import ROW_HALVES
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.fmha.sm90.staging import TILE_WORDS, store_words
 
-CHUNK_BYTES = 16  # what the swizzle moves as one
-SWIZZLE_ROWS = 8  # after which it repeats
 HALVES = 2  # of QK's depth, with PV between them
 TURNS = 2  # tiles after which it is a consumer's turn again
 
@@ -65,6 +63,11 @@ class Exchange:
     def part(self) -> int:
         """Which of the two this consumer is, and its part of O's columns."""
         return self.work.group
+
+    @property
+    def own_p(self) -> Int32:
+        """Where this consumer's P goes: the address of its stage."""
+        return own_stage(self.config, self.shared, self.part)
 
     def use(self, step):
         """Of the rings, by the step-th KV tile."""
@@ -118,6 +121,12 @@ class Exchange:
         """(NUMBER, ROW): what goes with P of a tile: reference, maximum, factor."""
         stage = self.shared.statistics + self.use(step) % WEIGHT_STAGES * (STATISTICS * WARPGROUP_ROWS)
         return cute.make_tensor(stage, cute.make_layout((STATISTICS, WARPGROUP_ROWS)))
+
+
+def own_stage(config, shared, part: int) -> Int32:
+    """The address of a consumer's stage of P: the other's P is in the other stage, for consumers and stages take turns
+    alike."""
+    return (shared.p + part * config.p_bytes).toint()
 
 
 @cute.jit
@@ -199,27 +208,14 @@ def publish(exchange, step, state, factors):
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     work.channels["p_empty"].wait_previous(use)
-    base = (exchange.shared.p + use % WEIGHT_STAGES * exchange.config.p_bytes).toint()
+    store_words(exchange.own_p, work.rows[0], [words[i] for i in range(TILE_WORDS)])
     told = exchange.statistics(step)
-    first = work.rows[0]
-    base += first.index * tma.ROW_BYTES + first.half * WORD_BYTES
-    swizzle = first.index % SWIZZLE_ROWS  # of both rows: HALF_ROWS apart
-    for chunk in cutlass.range_constexpr(tma.ROW_BYTES // CHUNK_BYTES):
-        start = base + (swizzle ^ chunk) * CHUNK_BYTES
-        for half in cutlass.range_constexpr(ROW_HALVES):
-            store_word(start + half * HALF_ROWS * tma.ROW_BYTES, words[chunk * ROW_HALVES + half])
-    if first.half == 0:
+    if work.rows[0].half == 0:
         for half in cutlass.range_constexpr(ROW_HALVES):
             for number, value in enumerate((state[0][half], state[1][half], factors[half])):
                 told[number, work.rows[half].index] = value
     cute.arch.fence_view_async_shared()
     work.channels["p_full"].arrive_warp(use)
-
-
-def store_word(address, word) -> None:
-    """32 bits to an address in shared memory."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=WORD_BYTES)
-    cute.make_tensor(pointer, cute.make_layout(1))[0] = word
 
 
 @cute.jit

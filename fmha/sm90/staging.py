@@ -1,0 +1,59 @@
+"""16-bit tiles of 64 rows and 64 columns between a consumer's registers and shared memory, with the 128-byte swizzle.
+
+A warp writes and reads back its own 16 rows only: 2 KiB, for which a barrier of the warp is enough.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common import tma
+from warpspec.fmha.features import WARP_THREADS
+from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES, WARP_ROWS
+
+WORD_BYTES = 4
+CHUNK_BYTES = 16  # what the swizzle moves as one
+CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
+CHUNKS = tma.ROW_BYTES // CHUNK_BYTES  # of a row of the tile
+SWIZZLE_ROWS = 8  # after which it repeats
+TILE_WORDS = CHUNKS * ROW_HALVES  # of a tile in a thread
+LOAD_ROWS = WARP_THREADS // CHUNKS  # rows that a warp reads at a time
+LOADS = WARP_ROWS // LOAD_ROWS
+
+
+def store_words(base: Int32, row, words: list) -> None:
+    """A thread's words of a tile, in the order of wgmma's fragments. base: the tile's address; row: the thread's first
+    of two (``rows.Row``)."""
+    base += row.index * tma.ROW_BYTES + row.half * WORD_BYTES
+    swizzle = row.index % SWIZZLE_ROWS  # of both rows: HALF_ROWS apart
+    for chunk in range(CHUNKS):
+        start = base + (swizzle ^ chunk) * CHUNK_BYTES
+        for half in range(ROW_HALVES):
+            vector_at(start + half * HALF_ROWS * tma.ROW_BYTES, 1)[0] = words[chunk * ROW_HALVES + half]
+
+
+def row_read(thread, load: int) -> Int32:
+    """Row of the tile of which ``thread`` (0..127) reads a chunk in the warp's ``load``-th of LOADS."""
+    warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
+    return warp * WARP_ROWS + load * LOAD_ROWS + lane // CHUNKS
+
+
+def chunk_read(thread) -> Int32:
+    """Which chunk of the row that is."""
+    return thread % CHUNKS
+
+
+def load_chunk(base: Int32, thread, load: int) -> cute.Tensor:
+    """(CHUNK_WORDS): that chunk."""
+    row = row_read(thread, load)
+    start = base + row * tma.ROW_BYTES + (chunk_read(thread) ^ (row % SWIZZLE_ROWS)) * CHUNK_BYTES
+    words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
+    cute.autovec_copy(vector_at(start, CHUNK_WORDS), words)
+    return words
+
+
+def vector_at(address: Int32, words: int) -> cute.Tensor:
+    """(words): 32-bit words in shared memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=words * WORD_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(words))
