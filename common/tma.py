@@ -93,3 +93,7 @@ class TileRing:
     def load(self, tile, stage, mbarrier: cute.Pointer) -> None:
         """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. By a whole warp."""
         cute.copy(self.atom, self.tiles[None, tile], self.shared[None, stage], tma_bar_ptr=mbarrier)
+
+    def prefetch(self, tile) -> None:
+        """Bring one tile into L2, without waiting. By a whole warp."""
+        cute.prefetch(self.atom, self.tiles[None, tile])

@@ -142,6 +142,11 @@ class AttentionConfig(KernelFeatures):
         return self.blocks if self.exchanges else 1
 
     @property
+    def prefetches(self) -> bool:
+        """Load warps bring into L2 what has no room in shared memory yet."""
+        return self.exchanges
+
+    @property
     def kv_box(self) -> tuple[int, int, int]:
         """As in ``KernelFeatures``; no more than a piece."""
         keys, rows, blocks = super().kv_box

@@ -9,31 +9,9 @@ from cutlass import Int32
 
 from warpspec.common import tma
 from warpspec.fmha.pages import kv_places
-from warpspec.fmha.sm90.rows import first_query
+from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
+from warpspec.fmha.sm90.rings import kv_ring, q_ring
 from warpspec.fmha.sm90.tile import index_of, locate, rounds
-
-
-def q_ring(config, atom, coordinates, base, tile, group, dtype) -> tma.TileRing:
-    """The ring of one group of rows' Q, whose stages are the blocks of D of every group."""
-    first_head = tile.kv_head * tile.group + tile.head_tile * config.pack
-    # (D, HEAD, QUERY, BLOCK): from the group's first head and query on
-    q = coordinates[None, None, None, None, tile.batch]
-    q = cute.domain_offset((0, first_head, first_query(config, tile, group), 0), q)
-    tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
-    block_bytes = config.q_bytes // config.blocks
-    shared = tma.shared_tiles(base, dtype, config.q_box, config.row_groups * config.blocks, block_bytes)
-    return tma.TileRing.make(atom, tiles, shared)
-
-
-def kv_ring(config, atom, coordinates, base, tile, dtype) -> tma.TileRing:
-    """The ring of K or V."""
-    # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
-    tiles = coordinates[None, None, None, tile.kv_head, None]
-    tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
-    tiles = cute.group_modes(tiles, 3, 6)
-    # A stage's boxes stand in it one after another: a block of D, in it the pages.
-    shared = tma.shared_tiles(base, dtype, config.kv_box, config.kv_stages * cute.size(config.kv_boxes))
-    return tma.TileRing.make(atom, tiles, shared)
 
 
 @cute.jit
@@ -59,6 +37,11 @@ def load(
     for round_ in cutlass.range(rounds(where), unroll=1):
         tile = locate(config, operands, where, index_of(round_))
         span = tile.span
+        if cutlass.const_expr(config.prefetches):  # noqa: SIM102
+            if tile_use > 0:  # while the tile before ends
+                prefetch_q(config, tile, atoms, coordinates, shared, dtype, part)
+                for step in cutlass.range_constexpr(config.kv_stages):
+                    prefetch_kv(config, where, tile, step, atoms, coordinates, shared, operands, dtype, part)
         if span.count > 0:
             for group in cutlass.range_constexpr(config.row_groups):
                 q_use = tile_use * config.row_groups + group
@@ -80,6 +63,9 @@ def load(
                 else:
                     for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
                         load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
+            if cutlass.const_expr(config.prefetches):
+                ahead = step + config.kv_stages
+                prefetch_kv(config, where, tile, ahead, atoms, coordinates, shared, operands, dtype, part)
         use += span.count
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
         for name in config.rings:

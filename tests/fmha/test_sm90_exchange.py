@@ -105,6 +105,25 @@ def test_every_product_is_computed_once(simulate):
     assert report.launches[0].tma_bytes_loaded == (heads + m_tiles * keys) * row
 
 
+COLUMN_BLOCKS = 512 // 64  # boxes of a tile of 64 keys, and of Q of 64 rows
+
+
+def prefetches(report) -> int:
+    return sum(count for opcode, count in report.launches[0].opcodes.items() if "bulk.prefetch" in opcode)
+
+
+def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate):
+    """All KV tiles but the first two, which are loaded at once."""
+    report = simulate(Case("count", seq_k=5 * 64, heads_q=128, **LATENT), num_splits=1)
+    assert prefetches(report) == (5 - 2) * COLUMN_BLOCKS
+
+
+def test_keys_of_one_m_tile_are_not_prefetched_but_its_q_is(simulate):
+    """Seven M tiles on two CTAs, one without keys: Q of all but the first two comes in under the tile before."""
+    report = simulate(LENGTHS, ctas=2, num_splits=1)
+    assert prefetches(report) == (7 - 1 - 2) * COLUMN_BLOCKS
+
+
 VARIANTS = {
     "decode": {"exact_maximum": True, "pack": 64, "has_sink": True, "has_lse": True},
     "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 64},
