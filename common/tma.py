@@ -96,4 +96,5 @@ class TileRing:
 
     def prefetch(self, tile) -> None:
         """Bring one tile into L2, without waiting. By a whole warp."""
-        cute.prefetch(self.atom, self.tiles[None, tile])
+        with cute.arch.elect_one():  # a copy does so by itself
+            cute.prefetch(self.atom, self.tiles[None, tile])

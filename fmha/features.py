@@ -10,6 +10,7 @@ from warpspec.fmha.problem import AttentionProblem
 WARP_THREADS = 32
 ELEMENT_BYTES = 2  # bf16 and fp16
 FP32_BYTES = 4
+WORD_BYTES = 4  # of a register
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
 PAGE_SIZES = (16, 32, 64, 128)  # keys; a page's rows start where the 128-byte swizzle does, every 8 rows

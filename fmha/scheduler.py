@@ -26,14 +26,9 @@ MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones st
 MOST_SECTIONS = 64  # sizes of sections that are tried
 
 
-def extent(divisor):
-    """The number that a divisor stands for: itself, or of one prepared for fast division (``FastDivmodDivisorV2``)."""
-    return getattr(divisor, "divisor", divisor)
-
-
 @dataclass(frozen=True)
 class TileGrid:
-    """Extents of the grid. Ints on the host, in a kernel Int32 or divisors (``extent``); likewise below."""
+    """Extents of the grid. Ints on the host, Int32 in a kernel; likewise below."""
 
     query_tiles: int
     head_tiles: int
@@ -42,31 +37,27 @@ class TileGrid:
 
     @property
     def size(self):
-        """Tiles in all."""
-        return extent(self.query_tiles) * self.rows
-
-    @property
-    def rows(self):
-        """(head tile, KV head, batch) triples."""
-        return extent(self.head_tiles) * extent(self.heads_kv) * extent(self.batch)
+        """CTAs in all."""
+        return self.query_tiles * self.head_tiles * self.heads_kv * self.batch
 
     def decode(self, index, *, longest_first: bool, section=None, minimum=min):
-        """Index -> (query tile, head tile, KV head, batch).
+        """CTA index -> (query tile, head tile, KV head, batch).
 
         section: (head tile, KV head, batch) triples in a section, neighbours of one KV head; None: all.
         """
+        heads = self.head_tiles * self.heads_kv
         if longest_first:
-            first, size = 0, self.rows
-            if section is not None:
-                first = index // self.query_tiles // section * extent(section)
-                size = minimum(extent(section), size - first)  # the last section may be short
-                index = index - first * extent(self.query_tiles)
-            query_tile = extent(self.query_tiles) - 1 - index // size
+            rows = heads * self.batch
+            section = rows if section is None else section
+            first = index // (section * self.query_tiles) * section
+            index = index - first * self.query_tiles
+            size = minimum(section, rows - first)  # the last section may be short
+            query_tile = self.query_tiles - 1 - index // size
             rest = first + index % size
         else:
             rest, query_tile = index // self.query_tiles, index % self.query_tiles
-        rest, head_tile = rest // self.head_tiles, rest % self.head_tiles
-        return query_tile, head_tile, rest % self.heads_kv, rest // self.heads_kv
+        batch, head = rest // heads, rest % heads
+        return query_tile, head % self.head_tiles, head // self.head_tiles, batch
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ def balanced_section(
     of unlucky sizes give one CTA long tiles every time: at 16384 causal queries, 16 heads of D 256 and one head to a
     section the busiest CTA has 53 percent more than the mean, and the H200 takes 63 percent longer than with all 16.
     """
-    rows = grid.rows
+    rows = grid.head_tiles * grid.heads_kv * grid.batch
     if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or one order whatever the section
         return max(rows, 1)
     work = np.asarray(tile_counts) + TILE_OVERHEAD

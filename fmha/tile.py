@@ -7,7 +7,6 @@ or a stack slot, for all of them, although they have different register budgets.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +14,7 @@ from cutlass import Boolean, Int32
 
 from warpspec.fmha.features import KernelFeatures
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.scheduler import KeySpan, TileGrid, extent, key_span
+from warpspec.fmha.scheduler import KeySpan, TileGrid, key_span
 
 INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
@@ -88,52 +87,23 @@ class Tile:
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
-class Grid(NamedTuple):
-    """Extents of a launch, as divisors what every role of every CTA divides by at its start. group: query heads of a
-    KV head."""
-
-    query_tiles: cute.FastDivmodDivisorV2
-    head_tiles: cute.FastDivmodDivisorV2
-    heads_kv: cute.FastDivmodDivisorV2
-    splits: cute.FastDivmodDivisorV2
-    batch: Int32
-    group: Int32
-
-    @property
-    def tiles(self) -> TileGrid:
-        """M tiles."""
-        return TileGrid(self.query_tiles, self.head_tiles, self.heads_kv, self.batch)
-
-    @property
-    def size(self) -> Int32:
-        """Tiles in all: each as often as keys are split."""
-        return Int32(self.tiles.size * extent(self.splits))
-
-
-def grid_of(config: KernelFeatures, q: cute.Tensor, k: cute.Tensor, o: cute.Tensor) -> Grid:
-    """Host side of a kernel: its grid."""
-    batch, seq_q, heads_q, _ = q.shape
-    heads_kv = k.shape[2]
-    group = heads_q // heads_kv
-    splits = o.shape[0] if config.splits else 1
-    divisors = (cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, splits)
-    return Grid(*(cute.FastDivmodDivisorV2(Int32(divisor)) for divisor in divisors), batch, group)
-
-
 def locate(
-    config: KernelFeatures, operands, grid: Grid, window_left, window_right, index=None, section=None
+    config: KernelFeatures, operands, grid, window_left, window_right, index=None, section=None
 ) -> Tile:
-    """The tile of this CTA, or the index-th. operands: ``operands.Operands``. section: of ``TileGrid.decode``."""
-    _, seq_q, _, _ = operands.q.shape
-    _, length, _, _ = operands.k.shape
+    """The tile of this CTA, or the index-th. operands: ``operands.Operands``. grid: (query tiles, head tiles, splits).
+    section: of ``TileGrid.decode``."""
+    batch_size, seq_q, heads_q, _ = operands.q.shape
+    _, length, heads_kv, _ = operands.k.shape
     if cutlass.const_expr(config.page_size > 0):
         length = operands.page_table.shape[1] * config.page_size
     if index is None:
         index, _, _ = cute.arch.block_idx()
+    query_tiles, head_tiles, splits = grid
     split = Int32(0)
     if cutlass.const_expr(config.splits):
-        index, split = index // grid.splits, index % grid.splits
-    query_tile, head_tile, kv_head, batch = grid.tiles.decode(
+        index, split = index // splits, index % splits
+    order = TileGrid(query_tiles, head_tiles, heads_kv, batch_size)
+    query_tile, head_tile, kv_head, batch = order.decode(
         index, longest_first=config.causal, section=section, minimum=cutlass.min
     )
     if operands.kv_lengths is not None:
@@ -150,7 +120,7 @@ def locate(
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
     span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
     if cutlass.const_expr(config.splits):
-        span = span.part(split, extent(grid.splits))
+        span = span.part(split, splits)
     return Tile(
         config,
         query_tile,
@@ -161,7 +131,7 @@ def locate(
         start,
         length,
         split,
-        grid.group,
+        heads_q // heads_kv,
         seq_q,
         bounds,
         span,

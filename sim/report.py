@@ -54,6 +54,7 @@ class LaunchStats:
 
     tma_bytes_loaded: int = 0
     tma_bytes_stored: int = 0
+    tma_bytes_prefetched: int = 0
     mma_flops: int = 0
     peak_tmem_columns: int = 0
     barrier_waits: dict[int, int] = field(default_factory=dict)  # warp index -> times blocked
@@ -98,6 +99,7 @@ class LaunchStats:
         """Add the counters of another process's share of the launch."""
         self.tma_bytes_loaded += other.tma_bytes_loaded
         self.tma_bytes_stored += other.tma_bytes_stored
+        self.tma_bytes_prefetched += other.tma_bytes_prefetched
         self.mma_flops += other.mma_flops
         self.peak_tmem_columns = max(self.peak_tmem_columns, other.peak_tmem_columns)
         for warp, count in other.barrier_waits.items():
@@ -128,6 +130,7 @@ class LaunchReport:
     opcodes: dict[str, int]
     tma_bytes_loaded: int
     tma_bytes_stored: int
+    tma_bytes_prefetched: int
     mma_flops: int
     barrier_waits: dict[int, int]
     seconds: float
@@ -182,7 +185,8 @@ class SimReport:
             f"  grid {launch.grid}  cluster {launch.cluster}  block {launch.block}",
             f"  registers {launch.registers}  stack and spills {launch.local_bytes} B  "
             f"shared {launch.static_smem} + {launch.dynamic_smem} B  TMEM {launch.tmem_columns} columns",
-            f"  TMA {launch.tma_bytes_loaded:,} B in, {launch.tma_bytes_stored:,} B out  "
+            f"  TMA {launch.tma_bytes_loaded:,} B in, {launch.tma_bytes_stored:,} B out, "
+            f"{launch.tma_bytes_prefetched:,} B prefetched  "
             f"MMA {launch.mma_flops:,} FLOP",
             f"  {launch.warp_instructions:,} warp instructions in {launch.seconds:.2f} s",
         ]

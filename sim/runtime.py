@@ -174,6 +174,7 @@ def execute(
         opcodes=by_opcode,
         tma_bytes_loaded=stats.tma_bytes_loaded,
         tma_bytes_stored=stats.tma_bytes_stored,
+        tma_bytes_prefetched=stats.tma_bytes_prefetched,
         mma_flops=stats.mma_flops,
         barrier_waits=stats.barrier_waits,
         seconds=time.monotonic() - start,

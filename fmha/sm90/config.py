@@ -196,7 +196,7 @@ class AttentionConfig(KernelFeatures):
             (
                 "P",
                 WEIGHT_STAGES * self.p_bytes,
-                f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}], 128-byte swizzle",
+                f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}], 128-byte swizzle; O leaves through it",
             ),
             ("statistics", self.statistics_bytes, "of the rows of each P"),
             ("sums", self.sums_bytes, "row sums that consumers exchange, of two tiles"),

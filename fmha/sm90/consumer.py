@@ -18,12 +18,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
+from warpspec.fmha.features import WORD_BYTES
 from warpspec.fmha.row_bias import unit
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER, WARPGROUP_THREADS
 from warpspec.fmha.sm90.rows import ROW_HALVES
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
-from warpspec.fmha.sm90.staging import WORD_BYTES
 from warpspec.fmha.softmax import move_reference
 
 ONE_WARPGROUP = (1, 1, 1)
@@ -109,9 +109,10 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer, a
-    plain int where P is exchanged; thread: 0..127 of it. use: KV tiles that this CTA has done before; q_use: number of
-    this tile's Q in its ring. v_base: Uint8 pointer to the first V stage."""
+    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer;
+    row_group: which 64 rows it has; part: which part of O's columns (plain ints where P is exchanged). thread: 0..127
+    of it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. v_base: Uint8
+    pointer to the first V stage."""
 
     config: object
     channels: dict
@@ -120,21 +121,13 @@ class Work:
     rows: tuple
     biases: tuple | None
     group: Int32 | int
+    row_group: Int32 | int
+    part: Int32 | int
     thread: Int32
     use: Int32
     q_use: Int32
     scale_log2: Float32
     v_base: cute.Pointer
-
-    @property
-    def row_group(self):
-        """Which 64 rows of the M tile are this consumer's."""
-        return self.group // self.config.column_parts
-
-    @property
-    def part(self):
-        """Which part of O's columns."""
-        return self.group % self.config.column_parts
 
     @property
     def span(self):

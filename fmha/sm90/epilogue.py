@@ -37,17 +37,17 @@ def epilogue(work, state, operands, stage):
     """
     config, tile, o = work.config, work.tile, flat(work.mma.o)
     references, maxima, sums = state
+    score_unit = unit(config, work.scale_log2)
     factors, empties = [], []
     for half in cutlass.range_constexpr(ROW_HALVES):
         row = work.rows[half]
         total = softmax.over_quad(sums[half], lambda a, b: a + b)
         empty = Boolean(total == Float32(0.0))
-        where = place(config, tile, work.row_group, row)
+        where = place(config, tile, work.row_group, row.index)
         row_state = (references[half], maxima[half], total)
         # One thread of all that share the row writes its statistics.
         teller = replace(row, half=row.half + work.part * QUAD)
-        scale_log2 = unit(config, work.scale_log2)
-        factor = statistics(config, teller, where, tile, row_state, operands, scale_log2, empty)
+        factor = statistics(config, teller, where, tile, row_state, operands, score_unit, empty)
         if cutlass.const_expr(config.band or config.bias is not None):  # noqa: SIM102
             if where.in_range & tainted(o, half, total):
                 reference = references[half]
@@ -80,8 +80,7 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
     config, o, dtype = work.config, flat(work.mma.o), operands.o.element_type
     targets, inside = [], []
     for load in cutlass.range_constexpr(LOADS):
-        row = replace(work.rows[0], index=row_read(work.thread, load))
-        where = place(config, work.tile, work.row_group, row)
+        where = place(config, work.tile, work.row_group, row_read(work.thread, load))
         targets.append(columns(work, operands.o, where))
         inside.append(where.in_range)
     for block in cutlass.range_constexpr(config.o_columns // BLOCK):
@@ -93,7 +92,6 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
                 pair[i] = (o[(block * TILE_WORDS + word) * softmax.PAIR + i] * factors[half]).to(dtype)
             packed = cute.recast_tensor(pair, Int32)[0]
             words.append(Int32(cutlass.select_(empties[half], Int32(0), packed)))
-        cute.arch.sync_warp()  # the columns before have been read
         store_words(stage, work.rows[0], words)
         cute.arch.sync_warp()
         for load in cutlass.range_constexpr(LOADS):
@@ -101,6 +99,7 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
             if inside[load]:
                 at = block * CHUNKS + chunk_read(work.thread)
                 cute.autovec_copy(chunk, cute.local_tile(targets[load], (VECTOR,), (at,)))
+        cute.arch.sync_warp()  # before the next columns, or the next tile's P, are written
 
 
 @cute.jit

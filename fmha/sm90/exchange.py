@@ -62,7 +62,7 @@ class Exchange:
     @property
     def part(self) -> int:
         """Which of the two this consumer is, and its part of O's columns."""
-        return self.work.group
+        return self.work.part
 
     @property
     def own_p(self) -> Int32:

@@ -17,14 +17,15 @@ from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.features import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.operands import Operands, kv_view, q_view
 from warpspec.fmha.row_bias import row_of
+from warpspec.fmha.scheduler import TileGrid
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WARPGROUP_THREADS, WEIGHT_STAGES, AttentionConfig
 from warpspec.fmha.sm90.consumer import Work, attend, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.exchange import Exchange, attend_in_turn, own_stage
 from warpspec.fmha.sm90.load import load
+from warpspec.fmha.sm90.rings import Source
 from warpspec.fmha.sm90.rows import place, rows
 from warpspec.fmha.sm90.tile import Where, index_of, locate, rounds
-from warpspec.fmha.tile import grid_of
 
 SMEM_CARVEOUT_PERCENT = 100
 
@@ -75,26 +76,29 @@ class Attention:
         section: of ``TileGrid.decode``.
         """
         config = self.config
+        batch, seq_q, heads_q, _ = q.shape
+        heads_kv = k.shape[2]
+        group = heads_q // heads_kv
         loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
             loads.append(tma.make_load(kv_view(config, t), config.kv_box))
-        grid = grid_of(config, q, k, o)
-        ctas = cutlass.min(grid.size, ctas)
+        tiles = TileGrid(
+            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
+        )
+        splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
+        total = Int32(tiles.size * splits)
         self.kernel(
             Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
-            Where(
-                grid,
-                grid.size // ctas,
-                grid.size % ctas,
-                cute.FastDivmodDivisorV2(section),
-                window_left,
-                window_right,
-            ),
+            (tiles.query_tiles, tiles.head_tiles, splits),
+            total,
+            section,
             scale_log2,
+            window_left,
+            window_right,
         ).launch(
-            grid=(ctas, 1, 1),
+            grid=(cutlass.min(total, ctas), 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -102,7 +106,9 @@ class Attention:
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, where, scale_log2):
+    def kernel(
+        self, operands, atoms, coordinates, grid, total, section, scale_log2, window_left, window_right
+    ):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
@@ -136,6 +142,7 @@ class Attention:
             cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         # 2. Roles.
+        where = Where(grid, total, section, window_left, window_right)
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),
@@ -149,7 +156,8 @@ class Attention:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
             if warp < config.load_warp + config.parts:
                 part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
-                load(config, channels, atoms, coordinates, shared, operands, where, dtype, part)
+                source = Source(config, operands, atoms, coordinates, shared, dtype, part)
+                load(config, channels, source, where)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
             group = warp // (WARPGROUP_THREADS // WARP_THREADS)
@@ -178,24 +186,37 @@ def consume(
     Consumes: q_full, and what ``consumer.attend`` or ``exchange.attend_in_turn`` does. Produces: what they do.
     """
     thread = thread % WARPGROUP_THREADS
-    rows_group, part = group // config.column_parts, group % config.column_parts
-    q_base = shared.q + rows_group * config.q_bytes
+    row_group, part = group // config.column_parts, group % config.column_parts
+    q_base = shared.q + row_group * config.q_bytes
     mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if group == config.consumers - 1:
         pass_turn(config, group)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
     for round_ in cutlass.range(rounds(where), unroll=1):
         tile = locate(config, operands, where, index_of(round_))
-        mine = rows(config, tile, rows_group, thread)
-        q_use = tile_use * config.row_groups + rows_group
+        mine = rows(config, tile, row_group, thread)
+        q_use = tile_use * config.row_groups + row_group
         if tile.span.count > 0:
             channels["q_full"].wait(q_use)
         biases = None
         if cutlass.const_expr(config.bias is not None):
-            places = (place(config, tile, rows_group, row) for row in mine)
+            places = (place(config, tile, row_group, row.index) for row in mine)
             biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
         work = Work(
-            config, channels, mma, tile, mine, biases, group, thread, use, q_use, scale_log2, shared.v
+            config,
+            channels,
+            mma,
+            tile,
+            mine,
+            biases,
+            group,
+            row_group,
+            part,
+            thread,
+            use,
+            q_use,
+            scale_log2,
+            shared.v,
         )
         if cutlass.const_expr(config.exchanges):
             state = attend_in_turn(Exchange(work, shared, tile_use))

@@ -1,5 +1,5 @@
 """The load warps: for every tile the Q of its rows, then K and V tiles through TMA. One warp, or one for each part of
-the columns (``AttentionConfig.parts``)."""
+the columns (``AttentionConfig.parts``). ``prefetch`` has what they bring into L2 before."""
 
 from __future__ import annotations
 
@@ -10,42 +10,31 @@ from cutlass import Int32
 from warpspec.common import tma
 from warpspec.fmha.pages import kv_places
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
-from warpspec.fmha.sm90.rings import kv_ring, q_ring
 from warpspec.fmha.sm90.tile import index_of, locate, rounds
 
 
 @cute.jit
-def load(
-    config: cutlass.Constexpr,
-    channels: cutlass.Constexpr,
-    atoms,
-    coordinates,
-    shared: cutlass.Constexpr,
-    operands,
-    where,
-    dtype,
-    part,
-):
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     """Fill shared memory, tile after tile of this CTA: Q of each group of rows, then one K and one V tile for every KV
-    tile of the span, in order; one tile for both where they are one tensor. part: of the columns, this warp's.
+    tile of the span, in order; one tile for both where they are one tensor. source: ``rings.Source``.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
     buffer of each before it is filled again. Leaves only when every buffer has been released.
     """
     tile_use, use = Int32(0), Int32(0)
-    blocks, pieces = config.blocks // config.parts, config.pieces // config.parts  # of a part
+    part, blocks, pieces = source.part, source.blocks, config.pieces // config.parts
     for round_ in cutlass.range(rounds(where), unroll=1):
-        tile = locate(config, operands, where, index_of(round_))
+        tile = locate(config, source.operands, where, index_of(round_))
         span = tile.span
         if cutlass.const_expr(config.prefetches):  # noqa: SIM102
             if tile_use > 0:  # while the tile before ends
-                prefetch_q(config, tile, atoms, coordinates, shared, dtype, part)
+                prefetch_q(source, tile)
                 for step in cutlass.range_constexpr(config.kv_stages):
-                    prefetch_kv(config, where, tile, step, atoms, coordinates, shared, operands, dtype, part)
+                    prefetch_kv(source, where, tile, step)
         if span.count > 0:
             for group in cutlass.range_constexpr(config.row_groups):
                 q_use = tile_use * config.row_groups + group
-                ring = q_ring(config, atoms[0], coordinates[0], shared.q, tile, group, dtype)
+                ring = source.q(tile, group)
                 channels["q_empty"].wait_previous(q_use)
                 channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
                 for i in cutlass.range_constexpr(blocks):
@@ -53,9 +42,9 @@ def load(
                     ring.load(block, group * config.blocks + block, channels["q_full"].barrier(q_use))
             tile_use += 1
         for step in cutlass.range(span.count, unroll=1):
-            places = kv_places(config, operands, tile, span.tile(step))
+            places = kv_places(config, source.operands, tile, span.tile(step))
             for i, name in enumerate(config.rings):
-                ring = kv_ring(config, atoms[1 + i], coordinates[1 + i], shared[1 + i], tile, dtype)
+                ring = source.kv(tile, i)
                 full, empty = channels[name + "_full"], channels[name + "_empty"]
                 empty.wait_previous((use + step) * config.parts + part)
                 if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
@@ -64,8 +53,7 @@ def load(
                     for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
                         load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
             if cutlass.const_expr(config.prefetches):
-                ahead = step + config.kv_stages
-                prefetch_kv(config, where, tile, ahead, atoms, coordinates, shared, operands, dtype, part)
+                prefetch_kv(source, where, tile, step + config.kv_stages)
         use += span.count
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
         for name in config.rings:

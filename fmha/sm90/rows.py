@@ -57,10 +57,10 @@ def _row(config, tile, group, index, quad) -> Row:
     return Row(index, quad, first, end)
 
 
-def place(config, tile, group, row: Row) -> Place:
-    """Where a row belongs."""
-    head = tile.head_tile * config.pack + row.index % config.pack
-    query = first_query(config, tile, group) + row.index // config.pack
+def place(config, tile, group, index) -> Place:
+    """Where a row belongs. group: of 64 rows; index: of the row in it."""
+    head = tile.head_tile * config.pack + index % config.pack
+    query = first_query(config, tile, group) + index // config.pack
     inside = Boolean(head < tile.group) & Boolean(query < tile.seq_q)
-    busy = Boolean(row.index < config.pack * config.group_queries)
+    busy = Boolean(index < config.pack * config.group_queries)
     return Place(tile.batch, tile.kv_head, tile.kv_head * tile.group + head, query, inside & busy)

@@ -1,6 +1,6 @@
 """16-bit tiles of 64 rows and 64 columns between a consumer's registers and shared memory, with the 128-byte swizzle.
 
-A warp writes and reads back its own 16 rows only: 2 KiB, for which a barrier of the warp is enough.
+A warp writes and reads back its own 16 rows only, 2 KiB: a barrier of the warp before and after reading is enough.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.features import WARP_THREADS
+from warpspec.fmha.features import WARP_THREADS, WORD_BYTES
 from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES, WARP_ROWS
 
-WORD_BYTES = 4
 CHUNK_BYTES = 16  # what the swizzle moves as one
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 CHUNKS = tma.ROW_BYTES // CHUNK_BYTES  # of a row of the tile

@@ -1,4 +1,4 @@
-"""The tiles of a CTA, one after another: ``sm100.tile`` with the index as an argument."""
+"""The tiles of a CTA, one after another: ``fmha.tile`` with the index as an argument."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from warpspec.fmha import tile as one_tile
 from warpspec.fmha.scheduler import place_in_round
 
 
 class Where(NamedTuple):
-    """What places a tile: the grid; rounds in which every CTA has a tile, and tiles of the last, in which some do; the
-    size of a section (``TileGrid.decode``), a divisor; the window."""
+    """What places a tile: extents of the grid (query tiles, head tiles, splits), tiles in all, the size of a section
+    (``TileGrid.decode``), the window."""
 
-    grid: one_tile.Grid
-    whole_rounds: Int32
-    rest: Int32
-    section: cute.FastDivmodDivisorV2
+    grid: tuple
+    tiles: Int32
+    section: Int32
     window_left: Int32
     window_right: Int32
 
@@ -34,8 +33,8 @@ def rounds(where: Where) -> Int32:
     """Tiles that this CTA does."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
-    last = Boolean(place_in_round(where.whole_rounds, cta, ctas) < where.rest)
-    return where.whole_rounds + Int32(cutlass.select_(last, Int32(1), Int32(0)))
+    whole, rest = where.tiles // ctas, where.tiles % ctas
+    return whole + Int32(cutlass.select_(place_in_round(whole, cta, ctas) < rest, Int32(1), Int32(0)))
 
 
 def index_of(round_) -> Int32:

@@ -376,6 +376,22 @@ def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """Prefetches change nothing that a program can see."""
 
 
+@instruction("cp.async.bulk.prefetch.tensor")
+def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """The same, of a box: read as a load would read it, so that a bad map or bad coordinates are found; counted."""
+    _check_modifiers(ins.opcode, ins.parts, frozenset((*TENSOR_MODIFIERS, "prefetch", "L2")))
+    rows = ins.has("tile::gather4")
+    tensor = ins.operands[0]
+    maps = w.address(tensor)
+    for lane in lanes(mask):
+        coords, tensor_map = _coordinates(w, tensor, lane), _tensor_map(m, int(maps[lane]))
+        if rows:
+            tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
+        else:
+            tma.load_box(tensor_map, coords, m.gmem)
+        m.stats.tma_bytes_prefetched += copy.transfer_bytes(tensor_map, copy.GATHER_ROWS if rows else 1)
+
+
 def _tensor_map_bytes(m: Machine, w: Warp, ins: Instr, address: int) -> np.ndarray:
     """The 128 bytes of a tensor map in shared, global or generic address space, writable."""
     if address % TENSOR_MAP_ALIGN:

@@ -1,5 +1,6 @@
 """D 512 with K and V one tensor on sm_90a: two consumers share the rows and exchange P. In the simulator."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90, sm100
 from warpspec.fmha.sm90.shapes import SHARED
+from warpspec.sim import tma
 
 LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
 
@@ -105,23 +107,39 @@ def test_every_product_is_computed_once(simulate):
     assert report.launches[0].tma_bytes_loaded == (heads + m_tiles * keys) * row
 
 
-COLUMN_BLOCKS = 512 // 64  # boxes of a tile of 64 keys, and of Q of 64 rows
+TILE_BYTES = 64 * 512 * 2  # of 64 keys, and of Q of 64 rows
 
 
-def prefetches(report) -> int:
-    return sum(count for opcode, count in report.launches[0].opcodes.items() if "bulk.prefetch" in opcode)
+@pytest.fixture
+def boxes(monkeypatch):
+    """Counter of the boxes that TMA asked for, by coordinates: loads and prefetches."""
+    monkeypatch.setenv("WARPSPEC_SIM_PROCESSES", "1")  # the patch is not in other processes
+    asked = Counter()
+    load_box = tma.load_box
+
+    def load(tensor_map, coords, gmem):
+        asked[tensor_map.address, coords] += 1
+        return load_box(tensor_map, coords, gmem)
+
+    monkeypatch.setattr(tma, "load_box", load)
+    return asked
 
 
-def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate):
-    """All KV tiles but the first two, which are loaded at once."""
+def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate, boxes):
+    """All KV tiles but the first two, which are loaded at once: their boxes are asked for three times, for two M tiles
+    and once before. A Q box is asked for once."""
     report = simulate(Case("count", seq_k=5 * 64, heads_q=128, **LATENT), num_splits=1)
-    assert prefetches(report) == (5 - 2) * COLUMN_BLOCKS
+    assert report.launches[0].tma_bytes_prefetched == (5 - 2) * TILE_BYTES
+    assert Counter(boxes.values()) == {1: 2 * 8, 2: 2 * 8, 3: 3 * 8}
 
 
-def test_keys_of_one_m_tile_are_not_prefetched_but_its_q_is(simulate):
+def test_keys_of_one_m_tile_are_not_prefetched_but_its_q_is(simulate, boxes):
     """Seven M tiles on two CTAs, one without keys: Q of all but the first two comes in under the tile before."""
     report = simulate(LENGTHS, ctas=2, num_splits=1)
-    assert prefetches(report) == (7 - 1 - 2) * COLUMN_BLOCKS
+    tiles = 7 - 1
+    assert report.launches[0].tma_bytes_prefetched == (tiles - 2) * TILE_BYTES
+    kv_tiles = sum(-(-length // 64) for length in LENGTHS.kv_lengths)
+    assert Counter(boxes.values()) == {1: (2 + kv_tiles) * 8, 2: (tiles - 2) * 8}
 
 
 VARIANTS = {

@@ -28,6 +28,17 @@ def test_every_case(case):
     check(case, result, inputs)
 
 
+def scattered(kv, lengths, page_size):
+    """Pages of kv [B, Sk, 1, D] in random order and their table; slots past a row's length name no page."""
+    batch, slots = len(kv), -(-kv.shape[1] // page_size)
+    padded = torch.nn.functional.pad(kv, (0, 0, 0, 0, 0, slots * page_size - kv.shape[1]))
+    table = torch.randperm(batch * slots, device="cuda").view(batch, slots)
+    pages = torch.empty(batch * slots, page_size, *kv.shape[2:], device="cuda", dtype=kv.dtype)
+    pages[table] = padded.view(batch, slots, page_size, *kv.shape[2:])
+    unused = torch.arange(slots, device="cuda") * page_size >= lengths[:, None]
+    return pages, table.masked_fill(unused, -1).int()
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 def test_rows_of_every_length(heads):
     """More tiles than CTAs, of 0 to 12 KV tiles; twice the same, to the bit."""
@@ -39,6 +50,11 @@ def test_rows_of_every_length(heads):
     expected, expected_lse = attention(q, kv, kv, **options, backend="reference")
     torch.testing.assert_close(o.float(), expected.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    pages, options["page_table"] = scattered(kv, lengths, 16)
+    paged, paged_lse = attention(q, pages, pages, **options)
+    torch.testing.assert_close(paged.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(paged_lse, expected_lse, rtol=0, atol=1e-3)
+    del options["page_table"]
     for _ in range(10):
         again = attention(q, kv, kv, **options)
         assert torch.equal(again[0], o) and torch.equal(again[1], lse)

@@ -515,4 +515,11 @@ def test_prefetches_do_nothing(seed):
         cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd1, {%r5, 0}];
         cp.async.bulk.prefetch.L2.global [%rd2], 64;
     """
-    assert not Run(body, init="", seed=seed, make_map=source_map).output.any()
+    run = Run(body, init="", seed=seed, make_map=source_map)
+    assert not run.output.any()
+    assert run.report.tma_bytes_prefetched == 1024 * run.report.block[0] and run.report.tma_bytes_loaded == 0
+
+
+def test_a_prefetch_needs_a_tensor_map():
+    with pytest.raises(BadDescriptor, match="never written"):
+        Run("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd1, {0, 0}];", init="")
