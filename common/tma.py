@@ -95,6 +95,6 @@ class TileRing:
         cute.copy(self.atom, self.tiles[None, tile], self.shared[None, stage], tma_bar_ptr=mbarrier)
 
     def prefetch(self, tile) -> None:
-        """Bring one tile into L2, without waiting. By a whole warp."""
-        with cute.arch.elect_one():  # a copy does so by itself
-            cute.prefetch(self.atom, self.tiles[None, tile])
+        """Bring one tile into L2, without waiting. By a whole warp, whose lanes ask for the same: one request, for the
+        instruction is of the uniform datapath (SASS: UTMAPF)."""
+        cute.prefetch(self.atom, self.tiles[None, tile])

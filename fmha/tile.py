@@ -7,6 +7,7 @@ or a stack slot, for all of them, although they have different register budgets.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -87,24 +88,42 @@ class Tile:
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
+class Grid(NamedTuple):
+    """Extents of a launch, as far as the operands do not have them."""
+
+    query_tiles: Int32
+    head_tiles: Int32
+    splits: Int32 | int
+
+    def rounds(self, tiles, ctas) -> tuple:
+        """(rounds in which every one of ``ctas`` persistent CTAs has a tile, tiles of the last one)."""
+        return tiles // ctas, tiles % ctas
+
+    def heads_of_kv(self, operands) -> Int32:
+        """Query heads of a KV head."""
+        return operands.q.shape[2] // operands.k.shape[2]
+
+    def decode(self, operands, index, **order) -> tuple:
+        """``TileGrid.decode``."""
+        batch, heads_kv = operands.q.shape[0], operands.k.shape[2]
+        return TileGrid(self.query_tiles, self.head_tiles, heads_kv, batch).decode(index, **order)
+
+
 def locate(
     config: KernelFeatures, operands, grid, window_left, window_right, index=None, section=None
 ) -> Tile:
-    """The tile of this CTA, or the index-th. operands: ``operands.Operands``. grid: (query tiles, head tiles, splits).
+    """The tile of this CTA, or the index-th. operands: ``operands.Operands``. grid: ``Grid``, or what stands for it.
     section: of ``TileGrid.decode``."""
-    batch_size, seq_q, heads_q, _ = operands.q.shape
-    _, length, heads_kv, _ = operands.k.shape
+    seq_q, length = operands.q.shape[1], operands.k.shape[1]
     if cutlass.const_expr(config.page_size > 0):
         length = operands.page_table.shape[1] * config.page_size
     if index is None:
         index, _, _ = cute.arch.block_idx()
-    query_tiles, head_tiles, splits = grid
     split = Int32(0)
     if cutlass.const_expr(config.splits):
-        index, split = index // splits, index % splits
-    order = TileGrid(query_tiles, head_tiles, heads_kv, batch_size)
-    query_tile, head_tile, kv_head, batch = order.decode(
-        index, longest_first=config.causal, section=section, minimum=cutlass.min
+        index, split = index // grid.splits, index % grid.splits
+    query_tile, head_tile, kv_head, batch = grid.decode(
+        operands, index, longest_first=config.causal, section=section, minimum=cutlass.min
     )
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
@@ -120,7 +139,7 @@ def locate(
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
     span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
     if cutlass.const_expr(config.splits):
-        span = span.part(split, splits)
+        span = span.part(split, getattr(grid.splits, "divisor", grid.splits))
     return Tile(
         config,
         query_tile,
@@ -131,7 +150,7 @@ def locate(
         start,
         length,
         split,
-        heads_q // heads_kv,
+        grid.heads_of_kv(operands),
         seq_q,
         bounds,
         span,

@@ -20,7 +20,7 @@ from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import load, rings
 from warpspec.fmha.sm100.mma import fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
-from warpspec.fmha.tile import locate
+from warpspec.fmha.tile import Grid, locate
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: two CTAs fill it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -73,7 +73,7 @@ class Attention:
             Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
-            (tiles.query_tiles, tiles.head_tiles, splits),
+            Grid(tiles.query_tiles, tiles.head_tiles, splits),
             scale_log2,
             window_left,
             window_right,

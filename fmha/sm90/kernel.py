@@ -17,7 +17,6 @@ from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.features import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.operands import Operands, kv_view, q_view
 from warpspec.fmha.row_bias import row_of
-from warpspec.fmha.scheduler import TileGrid
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WARPGROUP_THREADS, WEIGHT_STAGES, AttentionConfig
 from warpspec.fmha.sm90.consumer import Work, attend, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
@@ -25,7 +24,7 @@ from warpspec.fmha.sm90.exchange import Exchange, attend_in_turn, own_stage
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.rings import Source
 from warpspec.fmha.sm90.rows import place, rows
-from warpspec.fmha.sm90.tile import Where, index_of, locate, rounds
+from warpspec.fmha.sm90.tile import index_of, locate, rounds, where_of
 
 SMEM_CARVEOUT_PERCENT = 100
 
@@ -73,32 +72,21 @@ class Attention:
         """Host side: TMA descriptors, grid, launch.
 
         scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most CTAs to launch.
-        section: of ``TileGrid.decode``.
+        section: of ``TileGrid.decode``. At least one tile, ctas and section at least 1.
         """
         config = self.config
-        batch, seq_q, heads_q, _ = q.shape
-        heads_kv = k.shape[2]
-        group = heads_q // heads_kv
         loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
             loads.append(tma.make_load(kv_view(config, t), config.kv_box))
-        tiles = TileGrid(
-            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
-        )
-        splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
-        total = Int32(tiles.size * splits)
+        where = where_of(config, q, k, o, ctas, section, window_left, window_right)
         self.kernel(
             Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
-            (tiles.query_tiles, tiles.head_tiles, splits),
-            total,
-            section,
+            where,
             scale_log2,
-            window_left,
-            window_right,
         ).launch(
-            grid=(cutlass.min(total, ctas), 1, 1),
+            grid=(cutlass.min(where.tiles, ctas), 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -106,9 +94,7 @@ class Attention:
         )
 
     @cute.kernel
-    def kernel(
-        self, operands, atoms, coordinates, grid, total, section, scale_log2, window_left, window_right
-    ):
+    def kernel(self, operands, atoms, coordinates, where, scale_log2):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
@@ -142,7 +128,6 @@ class Attention:
             cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         # 2. Roles.
-        where = Where(grid, total, section, window_left, window_right)
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),

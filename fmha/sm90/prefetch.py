@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean
 
 from warpspec.fmha.pages import kv_places
+from warpspec.fmha.sm90.divisors import extent
 
 
 @cute.jit
@@ -42,6 +43,6 @@ def leads(tile, where) -> Boolean:
     None does where there is one M tile only: then memory is what binds, and asking twice costs (64 heads, B128 L640:
     12% more time on an H200).
     """
-    query_tiles, head_tiles, _ = where.grid
-    last = Boolean(tile.query_tile == query_tiles - 1) & Boolean(tile.head_tile == 0)
-    return last & Boolean(query_tiles * head_tiles > 1)
+    query_tiles, head_tiles = extent(where.grid.query_tiles), extent(where.grid.head_tiles)
+    several = Boolean(query_tiles * head_tiles > 1)
+    return several & Boolean(tile.query_tile == query_tiles - 1) & Boolean(tile.head_tile == 0)

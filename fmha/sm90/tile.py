@@ -9,18 +9,35 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha import tile as one_tile
-from warpspec.fmha.scheduler import place_in_round
+from warpspec.fmha.scheduler import TileGrid, place_in_round
+from warpspec.fmha.sm90.divisors import DivisorGrid
 
 
 class Where(NamedTuple):
-    """What places a tile: extents of the grid (query tiles, head tiles, splits), tiles in all, the size of a section
-    (``TileGrid.decode``), the window."""
+    """What places a tile: the grid, tiles in all, the size of a section (``TileGrid.decode``), the window."""
 
-    grid: tuple
+    grid: one_tile.Grid | DivisorGrid
     tiles: Int32
-    section: Int32
+    section: Int32 | cute.FastDivmodDivisorV2
     window_left: Int32
     window_right: Int32
+
+
+def where_of(config, q, k, o, ctas, section, window_left, window_right) -> Where:
+    """For these tensors and at most so many CTAs. Host side."""
+    batch, seq_q, heads_q, _ = q.shape
+    heads_kv = k.shape[2]
+    group = heads_q // heads_kv
+    query_tiles, head_tiles = cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack)
+    tiles = TileGrid(query_tiles, head_tiles, heads_kv, batch)
+    splits = o.shape[0] if config.splits else 1
+    total = Int32(tiles.size * splits)
+    if config.exchanges:
+        grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, ctas))
+        section = cute.FastDivmodDivisorV2(section)
+    else:
+        grid = one_tile.Grid(query_tiles, head_tiles, splits)
+    return Where(grid, total, section, window_left, window_right)
 
 
 def locate(config, operands, where: Where, index) -> one_tile.Tile:
@@ -33,7 +50,7 @@ def rounds(where: Where) -> Int32:
     """Tiles that this CTA does."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
-    whole, rest = where.tiles // ctas, where.tiles % ctas
+    whole, rest = where.grid.rounds(where.tiles, ctas)
     return whole + Int32(cutlass.select_(place_in_round(whole, cta, ctas) < rest, Int32(1), Int32(0)))
 
 

@@ -378,13 +378,14 @@ def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @instruction("cp.async.bulk.prefetch.tensor")
 def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """The same, of a box: read as a load would read it, so that a bad map or bad coordinates are found; counted."""
+    """The same, of a box: read as a load would read it, so that a bad map or bad coordinates are found. Lanes that ask
+    for the same count once."""
     _check_modifiers(ins.opcode, ins.parts, frozenset((*TENSOR_MODIFIERS, "prefetch", "L2")))
     rows = ins.has("tile::gather4")
     tensor = ins.operands[0]
     maps = w.address(tensor)
-    for lane in lanes(mask):
-        coords, tensor_map = _coordinates(w, tensor, lane), _tensor_map(m, int(maps[lane]))
+    for address, coords in {(int(maps[lane]), _coordinates(w, tensor, lane)) for lane in lanes(mask)}:
+        tensor_map = _tensor_map(m, address)
         if rows:
             tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
         else:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from warpspec.fmha.scheduler import TILE_OVERHEAD, TileGrid, balanced_section, key_span, place_in_round
+from warpspec.fmha.sm90.divisors import DivisorGrid
 
 
 def persistent(total: int, ctas: int, cta: int) -> list[int]:
@@ -23,6 +24,17 @@ def test_every_tile_once(section, ctas):
     assert sorted(indices) == list(range(grid.size))
     tiles = {grid.decode(i, longest_first=True, section=section) for i in indices}
     assert tiles == set(itertools.product(range(5), range(2), range(3), range(4)))
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("section", [1, 4, 5, 24, 100])
+def test_a_grid_of_divisors_has_the_same_order(section, longest_first):
+    """Where extents are divisors the formula is another: plain numbers serve both."""
+    grid = TileGrid(query_tiles=5, head_tiles=2, heads_kv=3, batch=4)
+    order = {"longest_first": longest_first, "section": section, "minimum": min}
+    divisors = DivisorGrid(5, 2, 3, splits=1, batch=4, group=2, whole_rounds=1, last_tiles=0)
+    for index in range(grid.size):
+        assert divisors.decode(None, index, **order) == grid.decode(index, **order)
 
 
 def test_long_tiles_come_first_within_a_section():
