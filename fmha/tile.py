@@ -88,6 +88,11 @@ class Tile:
         return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
 
 
+def extent(divisor):
+    """The number that a divisor (``sm90.divisors``) stands for; of a plain number, itself."""
+    return getattr(divisor, "divisor", divisor)
+
+
 class Grid(NamedTuple):
     """Extents of a launch, as far as the operands do not have them."""
 
@@ -139,7 +144,7 @@ def locate(
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
     span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
     if cutlass.const_expr(config.splits):
-        span = span.part(split, getattr(grid.splits, "divisor", grid.splits))
+        span = span.part(split, extent(grid.splits))
     return Tile(
         config,
         query_tile,

@@ -11,10 +11,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-
-def extent(divisor):
-    """The number that a divisor stands for; of a plain number, itself."""
-    return getattr(divisor, "divisor", divisor)
+from warpspec.fmha.tile import extent
 
 
 class DivisorGrid(NamedTuple):

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean
 
 from warpspec.fmha.pages import kv_places
-from warpspec.fmha.sm90.divisors import extent
+from warpspec.fmha.tile import extent
 
 
 @cute.jit
