@@ -38,6 +38,7 @@ COMMON_MODIFIERS = {"cp", "async", "bulk", "global", "shared::cta", "shared::clu
 COMMON_MODIFIERS |= {COMPLETE_TX, CACHE_HINT, MULTICAST}
 TENSOR_MODIFIERS = COMMON_MODIFIERS | {"tensor", "1d", "2d", "3d", "4d", "5d", "tile", "tile::gather4"}
 TENSOR_MODIFIERS |= {"tile::scatter4", "cta_group::1", "cta_group::2"}
+TENSOR_PREFETCH_MODIFIERS = TENSOR_MODIFIERS | {"prefetch", "L2"}
 TENSOR_REDUCE_MODIFIERS = TENSOR_MODIFIERS | {"reduce", *reduction.OPERATIONS}
 BULK_REDUCE_MODIFIERS = COMMON_MODIFIERS | {"reduce", "noftz", *reduction.OPERATIONS}
 BULK_REDUCE_TYPES = ("f16", "bf16", "b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")
@@ -188,10 +189,18 @@ def _trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
     return int(w.u16(ins.operands[first])[lane]) if ins.has(MULTICAST) else None
 
 
+def _read(
+    m: Machine, ins: Instr, tensor_map: tma.TensorMap, coords: tuple[int, ...]
+) -> tuple[np.ndarray, int]:
+    """(data, bytes that count) of a box, or of the rows that tile::gather4 names."""
+    if ins.has("tile::gather4"):
+        data = tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
+        return data, copy.transfer_bytes(tensor_map, copy.GATHER_ROWS)
+    return tma.load_box(tensor_map, coords, m.gmem), copy.transfer_bytes(tensor_map)
+
+
 def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     dst, tensor, mbar = ins.operands[:3]
-    rows = ins.has("tile::gather4")
-    boxes = copy.GATHER_ROWS if rows else 1
     dsts, maps, mbars = (w.address(operand) for operand in (dst, tensor, mbar))
     for lane in lanes(mask):
         coords = _coordinates(w, tensor, lane)
@@ -200,11 +209,7 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         def load(m: Machine, map_read=map_read, coords=coords):
             tensor_map = map_read.get(m)
-            if rows:
-                data = tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
-            else:
-                data = tma.load_box(tensor_map, coords, m.gmem)
-            nbytes = copy.transfer_bytes(tensor_map, boxes)
+            data, nbytes = _read(m, ins, tensor_map, coords)
             m.stats.tma_bytes_loaded += nbytes
             return (tensor_map, data), nbytes
 
@@ -380,17 +385,12 @@ def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """The same, of a box: read as a load would read it, so that a bad map or bad coordinates are found. Lanes that ask
     for the same count once."""
-    _check_modifiers(ins.opcode, ins.parts, frozenset((*TENSOR_MODIFIERS, "prefetch", "L2")))
-    rows = ins.has("tile::gather4")
+    _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_PREFETCH_MODIFIERS))
     tensor = ins.operands[0]
     maps = w.address(tensor)
     for address, coords in {(int(maps[lane]), _coordinates(w, tensor, lane)) for lane in lanes(mask)}:
-        tensor_map = _tensor_map(m, address)
-        if rows:
-            tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
-        else:
-            tma.load_box(tensor_map, coords, m.gmem)
-        m.stats.tma_bytes_prefetched += copy.transfer_bytes(tensor_map, copy.GATHER_ROWS if rows else 1)
+        _, nbytes = _read(m, ins, _tensor_map(m, address), coords)
+        m.stats.tma_bytes_prefetched += nbytes
 
 
 def _tensor_map_bytes(m: Machine, w: Warp, ins: Instr, address: int) -> np.ndarray:
