@@ -114,6 +114,15 @@ class Grid(NamedTuple):
         return TileGrid(self.query_tiles, self.head_tiles, heads_kv, batch).decode(index, **order)
 
 
+def launch_of(config: KernelFeatures, q: cute.Tensor, k: cute.Tensor, o: cute.Tensor) -> tuple:
+    """(``TileGrid`` of the M tiles, parts into which each one's keys are cut). Host side."""
+    batch, seq_q, heads_q, _ = q.shape
+    heads_kv = k.shape[2]
+    query_tiles = cute.ceil_div(seq_q, config.queries)
+    head_tiles = cute.ceil_div(heads_q // heads_kv, config.pack)
+    return TileGrid(query_tiles, head_tiles, heads_kv, batch), o.shape[0] if config.splits else 1
+
+
 def locate(
     config: KernelFeatures, operands, grid, window_left, window_right, index=None, section=None
 ) -> Tile:

@@ -13,14 +13,13 @@ from cutlass import Float32, Int32
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.operands import Operands, kv_view, q_view
-from warpspec.fmha.scheduler import TileGrid
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import load, rings
 from warpspec.fmha.sm100.mma import fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
-from warpspec.fmha.tile import Grid, locate
+from warpspec.fmha.tile import Grid, launch_of, locate
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: two CTAs fill it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -57,18 +56,12 @@ class Attention:
         scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded.
         """
         config = self.config
-        batch, seq_q, heads_q, _ = q.shape
-        heads_kv = k.shape[2]
-        group = heads_q // heads_kv
         loads = [tma.make_load(q_view(config, q), config.q_box)]
         for t in (k,) if config.shared_kv else (k, v):
             loads.append(tma.make_load(kv_view(config, t), config.kv_box))
         if cutlass.const_expr(config.bias_stages > 0):
             loads.append(biases.make_load(config, bias))
-        tiles = TileGrid(
-            cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack), heads_kv, batch
-        )
-        splits = o.shape[0] if cutlass.const_expr(config.splits) else 1
+        tiles, splits = launch_of(config, q, k, o)
         self.kernel(
             Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
             tuple(atom for atom, _ in loads),

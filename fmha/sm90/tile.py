@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha import tile as one_tile
-from warpspec.fmha.scheduler import TileGrid, place_in_round
+from warpspec.fmha.scheduler import place_in_round
 from warpspec.fmha.sm90.divisors import DivisorGrid
 
 
@@ -25,18 +25,14 @@ class Where(NamedTuple):
 
 def where_of(config, q, k, o, ctas, section, window_left, window_right) -> Where:
     """For these tensors and at most so many CTAs. Host side."""
-    batch, seq_q, heads_q, _ = q.shape
-    heads_kv = k.shape[2]
-    group = heads_q // heads_kv
-    query_tiles, head_tiles = cute.ceil_div(seq_q, config.queries), cute.ceil_div(group, config.pack)
-    tiles = TileGrid(query_tiles, head_tiles, heads_kv, batch)
-    splits = o.shape[0] if config.splits else 1
+    tiles, splits = one_tile.launch_of(config, q, k, o)
     total = Int32(tiles.size * splits)
     if config.exchanges:
+        group = q.shape[2] // k.shape[2]
         grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, ctas))
         section = cute.FastDivmodDivisorV2(section)
     else:
-        grid = one_tile.Grid(query_tiles, head_tiles, splits)
+        grid = one_tile.Grid(tiles.query_tiles, tiles.head_tiles, splits)
     return Where(grid, total, section, window_left, window_right)
 
 
