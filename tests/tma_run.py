@@ -3,10 +3,14 @@
 import struct
 
 import numpy as np
+from tma_model import swizzle_by_words
 
 from warpspec.sim import runtime, tma
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.tma import Swizzle, SwizzleAtomicity, TensorMap
+from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
 
+SEEDS = range(6)  # of schedules
 SHARED = 16 << 10
 IN_BYTES = 8 << 10
 OUT_BYTES = 16 << 10
@@ -111,3 +115,35 @@ class Run:
             seed=seed,
         )
         self.input, self.output = self.source.array, self.target.array.reshape(-1, each)
+
+
+def source_map(run: Run) -> TensorMap:
+    """The input as u16 [32, 128], box 8 x 64 elements, 128-byte swizzle."""
+    return TensorMap(
+        run.source.address,
+        ELEMENT_BY_NAME["u16"],
+        (128, 32),
+        (256,),
+        (64, 8),
+        (1, 1),
+        swizzle=Swizzle.BYTES_128,
+    )
+
+
+def expected_box(run: Run, column: int, row: int, at: int = 2048) -> np.ndarray:
+    """1 KiB of shared memory after a load through source_map to shared offset `at`."""
+    box = run.input.reshape(32, 256)[row : row + 8, 2 * column : 2 * column + 128].reshape(-1)
+    out = np.zeros(1024, np.uint8)
+    for i, byte in enumerate(box):
+        out[swizzle_by_words(at + i, Swizzle.BYTES_128, SwizzleAtomicity.BYTES_16) - at] = byte
+    return out
+
+
+LOAD = """
+    @!%p1 bra L1;
+    mbarrier.arrive.expect_tx.shared.b64 %state, [%r3], 1024;
+    mov.u32 %r5, 64;
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r3+1024], [%rd1, {%r5, 16}], [%r3];
+L1:
+"""
