@@ -28,21 +28,19 @@ def test_every_case(case):
     check(case, result, inputs)
 
 
-def scattered(kv, lengths, page_size):
-    """Pages of kv [B, Sk, 1, D] in random order and their table; slots past a row's length name no page."""
-    batch, slots = len(kv), -(-kv.shape[1] // page_size)
-    padded = torch.nn.functional.pad(kv, (0, 0, 0, 0, 0, slots * page_size - kv.shape[1]))
-    table = torch.randperm(batch * slots, device="cuda").view(batch, slots)
-    pages = torch.empty(batch * slots, page_size, *kv.shape[2:], device="cuda", dtype=kv.dtype)
-    pages[table] = padded.view(batch, slots, page_size, *kv.shape[2:])
-    unused = torch.arange(slots, device="cuda") * page_size >= lengths[:, None]
-    return pages, table.masked_fill(unused, -1).int()
+def latent_pages(batch, slots, page_size):
+    """(pages, page table, the keys of every batch row in order): pages in random order, some of them nobody's."""
+    pages = random(batch * slots + 2, page_size, 1, 512)
+    table = torch.randperm(len(pages), device="cuda")[: batch * slots].view(batch, slots)
+    return pages, table.int(), pages[table].view(batch, -1, 1, 512)
 
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_rows_of_every_length(heads):
     """More tiles than CTAs, of 0 to 12 KV tiles; twice the same, to the bit."""
-    q, kv = latent(160, 1, heads, 750)
+    q = random(160, 1, heads, 512)
+    pages, table, kv = latent_pages(160, -(-750 // 16), 16)
+    kv = kv[:, :750]
     lengths = torch.randint(0, 751, (160,), device="cuda", dtype=torch.int32)
     lengths[:3] = torch.tensor([0, 1, 750])
     options = {"kv_lengths": lengths, "return_lse": True, "num_splits": 1}
@@ -50,11 +48,10 @@ def test_rows_of_every_length(heads):
     expected, expected_lse = attention(q, kv, kv, **options, backend="reference")
     torch.testing.assert_close(o.float(), expected.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
-    pages, options["page_table"] = scattered(kv, lengths, 16)
-    paged, paged_lse = attention(q, pages, pages, **options)
+    no_key = torch.arange(table.shape[1], device="cuda") * 16 >= lengths[:, None]
+    paged, paged_lse = attention(q, pages, pages, page_table=table.masked_fill(no_key, -1), **options)
     torch.testing.assert_close(paged.float(), expected.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(paged_lse, expected_lse, rtol=0, atol=1e-3)
-    del options["page_table"]
     for _ in range(10):
         again = attention(q, kv, kv, **options)
         assert torch.equal(again[0], o) and torch.equal(again[1], lse)
@@ -71,11 +68,10 @@ def test_splits(splits):
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_pages(page_size):
     batch, slots = 3, 512 // page_size
-    q, pages = random(batch, 2, 128, 512), random(batch * slots + 2, page_size, 1, 512)
-    table = torch.randperm(len(pages), device="cuda")[: batch * slots].view(batch, slots).int()
+    q = random(batch, 2, 128, 512)
+    pages, table, dense = latent_pages(batch, slots, page_size)
     lengths = torch.tensor([512, 0, 391], device="cuda", dtype=torch.int32)
     got = attention(q, pages, pages, kv_lengths=lengths, page_table=table, causal=True)
-    dense = pages[table.long()].view(batch, -1, 1, 512)
     expected = attention(q, dense, dense, kv_lengths=lengths, causal=True, backend="reference")
     torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
