@@ -33,7 +33,7 @@ LOG_TAIL_LINES = 25
 def stamp() -> str:
     """Digest of what decides the contents of .venv."""
     digest = hashlib.sha256(str(ROOT).encode())
-    for name in ("pyproject.toml", "setup.py", "constraints.txt", "scripts/bootstrap.py"):
+    for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

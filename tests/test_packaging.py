@@ -4,15 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGE_FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
+LINKS = sorted((ROOT / "src/warpspec").iterdir())
+PACKAGES = [link.name for link in LINKS]
 NOT_PACKAGES = {"tests", "scripts", "build", "out"}
 
 
@@ -20,9 +19,10 @@ NOT_PACKAGES = {"tests", "scripts", "build", "out"}
 def wheel(tmp_path_factory) -> Path:
     """A wheel built from a copy of the tree's packages (setuptools would write build/ into the checkout)."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    for folder in PACKAGE_FOLDERS.values():
+    shutil.copytree(ROOT / "src", tree / "src", symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
+    for folder in PACKAGES:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     command = [
         sys.executable,
@@ -39,15 +39,15 @@ def wheel(tmp_path_factory) -> Path:
     return next((tree / "dist").glob("warpspec-*.whl"))
 
 
-def test_every_top_level_package_is_mapped():
+def test_every_top_level_package_is_linked():
     on_disk = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")} - NOT_PACKAGES
-    assert on_disk == set(PACKAGE_FOLDERS.values())
-    assert all(package == f"warpspec.{folder}" for package, folder in PACKAGE_FOLDERS.items())
+    assert on_disk == set(PACKAGES)
+    assert all(link.readlink() == Path("../..") / link.name for link in LINKS)
 
 
 def test_every_folder_with_modules_is_a_package():
     """A folder with modules but no __init__.py would be left out of the wheel silently."""
-    for folder in PACKAGE_FOLDERS.values():
+    for folder in PACKAGES:
         for module in (ROOT / folder).rglob("*.py"):
             assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py"
 
@@ -56,10 +56,10 @@ def test_wheel_holds_every_module(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         f"warpspec/{module.relative_to(ROOT)}"
-        for folder in PACKAGE_FOLDERS.values()
+        for folder in PACKAGES
         for module in (ROOT / folder).rglob("*.py")
     }
-    typed = {f"warpspec/{folder}/py.typed" for folder in PACKAGE_FOLDERS.values()}
+    typed = {f"warpspec/{folder}/py.typed" for folder in PACKAGES}
     assert expected | typed <= held
     assert not any(name.startswith(("tests/", "scripts/")) for name in held)
 
@@ -68,7 +68,7 @@ def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True)
-    names = sorted(PACKAGE_FOLDERS)
+    names = [f"warpspec.{package}" for package in PACKAGES]
     code = f"import importlib; print([importlib.import_module(n).__file__ for n in {names}])"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     # -P: the working directory stays off the path; PYTHONPATH precedes the editable install's finder.
