@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec.fmha import AttentionState, attention, merge
+from warpspec.fmha.operands import Operands
 from warpspec.fmha.ops import unobserved
 
 OPTIONS = {"causal": True, "window": (3, None), "backend": "reference"}
@@ -112,11 +113,11 @@ def test_vmap_and_subclasses_do_not_pass_unseen():
         pass
 
     q, k, v = inputs().values()
-    assert unobserved(q, k, v, None)
-    assert not unobserved(q.as_subclass(Wrapped), k, v)
-    assert not unobserved(q.clone().requires_grad_(), k, v)
+    assert unobserved(Operands(q, k, v))
+    assert not unobserved(Operands(q.as_subclass(Wrapped), k, v))
+    assert not unobserved(Operands(q.clone().requires_grad_(), k, v))
     seen = []
-    torch.vmap(lambda q: seen.append(unobserved(q)) or q)(q)
+    torch.vmap(lambda q: seen.append(unobserved(Operands(q, k, v))) or q)(q)
     assert seen == [False]
 
 

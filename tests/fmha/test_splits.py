@@ -4,17 +4,12 @@ import itertools
 
 import pytest
 
+from warpspec.common.hardware import GPUS
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.scheduler import key_span
-from warpspec.fmha.splits import (
-    SM_COUNT,
-    choose_splits,
-    combine_clocks,
-    split_part,
-    tile_clocks,
-    visited_tiles,
-)
+from warpspec.fmha.plan.splits import choose_splits, combine_clocks, tile_clocks, visited_tiles
+from warpspec.fmha.schedule import key_span, split_part
 
+SM_COUNT = GPUS["sm_100a"].sm_count
 KEYS_64K = 65536
 # Head size, M tiles and rows of one token at batch 1, and tile shapes a kernel may have.
 DECODE = {
