@@ -8,8 +8,9 @@ from warpspec.sim.codegen.layout import Ctx, Fault, guard_text
 from warpspec.sim.errors import Deadlock, MemoryFault, SimError, Where, format_lanes
 from warpspec.sim.families import mbarrier
 from warpspec.sim.instruction import Instr
+from warpspec.sim.lanes import lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_BASE_OFFSET, SHARED_WINDOW
-from warpspec.sim.registry import lanes
+from warpspec.sim.registry import row_of
 
 if TYPE_CHECKING:
     from warpspec.sim.machine import Machine
@@ -90,7 +91,7 @@ def fault(m: Machine, w: Warp, group: Group) -> SimError:
         return SimError("brx.idx with an index beyond its targets", where(m, w, ins, group.mask))
     if kind == Fault.TRAP:
         return SimError("the kernel executed trap", where(m, w, ins, group.mask))
-    write = ins.parts[0] != "ld"
+    write = not row_of(ins.opcode).loads
     if kind == Fault.MISALIGNED:
         text = f"{size}-byte access at {address:#x} is not aligned to its size"
     elif kind == Fault.REMOTE_SHARED:

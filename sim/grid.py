@@ -9,8 +9,8 @@ import numpy as np
 
 from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.errors import HostError
+from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET
-from warpspec.sim.registry import WARP_SIZE
 from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
 
 if TYPE_CHECKING:

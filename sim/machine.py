@@ -9,14 +9,17 @@ from collections.abc import Hashable
 import numpy as np
 
 from warpspec.sim import diagnosis
+from warpspec.sim.cfg import control_of
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import MemoryFault, TmemFault, Where
 from warpspec.sim.families import barriers, mbarrier
 from warpspec.sim.grid import ClusterFactory, Launch
 from warpspec.sim.instruction import Imm, Instr
+from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
-from warpspec.sim.registry import FULL_MASK, Handler, Op, Wait, handler_for, lanes, require_handler
+from warpspec.sim.operation import Op, Wait
+from warpspec.sim.registry import Collective, Control, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
@@ -26,7 +29,6 @@ LAG_TURNS = 32  # turns of a diverged warp after which a random group goes first
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
 PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
-WARP_BARRIER = ("bar", "warp")  # bar.warp.sync
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
@@ -53,8 +55,8 @@ class Machine:
         self.system_instr: list[Instr | None] = [
             kernel.instrs[b.start] if program.system[b.index] else None for b in program.blocks
         ]
-        self.handlers: list[Handler | None] = [
-            None if ins is None else handler_for(ins.opcode) for ins in self.system_instr
+        self.system_row: list[Opcode | None] = [
+            None if ins is None else find(ins.opcode) for ins in self.system_instr
         ]
         self.factory = ClusterFactory(self)
         self.resident: list[Cluster] = []
@@ -275,10 +277,10 @@ class Machine:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
         taken = int(w.ctx[Ctx.TAKEN])
         last = self.program.kernel.instrs[self.program.blocks[block].end - 1]
-        if last.parts[0] == "brx":  # the other lanes run it again
+        if control_of(last) is Control.INDEXED_BRANCH:  # the other lanes run it again
             target, through = int(w.ctx[Ctx.TARGET]), block
         else:
-            target, through = self.program.branch(block, last)
+            (target,), through = self.program.targets(last), self.program.through(block)
         w.groups.remove(group)
         w.groups += [Group(target, taken), Group(through, group.mask & ~taken)]
         w.merge()
@@ -328,11 +330,11 @@ class Machine:
 
     def execute(self, w: Warp, group: Group, block: int, ins: Instr) -> bool:
         """Execute a system instruction for a group; False if the warp's turn ends here."""
-        handler = self.handlers[block]
+        row = self.system_row[block]
         try:
-            if handler is None:
-                handler = require_handler(ins.opcode)
-            if handler.collective and group.mask != w.alive and not self.gathered(w, group, ins):
+            if row is None or row.handler is None:
+                raise unsupported(ins.opcode)
+            if row.collective is not None and group.mask != w.alive and not self.gathered(w, group, ins):
                 return w.runnable() is not None
             mask = group.mask
             if ins.guard is not None:
@@ -341,7 +343,7 @@ class Machine:
             if mask:
                 w.current = group
                 self._executing = (w, ins)
-                wait = handler.function(self, w, ins, mask)
+                wait = row.handler(self, w, ins, mask)
                 if wait is not None:
                     self.block(w, group, wait)
                     return False
@@ -372,7 +374,8 @@ class Machine:
         for members, named in self.named_lanes(w, group, ins):
             if named & w.alive & ~group.mask == 0:
                 complete |= members
-        if not complete and ins.parts[:2] == WARP_BARRIER and self.meets_elsewhere(w, group, ins):
+        anywhere = row_of(ins.opcode).collective is Collective.MEMBERS_ANYWHERE
+        if not complete and anywhere and self.meets_elsewhere(w, group, ins):
             return True
         if complete != group.mask:
             rest = group
@@ -387,9 +390,9 @@ class Machine:
 
     def named_lanes(self, w: Warp, group: Group, ins: Instr) -> list[tuple[int, int]]:
         """(lanes of the group, lanes that a collective instruction names for them)."""
-        if ins.parts[0] not in ("shfl", "vote", "redux", "elect", "match") and ins.parts[:2] != WARP_BARRIER:
+        if row_of(ins.opcode).collective is Collective.WARP:
             return [(group.mask, FULL_MASK)]
-        operand = ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
+        operand = ins.membermask
         if isinstance(operand, Imm):
             return [(group.mask, operand.value & FULL_MASK)]
         named: dict[int, int] = {}
@@ -400,9 +403,10 @@ class Machine:
 
     def meets_elsewhere(self, w: Warp, group: Group, ins: Instr) -> bool:
         """bar.warp.sync joins lanes wherever in the text they execute it; frees those that waited for this group."""
-        named = w.scalar(ins.operands[-1], group.mask) & w.alive
+        named = w.scalar(ins.membermask, group.mask) & w.alive
         parked = [g for g in w.groups if g.converge and g.mask & named]
-        waiting = [g for g in parked if diagnosis.instruction_at(self, g).parts[:2] == WARP_BARRIER]
+        here = row_of(ins.opcode)
+        waiting = [g for g in parked if row_of(diagnosis.instruction_at(self, g).opcode) is here]
         together = group.mask
         for other in waiting:
             together |= other.mask

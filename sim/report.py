@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpspec.sim.registry import handler_for
+from warpspec.sim.registry import Family, row_of
 
 if TYPE_CHECKING:
     from warpspec.sim.codegen.program import Program
     from warpspec.sim.machine import Machine
-    from warpspec.sim.registry import Op, Wait
+    from warpspec.sim.operation import Op, Wait
     from warpspec.sim.warp import Group, Warp
 
 TIMELINE_CTAS = 4  # the timeline shows the grid's first CTAs
 TIMELINE_EVENTS = 200_000
 
-_NATIVE_FAMILY = {
-    **dict.fromkeys(("bra", "ret", "exit", "trap"), "control"),
-    **dict.fromkeys(("ld", "st", "atom", "red", "cvta", "mapa", "isspacep", "prefetch"), "memory"),
-    **dict.fromkeys(("shfl", "vote", "redux", "elect", "activemask"), "warp"),
-    **dict.fromkeys(("fence", "membar"), "fence"),
-    "cvt": "convert",
-    "mov": "move",
-    "selp": "select",
-    "setp": "compare",
-}
 
-
-def family(ins) -> str:
-    """The family under which an instruction is counted."""
-    named = _NATIVE_FAMILY.get(ins.parts[0])
-    if named is not None:
-        return named
-    handler = handler_for(ins.opcode)
-    if handler is not None and handler.family not in ("alu", "convert"):
-        return f"{handler.family}: {'.'.join(ins.parts[:2])}" if ins.parts[0] == "tcgen05" else handler.family
-    type_ = ins.parts[-1]
-    if ins.parts[0] in ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"):
-        return "special function"
-    if type_.startswith(("f", "bf", "tf")):
-        return "float packed" if "x2" in type_ else "float"
+@cache
+def family(opcode: str) -> str:
+    """The name under which an opcode is counted: its family; arithmetic by type, tcgen05 by operation."""
+    found = row_of(opcode).family
+    parts = opcode.split(".")
+    if found is Family.TCGEN05:
+        return f"{found}: {'.'.join(parts[:2])}"
+    if found is not Family.ARITHMETIC:
+        return found.value
+    if parts[-1].startswith(("f", "bf", "tf")):
+        return "float packed" if "x2" in parts[-1] else "float"
     return "integer"
 
 
@@ -147,7 +135,6 @@ def count_instructions(
     program: Program, stats: LaunchStats
 ) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
     """Counts by warp index and family, and by opcode over all warps."""
-    families = [family(ins) for ins in program.kernel.instrs]
     by_warp: dict[int, dict[str, int]] = {}
     by_opcode: dict[str, int] = {}
     for warp, counts in sorted(stats.block_counts.items()):
@@ -156,7 +143,7 @@ def count_instructions(
             executed = int(counts[block.index])
             if executed:
                 for ins in program.kernel.instrs[block.start : block.end]:
-                    name = families[ins.index]
+                    name = family(ins.opcode)
                     mine[name] = mine.get(name, 0) + executed
                     by_opcode[ins.opcode] = by_opcode.get(ins.opcode, 0) + executed
     return by_warp, by_opcode

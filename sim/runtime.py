@@ -14,13 +14,14 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.common.cubin import KernelResources
-from warpspec.sim import families, ptx
+from warpspec.sim import codegen, families, ptx
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import HostError, SimError
 from warpspec.sim.grid import Launch
 from warpspec.sim.instruction import Kernel, PtxModule
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 
 SHARES = 2  # parts an independent grid is cut into; fixed, so that a seed means the same run on every machine
@@ -28,7 +29,8 @@ SHARE_MIN_CLUSTERS = 4  # smaller grids run in one part
 PROGRESS_AFTER = 5.0  # seconds of expected run time from which progress is shown
 SM_COUNT = {"sm_100": 148, "sm_103": 148, "sm_90": 132}
 
-families.load_all()
+import_all(codegen)
+import_all(families)
 
 
 @lru_cache(maxsize=64)
@@ -74,19 +76,10 @@ def sm_count(target: str) -> int:
     return next((n for prefix, n in SM_COUNT.items() if target.startswith(prefix)), 132)
 
 
-_COMMUNICATES = ("atom", "red", "multimem", "clusterlaunchcontrol", "cp.reduce.async")
-_ORDERED = frozenset({"volatile", "acquire", "relaxed", "release", "acq_rel", "mmio"})
-
-
 def independent(kernel: Kernel) -> bool:
     """Whether clusters cannot see each other through global memory: no atomics, no ordered or volatile accesses."""
-    for ins in kernel.instrs:
-        shared = any(p.startswith("shared") for p in ins.parts)
-        if ins.opcode.startswith(_COMMUNICATES) and not (shared and ins.parts[0] in ("atom", "red")):
-            return False
-        if ins.parts[0] in ("ld", "st") and not shared and _ORDERED & set(ins.parts):
-            return False
-    return True
+    rows = ((find(ins.opcode), ins) for ins in kernel.instrs)
+    return not any(row is not None and row.may_share_memory(ins) for row, ins in rows)
 
 
 class Progress:

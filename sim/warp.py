@@ -11,8 +11,9 @@ from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import RegisterHazard, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
+from warpspec.sim.lanes import FULL_MASK, WARP_SIZE
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
-from warpspec.sim.registry import FULL_MASK, WARP_SIZE, Wait
+from warpspec.sim.operation import Wait
 from warpspec.sim.tcgen05.memory import Tmem
 
 if TYPE_CHECKING:

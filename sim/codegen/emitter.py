@@ -6,12 +6,11 @@ in the lanes that execute. Lanes that do not execute compute garbage that nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from warpspec.sim.codegen.layout import CLOCK_REGISTERS, Ctx, RegisterFile
 from warpspec.sim.instruction import Imm, Instr, Not, Operand, Reg, Sym, Vec
+from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.registry import row_of
 
-LANES = 32
 FLOAT_TYPE = {16: "half", 32: "float", 64: "double"}
 
 
@@ -19,30 +18,14 @@ class NotNative(Exception):
     """This form of an instruction has no native translation: a Python handler executes it."""
 
 
-EMITTERS: dict[str, Callable] = {}
-
-
-def emits(*names: str):
-    """Register a translator for opcodes whose first part is one of `names`."""
-
-    def register(function):
-        for name in names:
-            if name in EMITTERS:
-                raise ValueError(f"two translators for {name}")
-            EMITTERS[name] = function
-        return function
-
-    return register
-
-
 def ivec(bits: int) -> str:
     """LLVM type of 32 lanes of integers."""
-    return f"<{LANES} x i{bits}>"
+    return f"<{WARP_SIZE} x i{bits}>"
 
 
 def fvec(bits: int) -> str:
     """LLVM type of 32 lanes of floats."""
-    return f"<{LANES} x {FLOAT_TYPE[bits]}>"
+    return f"<{WARP_SIZE} x {FLOAT_TYPE[bits]}>"
 
 
 class Emitter:
@@ -279,16 +262,16 @@ class Emitter:
     # ---- one instruction --------------------------------------------------------------------------------------
 
     def translate(self, ins: Instr) -> None:
-        """Append the code of one instruction; raises NotNative."""
-        emitter = EMITTERS.get(ins.parts[0])
-        if emitter is None:
+        """Append the code of one instruction; raises NotNative for a form that has none."""
+        translator = row_of(ins.opcode).translator
+        if translator is None:
             raise NotNative(ins.opcode)
         self.index = ins.index
         self.guard = None
         if ins.guard is not None:
             self.guard = self.pred(Not(ins.guard) if ins.guard_negated else ins.guard)
         try:
-            emitter(self, ins)
+            translator(self, ins)
         except NotNative:
             raise
         except Exception as error:

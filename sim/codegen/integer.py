@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, fvec, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, fvec, ivec
 from warpspec.sim.codegen.memory import element_bits
 from warpspec.sim.instruction import Imm, Instr, Pair
+from warpspec.sim.registry import Family, translator
 
 INTEGER_TYPES = frozenset(f"{k}{b}" for k in "sub" for b in (8, 16, 32, 64))
 
@@ -30,7 +31,7 @@ def binary(e: Emitter, ins: Instr, word: str) -> None:
     e.set(ins.operands[0], e.op(f"{word} {ivec(bits)} {a}, {b}"), bits)
 
 
-@emits("mov")
+@translator("mov", family=Family.MOVE, destinations=1)
 def mov(e: Emitter, ins: Instr) -> None:
     type_ = ins.parts[-1]
     if type_ == "pred":
@@ -42,7 +43,7 @@ def mov(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.get(ins.operands[1], bits), bits)
 
 
-@emits("and", "or", "xor")
+@translator("and", "or", "xor", family=Family.ARITHMETIC, destinations=1)
 def logic(e: Emitter, ins: Instr) -> None:
     word = ins.parts[0]
     if ins.parts[-1] == "pred":
@@ -52,7 +53,7 @@ def logic(e: Emitter, ins: Instr) -> None:
         binary(e, ins, word)
 
 
-@emits("not")
+@translator("not", family=Family.ARITHMETIC, destinations=1)
 def not_(e: Emitter, ins: Instr) -> None:
     if ins.parts[-1] == "pred":
         e.set(ins.operands[0], e.op(f"xor {ivec(1)} {e.pred(ins.operands[1])}, splat (i1 true)"), 1)
@@ -61,14 +62,14 @@ def not_(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.op(f"xor {ivec(bits)} {e.get(ins.operands[1], bits)}, {e.imm(bits, -1)}"), bits)
 
 
-@emits("cnot")
+@translator("cnot", family=Family.ARITHMETIC, destinations=1)
 def cnot(e: Emitter, ins: Instr) -> None:
     _, bits = integer_type(ins)
     zero = e.op(f"icmp eq {ivec(bits)} {e.get(ins.operands[1], bits)}, zeroinitializer")
     e.set(ins.operands[0], e.op(f"zext {ivec(1)} {zero} to {ivec(bits)}"), bits)
 
 
-@emits("shl", "shr")
+@translator("shl", "shr", family=Family.ARITHMETIC, destinations=1)
 def shift(e: Emitter, ins: Instr) -> None:
     """Shift amounts clamp at the width (9.7.8.7)."""
     signed, bits = integer_type(ins)
@@ -121,7 +122,7 @@ def mul_integer(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], multiply(e, ins), 2 * bits if ins.has("wide") else bits)
 
 
-@emits("mad")
+@translator("mad", family=Family.ARITHMETIC, destinations=1)
 def mad(e: Emitter, ins: Instr) -> None:
     if ins.parts[-1] in ("f32", "f64"):
         raise NotNative(ins.opcode)
@@ -153,7 +154,7 @@ def div_rem_integer(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], value, bits)
 
 
-@emits("rem")
+@translator("rem", family=Family.ARITHMETIC, destinations=1)
 def rem(e: Emitter, ins: Instr) -> None:
     div_rem_integer(e, ins)
 
@@ -227,7 +228,7 @@ def flush(e: Emitter, value: str) -> str:
     return e.op(f"bitcast {ivec(32)} {e.select(tiny, sign, raw, ivec(32))} to {fvec(32)}")
 
 
-@emits("setp")
+@translator("setp", family=Family.COMPARE, destinations=1)
 def setp(e: Emitter, ins: Instr) -> None:
     """setp.cmp[.bool][.ftz].type p[|q], a, b[, c] (9.7.6.2): p = (a cmp b) bool c, q = !(a cmp b) bool c."""
     result = compare(e, ins, ins.operands[1], ins.operands[2])
@@ -245,14 +246,14 @@ def setp(e: Emitter, ins: Instr) -> None:
         e.set(pair.second, outcomes[1], 1)
 
 
-@emits("selp")
+@translator("selp", family=Family.SELECT, destinations=1)
 def selp(e: Emitter, ins: Instr) -> None:
     bits = element_bits(ins.parts[-1])
     a, b = e.get(ins.operands[1], bits), e.get(ins.operands[2], bits)
     e.set(ins.operands[0], e.select(e.pred(ins.operands[3]), a, b, ivec(bits)), bits)
 
 
-@emits("lop3")
+@translator("lop3", family=Family.ARITHMETIC, destinations=1)
 def lop3(e: Emitter, ins: Instr) -> None:
     """Any function of three bits by its truth table (9.7.8.6): sum of the minterms in the table, or of the others."""
     table = ins.operands[4]
@@ -284,7 +285,7 @@ def lop3(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], total, 32)
 
 
-@emits("shf")
+@translator("shf", family=Family.ARITHMETIC, destinations=1)
 def shf(e: Emitter, ins: Instr) -> None:
     """Funnel shift of b:a (9.7.8.8); .wrap takes the amount modulo 32, .clamp limits it to 32."""
     a, b = e.get(ins.operands[1], 32), e.get(ins.operands[2], 32)
@@ -303,7 +304,7 @@ def shf(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.resize(value, 64, 32), 32)
 
 
-@emits("prmt")
+@translator("prmt", family=Family.ARITHMETIC, destinations=1)
 def prmt(e: Emitter, ins: Instr) -> None:
     """Byte permute with a constant selector (9.7.8.? prmt): nibble j picks byte j of the result from b:a."""
     selector = ins.operands[3]
@@ -329,7 +330,7 @@ def prmt(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], total, 32)
 
 
-@emits("bfe")
+@translator("bfe", family=Family.ARITHMETIC, destinations=1)
 def bfe(e: Emitter, ins: Instr) -> None:
     """Unsigned bit-field extract with constant position and length (9.7.1.?)."""
     signed, bits = integer_type(ins)
@@ -344,7 +345,7 @@ def bfe(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.op(f"and {ivec(bits)} {value}, {e.imm(bits, mask)}"), bits)
 
 
-@emits("popc", "clz", "brev")
+@translator("popc", "clz", "brev", family=Family.ARITHMETIC, destinations=1)
 def bit_count(e: Emitter, ins: Instr) -> None:
     bits = element_bits(ins.parts[-1])
     value = e.get(ins.operands[1], bits)

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from warpspec.sim.codegen.memory import ordered_in_global, outside_shared
 from warpspec.sim.errors import BarrierFault, MemoryFault, UnsupportedInstruction
 from warpspec.sim.families import mbarrier
 from warpspec.sim.families.tma import COMPLETE_TX, located, shared_view
 from warpspec.sim.instruction import Imm, Instr, Not, Reg, Vec
-from warpspec.sim.registry import WARP_SIZE, CallOp, Op, Wait, instruction, lanes
+from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.operation import CallOp, Op, Wait
+from warpspec.sim.registry import Family, handler
 from warpspec.sim.tma import reduction
 
 if TYPE_CHECKING:
@@ -107,7 +110,7 @@ class Arrival:
         )
 
 
-@instruction("cp.async.ca", "cp.async.cg")
+@handler("cp.async.ca", "cp.async.cg", family=Family.ASYNC_COPY, destinations=0)
 def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.{ca,cg}.shared.global [dst], [src], cp-size{, src-size | ignore-src}{, cache-policy}."""
     operands = ins.operands[: -1 if ins.has("L2::cache_hint") else None]
@@ -151,7 +154,7 @@ def _commit(w: Warp, mask: int) -> None:
         copies.open[lane] = []
 
 
-@instruction("cp.async.commit_group")
+@handler("cp.async.commit_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.commit_group."""
     _commit(w, mask)
@@ -171,20 +174,20 @@ def _wait(w: Warp, mask: int, newest: int) -> Wait | None:
     return None
 
 
-@instruction("cp.async.wait_group")
+@handler("cp.async.wait_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.wait_group N: until at most the N newest groups are pending."""
     return _wait(w, mask, w.scalar(ins.operands[0], mask))
 
 
-@instruction("cp.async.wait_all")
+@handler("cp.async.wait_all", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_all(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.wait_all: commit_group, wait_group 0. Called again after a wait, it commits empty groups."""
     _commit(w, mask)
     return _wait(w, mask, 0)
 
 
-@instruction("cp.async.mbarrier.arrive")
+@handler("cp.async.mbarrier.arrive", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.mbarrier.arrive{.noinc}: arrive once the thread's copies so far are done.
 
@@ -250,7 +253,7 @@ def _store(destination: np.ndarray, value: np.ndarray) -> None:
     destination[:] = value
 
 
-@instruction("st.async")
+@handler("st.async", family=Family.MEMORY, destinations=0, shares_memory=ordered_in_global)
 def st_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """st.async: to another CTA's shared memory with complete-tx, or a release store to global memory."""
     if ins.has("mmio"):
@@ -260,7 +263,7 @@ def st_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _issue_remote(m, w, ins, mask, _store)
 
 
-@instruction("red.async")
+@handler("red.async", family=Family.MEMORY, destinations=0, shares_memory=outside_shared)
 def red_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """red.async: the same with a reduction."""
     if ins.has("mmio"):
@@ -269,7 +272,7 @@ def red_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _issue_remote(m, w, ins, mask, reduction.combine(operation, ins.parts[-1]))
 
 
-@instruction("st.bulk")
+@handler("st.bulk", family=Family.MEMORY, destinations=0)
 def st_bulk(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """st.bulk: zeroes shared memory, at once."""
     addresses, sizes = w.address(ins.operands[0]), w.u64(ins.operands[1])

@@ -8,7 +8,9 @@ import numpy as np
 
 from warpspec.sim.errors import BarrierFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Not, Reg
-from warpspec.sim.registry import FULL_MASK, WARP_SIZE, CallOp, Wait, instruction
+from warpspec.sim.lanes import FULL_MASK, WARP_SIZE
+from warpspec.sim.operation import CallOp, Wait
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.warp import Cluster, Cta, Warp
 
 NAMED_BARRIERS = 16
@@ -110,7 +112,11 @@ def _operands(ins: Instr) -> tuple[str, list]:
     return kind, list(ins.operands)
 
 
-@instruction("bar", "barrier", collective=True)
+@handler("bar", "barrier", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
+@handler(
+    "bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red",
+    family=Family.BARRIER, destinations=1, collective=Collective.WARP,
+)  # fmt: skip
 def named_barrier(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """bar/barrier[.cta].sync|arrive|red. Lanes of a warp arrive together."""
     kind, operands = _operands(ins)
@@ -141,7 +147,7 @@ def _reduce(m, w: Warp, ins: Instr, operands: list, mask: int) -> Wait | None:
     return Wait(on=barrier, text=barrier.describe, resume_after=True)
 
 
-@instruction("bar.warp", collective=True)
+@handler("bar.warp", family=Family.BARRIER, destinations=0, collective=Collective.MEMBERS_ANYWHERE)
 def warp_barrier(m, w: Warp, ins: Instr, mask: int) -> None:
     """bar.warp.sync: the machine has gathered the lanes of the membermask."""
 
@@ -172,7 +178,7 @@ def _cluster_complete_if_done(m, cluster: Cluster) -> None:
         m.notify(state)
 
 
-@instruction("barrier.cluster.arrive", collective=True)
+@handler("barrier.cluster.arrive", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
 def cluster_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
     state = _cluster(w.cta.cluster)
     if w.state.get("cluster_arrived", -1) == state.phase:
@@ -183,7 +189,7 @@ def cluster_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
     _cluster_complete_if_done(m, w.cta.cluster)
 
 
-@instruction("barrier.cluster.wait", collective=True)
+@handler("barrier.cluster.wait", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
 def cluster_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
     state = _cluster(w.cta.cluster)
     arrived = w.state.get("cluster_arrived")
@@ -202,7 +208,7 @@ RESPONSE_BYTES = 16
 CANCELED = 1  # flag word of the simulator's response format
 
 
-@instruction("clusterlaunchcontrol.try_cancel")
+@handler("clusterlaunchcontrol.try_cancel", family=Family.BARRIER, destinations=0, shares_memory=True)
 def try_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
     """Ask for the next cluster's place in the grid: 16 bytes to shared memory, and as many to an mbarrier."""
     address, bar = w.shared_address(ins.operands[0], mask), w.shared_address(ins.operands[1], mask)
@@ -226,7 +232,7 @@ def _response(w: Warp, operand) -> np.ndarray:
     return np.ascontiguousarray(w._view(operand.name)).view(np.uint32).reshape(WARP_SIZE, 4)
 
 
-@instruction("clusterlaunchcontrol.query_cancel")
+@handler("clusterlaunchcontrol.query_cancel", family=Family.BARRIER, destinations=1, shares_memory=True)
 def query_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
     """is_canceled -> predicate; get_first_ctaid.v4 -> {x, y, z, _}; get_first_ctaid::x|y|z -> one coordinate."""
     words = _response(w, ins.operands[1])

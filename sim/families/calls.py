@@ -15,8 +15,9 @@ import numpy as np
 from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.errors import MemoryFault, SimError, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Mem, Operand, Sym, Vec
+from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.memory import LOCAL_WINDOW
-from warpspec.sim.registry import WARP_SIZE, instruction, lanes
+from warpspec.sim.registry import Family, fallback, handler
 
 if TYPE_CHECKING:
     from warpspec.sim.machine import Machine
@@ -64,7 +65,7 @@ def _type_bytes(ins: Instr) -> int:
     return int(ins.parts[-1].lstrip("busf")) // 8
 
 
-@instruction("st.param")
+@fallback("st.param")
 def store_argument(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     data, at = _place(w, ins.operands[0])
     size = _type_bytes(ins)
@@ -75,7 +76,7 @@ def store_argument(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         at += size
 
 
-@instruction("ld.param")
+@fallback("ld.param")
 def load_result(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     data, at = _place(w, ins.operands[1])
     size = _type_bytes(ins)
@@ -85,7 +86,12 @@ def load_result(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         at += size
 
 
-@instruction("call")
+def _returned_values(ins: Instr) -> int:
+    """1 for `call (values), function, (arguments)`; 0 where the first operand is the function's name."""
+    return int(isinstance(ins.operands[0], Vec))
+
+
+@handler("call", family=Family.CALL, destinations=_returned_values)
 def call(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """call (results), function, (arguments)."""
     operands = list(ins.operands)

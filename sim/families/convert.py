@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from warpspec.sim.conversions import convert_form
 from warpspec.sim.families.alu import apply
 from warpspec.sim.instruction import Instr, Vec
-from warpspec.sim.registry import instruction
+from warpspec.sim.registry import fallback
 
 if TYPE_CHECKING:
     from warpspec.sim.machine import Machine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 form_of = lru_cache(maxsize=None)(convert_form)
 
 
-@instruction("cvt")
+@fallback("cvt")
 def convert(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """d = convert(a) or, for packed types, of {a, b} or {a, b, e, f} with random bits."""
     sources = ins.operands[1:]

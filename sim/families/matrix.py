@@ -14,7 +14,7 @@ from warpspec.sim import formats
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
-from warpspec.sim.registry import instruction
+from warpspec.sim.registry import Collective, Family, handler
 
 ROW_BYTES = 16
 COUNTS = {"x1": 1, "x2": 2, "x4": 4}
@@ -51,7 +51,7 @@ def row_view(m, w, operand, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return cta.smem, offset[:, None] + np.arange(ROW_BYTES)
 
 
-@instruction("ldmatrix", collective=True)
+@handler("ldmatrix", family=Family.MATRIX, destinations=1, collective=Collective.WARP)
 def ldmatrix(m, w, ins: Instr, mask: int) -> None:
     """ldmatrix: rows of shared memory to fragments."""
     shape, count, transposed, used = form(ins.parts)
@@ -76,7 +76,7 @@ def ldmatrix(m, w, ins: Instr, mask: int) -> None:
     w.write_vec(destination, words.reshape(-1, 32), mask)
 
 
-@instruction("stmatrix", collective=True)
+@handler("stmatrix", family=Family.MATRIX, destinations=0, collective=Collective.WARP)
 def stmatrix(m, w, ins: Instr, mask: int) -> None:
     """stmatrix: fragments to rows of shared memory."""
     shape, count, transposed, _ = form(ins.parts)
@@ -96,7 +96,7 @@ def stmatrix(m, w, ins: Instr, mask: int) -> None:
     smem[index] = rows.reshape(-1, ROW_BYTES)
 
 
-@instruction("movmatrix", collective=True)
+@handler("movmatrix", family=Family.MATRIX, destinations=1, collective=Collective.WARP)
 def movmatrix(m, w, ins: Instr, mask: int) -> None:
     """movmatrix.m8n8.trans.b16: transpose an 8x8 fragment."""
     values = w.read_vec(ins.operands[1])

@@ -12,8 +12,10 @@ import numpy as np
 
 from warpspec.sim.errors import BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
+from warpspec.sim.lanes import lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT
-from warpspec.sim.registry import Wait, instruction, lanes
+from warpspec.sim.operation import Wait
+from warpspec.sim.registry import Family, handler
 from warpspec.sim.warp import Cta, Warp
 
 MAX_COUNT = (1 << 20) - 1
@@ -126,14 +128,14 @@ def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[l
     return found
 
 
-@instruction("mbarrier.init")
+@handler("mbarrier.init", family=Family.MBARRIER, destinations=0)
 def mbarrier_init(m, w: Warp, ins: Instr, mask: int) -> None:
     counts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         initialise(cta, offset, int(counts[members[0]]))
 
 
-@instruction("mbarrier.inval")
+@handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
 def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
     for _, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         barrier = lookup(cta, offset)
@@ -143,7 +145,12 @@ def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
         cta.smem[offset : offset + SIZE] = 0xFF
 
 
-@instruction("mbarrier.arrive", "mbarrier.arrive_drop")
+def _returned_states(ins: Instr) -> int:
+    """1 for `arrive state, [addr]`; 0 for an arrive that begins with the address."""
+    return 0 if isinstance(ins.operands[0], Mem) else 1
+
+
+@handler("mbarrier.arrive", "mbarrier.arrive_drop", family=Family.MBARRIER, destinations=_returned_states)
 def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
     """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none).
 
@@ -182,7 +189,7 @@ def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, 
         arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 
-@instruction("mbarrier.expect_tx")
+@handler("mbarrier.expect_tx", family=Family.MBARRIER, destinations=0)
 def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
@@ -190,7 +197,7 @@ def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
             expect_tx(m, cta, offset, int(amounts[lane]))
 
 
-@instruction("mbarrier.complete_tx")
+@handler("mbarrier.complete_tx", family=Family.MBARRIER, destinations=0)
 def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
@@ -198,7 +205,7 @@ def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
             complete_tx(m, cta, offset, int(amounts[lane]))
 
 
-@instruction("mbarrier.pending_count")
+@handler("mbarrier.pending_count", family=Family.MBARRIER, destinations=1)
 def mbarrier_pending_count(m, w: Warp, ins: Instr, mask: int) -> None:
     """The arrivals that were pending before the arrive that returned the state (9.7.13.15.17)."""
     w.set_u32(ins.operands[0], (w.u64(ins.operands[1]) >> np.uint64(STATE_PENDING)).astype(np.uint32), mask)
@@ -224,13 +231,13 @@ def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None
     return done, missing
 
 
-@instruction("mbarrier.test_wait")
+@handler("mbarrier.test_wait", family=Family.MBARRIER, destinations=1)
 def mbarrier_test_wait(m, w: Warp, ins: Instr, mask: int) -> None:
     done, _ = _wait_state(m, w, ins, mask)
     w.set_pred(ins.operands[0], done, mask)
 
 
-@instruction("mbarrier.try_wait")
+@handler("mbarrier.try_wait", family=Family.MBARRIER, destinations=1)
 def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """Waits until the phase completes, or returns false: rarely at once, else when the machine says so.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.instruction import Instr
-from warpspec.sim.registry import instruction
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05.operands import decode_elements
 
 M, N = 16, 8
@@ -59,7 +59,7 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
     return MmaSyncForm(k, a, b, d, "satfinite" in parts, 2 * M * N * k)
 
 
-@instruction("mma.sync", collective=True)
+@handler("mma.sync", family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP)
 def mma_sync(m, w, ins: Instr, mask: int) -> None:
     """mma.sync: D = A B + C on fragments."""
     f = form(ins.parts)

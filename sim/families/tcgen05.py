@@ -14,7 +14,9 @@ import numpy as np
 
 from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Instr, Mem, Vec
-from warpspec.sim.registry import Op, Wait, instruction, lanes
+from warpspec.sim.lanes import lanes
+from warpspec.sim.operation import Op, Wait
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import copy as smem_copy
 from warpspec.sim.tcgen05 import instruction_descriptor, mma, transfer
 from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, address_parts
@@ -63,7 +65,7 @@ def peer_of(cta):
 # ---- allocation --------------------------------------------------------------------------------------------
 
 
-@instruction("tcgen05.alloc", collective=True)
+@handler("tcgen05.alloc", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def alloc(m, w, ins: Instr, mask: int) -> Wait | None:
     """tcgen05.alloc: reserve columns, write their address to shared memory; waits until they are free."""
     cta_group = cta_group_of(ins.parts)
@@ -109,7 +111,7 @@ def _alloc_pair(m, cta, columns: int) -> Wait | None:
     return None
 
 
-@instruction("tcgen05.dealloc", collective=True)
+@handler("tcgen05.dealloc", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def dealloc(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.dealloc: give columns back; wakes allocations that wait."""
     cta_group = cta_group_of(ins.parts)
@@ -119,7 +121,7 @@ def dealloc(m, w, ins: Instr, mask: int) -> None:
         m.notify(cta.tmem)
 
 
-@instruction("tcgen05.relinquish_alloc_permit", collective=True)
+@handler("tcgen05.relinquish_alloc_permit", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def relinquish(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.relinquish_alloc_permit: this CTA will not allocate again."""
     w.cta.tmem.relinquish()
@@ -224,7 +226,7 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
     )
 
 
-@instruction("tcgen05.mma")
+@handler("tcgen05.mma", family=Family.TCGEN05, destinations=0)
 def mma_issue(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.mma: each executing lane issues one."""
     form = mma_form(ins.parts)
@@ -289,7 +291,7 @@ def copy_form(parts: tuple[str, ...]) -> tuple[smem_copy.CopyShape, str]:
     return smem_copy.copy_shape(shape, multicast), source_format
 
 
-@instruction("tcgen05.cp")
+@handler("tcgen05.cp", family=Family.TCGEN05, destinations=0)
 def cp(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.cp: shared memory to tensor memory."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
@@ -300,7 +302,7 @@ def cp(m, w, ins: Instr, mask: int) -> None:
         m.defer(CopyOp(queue_of(w), ctas, descriptor, address, shape, source_format, "tcgen05.cp"))
 
 
-@instruction("tcgen05.shift")
+@handler("tcgen05.shift", family=Family.TCGEN05, destinations=0)
 def shift(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.shift.down: within the 32 lanes at the address, row r takes row r + 1, 32 bytes wide."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
@@ -313,7 +315,7 @@ def shift(m, w, ins: Instr, mask: int) -> None:
         m.defer(ShiftOp(queue_of(w), ctas, address, "tcgen05.shift"))
 
 
-@instruction("tcgen05.commit")
+@handler("tcgen05.commit", family=Family.TCGEN05, destinations=0)
 def commit(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.commit: arrive on an mbarrier when this warp's mma, cp and shift so far are done.
 
@@ -368,7 +370,8 @@ def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[Tr
     return tmap, packed, lane, column
 
 
-@instruction("tcgen05.ld", collective=True)
+@handler("tcgen05.ld", family=Family.TCGEN05, destinations=1, collective=Collective.WARP)
+@handler("tcgen05.ld.red", family=Family.TCGEN05, destinations=2, collective=Collective.WARP)
 def ld(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.ld: tensor memory to registers, which are scoreboarded: the data is there at their first use.
 
@@ -394,13 +397,13 @@ def finish_load(w, load: Transfer) -> None:
     w.write_vec(load.registers, values, load.mask)
 
 
-@instruction("tcgen05.wait::ld", collective=True)
+@handler("tcgen05.wait::ld", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def wait_ld(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.wait::ld: this warp's loads are in their registers."""
     w.settle()
 
 
-@instruction("tcgen05.st", collective=True)
+@handler("tcgen05.st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def st(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.st: registers to tensor memory, there at the latest after tcgen05.wait::st."""
     address, *middle, registers = ins.operands
@@ -413,7 +416,7 @@ def st(m, w, ins: Instr, mask: int) -> None:
     pending.append(Transfer(None, lane, column, tmap, packed, mask, values))
 
 
-@instruction("tcgen05.wait::st", collective=True)
+@handler("tcgen05.wait::st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def wait_st(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.wait::st: this warp's stores are in tensor memory."""
     for t in w.state.get("tcgen05.st", ()):
@@ -421,7 +424,12 @@ def wait_st(m, w, ins: Instr, mask: int) -> None:
     w.state.pop("tcgen05.st", None)
 
 
-@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+@handler(
+    "tcgen05.fence::before_thread_sync",
+    "tcgen05.fence::after_thread_sync",
+    family=Family.TCGEN05,
+    destinations=0,
+)
 def fence(m, w, ins: Instr, mask: int) -> None:
     """tcgen05.fence: orders asynchronous tensor-memory accesses with thread synchronisation; memory is in
     order here."""

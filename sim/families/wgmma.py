@@ -19,7 +19,8 @@ import numpy as np
 from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
 from warpspec.sim.families.mma_sync import a_matrix
 from warpspec.sim.instruction import Imm, Instr, Operand, Vec
-from warpspec.sim.registry import Op, Wait, instruction
+from warpspec.sim.operation import Op, Wait
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import operands, smem_descriptor
 
 M = 64
@@ -277,7 +278,9 @@ def warpgroup(w) -> Warpgroup:
     return groups[index]
 
 
-@instruction("wgmma.mma_async.sync", collective=True)
+@handler(
+    "wgmma.mma_async.sync", family=Family.WGMMA, destinations=1, collective=Collective.WARP, accumulates=True
+)
 def mma_async(m, w, ins: Instr, mask: int) -> None:
     """wgmma.mma_async: D = A B + D, later."""
     f = form(ins.parts)
@@ -309,12 +312,12 @@ def immediate(operand: Operand) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-@instruction("wgmma.fence.sync", collective=True)
+@handler("wgmma.fence.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
 def fence(m, w, ins: Instr, mask: int) -> None:
     """wgmma.fence: orders register accesses, which are in order here anyhow."""
 
 
-@instruction("wgmma.commit_group.sync", collective=True)
+@handler("wgmma.commit_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
 def commit_group(m, w, ins: Instr, mask: int) -> None:
     """wgmma.commit_group: what this warp has issued since the last one is a group."""
     group = warpgroup(w)
@@ -324,7 +327,7 @@ def commit_group(m, w, ins: Instr, mask: int) -> None:
     mine.uncommitted = []
 
 
-@instruction("wgmma.wait_group.sync", collective=True)
+@handler("wgmma.wait_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
 def wait_group(m, w, ins: Instr, mask: int) -> Wait | None:
     """wgmma.wait_group N: until at most the N newest groups are pending."""
     part = w.index % WARPS

@@ -7,8 +7,9 @@ import numpy as np
 from warpspec.sim.codegen.memory import space_of, vector_count
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Operand, Reg, Vec
+from warpspec.sim.lanes import lanes
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_WINDOW
-from warpspec.sim.registry import instruction, lanes
+from warpspec.sim.registry import Family, fallback, handler
 from warpspec.sim.warp import Warp
 
 BYTES = 16
@@ -31,7 +32,7 @@ def write(w: Warp, operand: Operand, values: np.ndarray, mask: int) -> None:
         view[lane] = values[lane]
 
 
-@instruction("mov.b128")
+@handler("mov.b128", family=Family.MOVE, destinations=1)
 def mov(m, w: Warp, ins: Instr, mask: int) -> None:
     write(w, ins.operands[0], read(w, ins.operands[1]), mask)
 
@@ -50,7 +51,7 @@ def place(m, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.
     return m.gmem.view(address, nbytes, write=store)
 
 
-@instruction("ld")
+@fallback("ld")
 def ld(m, w: Warp, ins: Instr, mask: int) -> None:
     """Loads that have no native translation: type .b128."""
     require_b128(ins)
@@ -61,7 +62,7 @@ def ld(m, w: Warp, ins: Instr, mask: int) -> None:
     write(w, ins.operands[0], values, mask)
 
 
-@instruction("st")
+@fallback("st")
 def st(m, w: Warp, ins: Instr, mask: int) -> None:
     """Stores that have no native translation: type .b128."""
     require_b128(ins)
