@@ -12,8 +12,7 @@ from warpspec.sim import diagnosis
 from warpspec.sim.cfg import control_of
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.errors import MemoryFault, TmemFault, Where
-from warpspec.sim.families import barriers, mbarrier
+from warpspec.sim.errors import Deadlock, MemoryFault, TmemFault, Where
 from warpspec.sim.grid import ClusterFactory, Launch
 from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.lanes import FULL_MASK, lanes
@@ -45,7 +44,6 @@ class Machine:
         self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
         self.clock = 0
         self.progress = 0  # counts events that can unblock somebody
-        self.symbol_addresses = launch.symbol_addresses
         self.ready: list[Warp] = []
         self.waiters: dict[Hashable, list[tuple[Warp, Group]]] = {}
         self.queues: dict[Hashable, deque[Op]] = {}
@@ -58,9 +56,9 @@ class Machine:
         self.system_row: list[Opcode | None] = [
             None if ins is None else find(ins.opcode) for ins in self.system_instr
         ]
-        self.factory = ClusterFactory(self)
+        self.factory = ClusterFactory(program, launch, gmem, stats)
         self.resident: list[Cluster] = []
-        self.watch = SpinWatch(self)
+        self.watch = SpinWatch(program)
         self.done = 0  # clusters finished
         self.on_cluster_done = None  # called with `done`
 
@@ -88,7 +86,7 @@ class Machine:
         self.progress += 1
         for warp, group in self.waiters.pop(on, ()):
             wait, group.wait = group.wait, None
-            self.stats.waited(self, warp, group, wait)
+            self.stats.waited(warp, self.system_instr[group.block].opcode, group.since, self.clock)
             if wait is not None and wait.resume_after:
                 group.block += 1
             self.wake(warp)
@@ -119,14 +117,6 @@ class Machine:
         self.shared(w, address, 1)
         return w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF], address & ((1 << CTA_RANK_SHIFT) - 1)
 
-    def mbarrier_arrive(self, cta: Cta, offset: int, count: int = 1) -> None:
-        """Arrive on the mbarrier at a shared offset of a CTA (asynchronous agents)."""
-        mbarrier.arrive(self, cta, offset, count)
-
-    def mbarrier_complete_tx(self, cta: Cta, offset: int, nbytes: int) -> None:
-        """Count bytes of a transaction as arrived on the mbarrier at a shared offset of a CTA."""
-        mbarrier.complete_tx(self, cta, offset, nbytes)
-
     # ---- the run ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -149,10 +139,8 @@ class Machine:
                     self.ready.pop()
                 if self.progress != before:
                     self.watch.event()
-                elif self.watch.stuck(warp):
-                    raise diagnosis.deadlock(
-                        self, "warps spin, and nothing that they wait for can still happen"
-                    )
+                elif self.watch.stuck(warp, self.ready):
+                    raise self.deadlock("warps spin, and nothing that they wait for can still happen")
                 elif self.watch.turns % PATIENCE == 0:
                     admitted = [self.admit() for _ in range(len(self.resident))]
                     if not any(admitted):
@@ -163,7 +151,12 @@ class Machine:
                 if self.admit():
                     continue
                 if stuck_rounds >= STUCK_ROUNDS or not self.release_timed_waits():
-                    raise diagnosis.deadlock(self, "nothing can make progress")
+                    raise self.deadlock("nothing can make progress")
+
+    def deadlock(self, headline: str) -> Deadlock:
+        """The report of a machine in which nothing more can happen."""
+        pending = sum(len(queue) for queue in self.queues.values())
+        return diagnosis.deadlock(self.program, self.resident, pending, headline)
 
     def admit(self) -> bool:
         """Make one more cluster resident; False if the grid has none left or the device is full."""
@@ -188,9 +181,9 @@ class Machine:
         try:
             op.execute(self)
         except Exception as error:
-            diagnosis.locate(self, error, *(op.origin or (None, None)))
+            diagnosis.locate(self.program, error, *(op.origin or (None, None)))
             raise
-        self.stats.completed(self, op)
+        self.stats.completed(op, self.clock)
         if not queue:
             del self.queues[key]
             self.queue_keys[position] = self.queue_keys[-1]
@@ -257,7 +250,7 @@ class Machine:
                 w.ctx[Ctx.FORCE] = 1
                 forced = group
             else:
-                raise diagnosis.fault(self, w, group)
+                raise diagnosis.fault(self.program, self.gmem, w, group)
         return True
 
     def favoured(self, w: Warp) -> Group | None:
@@ -294,11 +287,13 @@ class Machine:
         for other in w.groups:
             other.converge = False
         cta = w.cta
-        barriers.threads_left(self, w, group.mask.bit_count())
+        for barrier in (*cta.named_barriers.values(), cta.cluster.barrier):
+            if barrier is not None:
+                barrier.threads_left(self, w, group.mask.bit_count())
         if w.alive:
             return
         cta.live_warps -= 1
-        self.stats.warp_done(self, w)
+        self.stats.warp_done(w, self.clock)
         if cta.exited:
             self.cta_done(cta)
         elif cta.live_warps == 0:
@@ -347,9 +342,9 @@ class Machine:
                 if wait is not None:
                     self.block(w, group, wait)
                     return False
-                group.timed_out = False
+                group.timed_out = None
         except Exception as error:
-            diagnosis.locate(self, error, w, ins, group.mask)
+            diagnosis.locate(self.program, error, w, ins, group.mask)
             raise
         w.counters[block] += 1
         group.block = block + 1
@@ -406,7 +401,7 @@ class Machine:
         named = w.scalar(ins.membermask, group.mask) & w.alive
         parked = [g for g in w.groups if g.converge and g.mask & named]
         here = row_of(ins.opcode)
-        waiting = [g for g in parked if row_of(diagnosis.instruction_at(self, g).opcode) is here]
+        waiting = [g for g in parked if row_of(diagnosis.instruction_at(self.program, g).opcode) is here]
         together = group.mask
         for other in waiting:
             together |= other.mask
@@ -425,7 +420,7 @@ class Machine:
             keep = []
             for warp, group in self.waiters[on]:
                 if group.wait is not None and group.wait.poll:
-                    group.wait, group.timed_out = None, True
+                    group.wait, group.timed_out = None, group.wait
                     self.wake(warp)
                     released = True
                 else:

@@ -6,17 +6,13 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.operation import Op
 from warpspec.sim.registry import Family, row_of
-
-if TYPE_CHECKING:
-    from warpspec.sim.codegen.program import Program
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.operation import Op, Wait
-    from warpspec.sim.warp import Group, Warp
+from warpspec.sim.warp import Warp
 
 TIMELINE_CTAS = 4  # the timeline shows the grid's first CTAs
 TIMELINE_EVENTS = 200_000
@@ -64,24 +60,23 @@ class LaunchStats:
             self.block_counts[warp] = np.zeros(blocks + 1, np.uint64)
         return self.block_counts[warp]
 
-    def waited(self, m: Machine, w: Warp, group: Group, wait: Wait | None) -> None:
-        """A wait has ended."""
+    def waited(self, w: Warp, opcode: str, since: int, now: int) -> None:
+        """A wait of some lanes at an instruction has ended. since, now: ticks of the machine's clock."""
         self.barrier_waits[w.index] = self.barrier_waits.get(w.index, 0) + 1
         if w.cta.number < TIMELINE_CTAS and len(self.events) < TIMELINE_EVENTS:
-            ins = m.program.kernel.instrs[m.program.blocks[group.block].start]
-            self.events.append((w.cta.number, w.index, f"wait {ins.opcode}", group.since, m.clock))
+            self.events.append((w.cta.number, w.index, f"wait {opcode}", since, now))
 
-    def completed(self, m: Machine, op: Op) -> None:
+    def completed(self, op: Op, now: int) -> None:
         """An asynchronous operation has taken effect."""
         if op.origin is not None and len(self.events) < TIMELINE_EVENTS:
             cta = op.origin[0].cta.number
             if cta < TIMELINE_CTAS:
-                self.events.append((cta, None, op.text or op.origin[1].opcode, m.clock, m.clock + 1))
+                self.events.append((cta, None, op.text or op.origin[1].opcode, now, now + 1))
 
-    def warp_done(self, m: Machine, w: Warp) -> None:
+    def warp_done(self, w: Warp, now: int) -> None:
         """A warp has exited."""
         if w.cta.number < TIMELINE_CTAS:
-            self.events.append((w.cta.number, w.index, "run", 0, m.clock))
+            self.events.append((w.cta.number, w.index, "run", 0, now))
 
     def merge(self, other: LaunchStats) -> None:
         """Add the counters of another process's share of the launch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +12,9 @@ from warpspec.sim.float_alu import PRED, Form, float_form
 from warpspec.sim.instruction import Instr, Operand, Pair, Reg
 from warpspec.sim.integer_alu import integer_form, integer_type
 from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.machine import Machine
 from warpspec.sim.registry import Family, fallback, handler
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 _LANES = np.arange(WARP_SIZE, dtype=np.uint64)
 _CARRY = Reg(CARRY)

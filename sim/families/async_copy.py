@@ -7,8 +7,6 @@ at issue. PTX ISA 9.7.9.25.3 (Non-bulk copy), 9.7.9.12 (st.async), 9.7.9.13 (st.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from warpspec.sim.codegen.memory import ordered_in_global, outside_shared
@@ -17,13 +15,11 @@ from warpspec.sim.families import mbarrier
 from warpspec.sim.families.tma import COMPLETE_TX, located, shared_view
 from warpspec.sim.instruction import Imm, Instr, Not, Reg, Vec
 from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.operation import CallOp, Op, Wait
 from warpspec.sim.registry import Family, handler
 from warpspec.sim.tma import reduction
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 COPY_SIZES = (4, 8, 16)
 BULK_STORE_UNIT = 8  # bytes: address and size of st.bulk
@@ -106,7 +102,7 @@ class Arrival:
 
     def arrive(self, m: Machine) -> None:
         m.defer(
-            CallOp(lambda: m.mbarrier_arrive(self.cta, self.offset, self.count), "cp.async.mbarrier.arrive")
+            CallOp(lambda: mbarrier.arrive(m, self.cta, self.offset, self.count), "cp.async.mbarrier.arrive")
         )
 
 
@@ -239,7 +235,7 @@ def _issue_remote(m: Machine, w: Warp, ins: Instr, mask: int, meet) -> None:
 
             def act(cta=cta, offset=offset, value=value, barrier=barrier):
                 meet(shared_view(cta, offset, nbytes), value)
-                m.mbarrier_complete_tx(*barrier, nbytes)
+                mbarrier.complete_tx(m, *barrier, nbytes)
 
         else:
 

@@ -5,8 +5,6 @@ A vector is atomic element by element; the lanes of a warp go one after the othe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from warpspec.sim.codegen.memory import space_of
@@ -15,11 +13,9 @@ from warpspec.sim.families.alu import form_of
 from warpspec.sim.families.wide import place, read, write
 from warpspec.sim.instruction import Instr, Operand, Vec
 from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.registry import fallback
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 # bits of an element, operations
 TYPES = {

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim.instruction import Instr
 from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.operation import CallOp, Op, Wait
 from warpspec.sim.registry import Family, handler
 from warpspec.sim.tma import TensorMap
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 
 class MapRead:

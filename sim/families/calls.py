@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +15,10 @@ from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.errors import MemoryFault, SimError, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Mem, Operand, Sym, Vec
 from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.memory import LOCAL_WINDOW
 from warpspec.sim.registry import Family, fallback, handler
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 LONGEST_STRING = 4096  # bytes read of a string before it counts as not terminated
 _WINDOW_SHIFT = 56

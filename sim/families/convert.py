@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from warpspec.sim.conversions import convert_form
 from warpspec.sim.families.alu import apply
 from warpspec.sim.instruction import Instr, Vec
+from warpspec.sim.machine import Machine
 from warpspec.sim.registry import fallback
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 form_of = lru_cache(maxsize=None)(convert_form)
 

@@ -13,6 +13,7 @@ import numpy as np
 from warpspec.sim.errors import BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
 from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.memory import CTA_RANK_SHIFT
 from warpspec.sim.operation import Wait
 from warpspec.sim.registry import Family, handler
@@ -65,14 +66,14 @@ def initialise(cta: Cta, offset: int, count: int) -> None:
     cta.mbarriers[offset] = Mbarrier(cta, offset, count, count, marker=marker)
 
 
-def _complete_if_done(m, barrier: Mbarrier) -> None:
+def _complete_if_done(m: Machine, barrier: Mbarrier) -> None:
     if barrier.pending == 0 and barrier.tx == 0:
         barrier.phase += 1
         barrier.pending = barrier.count
         m.notify(barrier)
 
 
-def arrive(m, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbarrier:
+def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbarrier:
     """Count arrivals; completes the phase when none and no bytes are pending."""
     barrier = lookup(cta, offset)
     if count > barrier.pending:
@@ -86,7 +87,7 @@ def arrive(m, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbar
     return barrier
 
 
-def expect_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
+def expect_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
     barrier = lookup(cta, offset)
     barrier.tx += nbytes
     if abs(barrier.tx) > MAX_TX:
@@ -94,7 +95,7 @@ def expect_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
     m.progress += 1
 
 
-def complete_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
+def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
     """Count bytes that arrived. Bytes may arrive before they are expected: the phase cannot end before its arrivals."""
     barrier = lookup(cta, offset)
     barrier.tx -= nbytes
@@ -105,7 +106,7 @@ def complete_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
 # ---- instructions -------------------------------------------------------------------------------------------------
 
 
-def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[list[int], Cta, int]]:
+def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[list[int], Cta, int]]:
     """(lanes, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
     addresses = w.address(operand)
     chosen = lanes(mask)
@@ -129,14 +130,14 @@ def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[l
 
 
 @handler("mbarrier.init", family=Family.MBARRIER, destinations=0)
-def mbarrier_init(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     counts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         initialise(cta, offset, int(counts[members[0]]))
 
 
 @handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
-def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_inval(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for _, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         barrier = lookup(cta, offset)
         if barrier in m.waiters:
@@ -151,7 +152,7 @@ def _returned_states(ins: Instr) -> int:
 
 
 @handler("mbarrier.arrive", "mbarrier.arrive_drop", family=Family.MBARRIER, destinations=_returned_states)
-def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none).
 
     The state that arrive returns and test_wait takes is opaque: here the phase and, above it, the arrivals that were
@@ -181,7 +182,7 @@ def _state(barrier: Mbarrier, arrived: int = 0) -> int:
     return barrier.phase | (barrier.pending - arrived) << STATE_PENDING
 
 
-def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
+def _arrive_alone(m: Machine, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
     """One arrival a lane, in as few steps as there are phases that they end."""
     while members:
         now, members = members[: max(barrier.pending, 1)], members[max(barrier.pending, 1) :]
@@ -190,7 +191,7 @@ def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, 
 
 
 @handler("mbarrier.expect_tx", family=Family.MBARRIER, destinations=0)
-def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_expect_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         for lane in members:
@@ -198,7 +199,7 @@ def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
 
 
 @handler("mbarrier.complete_tx", family=Family.MBARRIER, destinations=0)
-def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_complete_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         for lane in members:
@@ -206,12 +207,12 @@ def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
 
 
 @handler("mbarrier.pending_count", family=Family.MBARRIER, destinations=1)
-def mbarrier_pending_count(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_pending_count(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """The arrivals that were pending before the arrive that returned the state (9.7.13.15.17)."""
     w.set_u32(ins.operands[0], (w.u64(ins.operands[1]) >> np.uint64(STATE_PENDING)).astype(np.uint32), mask)
 
 
-def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
+def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
     """(lanes whose phase has completed, a barrier that the others wait for)."""
     parity = ins.has("parity")
     wanted = w.values(ins.operands[2], 32 if parity else 64)
@@ -232,13 +233,13 @@ def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None
 
 
 @handler("mbarrier.test_wait", family=Family.MBARRIER, destinations=1)
-def mbarrier_test_wait(m, w: Warp, ins: Instr, mask: int) -> None:
+def mbarrier_test_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     done, _ = _wait_state(m, w, ins, mask)
     w.set_pred(ins.operands[0], done, mask)
 
 
 @handler("mbarrier.try_wait", family=Family.MBARRIER, destinations=1)
-def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
+def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """Waits until the phase completes, or returns false: rarely at once, else when the machine says so.
 
     The instruction's time limit may pass at any time, so that a kernel must try again; one that does not is wrong
@@ -251,10 +252,8 @@ def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
     return None
 
 
-def describe_wait(m, w: Warp, ins: Instr, mask: int) -> str:
-    """What lanes at an mbarrier wait are waiting for; '' if they are at another instruction."""
-    if not ins.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
-        return ""
+def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
+    """What lanes at an mbarrier.try_wait wait for; '' if its phase is complete."""
     _, missing = _wait_state(m, w, ins, mask)
     if missing is None:
         return ""

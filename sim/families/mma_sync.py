@@ -13,8 +13,10 @@ import numpy as np
 
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.instruction import Instr
+from warpspec.sim.machine import Machine
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05.operands import decode_elements
+from warpspec.sim.warp import Warp
 
 M, N = 16, 8
 WIDTH = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}  # bits of a multiplicand
@@ -60,7 +62,7 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
 
 
 @handler("mma.sync", family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP)
-def mma_sync(m, w, ins: Instr, mask: int) -> None:
+def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mma.sync: D = A B + C on fragments."""
     f = form(ins.parts)
     d, a, b, c = ins.operands[:4]

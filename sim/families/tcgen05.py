@@ -13,8 +13,10 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
+from warpspec.sim.families import mbarrier
 from warpspec.sim.instruction import Imm, Instr, Mem, Vec
 from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.operation import Op, Wait
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import copy as smem_copy
@@ -22,6 +24,7 @@ from warpspec.sim.tcgen05 import instruction_descriptor, mma, transfer
 from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, address_parts
 from warpspec.sim.tcgen05.mma import Mma, MmaBatch
 from warpspec.sim.tcgen05.transfer import TransferMap
+from warpspec.sim.warp import Warp
 
 EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
 SCALES_PER_ROW = {
@@ -43,7 +46,7 @@ def cta_group_of(parts: tuple[str, ...]) -> int:
     return 2 if "cta_group::2" in parts else 1
 
 
-def group_ctas(w, cta_group: int) -> list:
+def group_ctas(w: Warp, cta_group: int) -> list:
     """The CTAs an instruction works on, even rank first; notes the kernel's .cta_group."""
     cta = w.cta
     cta.tmem.use_cta_group(cta_group)
@@ -66,7 +69,7 @@ def peer_of(cta):
 
 
 @handler("tcgen05.alloc", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
-def alloc(m, w, ins: Instr, mask: int) -> Wait | None:
+def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """tcgen05.alloc: reserve columns, write their address to shared memory; waits until they are free."""
     cta_group = cta_group_of(ins.parts)
     tmem = w.cta.tmem
@@ -85,7 +88,7 @@ def alloc(m, w, ins: Instr, mask: int) -> Wait | None:
     return None
 
 
-def _alloc_pair(m, cta, columns: int) -> Wait | None:
+def _alloc_pair(m: Machine, cta, columns: int) -> Wait | None:
     """Both CTAs of a pair must ask, for the same size; then both get theirs. Sets `pair_grant`."""
     tmem, peer = cta.tmem, peer_of(cta).tmem
     if tmem.pair_grant is not None:
@@ -112,7 +115,7 @@ def _alloc_pair(m, cta, columns: int) -> Wait | None:
 
 
 @handler("tcgen05.dealloc", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
-def dealloc(m, w, ins: Instr, mask: int) -> None:
+def dealloc(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.dealloc: give columns back; wakes allocations that wait."""
     cta_group = cta_group_of(ins.parts)
     ctas = group_ctas(w, cta_group)
@@ -122,7 +125,7 @@ def dealloc(m, w, ins: Instr, mask: int) -> None:
 
 
 @handler("tcgen05.relinquish_alloc_permit", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
-def relinquish(m, w, ins: Instr, mask: int) -> None:
+def relinquish(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.relinquish_alloc_permit: this CTA will not allocate again."""
     w.cta.tmem.relinquish()
 
@@ -140,7 +143,7 @@ class MmaOp(Op):
         self.batch = MmaBatch(first)
         self.ctas = ctas
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         self.batch.execute(self.ctas)
         m.stats.mma_flops += self.batch.flops
 
@@ -155,7 +158,7 @@ class CopyOp(Op):
         self.ctas, self.descriptor, self.address = ctas, descriptor, address
         self.shape, self.source_format = shape, source_format
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         for cta in self.ctas:
             smem_copy.copy(cta.smem, cta.tmem, self.descriptor, self.address, self.shape, self.source_format)
 
@@ -169,7 +172,7 @@ class ShiftOp(Op):
         super().__init__(text, queue)
         self.ctas, self.address = ctas, address
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         lane, column = address_parts(self.address)
         for cta in self.ctas:
             mma.shift_rows_down(cta.tmem, lane, PARTITION_LANES, column)
@@ -185,12 +188,12 @@ class CommitOp(Op):
         super().__init__(text, queue)
         self.targets = targets
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         for cta, offset in self.targets:
-            m.mbarrier_arrive(cta, offset)
+            mbarrier.arrive(m, cta, offset)
 
 
-def queue_of(w) -> tuple:
+def queue_of(w: Warp) -> tuple:
     return ("tcgen05", w.cta.number, w.index)
 
 
@@ -227,7 +230,7 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
 
 
 @handler("tcgen05.mma", family=Family.TCGEN05, destinations=0)
-def mma_issue(m, w, ins: Instr, mask: int) -> None:
+def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.mma: each executing lane issues one."""
     form = mma_form(ins.parts)
     ctas = group_ctas(w, form.cta_group)
@@ -240,7 +243,7 @@ def mma_issue(m, w, ins: Instr, mask: int) -> None:
         m.defer(MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}"))
 
 
-def read_mma(w, ins: Instr, form: MmaForm, lane: int) -> Mma:
+def read_mma(w: Warp, ins: Instr, form: MmaForm, lane: int) -> Mma:
     """The instruction's operands in one lane (a mask of one bit)."""
     d, a, b, idesc, *rest = ins.operands
     a_in_tmem = isinstance(a, Mem)
@@ -292,7 +295,7 @@ def copy_form(parts: tuple[str, ...]) -> tuple[smem_copy.CopyShape, str]:
 
 
 @handler("tcgen05.cp", family=Family.TCGEN05, destinations=0)
-def cp(m, w, ins: Instr, mask: int) -> None:
+def cp(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.cp: shared memory to tensor memory."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
     shape, source_format = copy_form(ins.parts)
@@ -303,7 +306,7 @@ def cp(m, w, ins: Instr, mask: int) -> None:
 
 
 @handler("tcgen05.shift", family=Family.TCGEN05, destinations=0)
-def shift(m, w, ins: Instr, mask: int) -> None:
+def shift(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.shift.down: within the 32 lanes at the address, row r takes row r + 1, 32 bytes wide."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
     for lane in lanes(mask):
@@ -316,7 +319,7 @@ def shift(m, w, ins: Instr, mask: int) -> None:
 
 
 @handler("tcgen05.commit", family=Family.TCGEN05, destinations=0)
-def commit(m, w, ins: Instr, mask: int) -> None:
+def commit(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.commit: arrive on an mbarrier when this warp's mma, cp and shift so far are done.
 
     With .multicast::cluster, on the mbarrier at the same offset in every CTA of the mask.
@@ -361,7 +364,9 @@ def transfer_form(parts: tuple[str, ...]) -> tuple[str, int, bool]:
     return shape, repeat, "pack::16b" in parts or "unpack::16b" in parts
 
 
-def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[TransferMap, bool, int, int]:
+def place(
+    w: Warp, ins: Instr, address: Mem, split: Imm | None, mask: int
+) -> tuple[TransferMap, bool, int, int]:
     """(map, packed, lane, column) of a tcgen05.ld or .st."""
     shape, repeat, packed = transfer_form(ins.parts)
     tmap = transfer.transfer_map(shape, repeat, packed, split.value if split is not None else 0)
@@ -372,7 +377,7 @@ def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[Tr
 
 @handler("tcgen05.ld", family=Family.TCGEN05, destinations=1, collective=Collective.WARP)
 @handler("tcgen05.ld.red", family=Family.TCGEN05, destinations=2, collective=Collective.WARP)
-def ld(m, w, ins: Instr, mask: int) -> None:
+def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.ld: tensor memory to registers, which are scoreboarded: the data is there at their first use.
 
     When tensor memory is read is open until then or tcgen05.wait::ld: a kernel that lets others overwrite it
@@ -389,7 +394,7 @@ def ld(m, w, ins: Instr, mask: int) -> None:
     w.in_flight(registers, lambda: finish_load(w, load))
 
 
-def finish_load(w, load: Transfer) -> None:
+def finish_load(w: Warp, load: Transfer) -> None:
     """Put a load's data into its registers."""
     values = load.values
     if values is None:
@@ -398,13 +403,13 @@ def finish_load(w, load: Transfer) -> None:
 
 
 @handler("tcgen05.wait::ld", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
-def wait_ld(m, w, ins: Instr, mask: int) -> None:
+def wait_ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.wait::ld: this warp's loads are in their registers."""
     w.settle()
 
 
 @handler("tcgen05.st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
-def st(m, w, ins: Instr, mask: int) -> None:
+def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.st: registers to tensor memory, there at the latest after tcgen05.wait::st."""
     address, *middle, registers = ins.operands
     tmap, packed, lane, column = place(w, ins, address, middle[0] if middle else None, mask)
@@ -417,7 +422,7 @@ def st(m, w, ins: Instr, mask: int) -> None:
 
 
 @handler("tcgen05.wait::st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
-def wait_st(m, w, ins: Instr, mask: int) -> None:
+def wait_st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.wait::st: this warp's stores are in tensor memory."""
     for t in w.state.get("tcgen05.st", ()):
         transfer.store(w.cta.tmem, t.lane, t.column, t.map, t.packed, t.values)
@@ -430,6 +435,6 @@ def wait_st(m, w, ins: Instr, mask: int) -> None:
     family=Family.TCGEN05,
     destinations=0,
 )
-def fence(m, w, ins: Instr, mask: int) -> None:
+def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.fence: orders asynchronous tensor-memory accesses with thread synchronisation; memory is in
     order here."""

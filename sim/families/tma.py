@@ -10,23 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
+from warpspec.sim.families import mbarrier
 from warpspec.sim.families.bulk_groups import BulkStore, MapRead, issuers, open_group
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, SHARED_WINDOW
 from warpspec.sim.operation import Op
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tma import copy, reduction
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Cta, Warp
+from warpspec.sim.warp import Cta, Warp
 
 TENSOR_MAP_ALIGN = 64  # bytes
 BULK_ALIGN = 16  # bytes: addresses and sizes of bulk copies
@@ -124,7 +122,7 @@ class BulkLoad(Op):
     def execute(self, m: Machine) -> None:
         data, nbytes = self.load(m)
         self.place(self.target, data)
-        m.mbarrier_complete_tx(*self.barrier, nbytes)
+        mbarrier.complete_tx(m, *self.barrier, nbytes)
 
 
 def _once(function: Callable) -> Callable:

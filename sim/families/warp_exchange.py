@@ -4,7 +4,6 @@ register (PTX ISA 9.7.13)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +12,10 @@ from warpspec.sim.families.alu import bools
 from warpspec.sim.float_alu import load
 from warpspec.sim.instruction import Imm, Instr, Operand, Pair
 from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.machine import Machine
 from warpspec.sim.registry import Collective, Family, fallback, handler
 from warpspec.sim.rounding import F32_NAN
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INTEGER_REDUCTIONS = {

@@ -19,9 +19,11 @@ import numpy as np
 from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
 from warpspec.sim.families.mma_sync import a_matrix
 from warpspec.sim.instruction import Imm, Instr, Operand, Vec
+from warpspec.sim.machine import Machine
 from warpspec.sim.operation import Op, Wait
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import operands, smem_descriptor
+from warpspec.sim.warp import Warp
 
 M = 64
 WARPS = 4  # of a warpgroup
@@ -122,7 +124,7 @@ class Product(Op):
             missing
         )
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         self.compute([part for part in range(WARPS) if part not in self.done])
         m.stats.mma_flops += sum(step.form.flops for step in self.steps)
         m.notify(self)
@@ -185,7 +187,7 @@ class Warpgroup:
         self.issues = [Issue() for _ in range(WARPS)]
         self.products: dict[int, Product] = {}  # by number, until all four warps have closed them
 
-    def issue(self, m, w, step: Step, fragment: np.ndarray | None) -> None:
+    def issue(self, m: Machine, w: Warp, step: Step, fragment: np.ndarray | None) -> None:
         """One instruction of one warp."""
         part = w.index % WARPS
         mine = self.issues[part]
@@ -208,7 +210,7 @@ class Warpgroup:
             )
         product.fragments[part].append(fragment)
 
-    def close(self, m, part: int) -> None:
+    def close(self, m: Machine, part: int) -> None:
         """A warp issues no more of its open product; the last of the four makes it ready to run."""
         mine = self.issues[part]
         product, mine.open = mine.open, None
@@ -265,7 +267,7 @@ def to_registers(values: np.ndarray, fmt: str) -> np.ndarray:
     return np.ascontiguousarray(parts).view(np.uint32).reshape(-1, 32)
 
 
-def warpgroup(w) -> Warpgroup:
+def warpgroup(w: Warp) -> Warpgroup:
     """The warpgroup of a warp."""
     groups = w.cta.warpgroups
     index = w.index // WARPS
@@ -281,7 +283,7 @@ def warpgroup(w) -> Warpgroup:
 @handler(
     "wgmma.mma_async.sync", family=Family.WGMMA, destinations=1, collective=Collective.WARP, accumulates=True
 )
-def mma_async(m, w, ins: Instr, mask: int) -> None:
+def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """wgmma.mma_async: D = A B + D, later."""
     f = form(ins.parts)
     d, a, b, scale_d, *rest = ins.operands
@@ -313,12 +315,12 @@ def immediate(operand: Operand) -> int:
 
 
 @handler("wgmma.fence.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
-def fence(m, w, ins: Instr, mask: int) -> None:
+def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """wgmma.fence: orders register accesses, which are in order here anyhow."""
 
 
 @handler("wgmma.commit_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
-def commit_group(m, w, ins: Instr, mask: int) -> None:
+def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """wgmma.commit_group: what this warp has issued since the last one is a group."""
     group = warpgroup(w)
     group.close(m, w.index % WARPS)
@@ -328,7 +330,7 @@ def commit_group(m, w, ins: Instr, mask: int) -> None:
 
 
 @handler("wgmma.wait_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
-def wait_group(m, w, ins: Instr, mask: int) -> Wait | None:
+def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """wgmma.wait_group N: until at most the N newest groups are pending."""
     part = w.index % WARPS
     groups = warpgroup(w).issues[part].groups

@@ -8,6 +8,7 @@ from warpspec.sim.codegen.memory import space_of, vector_count
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Operand, Reg, Vec
 from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_WINDOW
 from warpspec.sim.registry import Family, fallback, handler
 from warpspec.sim.warp import Warp
@@ -33,11 +34,11 @@ def write(w: Warp, operand: Operand, values: np.ndarray, mask: int) -> None:
 
 
 @handler("mov.b128", family=Family.MOVE, destinations=1)
-def mov(m, w: Warp, ins: Instr, mask: int) -> None:
+def mov(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     write(w, ins.operands[0], read(w, ins.operands[1]), mask)
 
 
-def place(m, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.ndarray:
+def place(m: Machine, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.ndarray:
     """uint8 view of the bytes at an address of the instruction's state space, aligned to their number."""
     if address % nbytes:
         raise MemoryFault(f"{nbytes}-byte access at {address:#x} is not aligned to its size")
@@ -52,7 +53,7 @@ def place(m, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.
 
 
 @fallback("ld")
-def ld(m, w: Warp, ins: Instr, mask: int) -> None:
+def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """Loads that have no native translation: type .b128."""
     require_b128(ins)
     addresses = w.address(ins.operands[1])
@@ -63,7 +64,7 @@ def ld(m, w: Warp, ins: Instr, mask: int) -> None:
 
 
 @fallback("st")
-def st(m, w: Warp, ins: Instr, mask: int) -> None:
+def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """Stores that have no native translation: type .b128."""
     require_b128(ins)
     addresses, values = w.address(ins.operands[0]), read(w, ins.operands[1])
