@@ -9,7 +9,6 @@ from collections.abc import Hashable
 import numpy as np
 
 from warpspec.sim import diagnosis
-from warpspec.sim.cfg import control_of
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import Deadlock, MemoryFault, TmemFault, Where
@@ -18,7 +17,7 @@ from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.operation import Op, Wait
-from warpspec.sim.registry import Collective, Control, Opcode, find, row_of, unsupported
+from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
@@ -269,13 +268,11 @@ class Machine:
     def diverge(self, w: Warp, group: Group, block: int) -> None:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
         taken = int(w.ctx[Ctx.TAKEN])
-        last = self.program.kernel.instrs[self.program.blocks[block].end - 1]
-        if control_of(last) is Control.INDEXED_BRANCH:  # the other lanes run it again
-            target, through = int(w.ctx[Ctx.TARGET]), block
-        else:
-            (target,), through = self.program.targets(last), self.program.through(block)
+        target, others = self.program.split(block)
+        if target is None:
+            target = int(w.ctx[Ctx.TARGET])
         w.groups.remove(group)
-        w.groups += [Group(target, taken), Group(through, group.mask & ~taken)]
+        w.groups += [Group(target, taken), Group(others, group.mask & ~taken)]
         w.merge()
 
     def exit(self, w: Warp, group: Group) -> None:

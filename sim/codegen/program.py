@@ -151,6 +151,19 @@ class Program:
         labels = self.kernel.labels
         return [self.block_at.get(labels[name], self.exit_index) for name in cfg.targets(last, self.kernel)]
 
+    @cache  # noqa: B019
+    def split(self, block: int) -> tuple[int | None, int]:
+        """(block of the lanes that take the branch at a block's end, block of the others).
+
+        None stands for the target that the context names: the lanes at a brx.idx that have another index than the
+        first run it again.
+        """
+        last = self.kernel.instrs[self.blocks[block].end - 1]
+        if cfg.control_of(last) is Control.INDEXED_BRANCH:
+            return None, block
+        (target,) = self.targets(last)
+        return target, self.through(block)
+
     # ---- native code ------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
