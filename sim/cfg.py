@@ -22,16 +22,16 @@ CARRY = "%cc"  # the condition code register of add.cc and its kin (PTX ISA 9.7.
 FULL_MEMBERMASKS = (-1, 0xFFFFFFFF)
 
 
-def reads_writes(instr: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def reads_writes(ins: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the registers an instruction reads and writes, special registers left out.
 
     A guarded instruction keeps its destination in the lanes whose guard is false, so it reads it too. The
     carry flag of extended-precision arithmetic is the register CARRY. Raises UnsupportedInstruction for an
     opcode that has no row.
     """
-    row = row_of(instr.opcode)
-    count = row.destination_count(instr)
-    operands = instr.operands
+    row = row_of(ins.opcode)
+    count = row.destination_count(ins)
+    operands = ins.operands
     writes: list[str] = []
     reads: list[str] = []
     for operand in operands[:count]:
@@ -40,10 +40,10 @@ def reads_writes(instr: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
         _registers(operand, reads)
     if row.carry_in:
         reads.append(CARRY)
-    if instr.has("cc"):
+    if ins.has("cc"):
         writes.append(CARRY)
-    if instr.guard is not None:
-        reads.append(instr.guard.name)
+    if ins.guard is not None:
+        reads.append(ins.guard.name)
         reads.extend(writes)
     elif row.accumulates:
         reads.extend(writes)
@@ -93,26 +93,26 @@ def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
     instrs = kernel.instrs
     starts = {0}
     kinds: dict[int, str] = {}
-    for instr in instrs:
-        at = instr.index
-        control = control_of(instr)
+    for ins in instrs:
+        at = ins.index
+        control = control_of(ins)
         if control is not None:
             starts.add(at + 1)
             if (
                 control is Control.INDEXED_BRANCH
             ):  # lanes with different indices execute it one after the other
                 starts.add(at)
-            starts.update(kernel.labels[name] for name in targets(instr, kernel))
-        elif not is_native(instr):
+            starts.update(kernel.labels[name] for name in targets(ins, kernel))
+        elif not is_native(ins):
             starts.update((at, at + 1))
             kinds[at] = "system"
     full_block = False  # whether the current block began with a collective of all lanes
-    for instr in instrs:
-        at = instr.index
+    for ins in instrs:
+        at = ins.index
         if at in starts:
             full_block = False
-        if at not in kinds and row_of(instr.opcode).collective is not None:
-            full = instr.guard is None and immediate_membermask(instr) in FULL_MEMBERMASKS
+        if at not in kinds and row_of(ins.opcode).collective is not None:
+            full = ins.guard is None and immediate_membermask(ins) in FULL_MEMBERMASKS
             if not (full and full_block):
                 starts.add(at)
                 kinds[at] = "collective"
@@ -133,26 +133,26 @@ def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
     return blocks
 
 
-def control_of(instr: Instr) -> Control | None:
+def control_of(ins: Instr) -> Control | None:
     """How the instruction ends its block, or None."""
-    row = find(instr.opcode)
+    row = find(ins.opcode)
     return None if row is None else row.control
 
 
-def targets(instr: Instr, kernel: Kernel) -> tuple[str, ...]:
+def targets(ins: Instr, kernel: Kernel) -> tuple[str, ...]:
     """The labels a branch may go to."""
-    control = control_of(instr)
+    control = control_of(ins)
     if control not in (Control.BRANCH, Control.INDEXED_BRANCH):
         return ()
-    label = instr.operands[-1]
+    label = ins.operands[-1]
     if not isinstance(label, Label):
-        raise UnsupportedInstruction(f"branch without a label: {instr.text}")
+        raise UnsupportedInstruction(f"branch without a label: {ins.text}")
     return kernel.branch_targets[label.name] if control is Control.INDEXED_BRANCH else (label.name,)
 
 
-def immediate_membermask(instr: Instr) -> int | None:
+def immediate_membermask(ins: Instr) -> int | None:
     """The membermask of a .sync instruction; None when it is a register."""
-    mask = instr.membermask
+    mask = ins.membermask
     return mask.value if isinstance(mask, Imm) else None
 
 
@@ -198,10 +198,10 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
     homes = 0
     for block in blocks:
         used = defined = 0
-        for instr in kernel.instrs[block.start : block.end]:
-            if find(instr.opcode) is None:
+        for ins in kernel.instrs[block.start : block.end]:
+            if find(ins.opcode) is None:
                 continue
-            reads, writes = reads_writes(instr)
+            reads, writes = reads_writes(ins)
             for name in reads:
                 used |= (1 << bit[name]) & ~defined
             for name in writes:

@@ -9,7 +9,13 @@ from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import Deadlock, MemoryFault, SimError, Where, format_lanes
 from warpspec.sim.instruction import Instr
 from warpspec.sim.lanes import lanes
-from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_BASE_OFFSET, SHARED_WINDOW, GlobalMemory
+from warpspec.sim.memory import (
+    CTA_RANK_SHIFT,
+    SHARED_BASE_OFFSET,
+    GlobalMemory,
+    in_local_window,
+    in_shared_window,
+)
 from warpspec.sim.registry import row_of
 from warpspec.sim.warp import Cluster, Group, Warp
 
@@ -103,12 +109,12 @@ def fault(program: Program, gmem: GlobalMemory, w: Warp, group: Group) -> SimErr
         text = f"{size}-byte access at {address:#x} is not aligned to its size"
     elif kind == Fault.REMOTE_SHARED:
         text = f"shared::cta access with the address {address:#x} of another CTA (own rank {w.cta.rank})"
-    elif "shared" in ins.opcode or address >> 56 == SHARED_WINDOW >> 56:
+    elif "shared" in ins.opcode or in_shared_window(address):
         low = address & ((1 << CTA_RANK_SHIFT) - 1)
         bounds = f"{SHARED_BASE_OFFSET:#x} to {len(w.cta.smem):#x}"
         text = f"{size}-byte access at shared offset {low:#x} (address {address:#x}): "
         text += f"the CTA's shared memory is {bounds}"
-    elif ".local" in ins.opcode or address >> 56 == LOCAL_WINDOW >> 56:
+    elif ".local" in ins.opcode or in_local_window(address):
         text = f"{size}-byte access at local offset {address & 0xFFFFFFFF:#x} of {int(w.ctx[Ctx.LOCAL_SIZE])}"
     else:
         text = gmem.describe(address, size, write)

@@ -8,21 +8,20 @@ import numpy as np
 
 from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.codegen.program import Program
+from warpspec.sim.device import (
+    CTAS_PER_SM,
+    MAX_BLOCK,
+    MAX_CLUSTER,
+    MAX_GRID,
+    SHARED_PER_CTA,
+    SHARED_PER_SM,
+    THREADS_PER_SM,
+)
 from warpspec.sim.errors import HostError
 from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
-
-MAX_SHARED_BYTES = (
-    227 * 1024
-)  # a CTA's own, besides the reserved SHARED_BASE_OFFSET (CUDA programming guide, 9.0 and 10.0)
-SHARED_BYTES_PER_SM = 228 * 1024
-MAX_THREADS_PER_SM = 2048
-MAX_CTAS_PER_SM = 32
-MAX_CLUSTER_CTAS = 16
-MAX_GRID = (2**31 - 1, 65535, 65535)
-MAX_BLOCK = (1024, 1024, 64)
 
 Dim3 = tuple[int, int, int]
 
@@ -70,21 +69,19 @@ class ClusterFactory:
         self.total = self.clusters_shape[0] * self.clusters_shape[1] * self.clusters_shape[2]
         self.smem_end = program.tables.static_shared_end + launch.dynamic_smem
         own = self.smem_end - SHARED_BASE_OFFSET
-        if own > MAX_SHARED_BYTES:
-            raise HostError(f"{own} bytes of shared memory a CTA; the limit is {MAX_SHARED_BYTES}")
+        if own > SHARED_PER_CTA:
+            raise HostError(f"{own} bytes of shared memory a CTA; the limit is {SHARED_PER_CTA}")
         if not 1 <= launch.threads <= 1024:
             raise HostError(f"block {launch.block} has {launch.threads} threads; 1 to 1024 are allowed")
         for what, shape, limits in (("grid", launch.grid, MAX_GRID), ("block", launch.block, MAX_BLOCK)):
             if any(size > limit for size, limit in zip(shape, limits, strict=True)):
                 raise HostError(f"{what} {shape}: at most {limits} are allowed")
-        if launch.cluster_size > MAX_CLUSTER_CTAS:
-            raise HostError(
-                f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER_CTAS}"
-            )
+        if launch.cluster_size > MAX_CLUSTER:
+            raise HostError(f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER}")
         per_sm = min(
-            SHARED_BYTES_PER_SM // max(self.smem_end, 1),
-            MAX_THREADS_PER_SM // launch.threads,
-            MAX_CTAS_PER_SM,
+            SHARED_PER_SM // max(self.smem_end, 1),
+            THREADS_PER_SM // launch.threads,
+            CTAS_PER_SM,
         )
         self.capacity = max(1, launch.sm_count * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
@@ -186,7 +183,7 @@ class ClusterFactory:
         launch = self.launch
         values: dict[str, object] = {
             "%laneid": LANE_NUMBERS,
-            "%nwarpid": MAX_THREADS_PER_SM // WARP_SIZE,
+            "%nwarpid": THREADS_PER_SM // WARP_SIZE,
             "%nsmid": launch.sm_count,
             "%gridid": 1,
             "%cluster_nctarank": launch.cluster_size,

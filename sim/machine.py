@@ -91,6 +91,7 @@ class Machine:
             self.wake(warp)
 
     def wake(self, warp: Warp) -> None:
+        """Let the scheduler pick a warp again, if it lives."""
         if not warp.ready and warp.alive:
             warp.ready = True
             self.ready.append(warp)
@@ -300,6 +301,7 @@ class Machine:
             )
 
     def cta_done(self, cta: Cta) -> None:
+        """A CTA has exited: TmemFault if it leaks tensor memory; the last of a cluster makes room for another."""
         if cta.uses_tmem:
             self.stats.peak_tmem_columns = max(self.stats.peak_tmem_columns, cta.tmem.peak_columns)
             leaked = cta.tmem.allocated_columns

@@ -12,7 +12,7 @@ from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import RegisterHazard, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
 from warpspec.sim.lanes import FULL_MASK, WARP_SIZE
-from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
+from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
 from warpspec.sim.operation import Wait
 from warpspec.sim.tcgen05.memory import Tmem
 
@@ -265,7 +265,7 @@ class Warp:
     def shared_address(self, operand: Operand, mask: int) -> int:
         """Like address_scalar, for an operand that may be a shared or a generic address; returns the shared one."""
         address = self.address_scalar(operand, mask)
-        return address & 0xFFFFFFFF if address >> 56 == SHARED_WINDOW >> 56 else address
+        return address & 0xFFFFFFFF if in_shared_window(address) else address
 
     def read_vec(self, vec: Operand) -> np.ndarray:
         """A vector of 32-bit registers as uint32 [n, 32]."""

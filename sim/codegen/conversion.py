@@ -44,6 +44,7 @@ def widen(e: Emitter, bits16: str, type_: str) -> str:
 
 @translator("cvt", family=Family.CONVERT, destinations=1)
 def cvt(e: Emitter, ins: Instr) -> None:
+    """cvt among integers, f16, bf16, f32 and f64, in the common roundings."""
     to, from_ = ins.parts[-2], ins.parts[-1]
     modifiers = set(ins.parts[1:-2])
     if to in ("bf16x2", "f16x2") and from_ == "f32":

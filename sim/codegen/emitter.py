@@ -59,9 +59,11 @@ class Emitter:
         return name
 
     def do(self, text: str) -> None:
+        """Append an LLVM instruction that has no result."""
         self.lines.append("  " + text)
 
     def label(self, stem: str) -> str:
+        """A new label that begins with `stem`."""
         self.count += 1
         return f"{stem}{self.count}"
 
@@ -88,6 +90,7 @@ class Emitter:
         return self._ctx[field]
 
     def ctx_store(self, field: Ctx, value: str) -> None:
+        """Write a 64-bit field of the warp's context."""
         at = self.op(f"getelementptr i64, ptr %ctx, i64 {int(field)}")
         self.do(f"store i64 {value}, ptr {at}, align 8")
         self._ctx.pop(field, None)
@@ -95,9 +98,11 @@ class Emitter:
     # ---- registers --------------------------------------------------------------------------------------------
 
     def home(self, name: str) -> str:
+        """A pointer to the register's place in the register file."""
         return self.op(f"getelementptr i8, ptr %regs, i64 {self.registers.offset[name]}")
 
     def load_home(self, name: str) -> str:
+        """The register's value in the register file."""
         bits = self.registers.bits[name]
         if name not in self.registers.offset:  # never live into a block: read before any write
             return "zeroinitializer"
@@ -168,12 +173,14 @@ class Emitter:
         raise NotNative(f"operand {operand}")
 
     def resize(self, value: str, have: int, want: int, signed: bool = False) -> str:
+        """`<32 x i{have}>` as `<32 x i{want}>`: truncated, or zero- or sign-extended."""
         if have == want:
             return value
         word = "trunc" if have > want else ("sext" if signed else "zext")
         return self.op(f"{word} {ivec(have)} {value} to {ivec(want)}")
 
     def pack(self, items: tuple, bits: int) -> str:
+        """The items of a source vector side by side in `<32 x i{bits}>`, the first lowest."""
         part = bits // len(items)
         total = None
         for position, item in enumerate(items):
@@ -237,6 +244,7 @@ class Emitter:
         self.dirty.add(operand.name)
 
     def unpack(self, items: tuple, value: str, bits: int) -> None:
+        """Assign the parts of `<32 x i{bits}>`, the lowest first, to the items of a destination vector."""
         part = bits // len(items)
         for position, item in enumerate(items):
             if item is None:
@@ -247,9 +255,11 @@ class Emitter:
             self.set(item, self.resize(piece, bits, part), part)
 
     def setf(self, operand: Operand, value: str, bits: int) -> None:
+        """Assign floats of the given width to a register, as their bits."""
         self.set(operand, self.op(f"bitcast {fvec(bits)} {value} to {ivec(bits)}"), bits)
 
     def select(self, condition: str, yes: str, no: str, type_: str) -> str:
+        """`yes` in the lanes where the condition (`<32 x i1>`) holds, `no` in the others."""
         return self.op(f"select {ivec(1)} {condition}, {type_} {yes}, {type_} {no}")
 
     def active(self) -> str:

@@ -112,6 +112,7 @@ def _arithmetic(e: Emitter, ins: Instr) -> None:
 
 @translator("add", "sub", family=Family.ARITHMETIC, destinations=1)
 def add(e: Emitter, ins: Instr) -> None:
+    """add and sub of integers, f32, f64 and f32x2, rounded to nearest even."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         integer.add_sub(e, ins)
     else:
@@ -120,6 +121,7 @@ def add(e: Emitter, ins: Instr) -> None:
 
 @translator("mul", family=Family.ARITHMETIC, destinations=1)
 def mul(e: Emitter, ins: Instr) -> None:
+    """mul of integers (lo, hi, wide), f32, f64 and f32x2, rounded to nearest even."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         integer.mul_integer(e, ins)
     else:
@@ -128,6 +130,7 @@ def mul(e: Emitter, ins: Instr) -> None:
 
 @translator("fma", family=Family.ARITHMETIC, destinations=1)
 def fma(e: Emitter, ins: Instr) -> None:
+    """fma of f32, f64 and f32x2, rounded to nearest even."""
     if ins.parts[-1] == "f32x2":
         return _packed(e, ins, "fma")
     bits = float_bits(ins, "rn", "ftz")
@@ -159,6 +162,7 @@ def div(e: Emitter, ins: Instr) -> None:
 
 @translator("neg", "abs", family=Family.ARITHMETIC, destinations=1)
 def neg_abs(e: Emitter, ins: Instr) -> None:
+    """neg and abs of integers and, by their sign bits, of floats and pairs of half floats."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         return integer.neg_abs_integer(e, ins)
     type_ = ins.parts[-1]

@@ -33,6 +33,7 @@ def binary(e: Emitter, ins: Instr, word: str) -> None:
 
 @translator("mov", family=Family.MOVE, destinations=1)
 def mov(e: Emitter, ins: Instr) -> None:
+    """mov of registers, immediates and addresses; it packs and unpacks vectors of up to 64 bits."""
     type_ = ins.parts[-1]
     if type_ == "pred":
         e.set(ins.operands[0], e.pred(ins.operands[1]), 1)
@@ -45,6 +46,7 @@ def mov(e: Emitter, ins: Instr) -> None:
 
 @translator("and", "or", "xor", family=Family.ARITHMETIC, destinations=1)
 def logic(e: Emitter, ins: Instr) -> None:
+    """and, or and xor of integers and predicates."""
     word = ins.parts[0]
     if ins.parts[-1] == "pred":
         a, b = e.pred(ins.operands[1]), e.pred(ins.operands[2])
@@ -55,6 +57,7 @@ def logic(e: Emitter, ins: Instr) -> None:
 
 @translator("not", family=Family.ARITHMETIC, destinations=1)
 def not_(e: Emitter, ins: Instr) -> None:
+    """not of integers and predicates."""
     if ins.parts[-1] == "pred":
         e.set(ins.operands[0], e.op(f"xor {ivec(1)} {e.pred(ins.operands[1])}, splat (i1 true)"), 1)
         return
@@ -64,6 +67,7 @@ def not_(e: Emitter, ins: Instr) -> None:
 
 @translator("cnot", family=Family.ARITHMETIC, destinations=1)
 def cnot(e: Emitter, ins: Instr) -> None:
+    """cnot gives 1 where the operand is 0, else 0."""
     _, bits = integer_type(ins)
     zero = e.op(f"icmp eq {ivec(bits)} {e.get(ins.operands[1], bits)}, zeroinitializer")
     e.set(ins.operands[0], e.op(f"zext {ivec(1)} {zero} to {ivec(bits)}"), bits)
@@ -124,6 +128,7 @@ def mul_integer(e: Emitter, ins: Instr) -> None:
 
 @translator("mad", family=Family.ARITHMETIC, destinations=1)
 def mad(e: Emitter, ins: Instr) -> None:
+    """mad of integers: lo, hi and wide."""
     if ins.parts[-1] in ("f32", "f64"):
         raise NotNative(ins.opcode)
     _, bits = integer_type(ins)
@@ -156,6 +161,7 @@ def div_rem_integer(e: Emitter, ins: Instr) -> None:
 
 @translator("rem", family=Family.ARITHMETIC, destinations=1)
 def rem(e: Emitter, ins: Instr) -> None:
+    """rem of integers."""
     div_rem_integer(e, ins)
 
 
@@ -248,6 +254,7 @@ def setp(e: Emitter, ins: Instr) -> None:
 
 @translator("selp", family=Family.SELECT, destinations=1)
 def selp(e: Emitter, ins: Instr) -> None:
+    """selp d, a, b, p gives a where p, else b."""
     bits = element_bits(ins.parts[-1])
     a, b = e.get(ins.operands[1], bits), e.get(ins.operands[2], bits)
     e.set(ins.operands[0], e.select(e.pred(ins.operands[3]), a, b, ivec(bits)), bits)
@@ -306,7 +313,7 @@ def shf(e: Emitter, ins: Instr) -> None:
 
 @translator("prmt", family=Family.ARITHMETIC, destinations=1)
 def prmt(e: Emitter, ins: Instr) -> None:
-    """Byte permute with a constant selector (9.7.8.? prmt): nibble j picks byte j of the result from b:a."""
+    """Byte permute with a constant selector (9.7.9.7): nibble j picks byte j of the result from b:a."""
     selector = ins.operands[3]
     if ins.parts[-1] != "b32" or len(ins.parts) > 2 or not isinstance(selector, Imm):
         raise NotNative(ins.opcode)
@@ -332,7 +339,7 @@ def prmt(e: Emitter, ins: Instr) -> None:
 
 @translator("bfe", family=Family.ARITHMETIC, destinations=1)
 def bfe(e: Emitter, ins: Instr) -> None:
-    """Unsigned bit-field extract with constant position and length (9.7.1.?)."""
+    """Unsigned bit-field extract with constant position and length (9.7.1.19)."""
     signed, bits = integer_type(ins)
     if signed or not all(isinstance(o, Imm) for o in ins.operands[2:4]):
         raise NotNative(ins.opcode)
@@ -347,6 +354,7 @@ def bfe(e: Emitter, ins: Instr) -> None:
 
 @translator("popc", "clz", "brev", family=Family.ARITHMETIC, destinations=1)
 def bit_count(e: Emitter, ins: Instr) -> None:
+    """popc, clz and brev of 32 and 64 bits."""
     bits = element_bits(ins.parts[-1])
     value = e.get(ins.operands[1], bits)
     name = {"popc": "ctpop", "clz": "ctlz", "brev": "bitreverse"}[ins.parts[0]]

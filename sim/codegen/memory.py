@@ -6,7 +6,7 @@ from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.support import SPACES, atomic_function, load_function, store_function
 from warpspec.sim.instruction import Imm, Instr, Mem, Reg, Sym, Vec
-from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_WINDOW
+from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_SHIFT
 from warpspec.sim.registry import Family, translator
 
 _SPACE_PARTS = {
@@ -108,6 +108,7 @@ def ordered_in_global(ins: Instr) -> bool:
 )
 @translator("ldu", family=Family.MEMORY, destinations=1, loads=True)
 def ld(e: Emitter, ins: Instr) -> None:
+    """Loads of 1 to 8 elements a lane; a .b128 must go to a pair of 64-bit registers."""
     space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
     signed = ins.parts[-1].startswith("s")
     wide = bits == 128
@@ -128,6 +129,7 @@ def ld(e: Emitter, ins: Instr) -> None:
 
 @translator("st", "st.param", family=Family.MEMORY, destinations=0, shares_memory=ordered_in_global)
 def st(e: Emitter, ins: Instr) -> None:
+    """Stores of 1 to 8 elements a lane."""
     space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
     if bits == 128:
         raise NotNative("128-bit register")
@@ -147,6 +149,7 @@ _ATOMIC_OPS = {"add", "and", "or", "xor", "exch", "cas", "inc", "dec", "min", "m
 @translator("atom", family=Family.MEMORY, destinations=1, shares_memory=outside_shared)
 @translator("red", family=Family.MEMORY, destinations=0, shares_memory=outside_shared)
 def atom(e: Emitter, ins: Instr) -> None:
+    """Read-modify-write of a scalar of 32 or 64 bits, one lane after the other."""
     type_ = ins.parts[-1]
     if type_ not in _ATOMIC_TYPES:
         raise NotNative(ins.opcode)
@@ -197,18 +200,19 @@ def cvta(e: Emitter, ins: Instr) -> None:
 
 @translator("isspacep", family=Family.MEMORY, destinations=1)
 def isspacep(e: Emitter, ins: Instr) -> None:
+    """isspacep tells in which state space a generic address lies."""
     value = e.get(ins.operands[1], 64)
-    top = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, 56)}")
+    top = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, WINDOW_SHIFT)}")
     space = ins.parts[1]
     if space.startswith("shared"):
-        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, SHARED_WINDOW >> 56)}")
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, SHARED_WINDOW >> WINDOW_SHIFT)}")
         if space != "shared::cluster":
             rank = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, CTA_RANK_SHIFT)}")
             rank = e.op(f"and {ivec(64)} {rank}, {e.imm(64, 255)}")
             own = e.op(f"icmp eq {ivec(64)} {rank}, {e.splat(64, e.ctx(Ctx.CTA_RANK))}")
             result = e.op(f"and {ivec(1)} {result}, {own}")
     elif space == "local":
-        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, LOCAL_WINDOW >> 56)}")
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, LOCAL_WINDOW >> WINDOW_SHIFT)}")
     elif space == "global":
         result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, 0)}")
     else:
@@ -230,6 +234,7 @@ def mapa(e: Emitter, ins: Instr) -> None:
 
 @translator("getctarank", family=Family.MEMORY, destinations=1)
 def getctarank(e: Emitter, ins: Instr) -> None:
+    """getctarank gives the rank of the CTA whose shared memory an address names."""
     bits = element_bits(ins.parts[-1])
     value = e.op(f"lshr {ivec(bits)} {e.get(ins.operands[1], bits)}, {e.imm(bits, CTA_RANK_SHIFT)}")
     value = e.op(f"and {ivec(bits)} {value}, {e.imm(bits, 255)}")

@@ -133,9 +133,9 @@ class Program:
         """Registers that a native block reads, before it writes them, in instructions other than mov; a bitset."""
         used = defined = 0
         span = self.blocks[block]
-        for instr in self.kernel.instrs[span.start : span.end]:
-            reads, writes = cfg.reads_writes(instr)
-            if row_of(instr.opcode).family is not Family.MOVE:
+        for ins in self.kernel.instrs[span.start : span.end]:
+            reads, writes = cfg.reads_writes(ins)
+            if row_of(ins.opcode).family is not Family.MOVE:
                 used |= self.live.bits(reads) & ~defined
             defined |= self.live.bits(writes)
         return used

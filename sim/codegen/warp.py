@@ -139,4 +139,5 @@ def redux(e: Emitter, ins: Instr) -> None:
 
 @translator("activemask", family=Family.WARP, destinations=1)
 def activemask(e: Emitter, ins: Instr) -> None:
+    """activemask gives the lanes that execute it together."""
     e.set(ins.operands[0], e.splat(32, "%mask"), 32)

@@ -88,7 +88,7 @@ class AsyncCopy(Op):
 
 
 class Arrival:
-    """An mbarrier arrive-on that waits for copies."""
+    """An arrive on an mbarrier that takes place once a thread's copies are done."""
 
     __slots__ = ("count", "cta", "offset", "remaining")
 
@@ -152,7 +152,7 @@ def _commit(w: Warp, mask: int) -> None:
 
 @handler("cp.async.commit_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.commit_group."""
+    """cp.async.commit_group: the thread's copies since the last one become a group."""
     _commit(w, mask)
 
 
@@ -261,7 +261,7 @@ def st_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("red.async", family=Family.MEMORY, destinations=0, shares_memory=outside_shared)
 def red_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """red.async: the same with a reduction."""
+    """red.async: reduces into another CTA's shared memory with complete-tx, or into global memory."""
     if ins.has("mmio"):
         raise UnsupportedInstruction(f"`{ins.opcode}`")
     operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
@@ -270,7 +270,7 @@ def red_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("st.bulk", family=Family.MEMORY, destinations=0)
 def st_bulk(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """st.bulk: zeroes shared memory, at once."""
+    """st.bulk sets shared memory to zero, at once."""
     addresses, sizes = w.address(ins.operands[0]), w.u64(ins.operands[1])
     if w.scalar(ins.operands[2], mask) != 0:
         raise UnsupportedInstruction(f"`{ins.opcode}` with another value than 0")

@@ -112,7 +112,7 @@ def _operands(ins: Instr) -> tuple[str, list]:
     family=Family.BARRIER, destinations=1, collective=Collective.WARP,
 )  # fmt: skip
 def named_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """bar/barrier[.cta].sync|arrive|red. Lanes of a warp arrive together."""
+    """bar.sync, bar.arrive and bar.red, under all their names: the lanes of a warp arrive together."""
     kind, operands = _operands(ins)
     if kind == "red":
         return _reduce(m, w, ins, operands, mask)
@@ -180,6 +180,7 @@ def _cluster(cluster: Cluster) -> ClusterBarrier:
 
 @handler("barrier.cluster.arrive", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
 def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """barrier.cluster.arrive: the lanes arrive and go on; they must wait before they arrive again."""
     state = _cluster(w.cta.cluster)
     if w.state.get("cluster_arrived", -1) == state.phase:
         raise BarrierFault("barrier.cluster.arrive twice without barrier.cluster.wait between")
@@ -191,6 +192,7 @@ def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("barrier.cluster.wait", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
 def cluster_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """barrier.cluster.wait: the lanes wait until all live threads of the cluster have arrived."""
     state = _cluster(w.cta.cluster)
     arrived = w.state.get("cluster_arrived")
     if arrived is None:

@@ -14,7 +14,7 @@ from warpspec.sim import formats
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr
 from warpspec.sim.machine import Machine
-from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
+from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.warp import Warp
 
@@ -39,7 +39,7 @@ def row_view(m: Machine, w: Warp, operand, rows: int) -> tuple[np.ndarray, np.nd
     """(shared memory of a CTA, intp[rows, 16] byte indices): the rows that the first threads address."""
     address = w.address(operand)[:rows]
     first = int(address[0])
-    if first >> 56 == SHARED_WINDOW >> 56:  # generic
+    if in_shared_window(first):
         address = address & np.uint64(0xFFFFFFFF)
         first &= 0xFFFFFFFF
     if (address % ROW_BYTES).any():

@@ -57,6 +57,7 @@ def lookup(cta: Cta, offset: int) -> Mbarrier:
 
 
 def initialise(cta: Cta, offset: int, count: int) -> None:
+    """Make an mbarrier that expects `count` arrivals a phase at an offset of a CTA's shared memory."""
     if not 1 <= count <= MAX_COUNT:
         raise BarrierFault(f"mbarrier.init with count {count}; 1 to {MAX_COUNT} are allowed")
     if offset % SIZE:
@@ -88,6 +89,7 @@ def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False
 
 
 def expect_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
+    """Make the current phase expect that many more bytes."""
     barrier = lookup(cta, offset)
     barrier.tx += nbytes
     if abs(barrier.tx) > MAX_TX:
@@ -131,6 +133,7 @@ def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> lis
 
 @handler("mbarrier.init", family=Family.MBARRIER, destinations=0)
 def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.init [addr], count."""
     counts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         initialise(cta, offset, int(counts[members[0]]))
@@ -138,6 +141,7 @@ def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
 def mbarrier_inval(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.inval frees the place; it is a fault while lanes wait on the mbarrier."""
     for _, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         barrier = lookup(cta, offset)
         if barrier in m.waiters:
@@ -192,6 +196,7 @@ def _arrive_alone(m: Machine, barrier: Mbarrier, members: list[int], tokens: np.
 
 @handler("mbarrier.expect_tx", family=Family.MBARRIER, destinations=0)
 def mbarrier_expect_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.expect_tx [addr], bytes: each lane's bytes count."""
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         for lane in members:
@@ -200,6 +205,7 @@ def mbarrier_expect_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("mbarrier.complete_tx", family=Family.MBARRIER, destinations=0)
 def mbarrier_complete_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.complete_tx [addr], bytes: each lane's bytes count."""
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         for lane in members:
@@ -234,6 +240,7 @@ def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarri
 
 @handler("mbarrier.test_wait", family=Family.MBARRIER, destinations=1)
 def mbarrier_test_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.test_wait tells each lane whether its phase is complete; it never waits."""
     done, _ = _wait_state(m, w, ins, mask)
     w.set_pred(ins.operands[0], done, mask)
 

@@ -29,6 +29,8 @@ GROUP, IN_GROUP = THREAD // 4, THREAD % 4
 
 @dataclass(frozen=True, slots=True)
 class MmaSyncForm:
+    """What an mma.sync opcode says: K, the types of A, B and D, and the FLOPs of one instruction."""
+
     k: int
     a: str
     b: str
@@ -63,7 +65,7 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
 
 @handler("mma.sync", family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP)
 def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """mma.sync: D = A B + C on fragments."""
+    """mma.sync computes D = A B + C on fragments, at once."""
     f = form(ins.parts)
     d, a, b, c = ins.operands[:4]
     left = a_matrix(w.read_vec(a), f.a, f.k)

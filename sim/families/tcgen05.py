@@ -43,6 +43,7 @@ SCALES_PER_ROW = {
 
 @lru_cache(maxsize=256)
 def cta_group_of(parts: tuple[str, ...]) -> int:
+    """1, or 2 where a pair of CTAs works together."""
     return 2 if "cta_group::2" in parts else 1
 
 
@@ -126,7 +127,7 @@ def dealloc(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("tcgen05.relinquish_alloc_permit", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
 def relinquish(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """tcgen05.relinquish_alloc_permit: this CTA will not allocate again."""
+    """tcgen05.relinquish_alloc_permit: this CTA must not allocate again."""
     w.cta.tmem.relinquish()
 
 
@@ -179,8 +180,7 @@ class ShiftOp(Op):
 
 
 class CommitOp(Op):
-    """tcgen05.commit: all before it in the queue is done; arrive on mbarriers, given as (CTA, shared
-    offset)."""
+    """tcgen05.commit: all before it in the queue is done, so it arrives on mbarriers, given as (CTA, offset)."""
 
     __slots__ = ("targets",)
 
@@ -194,6 +194,7 @@ class CommitOp(Op):
 
 
 def queue_of(w: Warp) -> tuple:
+    """The key of the queue that a warp's mma, cp, shift and commit share."""
     return ("tcgen05", w.cta.number, w.index)
 
 
@@ -231,7 +232,7 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
 
 @handler("tcgen05.mma", family=Family.TCGEN05, destinations=0)
 def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """tcgen05.mma: each executing lane issues one."""
+    """tcgen05.mma: each executing lane issues one; those that continue an accumulator run as one operation."""
     form = mma_form(ins.parts)
     ctas = group_ctas(w, form.cta_group)
     queue = queue_of(w)
@@ -296,7 +297,7 @@ def copy_form(parts: tuple[str, ...]) -> tuple[smem_copy.CopyShape, str]:
 
 @handler("tcgen05.cp", family=Family.TCGEN05, destinations=0)
 def cp(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """tcgen05.cp: shared memory to tensor memory."""
+    """tcgen05.cp copies shared memory to tensor memory, in order with the warp's other operations."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
     shape, source_format = copy_form(ins.parts)
     for lane in lanes(mask):
@@ -436,5 +437,4 @@ def wait_st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     destinations=0,
 )
 def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """tcgen05.fence: orders asynchronous tensor-memory accesses with thread synchronisation; memory is in
-    order here."""
+    """tcgen05.fence orders tensor-memory accesses with thread synchronisation, which they are here anyhow."""

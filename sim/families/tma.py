@@ -323,7 +323,7 @@ def _bytes_chosen(byte_mask: int, nbytes: int) -> np.ndarray:
 
 @handler("cp.async.bulk.tensor", family=Family.TMA, destinations=0)
 def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.bulk.tensor, loads and stores."""
+    """cp.async.bulk.tensor: a load where it completes on an mbarrier, else a store."""
     _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_MODIFIERS))
     if ins.has(COMPLETE_TX):
         _tensor_load(m, w, ins, mask)
@@ -341,7 +341,7 @@ def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("cp.async.bulk", family=Family.TMA, destinations=0)
 def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.bulk in its four directions."""
+    """cp.async.bulk: a load where it completes on an mbarrier, else a store."""
     _check_modifiers(ins.opcode, ins.parts, frozenset(COMMON_MODIFIERS | {"cp_mask"}))
     if ins.has(COMPLETE_TX):
         _bulk_load(m, w, ins, mask)
@@ -378,13 +378,15 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @handler("cp.async.bulk.prefetch", family=Family.TMA, destinations=0)
 def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """Prefetches change nothing that a program can see."""
+    """cp.async.bulk.prefetch changes nothing that a program can see."""
 
 
 @handler("cp.async.bulk.prefetch.tensor", family=Family.TMA, destinations=0)
 def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """The same, of a box: read as a load would read it, so that a bad map or bad coordinates are found. Lanes that ask
-    for the same count once."""
+    """cp.async.bulk.prefetch.tensor reads a box as a load would, so that a bad map or bad coordinates are found.
+
+    Lanes that prefetch the same box count once.
+    """
     _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_PREFETCH_MODIFIERS))
     tensor = ins.operands[0]
     maps = w.address(tensor)

@@ -40,8 +40,8 @@ MOVED_ONLY = "before wgmma.wait_group has waited for the wgmma.mma_async that wr
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What an opcode says."""
+class WgmmaForm:
+    """What a wgmma.mma_async opcode says."""
 
     n: int
     k: int
@@ -56,7 +56,7 @@ class Form:
 
 
 @lru_cache(maxsize=256)
-def form(parts: tuple[str, ...]) -> Form:
+def form(parts: tuple[str, ...]) -> WgmmaForm:
     """Raises UnsupportedInstruction for sparse and one-bit operands and for shapes the ISA does not list."""
     opcode = ".".join(parts)
     shape = next((p for p in parts if p.startswith("m64n")), "")
@@ -68,14 +68,14 @@ def form(parts: tuple[str, ...]) -> Form:
     mixed = a != b and not ({a, b} <= {"s8", "u8"} or {a, b} <= {"e4m3", "e5m2"})
     if mixed or a not in K or k != K[a] or d not in ACCUMULATORS[a] or n % 8 or not 8 <= n <= MAX_N:
         raise UnsupportedInstruction(f"`{opcode}`")
-    return Form(n, k, d, a, b, "satfinite" in parts)
+    return WgmmaForm(n, k, d, a, b, "satfinite" in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One instruction as a warp issues it. a: descriptor, or None where A is in registers."""
 
-    form: Form
+    form: WgmmaForm
     d: Operand
     a: int | None
     b: int
@@ -284,7 +284,7 @@ def warpgroup(w: Warp) -> Warpgroup:
     "wgmma.mma_async.sync", family=Family.WGMMA, destinations=1, collective=Collective.WARP, accumulates=True
 )
 def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """wgmma.mma_async: D = A B + D, later."""
+    """wgmma.mma_async computes D = A B + D, or D = A B, later."""
     f = form(ins.parts)
     d, a, b, scale_d, *rest = ins.operands
     in_registers = isinstance(a, Vec)
@@ -316,7 +316,7 @@ def immediate(operand: Operand) -> int:
 
 @handler("wgmma.fence.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
 def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """wgmma.fence: orders register accesses, which are in order here anyhow."""
+    """wgmma.fence orders accesses to registers, which are in order here anyhow."""
 
 
 @handler("wgmma.commit_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
