@@ -2,6 +2,9 @@
 
 A block is the unit the simulator schedules: native blocks are translated to LLVM, a system instruction is a
 block of its own that a Python handler executes. `reads_writes` says which registers an instruction touches.
+
+An instruction whose opcode has no row is a system instruction that stops the run when it is reached, so that
+nothing behind it depends on it.
 """
 
 from __future__ import annotations
@@ -13,95 +16,36 @@ from dataclasses import dataclass
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Instr, Kernel, Label, Mem, Not, Operand, Pair, Reg, Vec
 from warpspec.sim.ptx_lexis import is_special
+from warpspec.sim.registry import Control, find, row_of
 
 CARRY = "%cc"  # the condition code register of add.cc and its kin (PTX ISA 9.7.2), a pseudo register
 FULL_MEMBERMASKS = (-1, 0xFFFFFFFF)
 
-# Operands that are destinations, by longest dotted prefix. An opcode not listed has one, its first operand,
-# unless that is an address: st, red, cp.async, prefetch, mbarrier.init, tcgen05.mma and their kin have none.
-DESTINATIONS = {
-    **dict.fromkeys(
-        (
-            "bar",
-            "barrier",
-            "bra",
-            "brx",
-            "ret",
-            "exit",
-            "trap",
-            "brkpt",
-            "pmevent",
-            "nanosleep",
-            "membar",
-            "fence",
-            "setmaxnreg",
-            "griddepcontrol",
-            "stackrestore",
-            "cp.async.wait_group",
-            "cp.async.wait_all",
-            "cp.async.bulk.wait_group",
-            "wgmma.fence",
-            "wgmma.commit_group",
-            "wgmma.wait_group",
-            "tcgen05.dealloc",
-            "tcgen05.relinquish_alloc_permit",
-            "tcgen05.wait",
-            "tcgen05.fence",
-        ),
-        0,
-    ),
-    "bar.red": 1,
-    "bar.cta.red": 1,
-    "barrier.red": 1,
-    "barrier.cta.red": 1,
-    "call": 1,  # the return values, if any
-    "tcgen05.ld.red": 2,  # data, reduction result
-}
-ACCUMULATES = ("wgmma.mma_async",)  # the destination is read too
-ENDS = ("ret", "exit", "trap")
 
-
-def destination_count(instr: Instr) -> int:
-    """How many leading operands the instruction writes."""
-    prefix = instr.opcode
-    while prefix:
-        count = DESTINATIONS.get(prefix)
-        if count is not None:
-            break
-        prefix = prefix.rpartition(".")[0]
-    else:
-        count = 1
-    if prefix == "call":
-        # `call (ret), f, (args)`: without return values the first operand is the function's name.
-        return int(len(instr.operands) > 1 and isinstance(instr.operands[0], Vec) and not instr.has("async"))
-    if not instr.operands or isinstance(instr.operands[0], Mem):
-        return 0
-    return count
-
-
-def reads_writes(instr: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def reads_writes(ins: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the registers an instruction reads and writes, special registers left out.
 
     A guarded instruction keeps its destination in the lanes whose guard is false, so it reads it too. The
-    carry flag of extended-precision arithmetic is the register CARRY.
+    carry flag of extended-precision arithmetic is the register CARRY. Raises UnsupportedInstruction for an
+    opcode that has no row.
     """
-    count = destination_count(instr)
-    operands = instr.operands
+    row = row_of(ins.opcode)
+    count = row.destination_count(ins)
+    operands = ins.operands
     writes: list[str] = []
     reads: list[str] = []
     for operand in operands[:count]:
         _registers(operand, writes)
     for operand in operands[count:]:
         _registers(operand, reads)
-    parts = instr.parts
-    if parts[0] in ("addc", "subc", "madc"):
+    if row.carry_in:
         reads.append(CARRY)
-    if "cc" in parts:
+    if ins.has("cc"):
         writes.append(CARRY)
-    if instr.guard is not None:
-        reads.append(instr.guard.name)
+    if ins.guard is not None:
+        reads.append(ins.guard.name)
         reads.extend(writes)
-    elif instr.opcode.startswith(ACCUMULATES):
+    elif row.accumulates:
         reads.extend(writes)
     return tuple(reads), tuple(writes)
 
@@ -139,10 +83,8 @@ class Block:
     kind: str
 
 
-def cut(
-    kernel: Kernel, is_system: Callable[[Instr], bool], is_collective: Callable[[Instr], bool]
-) -> list[Block]:
-    """The blocks of a kernel, in textual order.
+def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
+    """The blocks of a kernel, in textual order; `is_native` says what is translated, of all but branches and exits.
 
     A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction
     or brx.idx, and at a collective one. A collective with the immediate membermask -1 stays in a block that already
@@ -151,23 +93,26 @@ def cut(
     instrs = kernel.instrs
     starts = {0}
     kinds: dict[int, str] = {}
-    for instr in instrs:
-        at = instr.index
-        if is_transfer(instr):
+    for ins in instrs:
+        at = ins.index
+        control = control_of(ins)
+        if control is not None:
             starts.add(at + 1)
-            if instr.parts[0] == "brx":  # lanes with different indices execute it one index after the other
+            if (
+                control is Control.INDEXED_BRANCH
+            ):  # lanes with different indices execute it one after the other
                 starts.add(at)
-            starts.update(kernel.labels[name] for name in targets(instr, kernel))
-        elif is_system(instr):
+            starts.update(kernel.labels[name] for name in targets(ins, kernel))
+        elif not is_native(ins):
             starts.update((at, at + 1))
             kinds[at] = "system"
     full_block = False  # whether the current block began with a collective of all lanes
-    for instr in instrs:
-        at = instr.index
+    for ins in instrs:
+        at = ins.index
         if at in starts:
             full_block = False
-        if at not in kinds and is_collective(instr):
-            full = instr.guard is None and membermask(instr) in FULL_MEMBERMASKS
+        if at not in kinds and row_of(ins.opcode).collective is not None:
+            full = ins.guard is None and immediate_membermask(ins) in FULL_MEMBERMASKS
             if not (full and full_block):
                 starts.add(at)
                 kinds[at] = "collective"
@@ -181,32 +126,34 @@ def cut(
         last = instrs[end - 1] if end > start else None
         after = [index + 1] if index + 1 < len(ordered) else []
         jumps = [bisect_left(ordered, kernel.labels[name]) for name in targets(last, kernel)] if last else []
-        if last is not None and is_transfer(last) and (last.guard is None):
+        if last is not None and control_of(last) is not None and last.guard is None:
             after = []
         successors = tuple(dict.fromkeys(jumps + after))
         blocks.append(Block(index, start, end, successors, kinds.get(start, "native")))
     return blocks
 
 
-def is_transfer(instr: Instr) -> bool:
-    """Whether the instruction is a branch or ends the thread."""
-    return instr.parts[0] in ("bra", "brx", *ENDS)
+def control_of(ins: Instr) -> Control | None:
+    """How the instruction ends its block, or None."""
+    row = find(ins.opcode)
+    return None if row is None else row.control
 
 
-def targets(instr: Instr, kernel: Kernel) -> tuple[str, ...]:
+def targets(ins: Instr, kernel: Kernel) -> tuple[str, ...]:
     """The labels a branch may go to."""
-    if instr.parts[0] not in ("bra", "brx"):
+    control = control_of(ins)
+    if control not in (Control.BRANCH, Control.INDEXED_BRANCH):
         return ()
-    label = instr.operands[-1]
+    label = ins.operands[-1]
     if not isinstance(label, Label):
-        raise UnsupportedInstruction(f"branch without a label: {instr.text}")
-    return kernel.branch_targets[label.name] if instr.parts[0] == "brx" else (label.name,)
+        raise UnsupportedInstruction(f"branch without a label: {ins.text}")
+    return kernel.branch_targets[label.name] if control is Control.INDEXED_BRANCH else (label.name,)
 
 
-def membermask(instr: Instr) -> int | None:
-    """The immediate membermask of a .sync warp instruction, its last operand; None when it is a register."""
-    last = instr.operands[-1] if instr.operands else None
-    return last.value if isinstance(last, Imm) else None
+def immediate_membermask(ins: Instr) -> int | None:
+    """The membermask of a .sync instruction; None when it is a register."""
+    mask = ins.membermask
+    return mask.value if isinstance(mask, Imm) else None
 
 
 @dataclass(slots=True)
@@ -251,8 +198,10 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
     homes = 0
     for block in blocks:
         used = defined = 0
-        for instr in kernel.instrs[block.start : block.end]:
-            reads, writes = reads_writes(instr)
+        for ins in kernel.instrs[block.start : block.end]:
+            if find(ins.opcode) is None:
+                continue
+            reads, writes = reads_writes(ins)
             for name in reads:
                 used |= (1 << bit[name]) & ~defined
             for name in writes:

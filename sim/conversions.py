@@ -144,7 +144,7 @@ def pack(codes: list[np.ndarray], field: int, width: int) -> np.ndarray:
 
 
 def unpack(word: np.ndarray, field: int, count: int) -> list[np.ndarray]:
-    """The inverse of pack."""
+    """Split words into fields of `field` bits, the uppermost first: the inverse of pack."""
     shifts = [field * (count - 1 - i) for i in range(count)]
     mask = word.dtype.type((1 << field) - 1)
     return [word >> word.dtype.type(s) & mask for s in shifts]

@@ -44,7 +44,6 @@ FUNC_SHARED_BYTES = 1
 FUNC_LOCAL_BYTES = 3
 FUNC_REGISTERS = 4
 FUNC_MAX_DYNAMIC_SHARED = 8
-FUNC_PREFERRED_CARVEOUT = 9
 FUNC_NON_PORTABLE_CLUSTER = 14
 
 # cudaLaunchAttributeID numbers, and the layout of cudaLaunchConfig_t and cudaLaunchAttribute.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from warpspec.sim.errors import HostError
+from warpspec.sim.lanes import WARP_SIZE
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -18,7 +20,6 @@ SHARED_PER_CTA_DEFAULT = 48 * 1024
 SHARED_RESERVED = 1024
 THREADS_PER_SM = 2048
 CTAS_PER_SM = 32
-WARP_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ DEVICES = {
     "sm_90": Device("H200", 9, 0, 132, 60 << 20, 1_980_000),
     "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000),
 }
+
+
+def device_of(target: str) -> Device:
+    """The device that stands for a PTX target, e.g. "sm_90a"; raises HostError for a target that has none."""
+    found = re.match(r"sm_\d+", target)
+    if found is None or found[0] not in DEVICES:
+        raise HostError(f"the simulator runs sm_90a and sm_100a, not {target}")
+    return DEVICES[found[0]]
+
 
 # cudaDeviceAttr values that Hopper and Blackwell data-centre devices share.
 DEVICE_ATTRIBUTES = {

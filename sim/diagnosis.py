@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from warpspec.sim.codegen.layout import Ctx, Fault, guard_text
+from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import Deadlock, MemoryFault, SimError, Where, format_lanes
-from warpspec.sim.families import mbarrier
 from warpspec.sim.instruction import Instr
-from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_BASE_OFFSET, SHARED_WINDOW
-from warpspec.sim.registry import lanes
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Group, Warp
+from warpspec.sim.lanes import lanes
+from warpspec.sim.memory import (
+    CTA_RANK_SHIFT,
+    SHARED_BASE_OFFSET,
+    GlobalMemory,
+    in_local_window,
+    in_shared_window,
+)
+from warpspec.sim.registry import row_of
+from warpspec.sim.warp import Cluster, Group, Warp
 
 MOST_ROWS = 64  # lines of a deadlock report; what is left out is counted
 
 
-def where(m: Machine, w: Warp | None = None, ins: Instr | None = None, mask: int | None = None) -> Where:
+def where(
+    program: Program, w: Warp | None = None, ins: Instr | None = None, mask: int | None = None
+) -> Where:
     """The place of an instruction that lanes of a warp execute."""
     return Where(
-        kernel=m.program.kernel.name,
+        kernel=program.kernel.name,
         cta=None if w is None else w.cta.coords,
         warp=None if w is None else w.index,
         lanes=None if mask is None else tuple(lanes(mask)),
@@ -31,28 +37,37 @@ def where(m: Machine, w: Warp | None = None, ins: Instr | None = None, mask: int
     )
 
 
-def locate(m: Machine, error: Exception, w: Warp | None, ins: Instr | None, mask: int | None = None) -> None:
+def locate(
+    program: Program, error: Exception, w: Warp | None, ins: Instr | None, mask: int | None = None
+) -> None:
     """Add its place to an error that lacks one."""
     if not isinstance(error, SimError):
-        error.add_note(f"an error of the simulator itself, at {where(m, w, ins, mask)}")
+        error.add_note(f"an error of the simulator itself, at {where(program, w, ins, mask)}")
     elif error.where is None:
-        error.where = where(m, w, ins, mask)
+        error.where = where(program, w, ins, mask)
 
 
-def instruction_at(m: Machine, group: Group) -> Instr:
+def instruction_at(program: Program, group: Group) -> Instr:
     """The instruction at which a group stands."""
-    block = m.program.blocks[min(group.block, len(m.program.blocks) - 1)]
-    return m.program.kernel.instrs[min(block.start, len(m.program.kernel.instrs) - 1)]
+    block = program.blocks[min(group.block, len(program.blocks) - 1)]
+    return program.kernel.instrs[min(block.start, len(program.kernel.instrs) - 1)]
 
 
-def deadlock(m: Machine, headline: str) -> Deadlock:
-    """A report of every warp that is not done and what it waits for; those of a CTA that wait alike share a line."""
+def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headline: str) -> Deadlock:
+    """A report of every warp that is not done and what it waits for; those of a CTA that wait alike share a line.
+
+    resident: the clusters that have started and not finished. pending: asynchronous operations not done yet.
+    """
     alike: dict[tuple, list[int]] = {}
-    for cluster in m.resident:
+    for cluster in resident:
         for cta in cluster.ctas:
             for warp in cta.warps:
                 for group in warp.groups:
-                    key = (cta.coords, format_lanes(tuple(lanes(group.mask))), stuck_text(m, warp, group))
+                    key = (
+                        cta.coords,
+                        format_lanes(tuple(lanes(group.mask))),
+                        stuck_text(program, warp, group),
+                    )
                     alike.setdefault(key, []).append(warp.index)
     rows = []
     for (coords, lane_text, what), warps in alike.items():
@@ -60,48 +75,47 @@ def deadlock(m: Machine, headline: str) -> Deadlock:
         rows.append(f"CTA {coords} warp{plural} {format_lanes(tuple(warps))} lanes {lane_text}: {what}")
     if len(rows) > MOST_ROWS:
         rows[MOST_ROWS:] = [f"and {len(rows) - MOST_ROWS} lines more"]
-    pending = sum(len(queue) for queue in m.queues.values())
     if pending:
         rows.append(f"{pending} asynchronous operations pending")
-    return Deadlock("\n  ".join([f"{headline}:", *rows]), where(m))
+    return Deadlock("\n  ".join([f"{headline}:", *rows]), where(program))
 
 
-def stuck_text(m: Machine, w: Warp, group: Group) -> str:
+def stuck_text(program: Program, w: Warp, group: Group) -> str:
     """What a group of lanes does or waits for, and where."""
-    ins = instruction_at(m, group)
+    ins = instruction_at(program, group)
     if group.wait is not None:
         what = group.wait.describe()
     elif group.converge:
         what = f"waits for lanes {format_lanes(tuple(lanes(w.alive & ~group.mask)))} at `{ins.opcode}`"
-    elif group.timed_out:
-        what = mbarrier.describe_wait(m, w, ins, group.mask) or "runs"
+    elif group.timed_out is not None:
+        what = group.timed_out.describe() or "runs"
     else:
         what = "runs without effect"
     source = f" from {ins.source}" if ins.source else ""
     return f"{what} (PTX line {ins.line}{source})"
 
 
-def fault(m: Machine, w: Warp, group: Group) -> SimError:
+def fault(program: Program, gmem: GlobalMemory, w: Warp, group: Group) -> SimError:
     """The error that generated code stopped with."""
     kind, address, size = (int(w.ctx[f]) for f in (Ctx.FAULT_KIND, Ctx.FAULT_ADDRESS, Ctx.FAULT_SIZE))
-    ins = m.program.kernel.instrs[int(w.ctx[Ctx.FAULT_INSTR])]
+    ins = program.kernel.instrs[int(w.ctx[Ctx.FAULT_INSTR])]
     lane = int(w.ctx[Ctx.FAULT_LANE])
     if kind == Fault.BRANCH_INDEX:
-        return SimError("brx.idx with an index beyond its targets", where(m, w, ins, group.mask))
+        return SimError("brx.idx with an index beyond its targets", where(program, w, ins, group.mask))
     if kind == Fault.TRAP:
-        return SimError("the kernel executed trap", where(m, w, ins, group.mask))
-    write = ins.parts[0] != "ld"
+        return SimError("the kernel executed trap", where(program, w, ins, group.mask))
+    write = not row_of(ins.opcode).loads
     if kind == Fault.MISALIGNED:
         text = f"{size}-byte access at {address:#x} is not aligned to its size"
     elif kind == Fault.REMOTE_SHARED:
         text = f"shared::cta access with the address {address:#x} of another CTA (own rank {w.cta.rank})"
-    elif "shared" in ins.opcode or address >> 56 == SHARED_WINDOW >> 56:
+    elif "shared" in ins.opcode or in_shared_window(address):
         low = address & ((1 << CTA_RANK_SHIFT) - 1)
         bounds = f"{SHARED_BASE_OFFSET:#x} to {len(w.cta.smem):#x}"
         text = f"{size}-byte access at shared offset {low:#x} (address {address:#x}): "
         text += f"the CTA's shared memory is {bounds}"
-    elif ".local" in ins.opcode or address >> 56 == LOCAL_WINDOW >> 56:
+    elif ".local" in ins.opcode or in_local_window(address):
         text = f"{size}-byte access at local offset {address & 0xFFFFFFFF:#x} of {int(w.ctx[Ctx.LOCAL_SIZE])}"
     else:
-        text = m.gmem.describe(address, size, write)
-    return MemoryFault(text, where(m, w, ins, 1 << lane))
+        text = gmem.describe(address, size, write)
+    return MemoryFault(text, where(program, w, ins, 1 << lane))

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim.codegen.layout import Ctx
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.device import (
+    CTAS_PER_SM,
+    MAX_BLOCK,
+    MAX_CLUSTER,
+    MAX_GRID,
+    SHARED_PER_CTA,
+    SHARED_PER_SM,
+    THREADS_PER_SM,
+)
 from warpspec.sim.errors import HostError
-from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET
-from warpspec.sim.registry import WARP_SIZE
+from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
+from warpspec.sim.report import LaunchStats
 from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-
-MAX_SHARED_BYTES = (
-    227 * 1024
-)  # a CTA's own, besides the reserved SHARED_BASE_OFFSET (CUDA programming guide, 9.0 and 10.0)
-SHARED_BYTES_PER_SM = 228 * 1024
-MAX_THREADS_PER_SM = 2048
-MAX_CTAS_PER_SM = 32
-MAX_CLUSTER_CTAS = 16
-MAX_GRID = (2**31 - 1, 65535, 65535)
-MAX_BLOCK = (1024, 1024, 64)
 
 Dim3 = tuple[int, int, int]
 
@@ -64,40 +61,37 @@ def unravel(index: int, shape: Dim3) -> Dim3:
 class ClusterFactory:
     """Makes the grid's clusters in order of their number, as many at a time as the device holds."""
 
-    def __init__(self, m: Machine):
-        self.m = m
-        launch = m.launch
+    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, stats: LaunchStats):
+        self.program, self.launch, self.stats = program, launch, stats
         self.clusters_shape = tuple(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
         if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
             raise HostError(f"grid {launch.grid} is not a multiple of the cluster {launch.cluster}")
         self.total = self.clusters_shape[0] * self.clusters_shape[1] * self.clusters_shape[2]
-        self.smem_end = m.program.tables.static_shared_end + launch.dynamic_smem
+        self.smem_end = program.tables.static_shared_end + launch.dynamic_smem
         own = self.smem_end - SHARED_BASE_OFFSET
-        if own > MAX_SHARED_BYTES:
-            raise HostError(f"{own} bytes of shared memory a CTA; the limit is {MAX_SHARED_BYTES}")
+        if own > SHARED_PER_CTA:
+            raise HostError(f"{own} bytes of shared memory a CTA; the limit is {SHARED_PER_CTA}")
         if not 1 <= launch.threads <= 1024:
             raise HostError(f"block {launch.block} has {launch.threads} threads; 1 to 1024 are allowed")
         for what, shape, limits in (("grid", launch.grid, MAX_GRID), ("block", launch.block, MAX_BLOCK)):
             if any(size > limit for size, limit in zip(shape, limits, strict=True)):
                 raise HostError(f"{what} {shape}: at most {limits} are allowed")
-        if launch.cluster_size > MAX_CLUSTER_CTAS:
-            raise HostError(
-                f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER_CTAS}"
-            )
+        if launch.cluster_size > MAX_CLUSTER:
+            raise HostError(f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER}")
         per_sm = min(
-            SHARED_BYTES_PER_SM // max(self.smem_end, 1),
-            MAX_THREADS_PER_SM // launch.threads,
-            MAX_CTAS_PER_SM,
+            SHARED_PER_SM // max(self.smem_end, 1),
+            THREADS_PER_SM // launch.threads,
+            CTAS_PER_SM,
         )
         self.capacity = max(1, launch.sm_count * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
         self._free_smem: list[np.ndarray] = []
-        self.ranges = np.ascontiguousarray(m.gmem.ranges)
-        self._local_size = m.program.tables.local_size
+        self.ranges = np.ascontiguousarray(gmem.ranges)
+        self._local_size = program.tables.local_size
         self._by_warp: dict[int, dict[str, object]] = {}
         self._same_everywhere = self._of_launch()
         known = self._same_everywhere.keys() | self._of_warp(0).keys() | _PER_CTA
-        for name in m.program.registers.special:
+        for name in program.registers.special:
             if name not in known:
                 raise HostError(f"special register {name} is not simulated")
 
@@ -106,15 +100,15 @@ class ClusterFactory:
         if self.following >= self.total:
             return None
         at = unravel(self.following, self.clusters_shape)
-        self.following += self.m.launch.share[1]
-        return tuple(a * c for a, c in zip(at, self.m.launch.cluster, strict=True))
+        self.following += self.launch.share[1]
+        return tuple(a * c for a, c in zip(at, self.launch.cluster, strict=True))
 
     def next(self, resident: int) -> Cluster | None:
         """The next cluster, or None if none is left or the device holds no more than are resident."""
         if self.following >= self.total or resident >= self.capacity:
             return None
         number = self.following
-        self.following += self.m.launch.share[1]
+        self.following += self.launch.share[1]
         return self._make(number)
 
     def retire(self, cluster: Cluster) -> None:
@@ -124,7 +118,7 @@ class ClusterFactory:
             cta.warps.clear()
 
     def _make(self, number: int) -> Cluster:
-        launch = self.m.launch
+        launch = self.launch
         cluster = Cluster(number, launch.cluster)
         first = unravel(number, self.clusters_shape)
         for rank in range(launch.cluster_size):
@@ -146,13 +140,13 @@ class ClusterFactory:
         return aligned_bytes(self.smem_end, 1024, POISON)
 
     def _add_warps(self, cta: Cta, special: dict[str, object]) -> None:
-        m, launch = self.m, self.m.launch
+        program, launch = self.program, self.launch
         count = -(-launch.threads // WARP_SIZE)
         context = self._context(cta)
         for index in range(count):
             threads = min(WARP_SIZE, launch.threads - index * WARP_SIZE)
-            w = Warp(m, cta, index, threads, special | self._of_warp(index))
-            w.counters = m.stats.counters(index, len(m.program.blocks))
+            w = Warp(program, launch.symbol_addresses, cta, index, threads, special | self._of_warp(index))
+            w.counters = self.stats.counters(index, len(program.blocks))
             w.ctx[:] = context
             w.ctx[Ctx.COUNTERS] = w.counters.ctypes.data
             w.ctx[Ctx.ALIVE] = w.alive
@@ -168,12 +162,12 @@ class ClusterFactory:
         fields = {
             Ctx.SMEM_TABLE: cta.cluster.smem_table.ctypes.data,
             Ctx.SMEM_SIZE: self.smem_end,
-            Ctx.CLUSTER_SIZE: self.m.launch.cluster_size,
+            Ctx.CLUSTER_SIZE: self.launch.cluster_size,
             Ctx.CTA_RANK: cta.rank,
             Ctx.RANGES: self.ranges.ctypes.data,
             Ctx.RANGE_COUNT: len(self.ranges),
-            Ctx.PARAMS: self.m.launch.params,
-            Ctx.SYMBOLS: self.m.launch.symbol_addresses.ctypes.data,
+            Ctx.PARAMS: self.launch.params,
+            Ctx.SYMBOLS: self.launch.symbol_addresses.ctypes.data,
             Ctx.LOCAL_SIZE: self._local_size,
         }
         for field_, value in fields.items():
@@ -182,14 +176,14 @@ class ClusterFactory:
 
     def _wanted(self, values: dict[str, object]) -> dict[str, object]:
         """The special registers among `values` that the kernel reads."""
-        return {name: values[name] for name in self.m.program.registers.special if name in values}
+        return {name: values[name] for name in self.program.registers.special if name in values}
 
     def _of_launch(self) -> dict[str, object]:
         """Values of special registers that are alike in all CTAs (PTX ISA chapter 10)."""
-        launch = self.m.launch
+        launch = self.launch
         values: dict[str, object] = {
             "%laneid": LANE_NUMBERS,
-            "%nwarpid": MAX_THREADS_PER_SM // WARP_SIZE,
+            "%nwarpid": THREADS_PER_SM // WARP_SIZE,
             "%nsmid": launch.sm_count,
             "%gridid": 1,
             "%cluster_nctarank": launch.cluster_size,
@@ -216,7 +210,7 @@ class ClusterFactory:
 
     def _of_cta(self, cta: Cta, cluster_id: Dim3) -> dict[str, object]:
         """Values of the special registers that the CTA's warps share."""
-        launch = self.m.launch
+        launch = self.launch
         values = {
             "%smid": cta.number % launch.sm_count,
             "%cluster_ctarank": cta.rank,
@@ -231,7 +225,7 @@ class ClusterFactory:
         if index not in self._by_warp:
             thread = LANE_NUMBERS + index * WARP_SIZE
             self._by_warp[index] = self._wanted(
-                {"%warpid": index, **_axes("%tid", unravel(thread, self.m.launch.block))}
+                {"%warpid": index, **_axes("%tid", unravel(thread, self.launch.block))}
             )
         return self._by_warp[index]
 

@@ -24,7 +24,7 @@ from cutlass.cutlass_dsl import CuTeDSL
 from warpspec.sim import cuda_tensor_map  # noqa: F401  (registers its entry point)
 from warpspec.sim.arguments import PackedArguments, Value, flatten, plain, takes_stream
 from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
-from warpspec.sim.device import DEVICES
+from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError
 from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.signature import slots
@@ -97,7 +97,7 @@ class HostModule:
         self.slots = slots(compiled)
         self._execution_args = compiled.execution_args
         cubin = compiled.artifacts.CUBIN
-        self.session = Session(DEVICES[re.match(r"sm_\d+", self.target)[0]], cubin)
+        self.session = Session(device_of(self.target), cubin)
         self._prefix = f"warpspec{next(_prefixes)}"
         _load_dsl_runtime()
         self._engine = _load(_export(compiled, self._prefix))
@@ -228,11 +228,9 @@ def _require_ptx(compiled) -> str:
 
 def _target(ptx: str) -> str:
     found = re.search(r"^\s*\.target\s+(sm_\d+\w?)", ptx, re.MULTILINE)
-    if found is None or re.match(r"sm_\d+", found[1])[0] not in DEVICES:
-        raise HostError(
-            f"the simulator runs sm_90a and sm_100a, not {found[1] if found else 'PTX without .target'}"
-        )
-    return found[1]
+    target = found[1] if found else "PTX without .target"
+    device_of(target)  # raises HostError where there is none
+    return target
 
 
 def _export(compiled, prefix: str) -> bytes:

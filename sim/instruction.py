@@ -91,6 +91,11 @@ class Instr:
         """Whether the opcode carries this modifier, e.g. ins.has('sync')."""
         return part in self.parts
 
+    @property
+    def membermask(self) -> Operand:
+        """The operand with which a .sync instruction names the lanes that must execute it together: its last."""
+        return self.operands[-1]
+
 
 @dataclass(slots=True)
 class Param:

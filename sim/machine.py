@@ -11,12 +11,13 @@ import numpy as np
 from warpspec.sim import diagnosis
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.errors import MemoryFault, TmemFault, Where
-from warpspec.sim.families import barriers, mbarrier
+from warpspec.sim.errors import Deadlock, MemoryFault, TmemFault, Where
 from warpspec.sim.grid import ClusterFactory, Launch
 from warpspec.sim.instruction import Imm, Instr
+from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
-from warpspec.sim.registry import FULL_MASK, Handler, Op, Wait, handler_for, lanes, require_handler
+from warpspec.sim.operation import Op, Wait
+from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
@@ -26,7 +27,6 @@ LAG_TURNS = 32  # turns of a diverged warp after which a random group goes first
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
 PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
-WARP_BARRIER = ("bar", "warp")  # bar.warp.sync
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
@@ -43,7 +43,6 @@ class Machine:
         self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
         self.clock = 0
         self.progress = 0  # counts events that can unblock somebody
-        self.symbol_addresses = launch.symbol_addresses
         self.ready: list[Warp] = []
         self.waiters: dict[Hashable, list[tuple[Warp, Group]]] = {}
         self.queues: dict[Hashable, deque[Op]] = {}
@@ -53,12 +52,12 @@ class Machine:
         self.system_instr: list[Instr | None] = [
             kernel.instrs[b.start] if program.system[b.index] else None for b in program.blocks
         ]
-        self.handlers: list[Handler | None] = [
-            None if ins is None else handler_for(ins.opcode) for ins in self.system_instr
+        self.system_row: list[Opcode | None] = [
+            None if ins is None else find(ins.opcode) for ins in self.system_instr
         ]
-        self.factory = ClusterFactory(self)
+        self.factory = ClusterFactory(program, launch, gmem, stats)
         self.resident: list[Cluster] = []
-        self.watch = SpinWatch(self)
+        self.watch = SpinWatch(program)
         self.done = 0  # clusters finished
         self.on_cluster_done = None  # called with `done`
 
@@ -86,12 +85,13 @@ class Machine:
         self.progress += 1
         for warp, group in self.waiters.pop(on, ()):
             wait, group.wait = group.wait, None
-            self.stats.waited(self, warp, group, wait)
+            self.stats.waited(warp, self.system_instr[group.block].opcode, group.since, self.clock)
             if wait is not None and wait.resume_after:
                 group.block += 1
             self.wake(warp)
 
     def wake(self, warp: Warp) -> None:
+        """Let the scheduler pick a warp again, if it lives."""
         if not warp.ready and warp.alive:
             warp.ready = True
             self.ready.append(warp)
@@ -117,14 +117,6 @@ class Machine:
         self.shared(w, address, 1)
         return w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF], address & ((1 << CTA_RANK_SHIFT) - 1)
 
-    def mbarrier_arrive(self, cta: Cta, offset: int, count: int = 1) -> None:
-        """Arrive on the mbarrier at a shared offset of a CTA (asynchronous agents)."""
-        mbarrier.arrive(self, cta, offset, count)
-
-    def mbarrier_complete_tx(self, cta: Cta, offset: int, nbytes: int) -> None:
-        """Count bytes of a transaction as arrived on the mbarrier at a shared offset of a CTA."""
-        mbarrier.complete_tx(self, cta, offset, nbytes)
-
     # ---- the run ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -147,10 +139,8 @@ class Machine:
                     self.ready.pop()
                 if self.progress != before:
                     self.watch.event()
-                elif self.watch.stuck(warp):
-                    raise diagnosis.deadlock(
-                        self, "warps spin, and nothing that they wait for can still happen"
-                    )
+                elif self.watch.stuck(warp, self.ready):
+                    raise self.deadlock("warps spin, and nothing that they wait for can still happen")
                 elif self.watch.turns % PATIENCE == 0:
                     admitted = [self.admit() for _ in range(len(self.resident))]
                     if not any(admitted):
@@ -161,7 +151,12 @@ class Machine:
                 if self.admit():
                     continue
                 if stuck_rounds >= STUCK_ROUNDS or not self.release_timed_waits():
-                    raise diagnosis.deadlock(self, "nothing can make progress")
+                    raise self.deadlock("nothing can make progress")
+
+    def deadlock(self, headline: str) -> Deadlock:
+        """The report of a machine in which nothing more can happen."""
+        pending = sum(len(queue) for queue in self.queues.values())
+        return diagnosis.deadlock(self.program, self.resident, pending, headline)
 
     def admit(self) -> bool:
         """Make one more cluster resident; False if the grid has none left or the device is full."""
@@ -186,9 +181,9 @@ class Machine:
         try:
             op.execute(self)
         except Exception as error:
-            diagnosis.locate(self, error, *(op.origin or (None, None)))
+            diagnosis.locate(self.program, error, *(op.origin or (None, None)))
             raise
-        self.stats.completed(self, op)
+        self.stats.completed(op, self.clock)
         if not queue:
             del self.queues[key]
             self.queue_keys[position] = self.queue_keys[-1]
@@ -255,7 +250,7 @@ class Machine:
                 w.ctx[Ctx.FORCE] = 1
                 forced = group
             else:
-                raise diagnosis.fault(self, w, group)
+                raise diagnosis.fault(self.program, self.gmem, w, group)
         return True
 
     def favoured(self, w: Warp) -> Group | None:
@@ -274,13 +269,11 @@ class Machine:
     def diverge(self, w: Warp, group: Group, block: int) -> None:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
         taken = int(w.ctx[Ctx.TAKEN])
-        last = self.program.kernel.instrs[self.program.blocks[block].end - 1]
-        if last.parts[0] == "brx":  # the other lanes run it again
-            target, through = int(w.ctx[Ctx.TARGET]), block
-        else:
-            target, through = self.program.branch(block, last)
+        target, others = self.program.split(block)
+        if target is None:
+            target = int(w.ctx[Ctx.TARGET])
         w.groups.remove(group)
-        w.groups += [Group(target, taken), Group(through, group.mask & ~taken)]
+        w.groups += [Group(target, taken), Group(others, group.mask & ~taken)]
         w.merge()
 
     def exit(self, w: Warp, group: Group) -> None:
@@ -292,11 +285,13 @@ class Machine:
         for other in w.groups:
             other.converge = False
         cta = w.cta
-        barriers.threads_left(self, w, group.mask.bit_count())
+        for barrier in (*cta.named_barriers.values(), cta.cluster.barrier):
+            if barrier is not None:
+                barrier.threads_left(self, w, group.mask.bit_count())
         if w.alive:
             return
         cta.live_warps -= 1
-        self.stats.warp_done(self, w)
+        self.stats.warp_done(w, self.clock)
         if cta.exited:
             self.cta_done(cta)
         elif cta.live_warps == 0:
@@ -306,6 +301,7 @@ class Machine:
             )
 
     def cta_done(self, cta: Cta) -> None:
+        """A CTA has exited: TmemFault if it leaks tensor memory; the last of a cluster makes room for another."""
         if cta.uses_tmem:
             self.stats.peak_tmem_columns = max(self.stats.peak_tmem_columns, cta.tmem.peak_columns)
             leaked = cta.tmem.allocated_columns
@@ -328,11 +324,11 @@ class Machine:
 
     def execute(self, w: Warp, group: Group, block: int, ins: Instr) -> bool:
         """Execute a system instruction for a group; False if the warp's turn ends here."""
-        handler = self.handlers[block]
+        row = self.system_row[block]
         try:
-            if handler is None:
-                handler = require_handler(ins.opcode)
-            if handler.collective and group.mask != w.alive and not self.gathered(w, group, ins):
+            if row is None or row.handler is None:
+                raise unsupported(ins.opcode)
+            if row.collective is not None and group.mask != w.alive and not self.gathered(w, group, ins):
                 return w.runnable() is not None
             mask = group.mask
             if ins.guard is not None:
@@ -341,13 +337,13 @@ class Machine:
             if mask:
                 w.current = group
                 self._executing = (w, ins)
-                wait = handler.function(self, w, ins, mask)
+                wait = row.handler(self, w, ins, mask)
                 if wait is not None:
                     self.block(w, group, wait)
                     return False
-                group.timed_out = False
+                group.timed_out = None
         except Exception as error:
-            diagnosis.locate(self, error, w, ins, group.mask)
+            diagnosis.locate(self.program, error, w, ins, group.mask)
             raise
         w.counters[block] += 1
         group.block = block + 1
@@ -372,7 +368,8 @@ class Machine:
         for members, named in self.named_lanes(w, group, ins):
             if named & w.alive & ~group.mask == 0:
                 complete |= members
-        if not complete and ins.parts[:2] == WARP_BARRIER and self.meets_elsewhere(w, group, ins):
+        anywhere = row_of(ins.opcode).collective is Collective.MEMBERS_ANYWHERE
+        if not complete and anywhere and self.meets_elsewhere(w, group, ins):
             return True
         if complete != group.mask:
             rest = group
@@ -387,9 +384,9 @@ class Machine:
 
     def named_lanes(self, w: Warp, group: Group, ins: Instr) -> list[tuple[int, int]]:
         """(lanes of the group, lanes that a collective instruction names for them)."""
-        if ins.parts[0] not in ("shfl", "vote", "redux", "elect", "match") and ins.parts[:2] != WARP_BARRIER:
+        if row_of(ins.opcode).collective is Collective.WARP:
             return [(group.mask, FULL_MASK)]
-        operand = ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
+        operand = ins.membermask
         if isinstance(operand, Imm):
             return [(group.mask, operand.value & FULL_MASK)]
         named: dict[int, int] = {}
@@ -400,9 +397,10 @@ class Machine:
 
     def meets_elsewhere(self, w: Warp, group: Group, ins: Instr) -> bool:
         """bar.warp.sync joins lanes wherever in the text they execute it; frees those that waited for this group."""
-        named = w.scalar(ins.operands[-1], group.mask) & w.alive
+        named = w.scalar(ins.membermask, group.mask) & w.alive
         parked = [g for g in w.groups if g.converge and g.mask & named]
-        waiting = [g for g in parked if diagnosis.instruction_at(self, g).parts[:2] == WARP_BARRIER]
+        here = row_of(ins.opcode)
+        waiting = [g for g in parked if row_of(diagnosis.instruction_at(self.program, g).opcode) is here]
         together = group.mask
         for other in waiting:
             together |= other.mask
@@ -421,7 +419,7 @@ class Machine:
             keep = []
             for warp, group in self.waiters[on]:
                 if group.wait is not None and group.wait.poll:
-                    group.wait, group.timed_out = None, True
+                    group.wait, group.timed_out = None, group.wait
                     self.wake(warp)
                     released = True
                 else:

@@ -21,8 +21,9 @@ import numpy as np
 
 from warpspec.sim.errors import MemoryFault
 
-SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + shared address
-LOCAL_WINDOW = 2 << 56  # generic address of local memory: LOCAL_WINDOW + local address
+WINDOW_SHIFT = 56  # a generic address: what window it lies in << WINDOW_SHIFT | the address there
+SHARED_WINDOW = 1 << WINDOW_SHIFT  # generic address of shared memory: SHARED_WINDOW + shared address
+LOCAL_WINDOW = 2 << WINDOW_SHIFT  # generic address of local memory: LOCAL_WINDOW + local address
 CTA_RANK_SHIFT = 24  # shared address: (CTA rank in the cluster << CTA_RANK_SHIFT) | offset
 SHARED_BASE_OFFSET = 1024  # the first bytes of a CTA's shared memory are the system's
 
@@ -34,6 +35,16 @@ GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5
 POISON_BYTE = 0xFF  # device allocations start as NaN in every floating-point format
 POINTER_BYTES = 8
+
+
+def in_shared_window(address: int) -> bool:
+    """Whether a generic address is one of shared memory."""
+    return address >> WINDOW_SHIFT == SHARED_WINDOW >> WINDOW_SHIFT
+
+
+def in_local_window(address: int) -> bool:
+    """Whether a generic address is one of local memory."""
+    return address >> WINDOW_SHIFT == LOCAL_WINDOW >> WINDOW_SHIFT
 
 
 @dataclass(eq=False)

@@ -329,17 +329,17 @@ class _Parser(OperandReader):
     def close_scope(self, is_outermost: bool) -> None:
         scope = self.scope
         parent = scope.parent
-        for instr, position, name in scope.branches:
+        for ins, position, name in scope.branches:
             if name in scope.labels:
-                operands = list(instr.operands)
+                operands = list(ins.operands)
                 operands[position] = Label(name + scope.suffix)
-                instr.operands = tuple(operands)
+                ins.operands = tuple(operands)
             elif is_outermost:
                 raise PtxSyntaxError(
-                    f"label {name} is not defined", Where(ptx_line=instr.line, ptx_text=instr.text)
+                    f"label {name} is not defined", Where(ptx_line=ins.line, ptx_text=ins.text)
                 )
             else:
-                parent.branches.append((instr, position, name))
+                parent.branches.append((ins, position, name))
         for label, targets, at in scope.target_lists:
             missing = [t for t in targets if t not in scope.labels]
             if missing:
@@ -360,7 +360,7 @@ class _Parser(OperandReader):
             if not isinstance(guard_reg, Reg):
                 raise self.error(f"guard predicate {guard} is not declared", start)
         text = match.group("operands").rstrip()
-        instr = Instr(
+        ins = Instr(
             index=len(kernel.instrs),
             opcode=opcode,
             parts=tuple(opcode.split(".")),
@@ -371,19 +371,19 @@ class _Parser(OperandReader):
             source=self.source,
             text=" ".join(match.group().split()),
         )
-        kernel.instrs.append(instr)
+        kernel.instrs.append(ins)
         if not text:
             return
-        if instr.parts[0] in ("bra", "brx", "call"):
-            instr.operands = self.transfer_operands(instr, text, start)
+        if ins.parts[0] in ("bra", "brx", "call"):
+            ins.operands = self.transfer_operands(ins, text, start)
             return
         cache = self.scope.cache
         operands = []
         for item in self.split_operands(text, start):
             operand = cache.get(item)
             if operand is None:
-                operand = self.operand(item, instr, start)
+                operand = self.operand(item, ins, start)
                 if not isinstance(operand, Imm):
                     cache[item] = operand
             operands.append(operand)
-        instr.operands = tuple(operands)
+        ins.operands = tuple(operands)

@@ -7,7 +7,7 @@ import operator
 import re
 import struct
 
-WARP_SIZE = 32
+from warpspec.sim.lanes import WARP_SIZE
 
 TYPE_BITS = {
     "pred": 1,

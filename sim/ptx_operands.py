@@ -6,8 +6,8 @@ import re
 
 from warpspec.sim.errors import PtxSyntaxError, Where
 from warpspec.sim.instruction import Imm, Instr, Label, Mem, Not, Operand, Pair, Reg, Sym, Vec
+from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.ptx_lexis import (
-    WARP_SIZE,
     constant_expression,
     float_literal,
     integer,
@@ -92,19 +92,19 @@ class OperandReader:
             pos = match.end()
         return found
 
-    def transfer_operands(self, instr: Instr, text: str, at: int) -> tuple[Operand, ...]:
+    def transfer_operands(self, ins: Instr, text: str, at: int) -> tuple[Operand, ...]:
         """Operands of bra, brx.idx and call: labels are settled when their scope closes."""
         items = self.split_operands(text, at)
-        if instr.parts[0] == "bra":
-            self.scope.branches.append((instr, 0, items[0]))
+        if ins.parts[0] == "bra":
+            self.scope.branches.append((ins, 0, items[0]))
             return (Label(items[0]),)
-        if instr.parts[0] == "brx":
-            return (self.operand(items[0], instr, at), Label(self.target_list_name(items[1], at)))
+        if ins.parts[0] == "brx":
+            return (self.operand(items[0], ins, at), Label(self.target_list_name(items[1], at)))
         operands = []
         for item in items:
             if item.startswith("("):
                 inner = tuple(
-                    self.value(part.strip(), instr, at) for part in item[1:-1].split(",") if part.strip()
+                    self.value(part.strip(), ins, at) for part in item[1:-1].split(",") if part.strip()
                 )
                 operands.append(Vec(inner))
             else:
@@ -120,20 +120,20 @@ class OperandReader:
             scope = scope.parent
         raise self.error(f"{name} is not a .branchtargets list", at)
 
-    def operand(self, text: str, instr: Instr, at: int) -> Operand:
+    def operand(self, text: str, ins: Instr, at: int) -> Operand:
         if not text:
             raise self.error("empty operand", at)
         first = text[0]
         if first == "[":
             if text[-1] != "]":
                 raise self.error(f"address {text} not understood", at)
-            return self.address(text[1:-1].strip(), instr, at)
+            return self.address(text[1:-1].strip(), ins, at)
         if first == "{":
             if text[-1] != "}":
                 raise self.error(f"vector {text} not understood", at)
-            return Vec(tuple(self.value(item.strip(), instr, at) for item in text[1:-1].split(",")))
+            return Vec(tuple(self.value(item.strip(), ins, at) for item in text[1:-1].split(",")))
         if first == "!":
-            reg = self.value(text[1:].strip(), instr, at)
+            reg = self.value(text[1:].strip(), ins, at)
             if isinstance(reg, Reg):
                 return Not(reg)
             raise self.error(f"{text} is not a negated predicate", at)
@@ -142,25 +142,25 @@ class OperandReader:
             parts = [part.strip() for part in text.split("|", 1)]
             if all(isinstance(o, Reg) or p == "_" for o, p in zip((left, right), parts, strict=True)):
                 return Pair(left, right)
-        return self.value(text, instr, at)
+        return self.value(text, ins, at)
 
-    def address(self, text: str, instr: Instr, at: int) -> Mem:
+    def address(self, text: str, ins: Instr, at: int) -> Mem:
         coords = None
         if "," in text:
             text, rest = (part.strip() for part in text.split(",", 1))
             if not rest.startswith("{") or not rest.endswith("}"):
                 raise self.error(f"tensor coordinates {rest} not understood", at)
-            coords = tuple(self.value(item.strip(), instr, at) for item in rest[1:-1].split(","))
+            coords = tuple(self.value(item.strip(), ins, at) for item in rest[1:-1].split(","))
         base = self.scope.lookup(text)
         if base is None:
-            base = self.value(text, instr, at, allow_register_offset=True)
+            base = self.value(text, ins, at, allow_register_offset=True)
         if isinstance(base, Sym) and base.offset:
             return Mem(Sym(base.name), base.offset, coords)
         if isinstance(base, Mem):
             return Mem(base.base, base.offset, coords)
         return Mem(base, 0, coords)
 
-    def value(self, text: str, instr: Instr, at: int, allow_register_offset: bool = False) -> Operand:
+    def value(self, text: str, ins: Instr, at: int, allow_register_offset: bool = False) -> Operand:
         """A register, immediate, symbol, symbol+offset, or _ (None)."""
         found = self.scope.lookup(text)
         if found is not None:
@@ -169,7 +169,7 @@ class OperandReader:
             return None
         if is_integer(text):
             return Imm(integer(text))
-        bits = float_literal(text, instr.parts[-1])
+        bits = float_literal(text, ins.parts[-1])
         if bits is not None:
             return Imm(bits[0], is_float=True)
         if text == "WARP_SZ":

@@ -1,117 +1,197 @@
-"""Which Python handler executes which opcode, and what handlers return and defer."""
+"""One row for each PTX opcode: everything that the simulator knows about the opcode, in one place.
+
+A row (`Opcode`) holds facts (how many operands are destinations, which lanes must meet, what kind of instruction
+it is) and the function that executes it. It is declared beside that function, by a decorator:
+
+    @translator("popc", "clz", family=Family.ARITHMETIC, destinations=1)
+    def bit_count(e, ins): ...                  # native code, in codegen/: emits LLVM text
+
+    @handler("mbarrier.init", family=Family.MBARRIER, destinations=0)
+    def mbarrier_init(m, w, ins, mask): ...     # Python, in families/: executes it for the lanes in `mask`
+
+    @fallback("add", "sub")                     # Python, for the forms that the row's translator refuses (NotNative)
+    def arithmetic(m, w, ins, mask): ...
+
+A name stands for every opcode that begins with these dotted parts, and the longest name wins: `cp.async.bulk`
+is the row of `cp.async.bulk.global.shared::cta.bulk_group`, not of `cp.async.bulk.wait_group.read`, which has its own.
+
+To add an instruction, write its function with its row above it, in the file of its family under families/ (what
+waits, is asynchronous, concerns other warps or is rare) or of its kind under codegen/ (what should be fast). Nothing
+else has a list of opcodes. An instruction without a row raises UnsupportedInstruction when it is reached. A part of
+the simulator that needs to know something new about opcodes adds a field to `Opcode`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import cache, lru_cache
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from functools import cache
+from types import ModuleType
 
 from warpspec.sim.errors import UnsupportedInstruction
-
-WARP_SIZE = 32
-FULL_MASK = 0xFFFFFFFF
+from warpspec.sim.instruction import Instr
 
 
-@dataclass(slots=True)
-class Wait:
-    """A handler's answer when its lanes must wait.
+class Family(StrEnum):
+    """What kind of instruction it is; a run's report counts instructions by it."""
 
-    The lanes wait until `machine.notify(on)`. Then the handler is called again, or, with `resume_after`, execution
-    continues behind the instruction. `poll` marks a wait that the hardware bounds in time (mbarrier.try_wait): when
-    nothing else can run, such lanes are released once with `warp.timed_out` set.
+    ARITHMETIC = "arithmetic"  # the report splits it by type: integer, float, float packed
+    SPECIAL_FUNCTION = "special function"
+    COMPARE = "compare"
+    SELECT = "select"
+    MOVE = "move"  # register to register, and nothing else
+    CONVERT = "convert"
+    CONTROL = "control"
+    CALL = "calls"
+    MEMORY = "memory"
+    WARP = "warp"  # lanes of a warp exchange values
+    FENCE = "fence"
+    BARRIER = "barriers"
+    MBARRIER = "mbarrier"
+    ASYNC_COPY = "async_copy"
+    BULK_GROUP = "bulk_groups"
+    TMA = "tma"
+    MATRIX = "matrix"
+    MMA_SYNC = "mma_sync"
+    WGMMA = "wgmma"
+    TCGEN05 = "tcgen05"  # the report splits it by operation
+    MISCELLANEOUS = "miscellaneous"
+
+
+class Control(Enum):
+    """How an instruction ends a basic block."""
+
+    BRANCH = "to its label"
+    INDEXED_BRANCH = "to the label that its index picks from a list"
+    EXIT = "ends the thread"
+    TRAP = "stops the launch"
+
+
+class Collective(Enum):
+    """Which lanes must be together at an instruction before it is executed."""
+
+    WARP = "all lanes of the warp that have not exited"
+    MEMBERS = "the lanes that its last operand, the membermask, names"
+    MEMBERS_ANYWHERE = "the same, at this instruction or at another of its opcode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opcode:
+    """The row of an opcode. A fact that depends on modifiers or operands is a function of the instruction.
+
+    name: the dotted parts with which the opcode begins.
+    family: what kind of instruction it is.
+    destinations: how many leading operands it writes.
+    accumulates: it reads its destination too.
+    carry_in: it reads the carry flag (whether one writes it is a modifier, .cc).
+    control: how it ends a basic block; None: it does not.
+    collective: which lanes must be together; None: each lane is on its own.
+    loads: it reads memory and does not write it (which names the access in the diagnosis of a fault).
+    shares_memory: clusters can see each other through it: by global memory, or by the grid's state.
+    translator: emits native code, translator(emitter, instruction), or raises NotNative for a form it does not know.
+    handler: executes it in Python, handler(machine, warp, instruction, mask); returns None or a Wait.
     """
 
-    on: Hashable
-    text: str | Callable[[], str] = ""
-    resume_after: bool = False
-    poll: bool = False
+    name: str
+    family: Family
+    destinations: int | Callable[[Instr], int]
+    accumulates: bool = False
+    carry_in: bool = False
+    control: Control | None = None
+    collective: Collective | None = None
+    loads: bool = False
+    shares_memory: bool | Callable[[Instr], bool] = False
+    translator: Callable | None = None
+    handler: Callable | None = None
 
-    def describe(self) -> str:
-        return self.text() if callable(self.text) else self.text
+    def destination_count(self, ins: Instr) -> int:
+        """How many leading operands an instruction of this opcode writes."""
+        return self.destinations(ins) if callable(self.destinations) else self.destinations
 
-
-class Op:
-    """Asynchronous work. Operations with the same `queue` run in the order deferred, others in any order."""
-
-    __slots__ = ("origin", "queue", "text")
-
-    def __init__(self, text: str = "", queue: Hashable | None = None):
-        self.queue = queue
-        self.text = text
-        self.origin = None  # (warp, instruction): who issued it; set by Machine.defer
-
-    def execute(self, m) -> None:
-        raise NotImplementedError
+    def may_share_memory(self, ins: Instr) -> bool:
+        """Whether clusters can see each other through an instruction of this opcode."""
+        return self.shares_memory(ins) if callable(self.shares_memory) else self.shares_memory
 
 
-class CallOp(Op):
-    """An operation that calls a function."""
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[[], None], text: str = "", queue: Hashable | None = None):
-        super().__init__(text, queue)
-        self.function = function
-
-    def execute(self, m) -> None:
-        self.function()
+_ROWS: dict[str, Opcode] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Handler:
-    """A registered handler; `family` is the name of the module that holds it."""
-
-    function: Callable
-    collective: bool
-    family: str
-
-
-_HANDLERS: dict[str, Handler] = {}
+def declare(*names: str, family: Family, destinations: int | Callable[[Instr], int], **facts) -> None:
+    """Add one row a name; `facts` are fields of Opcode. Raises ValueError for a name that has a row."""
+    for name in names:
+        if name in _ROWS:
+            raise ValueError(f"two rows for the opcode {name}")
+        _ROWS[name] = Opcode(name=name, family=family, destinations=destinations, **facts)
+    find.cache_clear()
 
 
-def instruction(*prefixes: str, collective: bool = False):
-    """Register a handler for every opcode that starts with one of the dotted prefixes; the longest match wins.
+def translator(*names: str, family: Family, destinations: int | Callable[[Instr], int], **facts):
+    """Declare the rows of opcodes that the decorated function translates to native code."""
 
-    `collective`: the instruction is .sync: the machine calls it once all lanes it names have converged.
+    def register(function):
+        declare(*names, family=family, destinations=destinations, translator=function, **facts)
+        return function
+
+    return register
+
+
+def handler(*names: str, family: Family, destinations: int | Callable[[Instr], int], **facts):
+    """Declare the rows of opcodes that the decorated function executes in Python."""
+
+    def register(function):
+        declare(*names, family=family, destinations=destinations, handler=function, **facts)
+        return function
+
+    return register
+
+
+def fallback(*names: str):
+    """Give the rows of translated opcodes a Python handler, for the forms that their translator refuses.
+
+    Raises ValueError for a name whose row is not declared or has a handler already.
     """
 
     def register(function):
-        family = function.__module__.rsplit(".", 1)[-1]
-        for prefix in prefixes:
-            if prefix in _HANDLERS:
-                raise ValueError(f"two handlers for {prefix}")
-            _HANDLERS[prefix] = Handler(function, collective, family)
-        handler_for.cache_clear()
+        for name in names:
+            row = _ROWS.get(name)
+            if row is None or row.handler is not None:
+                raise ValueError(f"{name} has {'no row' if row is None else 'a Python handler'}")
+            _ROWS[name] = replace(row, handler=function)
+        find.cache_clear()
         return function
 
     return register
 
 
 @cache
-def handler_for(opcode: str) -> Handler | None:
-    """The handler of an opcode, or None."""
-    prefix = opcode
-    while prefix:
-        found = _HANDLERS.get(prefix)
-        if found is not None:
-            return found
-        prefix = prefix.rpartition(".")[0]
+def find(opcode: str) -> Opcode | None:
+    """The row of an opcode, or None: the simulator stops where such an instruction is reached."""
+    name = opcode
+    while name:
+        row = _ROWS.get(name)
+        if row is not None:
+            return row
+        name = name.rpartition(".")[0]
     return None
 
 
-def require_handler(opcode: str) -> Handler:
-    """The handler of an opcode; raises UnsupportedInstruction."""
-    found = handler_for(opcode)
-    if found is None:
-        raise UnsupportedInstruction(f"the simulator does not execute `{opcode}`")
-    return found
+def row_of(opcode: str) -> Opcode:
+    """The row of an opcode; raises UnsupportedInstruction where it has none."""
+    row = find(opcode)
+    if row is None:
+        raise unsupported(opcode)
+    return row
 
 
-@lru_cache(maxsize=4096)
-def _lane_tuple(mask: int) -> tuple[int, ...]:
-    return tuple(lane for lane in range(WARP_SIZE) if mask >> lane & 1)
+def unsupported(opcode: str) -> UnsupportedInstruction:
+    """The error of an opcode, or of a form of it, that nothing executes."""
+    return UnsupportedInstruction(f"the simulator does not execute `{opcode}`")
 
 
-def lanes(mask: int) -> list[int]:
-    """The lane numbers in a mask, ascending."""
-    return list(_lane_tuple(mask))
+def import_all(package: ModuleType) -> None:
+    """Import every module of a package: the rows that they declare are then known."""
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")

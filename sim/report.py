@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpspec.sim.registry import handler_for
-
-if TYPE_CHECKING:
-    from warpspec.sim.codegen.program import Program
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.registry import Op, Wait
-    from warpspec.sim.warp import Group, Warp
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.operation import Op
+from warpspec.sim.registry import Family, row_of
+from warpspec.sim.warp import Warp
 
 TIMELINE_CTAS = 4  # the timeline shows the grid's first CTAs
 TIMELINE_EVENTS = 200_000
 
-_NATIVE_FAMILY = {
-    **dict.fromkeys(("bra", "ret", "exit", "trap"), "control"),
-    **dict.fromkeys(("ld", "st", "atom", "red", "cvta", "mapa", "isspacep", "prefetch"), "memory"),
-    **dict.fromkeys(("shfl", "vote", "redux", "elect", "activemask"), "warp"),
-    **dict.fromkeys(("fence", "membar"), "fence"),
-    "cvt": "convert",
-    "mov": "move",
-    "selp": "select",
-    "setp": "compare",
-}
 
-
-def family(ins) -> str:
-    """The family under which an instruction is counted."""
-    named = _NATIVE_FAMILY.get(ins.parts[0])
-    if named is not None:
-        return named
-    handler = handler_for(ins.opcode)
-    if handler is not None and handler.family not in ("alu", "convert"):
-        return f"{handler.family}: {'.'.join(ins.parts[:2])}" if ins.parts[0] == "tcgen05" else handler.family
-    type_ = ins.parts[-1]
-    if ins.parts[0] in ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"):
-        return "special function"
-    if type_.startswith(("f", "bf", "tf")):
-        return "float packed" if "x2" in type_ else "float"
+@cache
+def family(opcode: str) -> str:
+    """The name under which an opcode is counted: its family; arithmetic by type, tcgen05 by operation."""
+    found = row_of(opcode).family
+    parts = opcode.split(".")
+    if found is Family.TCGEN05:
+        return f"{found}: {'.'.join(parts[:2])}"
+    if found is not Family.ARITHMETIC:
+        return found.value
+    if parts[-1].startswith(("f", "bf", "tf")):
+        return "float packed" if "x2" in parts[-1] else "float"
     return "integer"
 
 
@@ -76,24 +60,23 @@ class LaunchStats:
             self.block_counts[warp] = np.zeros(blocks + 1, np.uint64)
         return self.block_counts[warp]
 
-    def waited(self, m: Machine, w: Warp, group: Group, wait: Wait | None) -> None:
-        """A wait has ended."""
+    def waited(self, w: Warp, opcode: str, since: int, now: int) -> None:
+        """A wait of some lanes at an instruction has ended. since, now: ticks of the machine's clock."""
         self.barrier_waits[w.index] = self.barrier_waits.get(w.index, 0) + 1
         if w.cta.number < TIMELINE_CTAS and len(self.events) < TIMELINE_EVENTS:
-            ins = m.program.kernel.instrs[m.program.blocks[group.block].start]
-            self.events.append((w.cta.number, w.index, f"wait {ins.opcode}", group.since, m.clock))
+            self.events.append((w.cta.number, w.index, f"wait {opcode}", since, now))
 
-    def completed(self, m: Machine, op: Op) -> None:
+    def completed(self, op: Op, now: int) -> None:
         """An asynchronous operation has taken effect."""
         if op.origin is not None and len(self.events) < TIMELINE_EVENTS:
             cta = op.origin[0].cta.number
             if cta < TIMELINE_CTAS:
-                self.events.append((cta, None, op.text or op.origin[1].opcode, m.clock, m.clock + 1))
+                self.events.append((cta, None, op.text or op.origin[1].opcode, now, now + 1))
 
-    def warp_done(self, m: Machine, w: Warp) -> None:
+    def warp_done(self, w: Warp, now: int) -> None:
         """A warp has exited."""
         if w.cta.number < TIMELINE_CTAS:
-            self.events.append((w.cta.number, w.index, "run", 0, m.clock))
+            self.events.append((w.cta.number, w.index, "run", 0, now))
 
     def merge(self, other: LaunchStats) -> None:
         """Add the counters of another process's share of the launch."""
@@ -147,7 +130,6 @@ def count_instructions(
     program: Program, stats: LaunchStats
 ) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
     """Counts by warp index and family, and by opcode over all warps."""
-    families = [family(ins) for ins in program.kernel.instrs]
     by_warp: dict[int, dict[str, int]] = {}
     by_opcode: dict[str, int] = {}
     for warp, counts in sorted(stats.block_counts.items()):
@@ -156,7 +138,7 @@ def count_instructions(
             executed = int(counts[block.index])
             if executed:
                 for ins in program.kernel.instrs[block.start : block.end]:
-                    name = families[ins.index]
+                    name = family(ins.opcode)
                     mine[name] = mine.get(name, 0) + executed
                     by_opcode[ins.opcode] = by_opcode.get(ins.opcode, 0) + executed
     return by_warp, by_opcode

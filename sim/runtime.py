@@ -14,26 +14,23 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.common.cubin import KernelResources
-from warpspec.sim import families, ptx
+from warpspec.sim import codegen, families, ptx
 from warpspec.sim.codegen.program import Program
+from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError, SimError
 from warpspec.sim.grid import Launch
-from warpspec.sim.instruction import Kernel, PtxModule
+from warpspec.sim.instruction import Kernel, PtxModule, Sym
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 
 SHARES = 2  # parts an independent grid is cut into; fixed, so that a seed means the same run on every machine
 SHARE_MIN_CLUSTERS = 4  # smaller grids run in one part
 PROGRESS_AFTER = 5.0  # seconds of expected run time from which progress is shown
-SM_COUNT = {"sm_100": 148, "sm_103": 148, "sm_90": 132}
 
-families.load_all()
-
-
-@lru_cache(maxsize=64)
-def _parse(digest: str, text: _Text) -> PtxModule:
-    return ptx.parse(text.value)
+import_all(codegen)
+import_all(families)
 
 
 class _Text:
@@ -51,8 +48,13 @@ class _Text:
 
 
 @lru_cache(maxsize=64)
+def _parse(text: _Text) -> PtxModule:
+    return ptx.parse(text.value)
+
+
+@lru_cache(maxsize=64)
 def _program(text: _Text, kernel: str) -> Program:
-    module = _parse(text.digest, text)
+    module = _parse(text)
     if kernel not in module.kernels:
         raise HostError(f"no kernel {kernel} in the PTX; it has {', '.join(module.kernels)}")
     return Program(module, module.kernels[kernel])
@@ -63,30 +65,10 @@ def load_program(text: str, kernel: str) -> Program:
     return _program(_Text(text), kernel)
 
 
-def kernel_names(text: str) -> list[str]:
-    """Names of the kernels in a PTX module."""
-    wrapped = _Text(text)
-    return list(_parse(wrapped.digest, wrapped).kernels)
-
-
-def sm_count(target: str) -> int:
-    """Multiprocessors of the device that stands for a PTX target."""
-    return next((n for prefix, n in SM_COUNT.items() if target.startswith(prefix)), 132)
-
-
-_COMMUNICATES = ("atom", "red", "multimem", "clusterlaunchcontrol", "cp.reduce.async")
-_ORDERED = frozenset({"volatile", "acquire", "relaxed", "release", "acq_rel", "mmio"})
-
-
 def independent(kernel: Kernel) -> bool:
     """Whether clusters cannot see each other through global memory: no atomics, no ordered or volatile accesses."""
-    for ins in kernel.instrs:
-        shared = any(p.startswith("shared") for p in ins.parts)
-        if ins.opcode.startswith(_COMMUNICATES) and not (shared and ins.parts[0] in ("atom", "red")):
-            return False
-        if ins.parts[0] in ("ld", "st") and not shared and _ORDERED & set(ins.parts):
-            return False
-    return True
+    rows = ((find(ins.opcode), ins) for ins in kernel.instrs)
+    return not any(row is not None and row.may_share_memory(ins) for row, ins in rows)
 
 
 class Progress:
@@ -132,7 +114,7 @@ def execute(
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it."""
     start = time.monotonic()
     program = load_program(text, kernel)
-    module = program.module
+    sms = device_of(program.module.target).sms
     buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
     tables = [
         gmem.allocate(
@@ -150,8 +132,7 @@ def execute(
     shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and independent(program.kernel) else 1
 
     def launch(share: int) -> Launch:
-        count = sm_count(module.target)
-        return Launch(grid, block, cluster, dynamic_smem, buffer.address, count, addresses, (share, shares))
+        return Launch(grid, block, cluster, dynamic_smem, buffer.address, sms, addresses, (share, shares))
 
     try:
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
@@ -193,7 +174,7 @@ def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, 
 
 def _may_fork(kernel: Kernel) -> bool:
     """Whether shares may run in processes of their own. Not what a kernel prints: it belongs in our sys.stdout."""
-    prints = any(ins.parts[0] == "call" and "vprintf" in ins.text for ins in kernel.instrs)
+    prints = any(Sym("vprintf") in ins.operands for ins in kernel.instrs)
     alone = len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1"
     return not (prints or alone)
 

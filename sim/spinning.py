@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from warpspec.sim.codegen.layout import CLOCK_REGISTERS
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.warp import Warp
 
 IDLE_TURNS = 50_000  # turns without any event after which warps are watched
 WATCHED_TURNS = 256  # turns of each ready warp in which it must come back to an earlier state, or it computes
@@ -22,13 +20,12 @@ class SpinWatch:
     it: a loop whose only effect is there, and whose values do not outlive an iteration, counts as spinning.
     """
 
-    def __init__(self, m: Machine):
-        self.m = m
+    def __init__(self, program: Program):
         self.turns = 0
         self.rounds = 0
         self._seen: dict[Warp, set[int]] = {}
         self._spinning: set[Warp] = set()
-        self._reads_clock = any(name in CLOCK_REGISTERS for name in m.program.registers.bits)
+        self._reads_clock = any(name in CLOCK_REGISTERS for name in program.registers.bits)
 
     def event(self) -> None:
         """Something happened that may unblock somebody."""
@@ -36,7 +33,7 @@ class SpinWatch:
         if self._seen:
             self._forget()
 
-    def stuck(self, warp: Warp) -> bool:
+    def stuck(self, warp: Warp, ready: Sequence[Warp]) -> bool:
         """A turn of the warp ended without an event; whether all ready warps do nothing but spin."""
         self.turns += 1
         if self.turns <= IDLE_TURNS:
@@ -46,7 +43,6 @@ class SpinWatch:
         if state in seen:
             self._spinning.add(warp)
         seen.add(state)
-        ready = self.m.ready
         if all(other in self._spinning for other in ready):
             return True
         if self.turns > IDLE_TURNS + WATCHED_TURNS * len(ready):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,12 +11,10 @@ from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import RegisterHazard, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
-from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
-from warpspec.sim.registry import FULL_MASK, WARP_SIZE, Wait
+from warpspec.sim.lanes import FULL_MASK, WARP_SIZE
+from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
+from warpspec.sim.operation import Wait
 from warpspec.sim.tcgen05.memory import Tmem
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
 
 LANE_NUMBERS = np.arange(WARP_SIZE, dtype=np.uint32)
 _DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -52,13 +50,20 @@ class Group:
         self.mask = mask
         self.wait: Wait | None = None
         self.converge = False  # at a collective instruction, other lanes of it not here yet
-        self.timed_out = False
+        self.timed_out: Wait | None = None  # the bounded wait that it was released from without its event
         self.since = 0  # clock at which the wait began
 
     @property
     def free(self) -> bool:
         """Whether it can run."""
         return self.wait is None and not self.converge
+
+
+class ThreadBarrier(Protocol):
+    """A barrier that expects threads: the machine tells it when some leave the kernel."""
+
+    def threads_left(self, m, w: Warp, count: int) -> None:
+        """`count` threads of a warp have exited."""
 
 
 class Cta:
@@ -77,7 +82,7 @@ class Cta:
         self.pending = 0  # asynchronous operations that its warps issued and that have not taken effect
         self.mbarriers: dict[int, object] = {}
         self.warpgroups: dict[int, object] = {}  # owned by the wgmma family
-        self.named_barriers: dict[int, object] = {}
+        self.named_barriers: dict[int, ThreadBarrier] = {}
         self._tmem: Tmem | None = None
 
     @property
@@ -105,7 +110,7 @@ class Cluster:
         self.ctas: list[Cta] = []
         self.smem_table: np.ndarray | None = None
         self.live_ctas = 0
-        self.barrier: object = None  # state of barrier.cluster, owned by its family
+        self.barrier: ThreadBarrier | None = None  # state of barrier.cluster, owned by its family
 
 
 class Warp:
@@ -115,11 +120,19 @@ class Warp:
     `set_u32`, `set_u64`, `set_u16`, `set_pred`, `write_vec` write the lanes of a mask.
     """
 
-    def __init__(self, m: Machine, cta: Cta, index: int, threads: int, special: dict[str, object]):
-        self.m = m
+    def __init__(
+        self,
+        program: Program,
+        symbol_addresses: np.ndarray,
+        cta: Cta,
+        index: int,
+        threads: int,
+        special: dict[str, object],
+    ):
+        self.program = program
+        self.symbol_addresses = symbol_addresses
         self.cta = cta
         self.index = index
-        self.program: Program = m.program
         registers = self.program.registers
         self._offset, self._bits = registers.offset, registers.bits
         self.regs = aligned_bytes(registers.size, fill=POISON)
@@ -200,7 +213,7 @@ class Warp:
         if operand.name in tables.params:
             return int(self.ctx[Ctx.PARAMS]) + tables.params[operand.name] + operand.offset
         if operand.name in tables.symbols:
-            return int(self.m.symbol_addresses[tables.symbols[operand.name]]) + operand.offset
+            return int(self.symbol_addresses[tables.symbols[operand.name]]) + operand.offset
         if operand.name in tables.local:
             return tables.local[operand.name] + operand.offset
         raise UnsupportedInstruction(f"address of {operand.name}")
@@ -252,7 +265,7 @@ class Warp:
     def shared_address(self, operand: Operand, mask: int) -> int:
         """Like address_scalar, for an operand that may be a shared or a generic address; returns the shared one."""
         address = self.address_scalar(operand, mask)
-        return address & 0xFFFFFFFF if address >> 56 == SHARED_WINDOW >> 56 else address
+        return address & 0xFFFFFFFF if in_shared_window(address) else address
 
     def read_vec(self, vec: Operand) -> np.ndarray:
         """A vector of 32-bit registers as uint32 [n, 32]."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, fvec, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, fvec, ivec
 from warpspec.sim.codegen.floating import canonical
 from warpspec.sim.codegen.integer import INTEGER_TYPES, flush
 from warpspec.sim.instruction import Instr
+from warpspec.sim.registry import Family, translator
 
 _ROUND_TO_INTEGER = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
@@ -41,8 +42,9 @@ def widen(e: Emitter, bits16: str, type_: str) -> str:
     return e.op(f"bitcast {ivec(32)} {raw} to {fvec(32)}")
 
 
-@emits("cvt")
+@translator("cvt", family=Family.CONVERT, destinations=1)
 def cvt(e: Emitter, ins: Instr) -> None:
+    """cvt among integers, f16, bf16, f32 and f64, in the common roundings."""
     to, from_ = ins.parts[-2], ins.parts[-1]
     modifiers = set(ins.parts[1:-2])
     if to in ("bf16x2", "f16x2") and from_ == "f32":

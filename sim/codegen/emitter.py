@@ -6,12 +6,11 @@ in the lanes that execute. Lanes that do not execute compute garbage that nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from warpspec.sim.codegen.layout import CLOCK_REGISTERS, Ctx, RegisterFile
 from warpspec.sim.instruction import Imm, Instr, Not, Operand, Reg, Sym, Vec
+from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.registry import row_of
 
-LANES = 32
 FLOAT_TYPE = {16: "half", 32: "float", 64: "double"}
 
 
@@ -19,30 +18,14 @@ class NotNative(Exception):
     """This form of an instruction has no native translation: a Python handler executes it."""
 
 
-EMITTERS: dict[str, Callable] = {}
-
-
-def emits(*names: str):
-    """Register a translator for opcodes whose first part is one of `names`."""
-
-    def register(function):
-        for name in names:
-            if name in EMITTERS:
-                raise ValueError(f"two translators for {name}")
-            EMITTERS[name] = function
-        return function
-
-    return register
-
-
 def ivec(bits: int) -> str:
     """LLVM type of 32 lanes of integers."""
-    return f"<{LANES} x i{bits}>"
+    return f"<{WARP_SIZE} x i{bits}>"
 
 
 def fvec(bits: int) -> str:
     """LLVM type of 32 lanes of floats."""
-    return f"<{LANES} x {FLOAT_TYPE[bits]}>"
+    return f"<{WARP_SIZE} x {FLOAT_TYPE[bits]}>"
 
 
 class Emitter:
@@ -76,9 +59,11 @@ class Emitter:
         return name
 
     def do(self, text: str) -> None:
+        """Append an LLVM instruction that has no result."""
         self.lines.append("  " + text)
 
     def label(self, stem: str) -> str:
+        """A new label that begins with `stem`."""
         self.count += 1
         return f"{stem}{self.count}"
 
@@ -105,6 +90,7 @@ class Emitter:
         return self._ctx[field]
 
     def ctx_store(self, field: Ctx, value: str) -> None:
+        """Write a 64-bit field of the warp's context."""
         at = self.op(f"getelementptr i64, ptr %ctx, i64 {int(field)}")
         self.do(f"store i64 {value}, ptr {at}, align 8")
         self._ctx.pop(field, None)
@@ -112,9 +98,11 @@ class Emitter:
     # ---- registers --------------------------------------------------------------------------------------------
 
     def home(self, name: str) -> str:
+        """A pointer to the register's place in the register file."""
         return self.op(f"getelementptr i8, ptr %regs, i64 {self.registers.offset[name]}")
 
     def load_home(self, name: str) -> str:
+        """The register's value in the register file."""
         bits = self.registers.bits[name]
         if name not in self.registers.offset:  # never live into a block: read before any write
             return "zeroinitializer"
@@ -185,12 +173,14 @@ class Emitter:
         raise NotNative(f"operand {operand}")
 
     def resize(self, value: str, have: int, want: int, signed: bool = False) -> str:
+        """`<32 x i{have}>` as `<32 x i{want}>`: truncated, or zero- or sign-extended."""
         if have == want:
             return value
         word = "trunc" if have > want else ("sext" if signed else "zext")
         return self.op(f"{word} {ivec(have)} {value} to {ivec(want)}")
 
     def pack(self, items: tuple, bits: int) -> str:
+        """The items of a source vector side by side in `<32 x i{bits}>`, the first lowest."""
         part = bits // len(items)
         total = None
         for position, item in enumerate(items):
@@ -254,6 +244,7 @@ class Emitter:
         self.dirty.add(operand.name)
 
     def unpack(self, items: tuple, value: str, bits: int) -> None:
+        """Assign the parts of `<32 x i{bits}>`, the lowest first, to the items of a destination vector."""
         part = bits // len(items)
         for position, item in enumerate(items):
             if item is None:
@@ -264,9 +255,11 @@ class Emitter:
             self.set(item, self.resize(piece, bits, part), part)
 
     def setf(self, operand: Operand, value: str, bits: int) -> None:
+        """Assign floats of the given width to a register, as their bits."""
         self.set(operand, self.op(f"bitcast {fvec(bits)} {value} to {ivec(bits)}"), bits)
 
     def select(self, condition: str, yes: str, no: str, type_: str) -> str:
+        """`yes` in the lanes where the condition (`<32 x i1>`) holds, `no` in the others."""
         return self.op(f"select {ivec(1)} {condition}, {type_} {yes}, {type_} {no}")
 
     def active(self) -> str:
@@ -279,16 +272,16 @@ class Emitter:
     # ---- one instruction --------------------------------------------------------------------------------------
 
     def translate(self, ins: Instr) -> None:
-        """Append the code of one instruction; raises NotNative."""
-        emitter = EMITTERS.get(ins.parts[0])
-        if emitter is None:
+        """Append the code of one instruction; raises NotNative for a form that has none."""
+        translator = row_of(ins.opcode).translator
+        if translator is None:
             raise NotNative(ins.opcode)
         self.index = ins.index
         self.guard = None
         if ins.guard is not None:
             self.guard = self.pred(Not(ins.guard) if ins.guard_negated else ins.guard)
         try:
-            emitter(self, ins)
+            translator(self, ins)
         except NotNative:
             raise
         except Exception as error:

@@ -6,9 +6,10 @@ import struct
 from collections.abc import Callable
 
 from warpspec.sim.codegen import integer
-from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, fvec, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, fvec, ivec
 from warpspec.sim.codegen.integer import flush
 from warpspec.sim.instruction import Instr
+from warpspec.sim.registry import Family, translator
 
 
 def float_bits(ins: Instr, *allowed: str) -> int:
@@ -109,24 +110,27 @@ def _arithmetic(e: Emitter, ins: Instr) -> None:
     _result(e, ins, value, bits)
 
 
-@emits("add", "sub")
+@translator("add", "sub", family=Family.ARITHMETIC, destinations=1)
 def add(e: Emitter, ins: Instr) -> None:
+    """add and sub of integers, f32, f64 and f32x2, rounded to nearest even."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         integer.add_sub(e, ins)
     else:
         _arithmetic(e, ins)
 
 
-@emits("mul")
+@translator("mul", family=Family.ARITHMETIC, destinations=1)
 def mul(e: Emitter, ins: Instr) -> None:
+    """mul of integers (lo, hi, wide), f32, f64 and f32x2, rounded to nearest even."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         integer.mul_integer(e, ins)
     else:
         _arithmetic(e, ins)
 
 
-@emits("fma")
+@translator("fma", family=Family.ARITHMETIC, destinations=1)
 def fma(e: Emitter, ins: Instr) -> None:
+    """fma of f32, f64 and f32x2, rounded to nearest even."""
     if ins.parts[-1] == "f32x2":
         return _packed(e, ins, "fma")
     bits = float_bits(ins, "rn", "ftz")
@@ -137,7 +141,7 @@ def fma(e: Emitter, ins: Instr) -> None:
     _result(e, ins, value, bits)
 
 
-@emits("div")
+@translator("div", family=Family.ARITHMETIC, destinations=1)
 def div(e: Emitter, ins: Instr) -> None:
     """div.rn exactly; div.full and div.approx as the exact quotient (within their documented error).
 
@@ -156,8 +160,9 @@ def div(e: Emitter, ins: Instr) -> None:
     _result(e, ins, e.op(f"fdiv {fvec(bits)} {a}, {b}"), bits)
 
 
-@emits("neg", "abs")
+@translator("neg", "abs", family=Family.ARITHMETIC, destinations=1)
 def neg_abs(e: Emitter, ins: Instr) -> None:
+    """neg and abs of integers and, by their sign bits, of floats and pairs of half floats."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
         return integer.neg_abs_integer(e, ins)
     type_ = ins.parts[-1]
@@ -178,7 +183,7 @@ def neg_abs(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], result, bits)
 
 
-@emits("min", "max")
+@translator("min", "max", family=Family.ARITHMETIC, destinations=1)
 def min_max(e: Emitter, ins: Instr) -> None:
     """f32 min/max of two or three inputs (9.7.3.11): without .NaN a NaN input loses; -0 < +0; a NaN is canonical."""
     if ins.parts[-1] in integer.INTEGER_TYPES:
@@ -217,7 +222,7 @@ def _number_min_max(e: Emitter, word: str, a: str, b: str, bits: int) -> str:
     return e.op(f"bitcast {it} {value} to {t}")
 
 
-@emits("rcp", "sqrt", "rsqrt")
+@translator("rcp", "sqrt", "rsqrt", family=Family.SPECIAL_FUNCTION, destinations=1)
 def roots(e: Emitter, ins: Instr) -> None:
     """rcp, sqrt, rsqrt: .rn exactly; .approx as the correctly rounded f32 value (the ISA allows 1 to 2 ulp)."""
     bits = float_bits(ins, "rn", "approx", "ftz")
@@ -255,7 +260,7 @@ _EXP2_TERMS = (
 )  # fmt: skip
 
 
-@emits("ex2")
+@translator("ex2", family=Family.SPECIAL_FUNCTION, destinations=1)
 def ex2(e: Emitter, ins: Instr) -> None:
     """ex2.approx[.ftz].f32 (9.7.3.21), here correctly rounded; .ftz flushes subnormal inputs and results."""
     bits = float_bits(ins, "approx", "ftz")
@@ -298,7 +303,7 @@ def _constant64(e: Emitter, value: float) -> str:
     return e.op(f"bitcast {ivec(64)} {e.imm(64, raw)} to {fvec(64)}")
 
 
-@emits("lg2", "sin", "cos")
+@translator("lg2", "sin", "cos", family=Family.SPECIAL_FUNCTION, destinations=1)
 def transcendental(e: Emitter, ins: Instr) -> None:
     """lg2.approx, sin.approx, cos.approx of f32 through double precision (errors below those the ISA documents)."""
     bits = float_bits(ins, "approx", "ftz")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, fvec, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, fvec, ivec
 from warpspec.sim.codegen.memory import element_bits
 from warpspec.sim.instruction import Imm, Instr, Pair
+from warpspec.sim.registry import Family, translator
 
 INTEGER_TYPES = frozenset(f"{k}{b}" for k in "sub" for b in (8, 16, 32, 64))
 
@@ -30,8 +31,9 @@ def binary(e: Emitter, ins: Instr, word: str) -> None:
     e.set(ins.operands[0], e.op(f"{word} {ivec(bits)} {a}, {b}"), bits)
 
 
-@emits("mov")
+@translator("mov", family=Family.MOVE, destinations=1)
 def mov(e: Emitter, ins: Instr) -> None:
+    """mov of registers, immediates and addresses; it packs and unpacks vectors of up to 64 bits."""
     type_ = ins.parts[-1]
     if type_ == "pred":
         e.set(ins.operands[0], e.pred(ins.operands[1]), 1)
@@ -42,8 +44,9 @@ def mov(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.get(ins.operands[1], bits), bits)
 
 
-@emits("and", "or", "xor")
+@translator("and", "or", "xor", family=Family.ARITHMETIC, destinations=1)
 def logic(e: Emitter, ins: Instr) -> None:
+    """and, or and xor of integers and predicates."""
     word = ins.parts[0]
     if ins.parts[-1] == "pred":
         a, b = e.pred(ins.operands[1]), e.pred(ins.operands[2])
@@ -52,8 +55,9 @@ def logic(e: Emitter, ins: Instr) -> None:
         binary(e, ins, word)
 
 
-@emits("not")
+@translator("not", family=Family.ARITHMETIC, destinations=1)
 def not_(e: Emitter, ins: Instr) -> None:
+    """not of integers and predicates."""
     if ins.parts[-1] == "pred":
         e.set(ins.operands[0], e.op(f"xor {ivec(1)} {e.pred(ins.operands[1])}, splat (i1 true)"), 1)
         return
@@ -61,14 +65,15 @@ def not_(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.op(f"xor {ivec(bits)} {e.get(ins.operands[1], bits)}, {e.imm(bits, -1)}"), bits)
 
 
-@emits("cnot")
+@translator("cnot", family=Family.ARITHMETIC, destinations=1)
 def cnot(e: Emitter, ins: Instr) -> None:
+    """cnot gives 1 where the operand is 0, else 0."""
     _, bits = integer_type(ins)
     zero = e.op(f"icmp eq {ivec(bits)} {e.get(ins.operands[1], bits)}, zeroinitializer")
     e.set(ins.operands[0], e.op(f"zext {ivec(1)} {zero} to {ivec(bits)}"), bits)
 
 
-@emits("shl", "shr")
+@translator("shl", "shr", family=Family.ARITHMETIC, destinations=1)
 def shift(e: Emitter, ins: Instr) -> None:
     """Shift amounts clamp at the width (9.7.8.7)."""
     signed, bits = integer_type(ins)
@@ -121,8 +126,9 @@ def mul_integer(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], multiply(e, ins), 2 * bits if ins.has("wide") else bits)
 
 
-@emits("mad")
+@translator("mad", family=Family.ARITHMETIC, destinations=1)
 def mad(e: Emitter, ins: Instr) -> None:
+    """mad of integers: lo, hi and wide."""
     if ins.parts[-1] in ("f32", "f64"):
         raise NotNative(ins.opcode)
     _, bits = integer_type(ins)
@@ -153,8 +159,9 @@ def div_rem_integer(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], value, bits)
 
 
-@emits("rem")
+@translator("rem", family=Family.ARITHMETIC, destinations=1)
 def rem(e: Emitter, ins: Instr) -> None:
+    """rem of integers."""
     div_rem_integer(e, ins)
 
 
@@ -227,7 +234,7 @@ def flush(e: Emitter, value: str) -> str:
     return e.op(f"bitcast {ivec(32)} {e.select(tiny, sign, raw, ivec(32))} to {fvec(32)}")
 
 
-@emits("setp")
+@translator("setp", family=Family.COMPARE, destinations=1)
 def setp(e: Emitter, ins: Instr) -> None:
     """setp.cmp[.bool][.ftz].type p[|q], a, b[, c] (9.7.6.2): p = (a cmp b) bool c, q = !(a cmp b) bool c."""
     result = compare(e, ins, ins.operands[1], ins.operands[2])
@@ -245,14 +252,15 @@ def setp(e: Emitter, ins: Instr) -> None:
         e.set(pair.second, outcomes[1], 1)
 
 
-@emits("selp")
+@translator("selp", family=Family.SELECT, destinations=1)
 def selp(e: Emitter, ins: Instr) -> None:
+    """selp d, a, b, p gives a where p, else b."""
     bits = element_bits(ins.parts[-1])
     a, b = e.get(ins.operands[1], bits), e.get(ins.operands[2], bits)
     e.set(ins.operands[0], e.select(e.pred(ins.operands[3]), a, b, ivec(bits)), bits)
 
 
-@emits("lop3")
+@translator("lop3", family=Family.ARITHMETIC, destinations=1)
 def lop3(e: Emitter, ins: Instr) -> None:
     """Any function of three bits by its truth table (9.7.8.6): sum of the minterms in the table, or of the others."""
     table = ins.operands[4]
@@ -284,7 +292,7 @@ def lop3(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], total, 32)
 
 
-@emits("shf")
+@translator("shf", family=Family.ARITHMETIC, destinations=1)
 def shf(e: Emitter, ins: Instr) -> None:
     """Funnel shift of b:a (9.7.8.8); .wrap takes the amount modulo 32, .clamp limits it to 32."""
     a, b = e.get(ins.operands[1], 32), e.get(ins.operands[2], 32)
@@ -303,9 +311,9 @@ def shf(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.resize(value, 64, 32), 32)
 
 
-@emits("prmt")
+@translator("prmt", family=Family.ARITHMETIC, destinations=1)
 def prmt(e: Emitter, ins: Instr) -> None:
-    """Byte permute with a constant selector (9.7.8.? prmt): nibble j picks byte j of the result from b:a."""
+    """Byte permute with a constant selector (9.7.9.7): nibble j picks byte j of the result from b:a."""
     selector = ins.operands[3]
     if ins.parts[-1] != "b32" or len(ins.parts) > 2 or not isinstance(selector, Imm):
         raise NotNative(ins.opcode)
@@ -329,9 +337,9 @@ def prmt(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], total, 32)
 
 
-@emits("bfe")
+@translator("bfe", family=Family.ARITHMETIC, destinations=1)
 def bfe(e: Emitter, ins: Instr) -> None:
-    """Unsigned bit-field extract with constant position and length (9.7.1.?)."""
+    """Unsigned bit-field extract with constant position and length (9.7.1.19)."""
     signed, bits = integer_type(ins)
     if signed or not all(isinstance(o, Imm) for o in ins.operands[2:4]):
         raise NotNative(ins.opcode)
@@ -344,8 +352,9 @@ def bfe(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.op(f"and {ivec(bits)} {value}, {e.imm(bits, mask)}"), bits)
 
 
-@emits("popc", "clz", "brev")
+@translator("popc", "clz", "brev", family=Family.ARITHMETIC, destinations=1)
 def bit_count(e: Emitter, ins: Instr) -> None:
+    """popc, clz and brev of 32 and 64 bits."""
     bits = element_bits(ins.parts[-1])
     value = e.get(ins.operands[1], bits)
     name = {"popc": "ctpop", "clz": "ctlz", "brev": "bitreverse"}[ins.parts[0]]

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from warpspec.sim.cfg import CARRY
 from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Pair, Reg, Sym, Vec
-from warpspec.sim.registry import WARP_SIZE
+from warpspec.sim.lanes import WARP_SIZE
 
 REGISTER_ALIGN = 64  # bytes: one AVX-512 vector
 

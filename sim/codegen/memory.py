@@ -1,12 +1,13 @@
-"""ld, st, atom, red, cvta, isspacep, mapa in native code (PTX ISA 9.7.9)."""
+"""ld, st, atom, red and instructions on addresses in native code (PTX ISA 9.7.9, 9.7.13)."""
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.support import SPACES, atomic_function, load_function, store_function
 from warpspec.sim.instruction import Imm, Instr, Mem, Reg, Sym, Vec
-from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_WINDOW
+from warpspec.sim.memory import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_SHIFT
+from warpspec.sim.registry import Family, translator
 
 _SPACE_PARTS = {
     "global": "global",
@@ -89,8 +90,25 @@ def _items(operand, count: int) -> tuple:
     return (operand,)
 
 
-@emits("ld", "ldu")
+_ORDERED = frozenset({"volatile", "acquire", "relaxed", "release", "acq_rel", "mmio"})
+
+
+def outside_shared(ins: Instr) -> bool:
+    """Whether an access may be to global memory: its state space is not shared memory."""
+    return not any(part.startswith("shared") for part in ins.parts)
+
+
+def ordered_in_global(ins: Instr) -> bool:
+    """Whether a load or store may be to global memory and others may rely on its order (or it is volatile)."""
+    return outside_shared(ins) and not _ORDERED.isdisjoint(ins.parts)
+
+
+@translator(
+    "ld", "ld.param", family=Family.MEMORY, destinations=1, loads=True, shares_memory=ordered_in_global
+)
+@translator("ldu", family=Family.MEMORY, destinations=1, loads=True)
 def ld(e: Emitter, ins: Instr) -> None:
+    """Loads of 1 to 8 elements a lane; a .b128 must go to a pair of 64-bit registers."""
     space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
     signed = ins.parts[-1].startswith("s")
     wide = bits == 128
@@ -109,10 +127,9 @@ def ld(e: Emitter, ins: Instr) -> None:
         e.set(item, e.op(f"load {ivec(bits)}, ptr {at}, align 32"), bits, signed)
 
 
-@emits("st")
+@translator("st", "st.param", family=Family.MEMORY, destinations=0, shares_memory=ordered_in_global)
 def st(e: Emitter, ins: Instr) -> None:
-    if ins.parts[1] in ("async", "bulk"):
-        raise NotNative(ins.opcode)
+    """Stores of 1 to 8 elements a lane."""
     space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
     if bits == 128:
         raise NotNative("128-bit register")
@@ -129,10 +146,12 @@ _ATOMIC_TYPES = ("u32", "s32", "b32", "f32", "u64", "s64", "b64", "f64")  # the 
 _ATOMIC_OPS = {"add", "and", "or", "xor", "exch", "cas", "inc", "dec", "min", "max"}
 
 
-@emits("atom", "red")
+@translator("atom", family=Family.MEMORY, destinations=1, shares_memory=outside_shared)
+@translator("red", family=Family.MEMORY, destinations=0, shares_memory=outside_shared)
 def atom(e: Emitter, ins: Instr) -> None:
+    """Read-modify-write of a scalar of 32 or 64 bits, one lane after the other."""
     type_ = ins.parts[-1]
-    if ins.parts[1] == "async" or type_ not in _ATOMIC_TYPES:
+    if type_ not in _ATOMIC_TYPES:
         raise NotNative(ins.opcode)
     op = next((p for p in ins.parts[1:-1] if p in _ATOMIC_OPS), None)
     if op is None or vector_count(ins) != 1:
@@ -166,7 +185,7 @@ _WINDOWS = {
 }
 
 
-@emits("cvta")
+@translator("cvta", family=Family.MEMORY, destinations=1)
 def cvta(e: Emitter, ins: Instr) -> None:
     """Generic addresses of shared and local memory lie in windows; global and param addresses are generic already."""
     to = ins.has("to")
@@ -179,20 +198,21 @@ def cvta(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], value, 64)
 
 
-@emits("isspacep")
+@translator("isspacep", family=Family.MEMORY, destinations=1)
 def isspacep(e: Emitter, ins: Instr) -> None:
+    """isspacep tells in which state space a generic address lies."""
     value = e.get(ins.operands[1], 64)
-    top = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, 56)}")
+    top = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, WINDOW_SHIFT)}")
     space = ins.parts[1]
     if space.startswith("shared"):
-        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, SHARED_WINDOW >> 56)}")
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, SHARED_WINDOW >> WINDOW_SHIFT)}")
         if space != "shared::cluster":
             rank = e.op(f"lshr {ivec(64)} {value}, {e.imm(64, CTA_RANK_SHIFT)}")
             rank = e.op(f"and {ivec(64)} {rank}, {e.imm(64, 255)}")
             own = e.op(f"icmp eq {ivec(64)} {rank}, {e.splat(64, e.ctx(Ctx.CTA_RANK))}")
             result = e.op(f"and {ivec(1)} {result}, {own}")
     elif space == "local":
-        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, LOCAL_WINDOW >> 56)}")
+        result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, LOCAL_WINDOW >> WINDOW_SHIFT)}")
     elif space == "global":
         result = e.op(f"icmp eq {ivec(64)} {top}, {e.imm(64, 0)}")
     else:
@@ -200,7 +220,7 @@ def isspacep(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], result, 1)
 
 
-@emits("mapa")
+@translator("mapa", family=Family.MEMORY, destinations=1)
 def mapa(e: Emitter, ins: Instr) -> None:
     """The same shared variable in another CTA of the cluster: replace the address's rank bits."""
     bits = element_bits(ins.parts[-1])
@@ -212,16 +232,16 @@ def mapa(e: Emitter, ins: Instr) -> None:
     e.set(ins.operands[0], e.op(f"or {ivec(bits)} {offset}, {rank}"), bits)
 
 
-@emits("getctarank")
+@translator("getctarank", family=Family.MEMORY, destinations=1)
 def getctarank(e: Emitter, ins: Instr) -> None:
+    """getctarank gives the rank of the CTA whose shared memory an address names."""
     bits = element_bits(ins.parts[-1])
     value = e.op(f"lshr {ivec(bits)} {e.get(ins.operands[1], bits)}, {e.imm(bits, CTA_RANK_SHIFT)}")
     value = e.op(f"and {ivec(bits)} {value}, {e.imm(bits, 255)}")
     e.set(ins.operands[0], e.resize(value, bits, 32), 32)
 
 
-@emits("prefetch", "prefetchu", "discard", "applypriority", "createpolicy")
-def cache_hint(e: Emitter, ins: Instr) -> None:
-    """Cache hints change no value; createpolicy's result is an opaque 64-bit policy."""
-    if ins.parts[0] == "createpolicy":
-        e.set(ins.operands[0], e.imm(64, 0), 64)
+@translator("createpolicy", family=Family.MEMORY, destinations=1)
+def createpolicy(e: Emitter, ins: Instr) -> None:
+    """A cache policy is opaque and changes nothing here: 0."""
+    e.set(ins.operands[0], e.imm(64, 0), 64)

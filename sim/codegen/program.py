@@ -16,14 +16,14 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from warpspec.sim import cfg
-from warpspec.sim.codegen import conversion, floating, integer, memory, warp  # noqa: F401  (register translators)
-from warpspec.sim.codegen.emitter import EMITTERS, Emitter, NotNative, ivec
-from warpspec.sim.codegen.layout import Ctx, Fault, RegisterFile, Stop, registers_of
+from warpspec.sim.codegen import control
+from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
+from warpspec.sim.codegen.layout import Ctx, RegisterFile, Stop, registers_of
 from warpspec.sim.codegen.support import RESOLVE, TRAMPOLINE
-from warpspec.sim.instruction import Instr, Kernel, Label, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
+from warpspec.sim.instruction import Instr, Kernel, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
 from warpspec.sim.memory import SHARED_BASE_OFFSET
+from warpspec.sim.registry import Control, Family, find, row_of
 
-BRANCHES = frozenset({"bra", "brx", "ret", "exit", "trap"})
 OBJECT_CACHE_LIMIT = 2 << 30  # bytes kept in the cache folder
 
 
@@ -94,7 +94,7 @@ class Program:
         self.tables = SymbolTables(module, kernel)
         self.registers = RegisterFile(kernel)
         self._native: dict[str, bool] = {}
-        self.blocks = cfg.cut(kernel, lambda ins: not self.is_native(ins), is_native_collective)
+        self.blocks = cfg.cut(kernel, self.is_native)
         self.live = cfg.liveness(kernel, self.blocks)
         self.registers.place(self.live.names(self.live.homes))
         self.exit_index = len(self.blocks)
@@ -104,10 +104,9 @@ class Program:
 
     def is_native(self, ins: Instr) -> bool:
         """Whether the instruction is translated; decided by translating one of its kind into the void."""
-        if ins.parts[0] in BRANCHES:
-            return True
-        if ins.parts[0] not in EMITTERS:
-            return False
+        row = find(ins.opcode)
+        if row is None or row.translator is None:
+            return row is not None and row.control is not None
         bits = [str(self.registers.bits.get(r, "")) for r in _register_names(ins)]
         key = f"{ins.opcode} {' '.join(map(_shape, ins.operands))} {' '.join(bits)}"
         if key not in self._native:
@@ -123,7 +122,8 @@ class Program:
         """Registers in flight that a block needs or overwrites, as a bitset."""
         first = self.kernel.instrs[self.blocks[block].start]
         touched = self.live.uses[block] | self.live.defs[block]
-        if first.opcode.startswith(cfg.ACCUMULATES):  # may go on with an accumulator in flight
+        row = find(first.opcode)
+        if row is not None and row.accumulates:  # may go on with an accumulator in flight
             reads, _ = cfg.reads_writes(replace(first, operands=(None, *first.operands[1:])))
             touched = self.live.bits(reads)
         return touched
@@ -133,20 +133,36 @@ class Program:
         """Registers that a native block reads, before it writes them, in instructions other than mov; a bitset."""
         used = defined = 0
         span = self.blocks[block]
-        for instr in self.kernel.instrs[span.start : span.end]:
-            reads, writes = cfg.reads_writes(instr)
-            if instr.parts[0] != "mov":
+        for ins in self.kernel.instrs[span.start : span.end]:
+            reads, writes = cfg.reads_writes(ins)
+            if row_of(ins.opcode).family is not Family.MOVE:
                 used |= self.live.bits(reads) & ~defined
             defined |= self.live.bits(writes)
         return used
 
-    def branch(self, block: int, last: Instr) -> tuple[int, int]:
-        """(target, fall-through) blocks of the conditional branch or exit that ends a block."""
-        through = self.block_at.get(self.blocks[block].end, self.exit_index)
-        if last.parts[0] != "bra":
-            return self.exit_index, through
-        (label,) = (o for o in last.operands if isinstance(o, Label))
-        return self.block_at.get(self.kernel.labels[label.name], self.exit_index), through
+    def through(self, block: int) -> int:
+        """The block behind one in the text."""
+        return self.block_at.get(self.blocks[block].end, self.exit_index)
+
+    def targets(self, last: Instr) -> list[int]:
+        """The blocks to which the last instruction of a block may go: those of its labels, or out of the kernel."""
+        if cfg.control_of(last) in (Control.EXIT, Control.TRAP):
+            return [self.exit_index]
+        labels = self.kernel.labels
+        return [self.block_at.get(labels[name], self.exit_index) for name in cfg.targets(last, self.kernel)]
+
+    @cache  # noqa: B019
+    def split(self, block: int) -> tuple[int | None, int]:
+        """(block of the lanes that take the branch at a block's end, block of the others).
+
+        None stands for the target that the context names: the lanes at a brx.idx that have another index than the
+        first run it again.
+        """
+        last = self.kernel.instrs[self.blocks[block].end - 1]
+        if cfg.control_of(last) is Control.INDEXED_BRANCH:
+            return None, block
+        (target,) = self.targets(last)
+        return target, self.through(block)
 
     # ---- native code ------------------------------------------------------------------------------------------
 
@@ -174,11 +190,15 @@ class Program:
         answer = self._run(self.table_pointer, self.flags_pointer, registers, context, mask, block, budget)
         return answer >> 32, answer & 0xFFFFFFFF
 
-    def _object_code(self) -> bytes:
+    def _object_key(self) -> str:
+        """Names the object code by all that decides it: the kernel, what its opcodes' rows say of it, the sources."""
         cut = [(block.start, block.kind) for block in self.blocks]
-        parts = [repr(self.kernel), repr(self.module.variables), repr(cut), _generator_version(), _host_id()]
-        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        path = _cache_folder() / f"{key}.o"
+        kept = [hex(bits) for bits in (self.live.homes, *self.live.live_out)]
+        parts = map(repr, (self.kernel, self.module.variables, cut, kept, _generator_version(), _host_id()))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def _object_code(self) -> bytes:
+        path = _cache_folder() / f"{self._object_key()}.o"
         try:
             code = path.read_bytes()
             os.utime(path)
@@ -203,11 +223,16 @@ class Program:
     def _block(self, block: cfg.Block) -> tuple[str, set[str]]:
         e = _KernelEmitter(self.registers, self.tables)
         instrs = self.kernel.instrs[block.start : block.end]
-        last = instrs[-1] if instrs else None
-        body = instrs[:-1] if instrs and last.parts[0] in BRANCHES else instrs
-        for ins in body:
+        ends_by = cfg.control_of(instrs[-1]) if instrs else None
+        for ins in instrs if ends_by is None else instrs[:-1]:
             e.translate(ins)
-        ending = self._ending(e, block, last)
+        e.guard = None
+        e.store_live(self.live.names(self.live.live_out[block.index]))
+        through = self.through(block.index)
+        if ends_by is None:
+            ending = f"  ret i32 {through}"
+        else:
+            ending = control.ending(e, instrs[-1], ends_by, self.targets(instrs[-1]), through)
         count = [
             f"  %counters.at = getelementptr i64, ptr %ctx, i64 {int(Ctx.COUNTERS)}",
             "  %counters = load ptr, ptr %counters.at, align 8",
@@ -222,86 +247,6 @@ class Program:
             [f"define i32 @b{block.index}(ptr %regs, ptr %ctx, i32 %mask) {{", *head, *e.lines, ending, "}\n"]
         )
         return text, e.intrinsics
-
-    def _ending(self, e: Emitter, block: cfg.Block, last: Instr | None) -> str:
-        """Store live registers, then return the next block's index or the reason to stop."""
-        live = self.live.names(self.live.live_out[block.index])
-        e.guard = None
-        if last is not None and last.parts[0] == "brx":
-            return self._indirect(e, block, last)
-        if last is None or last.parts[0] not in BRANCHES:
-            e.store_live(live)
-            return f"  ret i32 {self.block_at.get(block.end, self.exit_index)}"
-        target, through = self.branch(block.index, last)
-        if last.parts[0] == "trap":
-            target = None
-        if last.guard is None:
-            e.store_live(live)
-            if target is None:
-                return self._trap(e, last)
-            return f"  ret i32 {target}"
-        condition = e.pred(Not(last.guard) if last.guard_negated else last.guard)
-        taken = e.op(f"and i32 {e.op(f'bitcast {ivec(1)} {condition} to i32')}, %mask")
-        e.store_live(live)
-        if target is None:
-            return self._guarded_trap(e, last, taken, through)
-        none = e.op(f"icmp eq i32 {taken}, 0")
-        e.do(f"br i1 {none}, label %through, label %some")
-        e.lines += ["through:", f"  ret i32 {through}", "some:"]
-        every = e.op(f"icmp eq i32 {taken}, %mask")
-        e.do(f"br i1 {every}, label %take, label %split")
-        e.lines += ["take:", f"  ret i32 {target}", "split:"]
-        e.ctx_store(Ctx.TAKEN, e.op(f"zext i32 {taken} to i64"))
-        return f"  ret i32 -{int(Stop.DIVERGED)}"
-
-    def _indirect(self, e: Emitter, block: cfg.Block, last: Instr) -> str:
-        """brx.idx, a block of its own: the lanes that share the first one's index go, others run it again."""
-        through = self.block_at.get(block.end, self.exit_index)
-        taking = "%mask"
-        if last.guard is not None:
-            guard = e.pred(Not(last.guard) if last.guard_negated else last.guard)
-            taking = e.op(f"and i32 {e.op(f'bitcast {ivec(1)} {guard} to i32')}, %mask")
-        none = e.op(f"icmp eq i32 {taking}, 0")
-        e.do(f"br i1 {none}, label %through, label %some")
-        e.lines += ["through:", f"  ret i32 {through}", "some:"]
-        index = e.get(last.operands[0], 32)
-        first = e.call("i32", "llvm.cttz.i32", f"i32 {taking}", "i1 true")
-        chosen = e.op(f"extractelement {ivec(32)} {index}, i32 {first}")
-        alike = e.op(f"icmp eq {ivec(32)} {index}, {e.splat(32, chosen)}")
-        together = e.op(f"and i32 {e.op(f'bitcast {ivec(1)} {alike} to i32')}, {taking}")
-        targets = [self.block_at[self.kernel.labels[name]] for name in cfg.targets(last, self.kernel)]
-        cases = " ".join(f"i32 {i}, label %go" for i in range(len(targets)))
-        e.do(f"switch i32 {chosen}, label %beyond [ {cases} ]")
-        e.lines.append("beyond:")
-        e.lines.append(self._trap(e, last, Fault.BRANCH_INDEX))
-        e.lines.append("go:")
-        table = f"[{len(targets)} x i32] [{', '.join(f'i32 {t}' for t in targets)}]"
-        place = e.buffer(f"[{len(targets)} x i32]")
-        e.do(f"store {table}, ptr {place}")
-        at = e.op(f"getelementptr i32, ptr {place}, i32 {chosen}")
-        target = e.op(f"load i32, ptr {at}")
-        every = e.op(f"icmp eq i32 {together}, %mask")
-        e.do(f"br i1 {every}, label %take, label %split")
-        e.lines += ["take:", f"  ret i32 {target}", "split:"]
-        e.ctx_store(Ctx.TAKEN, e.op(f"zext i32 {together} to i64"))
-        e.ctx_store(Ctx.TARGET, e.op(f"zext i32 {target} to i64"))
-        return f"  ret i32 -{int(Stop.DIVERGED)}"
-
-    def _trap(self, e: Emitter, ins: Instr, kind: Fault = Fault.TRAP) -> str:
-        e.ctx_store(Ctx.FAULT_KIND, str(int(kind)))
-        e.ctx_store(Ctx.FAULT_INSTR, str(ins.index))
-        return f"  ret i32 -{int(Stop.FAULT)}"
-
-    def _guarded_trap(self, e: Emitter, ins: Instr, taken: str, through: int) -> str:
-        none = e.op(f"icmp eq i32 {taken}, 0")
-        e.do(f"br i1 {none}, label %through, label %trapped")
-        e.lines += ["through:", f"  ret i32 {through}", "trapped:"]
-        return self._trap(e, ins)
-
-
-def is_native_collective(ins: Instr) -> bool:
-    """Whether native code must find all member lanes together at this instruction."""
-    return ins.parts[0] in warp.COLLECTIVE and ("sync" in ins.parts)
 
 
 def _register_names(ins: Instr) -> list[str]:

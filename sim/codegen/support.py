@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from warpspec.sim.codegen.layout import Ctx, Fault, Stop
-from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET
+from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, WINDOW_SHIFT
 
 SPACES = {"generic": 0, "global": 1, "shared": 2, "cluster": 3, "local": 4}
 
@@ -35,7 +35,7 @@ dispatch:
                                      i32 3, label %cluster
                                      i32 4, label %local ]
 generic:
-  %top = lshr i64 %addr, 56
+  %top = lshr i64 %addr, {WINDOW_SHIFT}
   switch i64 %top, label %global [ i64 1, label %cluster
                                    i64 2, label %local ]
 own:
@@ -266,7 +266,7 @@ def _flush(source: str, name: str) -> str:
 # atom.add.f32 flushes subnormals in global memory and keeps them in shared memory (PTX ISA 9.7.13.5).
 _F32_SUM = f"""  %is.global = icmp eq i32 %space, {SPACES["global"]}
   %is.generic = icmp eq i32 %space, {SPACES["generic"]}
-  %no.window = icmp ult i64 %addr, {1 << 56}
+  %no.window = icmp ult i64 %addr, {1 << WINDOW_SHIFT}
   %generic.global = and i1 %is.generic, %no.window
   %ftz = or i1 %is.global, %generic.global
 {_flush("old", "fo.bits")}

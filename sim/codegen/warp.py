@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.emitter import Emitter, NotNative, emits, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
 from warpspec.sim.instruction import Imm, Instr, Pair
-
-COLLECTIVE = frozenset({"shfl", "vote", "redux", "elect"})
-
-
-def membermask(ins: Instr):
-    """The membermask operand of a native collective instruction."""
-    return ins.operands[1] if ins.parts[0] == "elect" else ins.operands[-1]
+from warpspec.sim.registry import Collective, Family, translator
 
 
 def _lane_numbers(e: Emitter) -> str:
     return "<" + ", ".join(f"i32 {i}" for i in range(32)) + ">"
 
 
-@emits("shfl")
+@translator("shfl.sync", family=Family.WARP, destinations=1, collective=Collective.MEMBERS)
 def shfl(e: Emitter, ins: Instr) -> None:
     """shfl.sync.mode.b32 d[|p], a, b, c, membermask (9.7.9.6): c holds the segment mask (bits 8-12) and the clamp."""
     mode, (a, b, c) = ins.parts[2], ins.operands[1:4]
@@ -86,11 +80,11 @@ end:
 
 def _members(e: Emitter, ins: Instr) -> str:
     """<32 x i32>: the executing lanes that each lane's membermask names (tiles of a warp name different ones)."""
-    named = e.get(membermask(ins), 32)
+    named = e.get(ins.membermask, 32)
     return e.op(f"and {ivec(32)} {named}, {e.splat(32, e.active())}")
 
 
-@emits("elect")
+@translator("elect.sync", family=Family.WARP, destinations=1, collective=Collective.MEMBERS)
 def elect(e: Emitter, ins: Instr) -> None:
     """elect.sync d|p, membermask: the lowest member is elected (the ISA leaves the choice open)."""
     leader = e.call(ivec(32), "llvm.cttz.v32i32", f"{ivec(32)} {_members(e, ins)}", "i1 false")
@@ -99,9 +93,10 @@ def elect(e: Emitter, ins: Instr) -> None:
     e.set(pair.first, leader, 32)
 
 
-@emits("vote")
+@translator("vote.sync", family=Family.WARP, destinations=1, collective=Collective.MEMBERS)
 def vote(e: Emitter, ins: Instr) -> None:
-    mode = ins.parts[2] if ins.has("sync") else None
+    """vote.sync.all, any, uni and ballot: what the members' predicates are."""
+    mode = ins.parts[2]
     members = _members(e, ins)
     setting = e.splat(32, e.op(f"bitcast {ivec(1)} {e.pred(ins.operands[1])} to i32"))
     setting = e.op(f"and {ivec(32)} {setting}, {members}")
@@ -128,37 +123,21 @@ _REDUCE = {
 }  # fmt: skip
 
 
-@emits("redux")
+@translator("redux.sync", family=Family.WARP, destinations=1, collective=Collective.MEMBERS)
 def redux(e: Emitter, ins: Instr) -> None:
     """redux.sync over integers: lanes outside the (immediate) membermask contribute the identity."""
     key = (ins.parts[2], ins.parts[-1])
-    if key not in _REDUCE or not isinstance(membermask(ins), Imm):
+    if key not in _REDUCE or not isinstance(ins.membermask, Imm):
         raise NotNative(ins.opcode)
     name, identity = _REDUCE[key]
-    members = e.op(f"and i32 {membermask(ins).value & 0xFFFFFFFF}, {e.active()}")
+    members = e.op(f"and i32 {ins.membermask.value & 0xFFFFFFFF}, {e.active()}")
     inside = e.op(f"bitcast i32 {members} to {ivec(1)}")
     value = e.select(inside, e.get(ins.operands[1], 32), e.imm(32, identity), ivec(32))
     result = e.call("i32", f"llvm.vector.reduce.{name}.v32i32", f"{ivec(32)} {value}")
     e.set(ins.operands[0], e.splat(32, result), 32)
 
 
-@emits("activemask")
+@translator("activemask", family=Family.WARP, destinations=1)
 def activemask(e: Emitter, ins: Instr) -> None:
+    """activemask gives the lanes that execute it together."""
     e.set(ins.operands[0], e.splat(32, "%mask"), 32)
-
-
-@emits("nop", "pragma", "setmaxnreg", "nanosleep", "pmevent")
-def no_effect(e: Emitter, ins: Instr) -> None:
-    """Instructions that change no value here: timing, register budgets, hints."""
-
-
-@emits("fence", "membar")
-def fence(e: Emitter, ins: Instr) -> None:
-    """Memory is sequentially consistent here (ARCHITECTURE.md says what this hides); tensormap fences copy."""
-    if ins.has("tensormap") or any(p.startswith("proxy::tensormap") for p in ins.parts):
-        raise NotNative(ins.opcode)
-
-
-@emits("griddepcontrol")
-def griddepcontrol(e: Emitter, ins: Instr) -> None:
-    """Launches run one after the other, so a dependent grid never waits."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +11,10 @@ from warpspec.sim.compare_alu import select_form, set_form, setp_form
 from warpspec.sim.float_alu import PRED, Form, float_form
 from warpspec.sim.instruction import Instr, Operand, Pair, Reg
 from warpspec.sim.integer_alu import integer_form, integer_type
-from warpspec.sim.registry import WARP_SIZE, instruction
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.machine import Machine
+from warpspec.sim.registry import Family, fallback, handler
+from warpspec.sim.warp import Warp
 
 _LANES = np.arange(WARP_SIZE, dtype=np.uint64)
 _CARRY = Reg(CARRY)
@@ -80,13 +78,16 @@ def apply(w: Warp, ins: Instr, form: Form, sources: tuple[Operand, ...], mask: i
         write_bits(w, register, value, mask, form.signed)
 
 
-@instruction(
-    "add", "sub", "mul", "mad", "fma", "div", "rem", "abs", "neg", "min", "max",
-    "addc", "subc", "madc", "mul24", "mad24", "sad", "dp4a", "dp2a",
-    "popc", "clz", "bfind", "fns", "brev", "bfe", "bfi", "szext", "bmsk",
+@handler("addc", "subc", "madc", family=Family.ARITHMETIC, destinations=1, carry_in=True)
+@handler(
+    "mul24", "mad24", "sad", "dp4a", "dp2a", "bfind", "fns", "bfi", "szext", "bmsk", "testp", "copysign", "set", "slct",
+    family=Family.ARITHMETIC, destinations=1,
+)  # fmt: skip
+@handler("tanh", family=Family.SPECIAL_FUNCTION, destinations=1)
+@fallback(
+    "add", "sub", "mul", "mad", "fma", "div", "rem", "abs", "neg", "min", "max", "popc", "clz", "brev", "bfe",
     "and", "or", "xor", "not", "cnot", "lop3", "shf", "shl", "shr", "prmt",
-    "rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", "testp", "copysign",
-    "set", "setp", "selp", "slct",
+    "rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "setp", "selp",
 )  # fmt: skip
 def arithmetic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """d = op(a, b, ...) lane by lane."""

@@ -7,20 +7,19 @@ at issue. PTX ISA 9.7.9.25.3 (Non-bulk copy), 9.7.9.12 (st.async), 9.7.9.13 (st.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from warpspec.sim.codegen.memory import ordered_in_global, outside_shared
 from warpspec.sim.errors import BarrierFault, MemoryFault, UnsupportedInstruction
 from warpspec.sim.families import mbarrier
 from warpspec.sim.families.tma import COMPLETE_TX, located, shared_view
 from warpspec.sim.instruction import Imm, Instr, Not, Reg, Vec
-from warpspec.sim.registry import WARP_SIZE, CallOp, Op, Wait, instruction, lanes
+from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.machine import Machine
+from warpspec.sim.operation import CallOp, Op, Wait
+from warpspec.sim.registry import Family, handler
 from warpspec.sim.tma import reduction
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 COPY_SIZES = (4, 8, 16)
 BULK_STORE_UNIT = 8  # bytes: address and size of st.bulk
@@ -89,7 +88,7 @@ class AsyncCopy(Op):
 
 
 class Arrival:
-    """An mbarrier arrive-on that waits for copies."""
+    """An arrive on an mbarrier that takes place once a thread's copies are done."""
 
     __slots__ = ("count", "cta", "offset", "remaining")
 
@@ -103,11 +102,11 @@ class Arrival:
 
     def arrive(self, m: Machine) -> None:
         m.defer(
-            CallOp(lambda: m.mbarrier_arrive(self.cta, self.offset, self.count), "cp.async.mbarrier.arrive")
+            CallOp(lambda: mbarrier.arrive(m, self.cta, self.offset, self.count), "cp.async.mbarrier.arrive")
         )
 
 
-@instruction("cp.async.ca", "cp.async.cg")
+@handler("cp.async.ca", "cp.async.cg", family=Family.ASYNC_COPY, destinations=0)
 def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.{ca,cg}.shared.global [dst], [src], cp-size{, src-size | ignore-src}{, cache-policy}."""
     operands = ins.operands[: -1 if ins.has("L2::cache_hint") else None]
@@ -151,9 +150,9 @@ def _commit(w: Warp, mask: int) -> None:
         copies.open[lane] = []
 
 
-@instruction("cp.async.commit_group")
+@handler("cp.async.commit_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.commit_group."""
+    """cp.async.commit_group: the thread's copies since the last one become a group."""
     _commit(w, mask)
 
 
@@ -171,20 +170,20 @@ def _wait(w: Warp, mask: int, newest: int) -> Wait | None:
     return None
 
 
-@instruction("cp.async.wait_group")
+@handler("cp.async.wait_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.wait_group N: until at most the N newest groups are pending."""
     return _wait(w, mask, w.scalar(ins.operands[0], mask))
 
 
-@instruction("cp.async.wait_all")
+@handler("cp.async.wait_all", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_all(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.wait_all: commit_group, wait_group 0. Called again after a wait, it commits empty groups."""
     _commit(w, mask)
     return _wait(w, mask, 0)
 
 
-@instruction("cp.async.mbarrier.arrive")
+@handler("cp.async.mbarrier.arrive", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.mbarrier.arrive{.noinc}: arrive once the thread's copies so far are done.
 
@@ -236,7 +235,7 @@ def _issue_remote(m: Machine, w: Warp, ins: Instr, mask: int, meet) -> None:
 
             def act(cta=cta, offset=offset, value=value, barrier=barrier):
                 meet(shared_view(cta, offset, nbytes), value)
-                m.mbarrier_complete_tx(*barrier, nbytes)
+                mbarrier.complete_tx(m, *barrier, nbytes)
 
         else:
 
@@ -250,7 +249,7 @@ def _store(destination: np.ndarray, value: np.ndarray) -> None:
     destination[:] = value
 
 
-@instruction("st.async")
+@handler("st.async", family=Family.MEMORY, destinations=0, shares_memory=ordered_in_global)
 def st_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """st.async: to another CTA's shared memory with complete-tx, or a release store to global memory."""
     if ins.has("mmio"):
@@ -260,18 +259,18 @@ def st_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _issue_remote(m, w, ins, mask, _store)
 
 
-@instruction("red.async")
+@handler("red.async", family=Family.MEMORY, destinations=0, shares_memory=outside_shared)
 def red_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """red.async: the same with a reduction."""
+    """red.async: reduces into another CTA's shared memory with complete-tx, or into global memory."""
     if ins.has("mmio"):
         raise UnsupportedInstruction(f"`{ins.opcode}`")
     operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
     _issue_remote(m, w, ins, mask, reduction.combine(operation, ins.parts[-1]))
 
 
-@instruction("st.bulk")
+@handler("st.bulk", family=Family.MEMORY, destinations=0)
 def st_bulk(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """st.bulk: zeroes shared memory, at once."""
+    """st.bulk sets shared memory to zero, at once."""
     addresses, sizes = w.address(ins.operands[0]), w.u64(ins.operands[1])
     if w.scalar(ins.operands[2], mask) != 0:
         raise UnsupportedInstruction(f"`{ins.opcode}` with another value than 0")

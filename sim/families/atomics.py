@@ -5,8 +5,6 @@ A vector is atomic element by element; the lanes of a warp go one after the othe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from warpspec.sim.codegen.memory import space_of
@@ -14,11 +12,10 @@ from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.families.alu import form_of
 from warpspec.sim.families.wide import place, read, write
 from warpspec.sim.instruction import Instr, Operand, Vec
-from warpspec.sim.registry import instruction, lanes
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
+from warpspec.sim.registry import fallback
+from warpspec.sim.warp import Warp
 
 # bits of an element, operations
 TYPES = {
@@ -41,7 +38,7 @@ def parse(ins: Instr) -> tuple[str, str, int]:
     bits, operations = TYPES.get(type_, (0, ()))
     operation = next((part for part in ins.parts[1:] if part in operations), None)
     vector_type = type_ not in ("b16", "b128") and count * bits // 8 <= MAX_BYTES
-    if operation is None or ins.parts[1] == "async" or (count > 1 and not vector_type):
+    if operation is None or (count > 1 and not vector_type):
         raise UnsupportedInstruction(f"the simulator does not execute `{ins.opcode}`")
     return operation, type_, count
 
@@ -54,7 +51,7 @@ def operand_lanes(w: Warp, operand: Operand, bits: int) -> np.ndarray:
     return np.stack([w.values(item, bits) for item in items])
 
 
-@instruction("atom", "red")
+@fallback("atom", "red")
 def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """atom d, [a], b[, c]; red [a], b."""
     operation, type_, count = parse(ins)

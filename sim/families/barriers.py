@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from warpspec.sim.errors import BarrierFault, UnsupportedInstruction
+from warpspec.sim.families import mbarrier
 from warpspec.sim.instruction import Instr, Not, Reg
-from warpspec.sim.registry import FULL_MASK, WARP_SIZE, CallOp, Wait, instruction
+from warpspec.sim.lanes import FULL_MASK, WARP_SIZE
+from warpspec.sim.machine import Machine
+from warpspec.sim.operation import CallOp, Wait
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.warp import Cluster, Cta, Warp
 
 NAMED_BARRIERS = 16
@@ -31,6 +35,13 @@ class NamedBarrier:
         counts = f"{self.arrived} of {self.expected} threads"
         return f"waits at named barrier {self.number} of CTA {self.cta.coords}: {counts}"
 
+    def threads_left(self, m: Machine, w: Warp, count: int) -> None:
+        """Threads of a warp have exited: a barrier of all threads of the CTA expects fewer."""
+        if self.expected is not None and self.all_threads:
+            self.expected -= count
+            if self.arrived and self.arrived == self.expected:
+                _complete(m, self)
+
 
 def _barrier(cta: Cta, number: int) -> NamedBarrier:
     if not 0 <= number < NAMED_BARRIERS:
@@ -44,7 +55,7 @@ def _live_threads(cta: Cta) -> int:
     return sum(w.alive.bit_count() for w in cta.warps)
 
 
-def _arrive(m, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> bool:
+def _arrive(m: Machine, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> bool:
     """Arrive with a warp's lanes; True if that completes the barrier. Threads count by whole warps."""
     if count is not None and (count % WARP_SIZE or count <= 0):
         raise BarrierFault(
@@ -68,7 +79,7 @@ def _arrive(m, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> 
     return barrier.arrived == barrier.expected
 
 
-def _complete(m, barrier: NamedBarrier) -> None:
+def _complete(m: Machine, barrier: NamedBarrier) -> None:
     barrier.expected, barrier.arrived, barrier.all_threads = None, 0, False
     barrier.generation += 1
     for w, target, kind, mask in barrier.results:
@@ -87,21 +98,6 @@ def _deliver(w: Warp, target: Reg, kind: str, mask: int, votes: list) -> None:
         w.set_pred(target, FULL_MASK if value else 0, mask)
 
 
-def threads_left(m, w: Warp, count: int) -> None:
-    """Threads of a warp exited: barriers of all threads of the CTA expect fewer; the cluster barrier too."""
-    cta = w.cta
-    for barrier in list(cta.named_barriers.values()):
-        if barrier.expected is not None and barrier.all_threads:
-            barrier.expected -= count
-            if barrier.arrived and barrier.arrived == barrier.expected:
-                _complete(m, barrier)
-    state = cta.cluster.barrier
-    if state is not None:
-        if w.state.get("cluster_arrived") == state.phase:
-            state.arrived -= count  # they arrived and left without waiting: no longer among those expected
-        _cluster_complete_if_done(m, cta.cluster)
-
-
 def _operands(ins: Instr) -> tuple[str, list]:
     """('sync' | 'arrive' | 'red', operands) of bar/barrier[.cta].kind."""
     kind = next((p for p in ins.parts[1:] if p in ("sync", "arrive", "red")), None)
@@ -110,9 +106,13 @@ def _operands(ins: Instr) -> tuple[str, list]:
     return kind, list(ins.operands)
 
 
-@instruction("bar", "barrier", collective=True)
-def named_barrier(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """bar/barrier[.cta].sync|arrive|red. Lanes of a warp arrive together."""
+@handler("bar", "barrier", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
+@handler(
+    "bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red",
+    family=Family.BARRIER, destinations=1, collective=Collective.WARP,
+)  # fmt: skip
+def named_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """bar.sync, bar.arrive and bar.red, under all their names: the lanes of a warp arrive together."""
     kind, operands = _operands(ins)
     if kind == "red":
         return _reduce(m, w, ins, operands, mask)
@@ -124,7 +124,7 @@ def named_barrier(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
     return None if kind == "arrive" else Wait(on=barrier, text=barrier.describe, resume_after=True)
 
 
-def _reduce(m, w: Warp, ins: Instr, operands: list, mask: int) -> Wait | None:
+def _reduce(m: Machine, w: Warp, ins: Instr, operands: list, mask: int) -> Wait | None:
     """barrier.red.popc|and|or d, a[, b], c: every thread gets the reduction of predicate c over all threads."""
     target, number, *rest = operands
     predicate = w.pred(rest[-1])
@@ -141,8 +141,8 @@ def _reduce(m, w: Warp, ins: Instr, operands: list, mask: int) -> Wait | None:
     return Wait(on=barrier, text=barrier.describe, resume_after=True)
 
 
-@instruction("bar.warp", collective=True)
-def warp_barrier(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("bar.warp", family=Family.BARRIER, destinations=0, collective=Collective.MEMBERS_ANYWHERE)
+def warp_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """bar.warp.sync: the machine has gathered the lanes of the membermask."""
 
 
@@ -151,40 +151,48 @@ def warp_barrier(m, w: Warp, ins: Instr, mask: int) -> None:
 
 @dataclass(eq=False)
 class ClusterBarrier:
-    """barrier.cluster: every live thread of the cluster arrives; `arrived` maps warps to lanes of this phase."""
+    """barrier.cluster: every live thread of the cluster arrives; `arrived` counts those of this phase."""
 
+    cluster: Cluster
     arrived: int = 0
     phase: int = 0
+
+    def complete_if_done(self, m: Machine) -> None:
+        """End the phase if all threads that are left have arrived."""
+        alive = sum(_live_threads(cta) for cta in self.cluster.ctas)
+        if self.arrived == alive > 0:
+            self.arrived = 0
+            self.phase += 1
+            m.notify(self)
+
+    def threads_left(self, m: Machine, w: Warp, count: int) -> None:
+        """Threads of a warp have exited: if they had arrived, they are not among those expected any more."""
+        if w.state.get("cluster_arrived") == self.phase:
+            self.arrived -= count
+        self.complete_if_done(m)
 
 
 def _cluster(cluster: Cluster) -> ClusterBarrier:
     if cluster.barrier is None:
-        cluster.barrier = ClusterBarrier()
+        cluster.barrier = ClusterBarrier(cluster)
     return cluster.barrier
 
 
-def _cluster_complete_if_done(m, cluster: Cluster) -> None:
-    state = _cluster(cluster)
-    alive = sum(_live_threads(cta) for cta in cluster.ctas)
-    if state.arrived == alive > 0:
-        state.arrived = 0
-        state.phase += 1
-        m.notify(state)
-
-
-@instruction("barrier.cluster.arrive", collective=True)
-def cluster_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("barrier.cluster.arrive", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
+def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """barrier.cluster.arrive: the lanes arrive and go on; they must wait before they arrive again."""
     state = _cluster(w.cta.cluster)
     if w.state.get("cluster_arrived", -1) == state.phase:
         raise BarrierFault("barrier.cluster.arrive twice without barrier.cluster.wait between")
     w.state["cluster_arrived"] = state.phase
     state.arrived += mask.bit_count()
     m.progress += 1
-    _cluster_complete_if_done(m, w.cta.cluster)
+    state.complete_if_done(m)
 
 
-@instruction("barrier.cluster.wait", collective=True)
-def cluster_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
+@handler("barrier.cluster.wait", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
+def cluster_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
+    """barrier.cluster.wait: the lanes wait until all live threads of the cluster have arrived."""
     state = _cluster(w.cta.cluster)
     arrived = w.state.get("cluster_arrived")
     if arrived is None:
@@ -202,8 +210,8 @@ RESPONSE_BYTES = 16
 CANCELED = 1  # flag word of the simulator's response format
 
 
-@instruction("clusterlaunchcontrol.try_cancel")
-def try_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("clusterlaunchcontrol.try_cancel", family=Family.BARRIER, destinations=0, shares_memory=True)
+def try_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """Ask for the next cluster's place in the grid: 16 bytes to shared memory, and as many to an mbarrier."""
     address, bar = w.shared_address(ins.operands[0], mask), w.shared_address(ins.operands[1], mask)
     ctas = w.cta.cluster.ctas if ins.has("multicast::cluster::all") else [m.cta_at(w, address)[0]]
@@ -216,7 +224,7 @@ def try_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
         words = np.array([*(first or (0, 0, 0)), CANCELED if first else 0], np.uint32)
         for cta in ctas:
             cta.smem[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
-            m.mbarrier_complete_tx(cta, bar_offset, RESPONSE_BYTES)
+            mbarrier.complete_tx(m, cta, bar_offset, RESPONSE_BYTES)
 
     m.defer(CallOp(respond, "clusterlaunchcontrol.try_cancel"))
 
@@ -226,8 +234,8 @@ def _response(w: Warp, operand) -> np.ndarray:
     return np.ascontiguousarray(w._view(operand.name)).view(np.uint32).reshape(WARP_SIZE, 4)
 
 
-@instruction("clusterlaunchcontrol.query_cancel")
-def query_cancel(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("clusterlaunchcontrol.query_cancel", family=Family.BARRIER, destinations=1, shares_memory=True)
+def query_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """is_canceled -> predicate; get_first_ctaid.v4 -> {x, y, z, _}; get_first_ctaid::x|y|z -> one coordinate."""
     words = _response(w, ins.operands[1])
     if ins.has("is_canceled"):

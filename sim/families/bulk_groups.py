@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim.instruction import Instr
-from warpspec.sim.registry import CallOp, Op, Wait, instruction, lanes
+from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
+from warpspec.sim.operation import CallOp, Op, Wait
+from warpspec.sim.registry import Family, handler
 from warpspec.sim.tma import TensorMap
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 
 class MapRead:
@@ -112,7 +111,7 @@ def issuers(mask: int, keys: Sequence[Hashable], once: bool) -> list[list[int]]:
     return list(found.values())
 
 
-@instruction("cp.async.bulk.commit_group")
+@handler("cp.async.bulk.commit_group", family=Family.BULK_GROUP, destinations=0)
 def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.bulk.commit_group: an empty group is complete at once."""
     for lane in lanes(mask):
@@ -132,7 +131,7 @@ def _read_maps(m: Machine, group: BulkGroup) -> None:
     m.notify(group)
 
 
-@instruction("cp.async.bulk.wait_group")
+@handler("cp.async.bulk.wait_group", family=Family.BULK_GROUP, destinations=0)
 def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.bulk.wait_group{.read} N: until at most the N newest groups are pending."""
     newest = w.scalar(ins.operands[0], mask)

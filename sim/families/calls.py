@@ -8,22 +8,19 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.errors import MemoryFault, SimError, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Mem, Operand, Sym, Vec
-from warpspec.sim.memory import LOCAL_WINDOW
-from warpspec.sim.registry import WARP_SIZE, instruction, lanes
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.machine import Machine
+from warpspec.sim.memory import in_local_window
+from warpspec.sim.registry import Family, fallback, handler
+from warpspec.sim.warp import Warp
 
 LONGEST_STRING = 4096  # bytes read of a string before it counts as not terminated
-_WINDOW_SHIFT = 56
 _CONVERSION = re.compile(
     r"%(?P<flags>[-+ #0]*[\d*]*(?:\.[\d*]*)?)(?P<length>hh|h|ll|l|z|j|t)?(?P<kind>[diouxXcsfFeEgGaAp%])"
 )
@@ -64,8 +61,9 @@ def _type_bytes(ins: Instr) -> int:
     return int(ins.parts[-1].lstrip("busf")) // 8
 
 
-@instruction("st.param")
+@fallback("st.param")
 def store_argument(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """st.param writes an argument into the .param variable with which a call passes it."""
     data, at = _place(w, ins.operands[0])
     size = _type_bytes(ins)
     chosen = lanes(mask)
@@ -75,8 +73,9 @@ def store_argument(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         at += size
 
 
-@instruction("ld.param")
+@fallback("ld.param")
 def load_result(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """ld.param reads a call's result from the .param variable that the call wrote."""
     data, at = _place(w, ins.operands[1])
     size = _type_bytes(ins)
     for item in _registers(ins.operands[0]):
@@ -85,7 +84,12 @@ def load_result(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         at += size
 
 
-@instruction("call")
+def _returned_values(ins: Instr) -> int:
+    """1 for `call (values), function, (arguments)`; 0 where the first operand is the function's name."""
+    return int(isinstance(ins.operands[0], Vec))
+
+
+@handler("call", family=Family.CALL, destinations=_returned_values)
 def call(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """call (results), function, (arguments)."""
     operands = list(ins.operands)
@@ -124,7 +128,7 @@ def vprintf(m: Machine, w: Warp, lane: int, text: int, arguments: int) -> int:
 def assert_fail(
     m: Machine, w: Warp, lane: int, message: int, file: int, line: int, function: int, _size: int
 ):
-    """__assertfail: stops the run."""
+    """__assertfail stops the run; raises SimError with the assertion's text and place."""
     text, name, place = (read_string(m, w, lane, a) for a in (message, file, function))
     raise SimError(f"assertion failed in lane {lane}: {text} ({name}:{line & 0xFFFFFFFF}, {place})")
 
@@ -134,7 +138,7 @@ _FUNCTIONS = {"vprintf": vprintf, "__assertfail": assert_fail}
 
 def read_generic(m: Machine, w: Warp, lane: int, address: int, size: int) -> bytes:
     """Bytes at a generic address of the lane's local memory or of global memory."""
-    if address >> _WINDOW_SHIFT != LOCAL_WINDOW >> _WINDOW_SHIFT:
+    if not in_local_window(address):
         return m.gmem.view(address, size).tobytes()
     offset, limit = address & 0xFFFFFFFF, int(w.ctx[Ctx.LOCAL_SIZE])
     if offset + size > limit:

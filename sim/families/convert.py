@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from warpspec.sim.conversions import convert_form
 from warpspec.sim.families.alu import apply
 from warpspec.sim.instruction import Instr, Vec
-from warpspec.sim.registry import instruction
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.machine import Machine
+from warpspec.sim.registry import fallback
+from warpspec.sim.warp import Warp
 
 form_of = lru_cache(maxsize=None)(convert_form)
 
 
-@instruction("cvt")
+@fallback("cvt")
 def convert(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """d = convert(a) or, for packed types, of {a, b} or {a, b, e, f} with random bits."""
     sources = ins.operands[1:]

@@ -13,8 +13,10 @@ import numpy as np
 from warpspec.sim import formats
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr
-from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_WINDOW
-from warpspec.sim.registry import instruction
+from warpspec.sim.machine import Machine
+from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
+from warpspec.sim.registry import Collective, Family, handler
+from warpspec.sim.warp import Warp
 
 ROW_BYTES = 16
 COUNTS = {"x1": 1, "x2": 2, "x4": 4}
@@ -33,11 +35,11 @@ def form(parts: tuple[str, ...]) -> tuple[str, int, bool, int]:
     return shape, count, "trans" in parts, used
 
 
-def row_view(m, w, operand, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def row_view(m: Machine, w: Warp, operand, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """(shared memory of a CTA, intp[rows, 16] byte indices): the rows that the first threads address."""
     address = w.address(operand)[:rows]
     first = int(address[0])
-    if first >> 56 == SHARED_WINDOW >> 56:  # generic
+    if in_shared_window(first):
         address = address & np.uint64(0xFFFFFFFF)
         first &= 0xFFFFFFFF
     if (address % ROW_BYTES).any():
@@ -51,8 +53,8 @@ def row_view(m, w, operand, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return cta.smem, offset[:, None] + np.arange(ROW_BYTES)
 
 
-@instruction("ldmatrix", collective=True)
-def ldmatrix(m, w, ins: Instr, mask: int) -> None:
+@handler("ldmatrix", family=Family.MATRIX, destinations=1, collective=Collective.WARP)
+def ldmatrix(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """ldmatrix: rows of shared memory to fragments."""
     shape, count, transposed, used = form(ins.parts)
     destination, source = ins.operands[:2]
@@ -76,8 +78,8 @@ def ldmatrix(m, w, ins: Instr, mask: int) -> None:
     w.write_vec(destination, words.reshape(-1, 32), mask)
 
 
-@instruction("stmatrix", collective=True)
-def stmatrix(m, w, ins: Instr, mask: int) -> None:
+@handler("stmatrix", family=Family.MATRIX, destinations=0, collective=Collective.WARP)
+def stmatrix(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """stmatrix: fragments to rows of shared memory."""
     shape, count, transposed, _ = form(ins.parts)
     target, source = ins.operands[:2]
@@ -96,8 +98,8 @@ def stmatrix(m, w, ins: Instr, mask: int) -> None:
     smem[index] = rows.reshape(-1, ROW_BYTES)
 
 
-@instruction("movmatrix", collective=True)
-def movmatrix(m, w, ins: Instr, mask: int) -> None:
+@handler("movmatrix", family=Family.MATRIX, destinations=1, collective=Collective.WARP)
+def movmatrix(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """movmatrix.m8n8.trans.b16: transpose an 8x8 fragment."""
     values = w.read_vec(ins.operands[1])
     w.write_vec(ins.operands[0], fragment_words(fragment_elements(values).transpose(0, 2, 1)), mask)

@@ -12,8 +12,11 @@ import numpy as np
 
 from warpspec.sim.errors import BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
+from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.memory import CTA_RANK_SHIFT
-from warpspec.sim.registry import Wait, instruction, lanes
+from warpspec.sim.operation import Wait
+from warpspec.sim.registry import Family, handler
 from warpspec.sim.warp import Cta, Warp
 
 MAX_COUNT = (1 << 20) - 1
@@ -54,6 +57,7 @@ def lookup(cta: Cta, offset: int) -> Mbarrier:
 
 
 def initialise(cta: Cta, offset: int, count: int) -> None:
+    """Make an mbarrier that expects `count` arrivals a phase at an offset of a CTA's shared memory."""
     if not 1 <= count <= MAX_COUNT:
         raise BarrierFault(f"mbarrier.init with count {count}; 1 to {MAX_COUNT} are allowed")
     if offset % SIZE:
@@ -63,14 +67,14 @@ def initialise(cta: Cta, offset: int, count: int) -> None:
     cta.mbarriers[offset] = Mbarrier(cta, offset, count, count, marker=marker)
 
 
-def _complete_if_done(m, barrier: Mbarrier) -> None:
+def _complete_if_done(m: Machine, barrier: Mbarrier) -> None:
     if barrier.pending == 0 and barrier.tx == 0:
         barrier.phase += 1
         barrier.pending = barrier.count
         m.notify(barrier)
 
 
-def arrive(m, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbarrier:
+def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbarrier:
     """Count arrivals; completes the phase when none and no bytes are pending."""
     barrier = lookup(cta, offset)
     if count > barrier.pending:
@@ -84,7 +88,8 @@ def arrive(m, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbar
     return barrier
 
 
-def expect_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
+def expect_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
+    """Make the current phase expect that many more bytes."""
     barrier = lookup(cta, offset)
     barrier.tx += nbytes
     if abs(barrier.tx) > MAX_TX:
@@ -92,7 +97,7 @@ def expect_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
     m.progress += 1
 
 
-def complete_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
+def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
     """Count bytes that arrived. Bytes may arrive before they are expected: the phase cannot end before its arrivals."""
     barrier = lookup(cta, offset)
     barrier.tx -= nbytes
@@ -103,7 +108,7 @@ def complete_tx(m, cta: Cta, offset: int, nbytes: int) -> None:
 # ---- instructions -------------------------------------------------------------------------------------------------
 
 
-def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[list[int], Cta, int]]:
+def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[list[int], Cta, int]]:
     """(lanes, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
     addresses = w.address(operand)
     chosen = lanes(mask)
@@ -126,15 +131,17 @@ def _places(m, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[l
     return found
 
 
-@instruction("mbarrier.init")
-def mbarrier_init(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mbarrier.init", family=Family.MBARRIER, destinations=0)
+def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.init [addr], count."""
     counts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         initialise(cta, offset, int(counts[members[0]]))
 
 
-@instruction("mbarrier.inval")
-def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
+def mbarrier_inval(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.inval frees the place; it is a fault while lanes wait on the mbarrier."""
     for _, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         barrier = lookup(cta, offset)
         if barrier in m.waiters:
@@ -143,8 +150,13 @@ def mbarrier_inval(m, w: Warp, ins: Instr, mask: int) -> None:
         cta.smem[offset : offset + SIZE] = 0xFF
 
 
-@instruction("mbarrier.arrive", "mbarrier.arrive_drop")
-def mbarrier_arrive(m, w: Warp, ins: Instr, mask: int) -> None:
+def _returned_states(ins: Instr) -> int:
+    """1 for `arrive state, [addr]`; 0 for an arrive that begins with the address."""
+    return 0 if isinstance(ins.operands[0], Mem) else 1
+
+
+@handler("mbarrier.arrive", "mbarrier.arrive_drop", family=Family.MBARRIER, destinations=_returned_states)
+def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """arrive[.expect_tx|.noComplete] [state,] [addr] [, count]; remote arrives return no state (`_` or none).
 
     The state that arrive returns and test_wait takes is opaque: here the phase and, above it, the arrivals that were
@@ -174,7 +186,7 @@ def _state(barrier: Mbarrier, arrived: int = 0) -> int:
     return barrier.phase | (barrier.pending - arrived) << STATE_PENDING
 
 
-def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
+def _arrive_alone(m: Machine, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
     """One arrival a lane, in as few steps as there are phases that they end."""
     while members:
         now, members = members[: max(barrier.pending, 1)], members[max(barrier.pending, 1) :]
@@ -182,29 +194,31 @@ def _arrive_alone(m, barrier: Mbarrier, members: list[int], tokens: np.ndarray, 
         arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 
-@instruction("mbarrier.expect_tx")
-def mbarrier_expect_tx(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mbarrier.expect_tx", family=Family.MBARRIER, destinations=0)
+def mbarrier_expect_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.expect_tx [addr], bytes: each lane's bytes count."""
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         for lane in members:
             expect_tx(m, cta, offset, int(amounts[lane]))
 
 
-@instruction("mbarrier.complete_tx")
-def mbarrier_complete_tx(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mbarrier.complete_tx", family=Family.MBARRIER, destinations=0)
+def mbarrier_complete_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.complete_tx [addr], bytes: each lane's bytes count."""
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         for lane in members:
             complete_tx(m, cta, offset, int(amounts[lane]))
 
 
-@instruction("mbarrier.pending_count")
-def mbarrier_pending_count(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mbarrier.pending_count", family=Family.MBARRIER, destinations=1)
+def mbarrier_pending_count(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """The arrivals that were pending before the arrive that returned the state (9.7.13.15.17)."""
     w.set_u32(ins.operands[0], (w.u64(ins.operands[1]) >> np.uint64(STATE_PENDING)).astype(np.uint32), mask)
 
 
-def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
+def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
     """(lanes whose phase has completed, a barrier that the others wait for)."""
     parity = ins.has("parity")
     wanted = w.values(ins.operands[2], 32 if parity else 64)
@@ -224,14 +238,15 @@ def _wait_state(m, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None
     return done, missing
 
 
-@instruction("mbarrier.test_wait")
-def mbarrier_test_wait(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mbarrier.test_wait", family=Family.MBARRIER, destinations=1)
+def mbarrier_test_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mbarrier.test_wait tells each lane whether its phase is complete; it never waits."""
     done, _ = _wait_state(m, w, ins, mask)
     w.set_pred(ins.operands[0], done, mask)
 
 
-@instruction("mbarrier.try_wait")
-def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
+@handler("mbarrier.try_wait", family=Family.MBARRIER, destinations=1)
+def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """Waits until the phase completes, or returns false: rarely at once, else when the machine says so.
 
     The instruction's time limit may pass at any time, so that a kernel must try again; one that does not is wrong
@@ -244,10 +259,8 @@ def mbarrier_try_wait(m, w: Warp, ins: Instr, mask: int) -> Wait | None:
     return None
 
 
-def describe_wait(m, w: Warp, ins: Instr, mask: int) -> str:
-    """What lanes at an mbarrier wait are waiting for; '' if they are at another instruction."""
-    if not ins.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
-        return ""
+def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
+    """What lanes at an mbarrier.try_wait wait for; '' if its phase is complete."""
     _, missing = _wait_state(m, w, ins, mask)
     if missing is None:
         return ""

@@ -13,8 +13,10 @@ import numpy as np
 
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.instruction import Instr
-from warpspec.sim.registry import instruction
+from warpspec.sim.machine import Machine
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05.operands import decode_elements
+from warpspec.sim.warp import Warp
 
 M, N = 16, 8
 WIDTH = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}  # bits of a multiplicand
@@ -27,6 +29,8 @@ GROUP, IN_GROUP = THREAD // 4, THREAD % 4
 
 @dataclass(frozen=True, slots=True)
 class MmaSyncForm:
+    """What an mma.sync opcode says: K, the types of A, B and D, and the FLOPs of one instruction."""
+
     k: int
     a: str
     b: str
@@ -59,9 +63,9 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
     return MmaSyncForm(k, a, b, d, "satfinite" in parts, 2 * M * N * k)
 
 
-@instruction("mma.sync", collective=True)
-def mma_sync(m, w, ins: Instr, mask: int) -> None:
-    """mma.sync: D = A B + C on fragments."""
+@handler("mma.sync", family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP)
+def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mma.sync computes D = A B + C on fragments, at once."""
     f = form(ins.parts)
     d, a, b, c = ins.operands[:4]
     left = a_matrix(w.read_vec(a), f.a, f.k)

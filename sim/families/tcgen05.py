@@ -13,13 +13,18 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
+from warpspec.sim.families import mbarrier
 from warpspec.sim.instruction import Imm, Instr, Mem, Vec
-from warpspec.sim.registry import Op, Wait, instruction, lanes
+from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
+from warpspec.sim.operation import Op, Wait
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import copy as smem_copy
 from warpspec.sim.tcgen05 import instruction_descriptor, mma, transfer
 from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, address_parts
 from warpspec.sim.tcgen05.mma import Mma, MmaBatch
 from warpspec.sim.tcgen05.transfer import TransferMap
+from warpspec.sim.warp import Warp
 
 EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
 SCALES_PER_ROW = {
@@ -38,10 +43,11 @@ SCALES_PER_ROW = {
 
 @lru_cache(maxsize=256)
 def cta_group_of(parts: tuple[str, ...]) -> int:
+    """1, or 2 where a pair of CTAs works together."""
     return 2 if "cta_group::2" in parts else 1
 
 
-def group_ctas(w, cta_group: int) -> list:
+def group_ctas(w: Warp, cta_group: int) -> list:
     """The CTAs an instruction works on, even rank first; notes the kernel's .cta_group."""
     cta = w.cta
     cta.tmem.use_cta_group(cta_group)
@@ -63,8 +69,8 @@ def peer_of(cta):
 # ---- allocation --------------------------------------------------------------------------------------------
 
 
-@instruction("tcgen05.alloc", collective=True)
-def alloc(m, w, ins: Instr, mask: int) -> Wait | None:
+@handler("tcgen05.alloc", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
+def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """tcgen05.alloc: reserve columns, write their address to shared memory; waits until they are free."""
     cta_group = cta_group_of(ins.parts)
     tmem = w.cta.tmem
@@ -83,7 +89,7 @@ def alloc(m, w, ins: Instr, mask: int) -> Wait | None:
     return None
 
 
-def _alloc_pair(m, cta, columns: int) -> Wait | None:
+def _alloc_pair(m: Machine, cta, columns: int) -> Wait | None:
     """Both CTAs of a pair must ask, for the same size; then both get theirs. Sets `pair_grant`."""
     tmem, peer = cta.tmem, peer_of(cta).tmem
     if tmem.pair_grant is not None:
@@ -109,8 +115,8 @@ def _alloc_pair(m, cta, columns: int) -> Wait | None:
     return None
 
 
-@instruction("tcgen05.dealloc", collective=True)
-def dealloc(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.dealloc", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
+def dealloc(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.dealloc: give columns back; wakes allocations that wait."""
     cta_group = cta_group_of(ins.parts)
     ctas = group_ctas(w, cta_group)
@@ -119,9 +125,9 @@ def dealloc(m, w, ins: Instr, mask: int) -> None:
         m.notify(cta.tmem)
 
 
-@instruction("tcgen05.relinquish_alloc_permit", collective=True)
-def relinquish(m, w, ins: Instr, mask: int) -> None:
-    """tcgen05.relinquish_alloc_permit: this CTA will not allocate again."""
+@handler("tcgen05.relinquish_alloc_permit", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
+def relinquish(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """tcgen05.relinquish_alloc_permit: this CTA must not allocate again."""
     w.cta.tmem.relinquish()
 
 
@@ -138,7 +144,7 @@ class MmaOp(Op):
         self.batch = MmaBatch(first)
         self.ctas = ctas
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         self.batch.execute(self.ctas)
         m.stats.mma_flops += self.batch.flops
 
@@ -153,7 +159,7 @@ class CopyOp(Op):
         self.ctas, self.descriptor, self.address = ctas, descriptor, address
         self.shape, self.source_format = shape, source_format
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         for cta in self.ctas:
             smem_copy.copy(cta.smem, cta.tmem, self.descriptor, self.address, self.shape, self.source_format)
 
@@ -167,15 +173,14 @@ class ShiftOp(Op):
         super().__init__(text, queue)
         self.ctas, self.address = ctas, address
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         lane, column = address_parts(self.address)
         for cta in self.ctas:
             mma.shift_rows_down(cta.tmem, lane, PARTITION_LANES, column)
 
 
 class CommitOp(Op):
-    """tcgen05.commit: all before it in the queue is done; arrive on mbarriers, given as (CTA, shared
-    offset)."""
+    """tcgen05.commit: all before it in the queue is done, so it arrives on mbarriers, given as (CTA, offset)."""
 
     __slots__ = ("targets",)
 
@@ -183,12 +188,13 @@ class CommitOp(Op):
         super().__init__(text, queue)
         self.targets = targets
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         for cta, offset in self.targets:
-            m.mbarrier_arrive(cta, offset)
+            mbarrier.arrive(m, cta, offset)
 
 
-def queue_of(w) -> tuple:
+def queue_of(w: Warp) -> tuple:
+    """The key of the queue that a warp's mma, cp, shift and commit share."""
     return ("tcgen05", w.cta.number, w.index)
 
 
@@ -224,9 +230,9 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
     )
 
 
-@instruction("tcgen05.mma")
-def mma_issue(m, w, ins: Instr, mask: int) -> None:
-    """tcgen05.mma: each executing lane issues one."""
+@handler("tcgen05.mma", family=Family.TCGEN05, destinations=0)
+def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """tcgen05.mma: each executing lane issues one; those that continue an accumulator run as one operation."""
     form = mma_form(ins.parts)
     ctas = group_ctas(w, form.cta_group)
     queue = queue_of(w)
@@ -238,7 +244,7 @@ def mma_issue(m, w, ins: Instr, mask: int) -> None:
         m.defer(MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}"))
 
 
-def read_mma(w, ins: Instr, form: MmaForm, lane: int) -> Mma:
+def read_mma(w: Warp, ins: Instr, form: MmaForm, lane: int) -> Mma:
     """The instruction's operands in one lane (a mask of one bit)."""
     d, a, b, idesc, *rest = ins.operands
     a_in_tmem = isinstance(a, Mem)
@@ -289,9 +295,9 @@ def copy_form(parts: tuple[str, ...]) -> tuple[smem_copy.CopyShape, str]:
     return smem_copy.copy_shape(shape, multicast), source_format
 
 
-@instruction("tcgen05.cp")
-def cp(m, w, ins: Instr, mask: int) -> None:
-    """tcgen05.cp: shared memory to tensor memory."""
+@handler("tcgen05.cp", family=Family.TCGEN05, destinations=0)
+def cp(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """tcgen05.cp copies shared memory to tensor memory, in order with the warp's other operations."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
     shape, source_format = copy_form(ins.parts)
     for lane in lanes(mask):
@@ -300,8 +306,8 @@ def cp(m, w, ins: Instr, mask: int) -> None:
         m.defer(CopyOp(queue_of(w), ctas, descriptor, address, shape, source_format, "tcgen05.cp"))
 
 
-@instruction("tcgen05.shift")
-def shift(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.shift", family=Family.TCGEN05, destinations=0)
+def shift(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.shift.down: within the 32 lanes at the address, row r takes row r + 1, 32 bytes wide."""
     ctas = group_ctas(w, cta_group_of(ins.parts))
     for lane in lanes(mask):
@@ -313,8 +319,8 @@ def shift(m, w, ins: Instr, mask: int) -> None:
         m.defer(ShiftOp(queue_of(w), ctas, address, "tcgen05.shift"))
 
 
-@instruction("tcgen05.commit")
-def commit(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.commit", family=Family.TCGEN05, destinations=0)
+def commit(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.commit: arrive on an mbarrier when this warp's mma, cp and shift so far are done.
 
     With .multicast::cluster, on the mbarrier at the same offset in every CTA of the mask.
@@ -359,7 +365,9 @@ def transfer_form(parts: tuple[str, ...]) -> tuple[str, int, bool]:
     return shape, repeat, "pack::16b" in parts or "unpack::16b" in parts
 
 
-def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[TransferMap, bool, int, int]:
+def place(
+    w: Warp, ins: Instr, address: Mem, split: Imm | None, mask: int
+) -> tuple[TransferMap, bool, int, int]:
     """(map, packed, lane, column) of a tcgen05.ld or .st."""
     shape, repeat, packed = transfer_form(ins.parts)
     tmap = transfer.transfer_map(shape, repeat, packed, split.value if split is not None else 0)
@@ -368,8 +376,9 @@ def place(w, ins: Instr, address: Mem, split: Imm | None, mask: int) -> tuple[Tr
     return tmap, packed, lane, column
 
 
-@instruction("tcgen05.ld", collective=True)
-def ld(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.ld", family=Family.TCGEN05, destinations=1, collective=Collective.WARP)
+@handler("tcgen05.ld.red", family=Family.TCGEN05, destinations=2, collective=Collective.WARP)
+def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.ld: tensor memory to registers, which are scoreboarded: the data is there at their first use.
 
     When tensor memory is read is open until then or tcgen05.wait::ld: a kernel that lets others overwrite it
@@ -386,7 +395,7 @@ def ld(m, w, ins: Instr, mask: int) -> None:
     w.in_flight(registers, lambda: finish_load(w, load))
 
 
-def finish_load(w, load: Transfer) -> None:
+def finish_load(w: Warp, load: Transfer) -> None:
     """Put a load's data into its registers."""
     values = load.values
     if values is None:
@@ -394,14 +403,14 @@ def finish_load(w, load: Transfer) -> None:
     w.write_vec(load.registers, values, load.mask)
 
 
-@instruction("tcgen05.wait::ld", collective=True)
-def wait_ld(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.wait::ld", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
+def wait_ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.wait::ld: this warp's loads are in their registers."""
     w.settle()
 
 
-@instruction("tcgen05.st", collective=True)
-def st(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
+def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.st: registers to tensor memory, there at the latest after tcgen05.wait::st."""
     address, *middle, registers = ins.operands
     tmap, packed, lane, column = place(w, ins, address, middle[0] if middle else None, mask)
@@ -413,15 +422,19 @@ def st(m, w, ins: Instr, mask: int) -> None:
     pending.append(Transfer(None, lane, column, tmap, packed, mask, values))
 
 
-@instruction("tcgen05.wait::st", collective=True)
-def wait_st(m, w, ins: Instr, mask: int) -> None:
+@handler("tcgen05.wait::st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
+def wait_st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.wait::st: this warp's stores are in tensor memory."""
     for t in w.state.get("tcgen05.st", ()):
         transfer.store(w.cta.tmem, t.lane, t.column, t.map, t.packed, t.values)
     w.state.pop("tcgen05.st", None)
 
 
-@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
-def fence(m, w, ins: Instr, mask: int) -> None:
-    """tcgen05.fence: orders asynchronous tensor-memory accesses with thread synchronisation; memory is in
-    order here."""
+@handler(
+    "tcgen05.fence::before_thread_sync",
+    "tcgen05.fence::after_thread_sync",
+    family=Family.TCGEN05,
+    destinations=0,
+)
+def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """tcgen05.fence orders tensor-memory accesses with thread synchronisation, which they are here anyhow."""

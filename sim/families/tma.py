@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
+from warpspec.sim.families import mbarrier
 from warpspec.sim.families.bulk_groups import BulkStore, MapRead, issuers, open_group
 from warpspec.sim.instruction import Instr, Mem
+from warpspec.sim.lanes import WARP_SIZE, lanes
+from warpspec.sim.machine import Machine
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, SHARED_WINDOW
-from warpspec.sim.registry import WARP_SIZE, Op, instruction, lanes
+from warpspec.sim.operation import Op
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tma import copy, reduction
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Cta, Warp
+from warpspec.sim.warp import Cta, Warp
 
 TENSOR_MAP_ALIGN = 64  # bytes
 BULK_ALIGN = 16  # bytes: addresses and sizes of bulk copies
@@ -122,7 +122,7 @@ class BulkLoad(Op):
     def execute(self, m: Machine) -> None:
         data, nbytes = self.load(m)
         self.place(self.target, data)
-        m.mbarrier_complete_tx(*self.barrier, nbytes)
+        mbarrier.complete_tx(m, *self.barrier, nbytes)
 
 
 def _once(function: Callable) -> Callable:
@@ -321,9 +321,9 @@ def _bytes_chosen(byte_mask: int, nbytes: int) -> np.ndarray:
 # ---- instructions ------------------------------------------------------------------------------------------
 
 
-@instruction("cp.async.bulk.tensor")
+@handler("cp.async.bulk.tensor", family=Family.TMA, destinations=0)
 def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.bulk.tensor, loads and stores."""
+    """cp.async.bulk.tensor: a load where it completes on an mbarrier, else a store."""
     _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_MODIFIERS))
     if ins.has(COMPLETE_TX):
         _tensor_load(m, w, ins, mask)
@@ -331,7 +331,7 @@ def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _tensor_store(m, w, ins, mask, None)
 
 
-@instruction("cp.reduce.async.bulk.tensor")
+@handler("cp.reduce.async.bulk.tensor", family=Family.TMA, destinations=0, shares_memory=True)
 def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.reduce.async.bulk.tensor: the element type is the tensor map's."""
     _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_REDUCE_MODIFIERS))
@@ -339,9 +339,9 @@ def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _tensor_store(m, w, ins, mask, operation)
 
 
-@instruction("cp.async.bulk")
+@handler("cp.async.bulk", family=Family.TMA, destinations=0)
 def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.bulk in its four directions."""
+    """cp.async.bulk: a load where it completes on an mbarrier, else a store."""
     _check_modifiers(ins.opcode, ins.parts, frozenset(COMMON_MODIFIERS | {"cp_mask"}))
     if ins.has(COMPLETE_TX):
         _bulk_load(m, w, ins, mask)
@@ -349,7 +349,7 @@ def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _bulk_store(m, w, ins, mask, copy.assign)
 
 
-@instruction("cp.reduce.async.bulk")
+@handler("cp.reduce.async.bulk", family=Family.TMA, destinations=0, shares_memory=True)
 def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.reduce.async.bulk to global memory or, with an mbarrier, to another CTA's shared memory."""
     _check_modifiers(ins.opcode, ins.parts, frozenset(BULK_REDUCE_MODIFIERS.union(BULK_REDUCE_TYPES)))
@@ -376,15 +376,17 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what)
 
 
-@instruction("cp.async.bulk.prefetch", "prefetch", "prefetchu")
+@handler("cp.async.bulk.prefetch", family=Family.TMA, destinations=0)
 def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """Prefetches change nothing that a program can see."""
+    """cp.async.bulk.prefetch changes nothing that a program can see."""
 
 
-@instruction("cp.async.bulk.prefetch.tensor")
+@handler("cp.async.bulk.prefetch.tensor", family=Family.TMA, destinations=0)
 def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """The same, of a box: read as a load would read it, so that a bad map or bad coordinates are found. Lanes that ask
-    for the same count once."""
+    """cp.async.bulk.prefetch.tensor reads a box as a load would, so that a bad map or bad coordinates are found.
+
+    Lanes that prefetch the same box count once.
+    """
     _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_PREFETCH_MODIFIERS))
     tensor = ins.operands[0]
     maps = w.address(tensor)
@@ -403,7 +405,7 @@ def _tensor_map_bytes(m: Machine, w: Warp, ins: Instr, address: int) -> np.ndarr
     return shared_view(*located(w, address, True), tma.DESCRIPTOR_BYTES)
 
 
-@instruction("tensormap.replace")
+@handler("tensormap.replace", family=Family.TMA, destinations=0)
 def tensormap_replace(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tensormap.replace.tile.field: a generic-proxy write, done at once."""
     field = ins.parts[3]
@@ -417,7 +419,7 @@ def tensormap_replace(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         tma.replace_field(raw, field, 0 if ordinals is None else int(ordinals[lane]), int(values[lane]))
 
 
-@instruction("tensormap.cp_fenceproxy", collective=True)
+@handler("tensormap.cp_fenceproxy", family=Family.TMA, destinations=0, collective=Collective.WARP)
 def tensormap_cp_fenceproxy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tensormap.cp_fenceproxy: copies a tensor map from shared to global memory, once for the warp."""
     dst, src, size = ins.operands

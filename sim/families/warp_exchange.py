@@ -4,7 +4,6 @@ register (PTX ISA 9.7.13)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,12 +11,11 @@ from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.families.alu import bools
 from warpspec.sim.float_alu import load
 from warpspec.sim.instruction import Imm, Instr, Operand, Pair
-from warpspec.sim.registry import WARP_SIZE, instruction
+from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.machine import Machine
+from warpspec.sim.registry import Collective, Family, fallback, handler
 from warpspec.sim.rounding import F32_NAN
-
-if TYPE_CHECKING:
-    from warpspec.sim.machine import Machine
-    from warpspec.sim.warp import Warp
+from warpspec.sim.warp import Warp
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INTEGER_REDUCTIONS = {
@@ -62,7 +60,7 @@ def match_any(values: np.ndarray, lanes: int) -> np.ndarray:
     return (equal * (np.uint64(1) << np.arange(WARP_SIZE, dtype=np.uint64))).sum(1).astype(np.uint32)
 
 
-@instruction("redux.sync", collective=True)
+@fallback("redux.sync")
 def redux(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """redux.sync.op.type d, a, membermask for integers; redux.sync.min/max[.abs][.NaN].f32."""
     operation, type_ = ins.parts[2], ins.parts[-1]
@@ -81,7 +79,9 @@ def redux(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             w.set_u32(target, np.full(WARP_SIZE, result), lanes)
 
 
-@instruction("match.any.sync", "match.all.sync", collective=True)
+@handler(
+    "match.any.sync", "match.all.sync", family=Family.WARP, destinations=1, collective=Collective.MEMBERS
+)
 def match(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """match.any.sync d, a, membermask; match.all.sync d|p, a, membermask."""
     target, source, membermask = ins.operands

@@ -19,8 +19,11 @@ import numpy as np
 from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
 from warpspec.sim.families.mma_sync import a_matrix
 from warpspec.sim.instruction import Imm, Instr, Operand, Vec
-from warpspec.sim.registry import Op, Wait, instruction
+from warpspec.sim.machine import Machine
+from warpspec.sim.operation import Op, Wait
+from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import operands, smem_descriptor
+from warpspec.sim.warp import Warp
 
 M = 64
 WARPS = 4  # of a warpgroup
@@ -37,8 +40,8 @@ MOVED_ONLY = "before wgmma.wait_group has waited for the wgmma.mma_async that wr
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What an opcode says."""
+class WgmmaForm:
+    """What a wgmma.mma_async opcode says."""
 
     n: int
     k: int
@@ -53,7 +56,7 @@ class Form:
 
 
 @lru_cache(maxsize=256)
-def form(parts: tuple[str, ...]) -> Form:
+def form(parts: tuple[str, ...]) -> WgmmaForm:
     """Raises UnsupportedInstruction for sparse and one-bit operands and for shapes the ISA does not list."""
     opcode = ".".join(parts)
     shape = next((p for p in parts if p.startswith("m64n")), "")
@@ -65,14 +68,14 @@ def form(parts: tuple[str, ...]) -> Form:
     mixed = a != b and not ({a, b} <= {"s8", "u8"} or {a, b} <= {"e4m3", "e5m2"})
     if mixed or a not in K or k != K[a] or d not in ACCUMULATORS[a] or n % 8 or not 8 <= n <= MAX_N:
         raise UnsupportedInstruction(f"`{opcode}`")
-    return Form(n, k, d, a, b, "satfinite" in parts)
+    return WgmmaForm(n, k, d, a, b, "satfinite" in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One instruction as a warp issues it. a: descriptor, or None where A is in registers."""
 
-    form: Form
+    form: WgmmaForm
     d: Operand
     a: int | None
     b: int
@@ -121,7 +124,7 @@ class Product(Op):
             missing
         )
 
-    def execute(self, m) -> None:
+    def execute(self, m: Machine) -> None:
         self.compute([part for part in range(WARPS) if part not in self.done])
         m.stats.mma_flops += sum(step.form.flops for step in self.steps)
         m.notify(self)
@@ -184,7 +187,7 @@ class Warpgroup:
         self.issues = [Issue() for _ in range(WARPS)]
         self.products: dict[int, Product] = {}  # by number, until all four warps have closed them
 
-    def issue(self, m, w, step: Step, fragment: np.ndarray | None) -> None:
+    def issue(self, m: Machine, w: Warp, step: Step, fragment: np.ndarray | None) -> None:
         """One instruction of one warp."""
         part = w.index % WARPS
         mine = self.issues[part]
@@ -207,7 +210,7 @@ class Warpgroup:
             )
         product.fragments[part].append(fragment)
 
-    def close(self, m, part: int) -> None:
+    def close(self, m: Machine, part: int) -> None:
         """A warp issues no more of its open product; the last of the four makes it ready to run."""
         mine = self.issues[part]
         product, mine.open = mine.open, None
@@ -264,7 +267,7 @@ def to_registers(values: np.ndarray, fmt: str) -> np.ndarray:
     return np.ascontiguousarray(parts).view(np.uint32).reshape(-1, 32)
 
 
-def warpgroup(w) -> Warpgroup:
+def warpgroup(w: Warp) -> Warpgroup:
     """The warpgroup of a warp."""
     groups = w.cta.warpgroups
     index = w.index // WARPS
@@ -277,9 +280,11 @@ def warpgroup(w) -> Warpgroup:
     return groups[index]
 
 
-@instruction("wgmma.mma_async.sync", collective=True)
-def mma_async(m, w, ins: Instr, mask: int) -> None:
-    """wgmma.mma_async: D = A B + D, later."""
+@handler(
+    "wgmma.mma_async.sync", family=Family.WGMMA, destinations=1, collective=Collective.WARP, accumulates=True
+)
+def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """wgmma.mma_async computes D = A B + D, or D = A B, later."""
     f = form(ins.parts)
     d, a, b, scale_d, *rest = ins.operands
     in_registers = isinstance(a, Vec)
@@ -309,13 +314,13 @@ def immediate(operand: Operand) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-@instruction("wgmma.fence.sync", collective=True)
-def fence(m, w, ins: Instr, mask: int) -> None:
-    """wgmma.fence: orders register accesses, which are in order here anyhow."""
+@handler("wgmma.fence.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
+def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """wgmma.fence orders accesses to registers, which are in order here anyhow."""
 
 
-@instruction("wgmma.commit_group.sync", collective=True)
-def commit_group(m, w, ins: Instr, mask: int) -> None:
+@handler("wgmma.commit_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
+def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """wgmma.commit_group: what this warp has issued since the last one is a group."""
     group = warpgroup(w)
     group.close(m, w.index % WARPS)
@@ -324,8 +329,8 @@ def commit_group(m, w, ins: Instr, mask: int) -> None:
     mine.uncommitted = []
 
 
-@instruction("wgmma.wait_group.sync", collective=True)
-def wait_group(m, w, ins: Instr, mask: int) -> Wait | None:
+@handler("wgmma.wait_group.sync", family=Family.WGMMA, destinations=0, collective=Collective.WARP)
+def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """wgmma.wait_group N: until at most the N newest groups are pending."""
     part = w.index % WARPS
     groups = warpgroup(w).issues[part].groups

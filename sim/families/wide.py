@@ -7,8 +7,10 @@ import numpy as np
 from warpspec.sim.codegen.memory import space_of, vector_count
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Operand, Reg, Vec
-from warpspec.sim.memory import LOCAL_WINDOW, SHARED_WINDOW
-from warpspec.sim.registry import instruction, lanes
+from warpspec.sim.lanes import lanes
+from warpspec.sim.machine import Machine
+from warpspec.sim.memory import in_local_window, in_shared_window
+from warpspec.sim.registry import Family, fallback, handler
 from warpspec.sim.warp import Warp
 
 BYTES = 16
@@ -22,6 +24,7 @@ def read(w: Warp, operand: Operand) -> np.ndarray:
 
 
 def write(w: Warp, operand: Operand, values: np.ndarray, mask: int) -> None:
+    """Write uint64 [32, 2], low half first, to a 128-bit operand in the lanes of the mask."""
     if isinstance(operand, Vec):
         for position, item in enumerate(operand.items):
             w.set_u64(item, values[:, position], mask)
@@ -31,28 +34,29 @@ def write(w: Warp, operand: Operand, values: np.ndarray, mask: int) -> None:
         view[lane] = values[lane]
 
 
-@instruction("mov.b128")
-def mov(m, w: Warp, ins: Instr, mask: int) -> None:
+@handler("mov.b128", family=Family.MOVE, destinations=1)
+def mov(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """mov.b128 copies, packs or unpacks a 128-bit register."""
     write(w, ins.operands[0], read(w, ins.operands[1]), mask)
 
 
-def place(m, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.ndarray:
+def place(m: Machine, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.ndarray:
     """uint8 view of the bytes at an address of the instruction's state space, aligned to their number."""
     if address % nbytes:
         raise MemoryFault(f"{nbytes}-byte access at {address:#x} is not aligned to its size")
     space = space_of(ins)
     if space in ("shared", "cluster"):
         return m.shared(w, address & 0xFFFFFFFF, nbytes)
-    if space == "generic" and address >> 56 == SHARED_WINDOW >> 56:
+    if space == "generic" and in_shared_window(address):
         return m.shared(w, address & 0xFFFFFFFF, nbytes)
-    if space == "local" or address >> 56 == LOCAL_WINDOW >> 56:
+    if space == "local" or in_local_window(address):
         raise MemoryFault(f"`{ins.opcode}` on local memory")
     return m.gmem.view(address, nbytes, write=store)
 
 
-@instruction("ld")
-def ld(m, w: Warp, ins: Instr, mask: int) -> None:
-    """Loads that have no native translation: type .b128."""
+@fallback("ld")
+def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """ld.b128 into a 128-bit register; other forms of ld are native."""
     require_b128(ins)
     addresses = w.address(ins.operands[1])
     values = np.zeros((32, 2), np.uint64)
@@ -61,9 +65,9 @@ def ld(m, w: Warp, ins: Instr, mask: int) -> None:
     write(w, ins.operands[0], values, mask)
 
 
-@instruction("st")
-def st(m, w: Warp, ins: Instr, mask: int) -> None:
-    """Stores that have no native translation: type .b128."""
+@fallback("st")
+def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """st.b128 of a 128-bit register; other forms of st are native."""
     require_b128(ins)
     addresses, values = w.address(ins.operands[0]), read(w, ins.operands[1])
     for lane in lanes(mask):

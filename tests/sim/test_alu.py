@@ -11,8 +11,8 @@ from alu_forms import run
 from exact_floats import BF16, F16, F32, F64
 
 from warpspec.sim.errors import UnsupportedInstruction
-from warpspec.sim.families.alu import bools, form_of, mask_of
-from warpspec.sim.registry import handler_for
+from warpspec.sim.families.alu import arithmetic, bools, form_of, mask_of
+from warpspec.sim.registry import row_of
 
 FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64}
 MODES = ("rn", "rz", "rm", "rp")
@@ -320,4 +320,4 @@ def test_unknown_forms_raise():
 
 def test_lane_masks():
     assert mask_of(bools(0x80000001)) == 0x80000001
-    assert handler_for("add.rz.ftz.f32").family == "alu"
+    assert row_of("add.rz.ftz.f32").handler is arithmetic

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from warpspec.sim.cfg import CARRY, Block, cut, liveness, membermask, reads_writes, targets
+from warpspec.sim.cfg import CARRY, Block, cut, immediate_membermask, liveness, reads_writes, targets
 from warpspec.sim.instruction import Kernel
 from warpspec.sim.ptx import parse
 
@@ -18,17 +18,13 @@ def kernel(body) -> Kernel:
     return parse(text).kernels["k"]
 
 
-def is_system(instr):
-    return instr.parts[0] in ("bar", "mbarrier", "tcgen05", "cp")
-
-
-def is_collective(instr):
-    return instr.parts[0] in ("shfl", "vote", "elect")
+def is_native(instr):
+    return instr.parts[0] not in ("bar", "mbarrier", "tcgen05", "cp")
 
 
 def blocks_of(body):
     k = kernel(body)
-    return k, cut(k, is_system, is_collective)
+    return k, cut(k, is_native)
 
 
 def regs(text):
@@ -225,7 +221,7 @@ def test_membermask():
     k = kernel(
         "shfl.sync.idx.b32 %r1, %r2, 0, 31, 15; vote.sync.any.pred %p1, %p2, %r3; elect.sync _|%p1, -1;"
     )
-    assert [membermask(i) for i in k.instrs] == [15, None, -1]
+    assert [immediate_membermask(i) for i in k.instrs] == [15, None, -1]
 
 
 # -- liveness
@@ -292,7 +288,7 @@ def random_kernel(rng, length=40):
 def test_liveness_against_instruction_level_data_flow(seed):
     """Round-robin data flow over single instructions, with sets, gives the same sets at block borders."""
     k = random_kernel(random.Random(seed))
-    blocks = cut(k, is_system, is_collective)
+    blocks = cut(k, is_native)
     live = liveness(k, blocks)
     after = {i.index: set() for i in k.instrs}
     before = {i.index: set() for i in k.instrs} | {len(k.instrs): set()}

@@ -12,7 +12,8 @@ from exact_floats import BF16, F16, F32, F64
 
 from warpspec.sim.conversions import convert_form
 from warpspec.sim.errors import UnsupportedInstruction
-from warpspec.sim.registry import handler_for
+from warpspec.sim.families.convert import convert
+from warpspec.sim.registry import row_of
 
 FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64}
 DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -375,4 +376,4 @@ def test_unknown_forms_raise():
     for opcode in ("cvt.rn.e4m3.f32", "cvt.rn.satfinite.s2f6x2.f32", "cvt.s32.f32", "cvt.rn.f16x2.f64"):
         with pytest.raises(UnsupportedInstruction):
             convert_form(opcode, 2)
-    assert handler_for("cvt.rn.satfinite.e2m1x2.f32").family == "convert"
+    assert row_of("cvt.rn.satfinite.e2m1x2.f32").handler is convert

@@ -1,0 +1,27 @@
+"""Instructions that change no value in the simulator: hints, fences, register budgets, timing."""
+
+from __future__ import annotations
+
+from warpspec.sim.codegen.emitter import Emitter
+from warpspec.sim.instruction import Instr
+from warpspec.sim.registry import Family, translator
+
+
+@translator("setmaxnreg", "nanosleep", "pmevent", family=Family.MISCELLANEOUS, destinations=0)
+def timing(e: Emitter, ins: Instr) -> None:
+    """Register budgets and time are not simulated."""
+
+
+@translator("prefetch", "prefetchu", "discard", "applypriority", family=Family.MEMORY, destinations=0)
+def cache_hint(e: Emitter, ins: Instr) -> None:
+    """There is no cache."""
+
+
+@translator("fence", "membar", family=Family.FENCE, destinations=0)
+def fence(e: Emitter, ins: Instr) -> None:
+    """Memory is sequentially consistent here, so that a missing fence is not noticed."""
+
+
+@translator("griddepcontrol", family=Family.BARRIER, destinations=0)
+def griddepcontrol(e: Emitter, ins: Instr) -> None:
+    """Launches run one after the other, so a dependent grid never waits."""
