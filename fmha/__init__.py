@@ -7,6 +7,7 @@ import torch
 from warpspec.common.dispatch import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
+from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.problem import check_kinds, check_window
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 
@@ -88,43 +89,36 @@ def attention(
         NotImplementedError: a gradient is asked for: from backward(), or at once where out is given or in forward mode.
         All name the argument; the first three are raised before anything is launched or written.
     """
-    tensors = (q, k, v, sink, bias, kv_lengths, page_table, q_start)
-    options = (scale, causal, window, key_stride, normalize, return_lse, num_splits)
-    key = ops.key_of(tensors, options, backend, out)
-    known = None if key is None else ops.recall(key, tensors, out)
+    operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)
+    options = Options(scale, causal, window, key_stride, normalize, return_lse, num_splits)
+    key = ops.key_of(operands, options, backend)
+    known = None if key is None else ops.recall(key, operands)
     if known is None:
-        o, stats = _check_and_run(tensors, options, backend, out, key)
+        o, stats = _check_and_run(operands, options, backend, key)
     else:
-        o, stats = ops.forward_known(known, tensors, out)
+        o, stats = ops.forward_known(known, operands)
     if not normalize:
         return AttentionState(o, stats[0], stats[1])
     return (o, stats[0]) if return_lse else o
 
 
-def _check_and_run(tensors, options, backend, out, key):
+def _check_and_run(operands: Operands, options: Options, backend, key):
     """(o, stats) of a call of which nothing is known. key: under which it may be, from now on; None for not at all."""
-    scale, causal, window, key_stride, normalize, return_lse, num_splits = options
-    named = dict(zip(ops.TENSORS, tensors, strict=True))
-    check_kinds(
-        tensors={**named, "out": out},
-        flags={"causal": causal, "normalize": normalize, "return_lse": return_lse},
-        integers={"key_stride": key_stride, "num_splits": num_splits},
-        scale=scale,
-    )
-    window_left, window_right = check_window(window)
+    check_kinds(operands, options)
+    options = options._replace(window=check_window(options.window))
     if not isinstance(backend, str):
         raise TypeError(f"backend: must be a string, got {backend!r}")
-    refuse_tangents(**named)
+    refuse_tangents(**operands.inputs)
+    differentiable = (operands.q, operands.k, operands.v, operands.sink, operands.bias, operands.o)
     if (
-        out is not None
+        operands.o is not None
         and torch.is_grad_enabled()
-        and any(tensor is not None and tensor.requires_grad for tensor in (*tensors[:5], out))
+        and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
     ):
         raise NotImplementedError(
             "out: gradients are not implemented (forward only); call under torch.no_grad()"
         )
-    values = (scale, causal, window_left, window_right, key_stride, normalize, return_lse, num_splits)
-    return ops.forward((*tensors, *values), backend, out, key)
+    return ops.forward(operands, options, backend, key)
 
 
 def merge(

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from warpspec.fmha.problem import AttentionProblem
 
-WARP_THREADS = 32
 ELEMENT_BYTES = 2  # bf16 and fp16
 FP32_BYTES = 4
 WORD_BYTES = 4  # of a register
@@ -77,6 +78,18 @@ class KernelFeatures:
         """A row may see only part of a tile that another row of its M tile sees more of."""
         return self.causal or self.has_left or self.has_right
 
+    # Row groups, of ``row_group_size`` rows, of which an M tile has ``row_groups``: what a configuration adds.
+
+    @property
+    def row_group_queries(self) -> int:
+        """Queries of a row group; its rows past pack * row_group_queries are idle."""
+        return self.row_group_size // self.pack
+
+    @property
+    def queries(self) -> int:
+        """Queries of an M tile."""
+        return self.row_groups * self.row_group_queries
+
     @property
     def v_ring(self) -> str:
         """Name of the ring that V comes through."""
@@ -119,10 +132,15 @@ class KernelFeatures:
         return (self.blocks // self.kv_box[2], self.tile_pages)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
     """The fields of ``KernelFeatures`` for a problem. splits: for split KV, whose results are combined later."""
     return {
-        "dtype": str(problem.dtype).removeprefix("torch."),
+        "dtype": dtype_name(problem.dtype),
         "head_dim": problem.head_dim,
         "shared_kv": problem.shared_kv,
         "pack": pack,
@@ -138,7 +156,7 @@ def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
         "negate": problem.scale < 0,
         "splits": splits,
         "page_size": problem.page_size or 0,
-        "bias": str(problem.bias_dtype).removeprefix("torch.") if problem.has_bias else None,
+        "bias": dtype_name(problem.bias_dtype) if problem.has_bias else None,
         "bias_heads": problem.has_bias and problem.bias_heads,
         "bias_batches": problem.has_bias and problem.bias_batches,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,

@@ -11,73 +11,70 @@ of a call; and on CUDA tensors, a call like one before goes past the checks too 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from warpspec.common.dispatch import resolve_backend
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
 from warpspec.common.repeated import Remembered, backend_variable, signature, watched
 from warpspec.fmha import reference
-from warpspec.fmha.problem import ROW_ALIGNMENT, AttentionProblem, check_apart, overlap, span_bytes
+from warpspec.fmha.launch import Prepared, check_supported, prepare
+from warpspec.fmha.operands import INPUTS, Operands, Options
+from warpspec.fmha.problem import AttentionProblem, check_apart, overlap, span_bytes
 from warpspec.fmha.state import normalized_output
 from warpspec.fmha.values import debugging
 
-ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor? v, Tensor? sink, Tensor? bias, Tensor? kv_lengths, Tensor? page_table, "
-    "Tensor? q_start, float? scale, bool causal, SymInt? window_left, SymInt? window_right, "
-    "SymInt key_stride, bool normalize, bool return_lse, SymInt? num_splits, str backend"
+# The operators' arguments: INPUTS, then the options with the window's sides apart, then the backend.
+SCHEMA = ", ".join(
+    (
+        *(f"Tensor{'' if name in ('q', 'k') else '?'} {name}" for name in INPUTS),
+        "float? scale, bool causal, SymInt? window_left, SymInt? window_right, SymInt key_stride",
+        "bool normalize, bool return_lse, SymInt? num_splits, str backend",
+    )
 )
 
 
-def check(arguments, out, memory) -> AttentionProblem:
-    """The problem of the operators' arguments (in the schema's order, without the backend)."""
-    q, k, v, sink, bias, kv_lengths, page_table, q_start, scale, causal, left, right, *rest = arguments
-    key_stride, normalize, return_lse, num_splits = rest
-    return AttentionProblem.check(
-        q,
-        k,
-        v,
-        scale=scale,
-        causal=causal,
-        window=None if left is None and right is None else (left, right),
-        sink=sink,
-        bias=bias,
-        kv_lengths=kv_lengths,
-        page_table=page_table,
-        q_start=q_start,
-        key_stride=key_stride,
-        normalize=normalize,
-        return_lse=return_lse,
-        num_splits=num_splits,
-        out=out,
-        memory=memory,
-    )
+def flat(operands: Operands, options: Options, backend: str) -> tuple:
+    """A call as arguments of an operator."""
+    window = (None, None) if options.window is None else options.window
+    scale, causal, _, *others = options
+    return (*operands.inputs.values(), scale, causal, *window, *others, backend)
 
 
-def new_outputs(problem: AttentionProblem, like: torch.Tensor, out=None):
-    """(o, stats), uninitialised; o is ``out`` where given."""
-    o = like.new_empty(problem.o_shape, dtype=problem.o_dtype) if out is None else out
-    return o, new_stats(problem, like)
+def unflat(arguments: tuple, out=None) -> tuple[Operands, Options, str]:
+    """The call of an operator's arguments. out: becomes the operands' o."""
+    tensors = dict(zip(INPUTS, arguments, strict=False))
+    scale, causal, left, right, *others, backend = arguments[len(INPUTS) :]
+    window = None if left is None and right is None else (left, right)
+    return Operands(**tensors, o=out), Options(scale, causal, window, *others), backend
+
+
+def new_outputs(problem: AttentionProblem, operands: Operands):
+    """(o, stats), uninitialised; o is the operands' where there is one."""
+    o = operands.q.new_empty(problem.o_shape, dtype=problem.o_dtype) if operands.o is None else operands.o
+    return o, new_stats(problem, operands.q)
 
 
 def new_stats(problem: AttentionProblem, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((problem.stat_count, *problem.stat_shape), dtype=torch.float32)
 
 
-TENSORS = ("q", "k", "v", "sink", "bias", "kv_lengths", "page_table", "q_start")
-
-
 class Call(NamedTuple):
-    """A call that was checked. launch: of the backend's package; None: the reference. empty: nothing is to be launched.
-    regular: strides of q, k, v and o are such as TMA accepts (``regular_strides``). spans: bytes of each of TENSORS and
-    of out (``span_bytes``), 0 for none. The rest: of the problem."""
+    """A call that was checked.
+
+    prepared: None is the reference. empty: nothing is to be launched. regular: strides of q, k, v and o are such as TMA
+    accepts (``regular_strides``). spans: bytes of each of INPUTS (``span_bytes``), 0 for none; out_span: of out. The
+    rest is the problem's.
+    """
 
     problem: AttentionProblem
-    launch: Callable | None
+    prepared: Prepared | None
     empty: bool
     regular: bool
     spans: tuple[int, ...]
+    out_span: int
     o_shape: tuple[int, ...]
     o_dtype: torch.dtype
     stat_count: int
@@ -86,17 +83,17 @@ class Call(NamedTuple):
 _checked = Remembered()  # calls on CUDA tensors (``key_of``): the next call alike needs no checks
 
 
-def key_of(tensors, options, backend, out) -> tuple | None:
+def key_of(operands: Operands, options: Options, backend) -> tuple | None:
     """What the checks of a call look at; None where each call is to be checked, or may not go past torch's dispatcher.
 
-    tensors: as TENSORS; options: those of ``attention``, unchecked: any kind of object.
+    Nothing is checked yet: operands, options and backend may be any kind of object.
     """
-    if not unobserved(*tensors, out) or not tensors[0].is_cuda or debugging():
+    if not unobserved(operands) or not operands.q.is_cuda or debugging():
         return None
     # 1, 1.0 and True are equal keys, but not all of them are allowed everywhere.
     kinds = tuple([tuple(map(type, o)) if isinstance(o, tuple) else type(o) for o in options])
     try:
-        signatures = [None if t is None else signature(t) for t in (*tensors, out)]
+        signatures = [None if t is None else signature(t) for t in operands]
         key = (backend_variable(), backend, options, kinds, *signatures)
         hash(key)
     except (
@@ -107,42 +104,47 @@ def key_of(tensors, options, backend, out) -> tuple | None:
     return key
 
 
-def recall(key, tensors, out) -> Call | None:
+def recall(key, operands: Operands) -> Call | None:
     """The call that was checked under a key. Addresses are not in the key: those of out are compared each time."""
     call = _checked.get(key)
+    out = operands.o
     if call is not None and out is not None:
-        for tensor, span in zip(tensors, call.spans[: len(TENSORS)], strict=True):
-            if span and overlap(out, call.spans[-1], tensor, span):
-                check_apart(out, dict(zip(TENSORS, tensors, strict=True)))
+        for name, span in zip(INPUTS, call.spans, strict=True):
+            if span and overlap(out, call.out_span, getattr(operands, name), span):
+                check_apart(out, operands.inputs)
     return call
 
 
-def check_call(arguments, backend, out) -> Call:
-    """All checks, and the choice of the backend."""
-    problem = check(arguments, out, memory=True)
+def check_call(operands: Operands, options: Options, backend: str) -> Call:
+    """All checks, the choice of the backend, and what its kernels need before they run."""
+    problem = AttentionProblem.check(operands, options)
     backend = resolve_backend(backend, problem.device)
-    launch = None
+    empty = problem.is_empty or operands.k.numel() == 0  # a page table of no pages
+    prepared = None
     if backend != "reference":
-        package = kernels(backend)
-        package.AttentionConfig.of(problem)  # raises UnsupportedProblem for what the kernel does not do
-        launch = package.run_sim if backend == "sim" else package.run_cuda
+        target = SIMULATED[SIMULATED_ARCH] if backend == "sim" else target_of(problem.device)
+        # Both raise UnsupportedProblem for what the kernel does not do.
+        prepared = check_supported(problem, target) if empty else prepare(problem, target)
+    out = operands.o
     return Call(
         problem,
-        launch,
-        empty=problem.is_empty or arguments[1].numel() == 0,  # a page table of no pages
-        regular=all(t is None or regular_strides(t) is t for t in (*arguments[:3], out)),
-        spans=tuple(0 if t is None else span_bytes(t) for t in (*arguments[: len(TENSORS)], out)),
+        prepared,
+        empty=empty,
+        regular=all(t is None or regular_strides(t) is t for t in (operands.q, operands.k, operands.v, out)),
+        spans=tuple(0 if t is None else span_bytes(t) for t in operands.inputs.values()),
+        out_span=0 if out is None else span_bytes(out),
         o_shape=problem.o_shape,
         o_dtype=problem.o_dtype,
         stat_count=problem.stat_count,
     )
 
 
-def run(call: Call, tensors, out=None):
-    """What a checked call computes: (o, stats), stats None where there are none."""
-    q, k, v, sink, bias, kv_lengths, page_table, q_start = tensors
-    o = torch.empty(call.o_shape, dtype=call.o_dtype, device=q.device) if out is None else out
-    stats, lse, row_max, row_sum = None, None, None, None
+def run(call: Call, operands: Operands):
+    """What a checked call computes: (o, stats), stats None where there are none. o is the operands' where given."""
+    q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias = operands
+    if o is None:
+        o = torch.empty(call.o_shape, dtype=call.o_dtype, device=q.device)
+    stats = None
     if call.stat_count == 2:
         row_max, row_sum = stats = new_stats(call.problem, q)
     elif call.stat_count == 1:
@@ -155,8 +157,8 @@ def run(call: Call, tensors, out=None):
                 stat.fill_(value)
         return o, stats
     v = k if v is None else v
-    if call.launch is None:
-        state = reference.forward(call.problem, q, k, v, bias, kv_lengths, page_table, q_start)
+    if call.prepared is None:
+        state = reference.forward(call.problem, operands._replace(v=v))
         o.copy_(normalized_output(state, sink) if call.problem.normalize else state.o)
         for stat, value in ((lse, state.lse), (row_max, state.row_max), (row_sum, state.row_sum)):
             if stat is not None:
@@ -176,52 +178,43 @@ def run(call: Call, tensors, out=None):
         q_start = q_start.contiguous()
     if page_table is not None:
         page_table = page_table.contiguous()
-    statistics = (lse, row_max, row_sum)
-    call.launch(call.problem, q, k, v, sink, kv_lengths, q_start, written, *statistics, page_table, bias)
+    call.prepared.run(
+        Operands(q, k, v, written, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
+    )
     return o, stats
 
 
-def forward_known(call: Call, tensors, out):
+def forward_known(call: Call, operands: Operands):
     """(o, stats) of a call that ``recall`` knows, past torch's dispatcher."""
-    if out is not None and not out.is_inference():
-        torch.autograd.graph.increment_version(out)
-    return run(call, tensors, out)
+    if operands.o is not None and not operands.o.is_inference():
+        torch.autograd.graph.increment_version(operands.o)
+    return run(call, operands)
 
 
-def forward(arguments, backend, out, key):
+def forward(operands: Operands, options: Options, backend: str, key):
     """(o, stats) of ``attention``: through torch's operators where something may notice, else directly. key:
     ``key_of`` the call."""
-    if key is not None or unobserved(*arguments[: len(TENSORS)], out):
-        call = check_call(arguments, backend, out)
+    if key is not None or unobserved(operands):
+        call = check_call(operands, options, backend)
         if key is not None:
             _checked.remember(key, call)
-        return forward_known(call, arguments[: len(TENSORS)], out)
-    if out is None:
-        return fmha_forward(*arguments, backend)
-    return out, fmha_forward_out(*arguments, backend, out)
+        return forward_known(call, operands)
+    arguments = flat(operands, options, backend)
+    if operands.o is None:
+        return fmha_forward(*arguments)
+    return operands.o, fmha_forward_out(*arguments, operands.o)
 
 
-def unobserved(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call may go past torch's dispatcher: the first is there, and none is ``watched`` (nor anything that is
-    no tensor)."""
-    return tensors[0] is not None and not watched(*[t for t in tensors if t is not None])
-
-
-def kernels(backend: str):
-    """The package of a backend's kernels. Imported here: it loads the DSL, which the reference does without."""
-    if backend == "sm90":
-        from warpspec.fmha import sm90
-
-        return sm90
-    from warpspec.fmha import sm100
-
-    return sm100
+def unobserved(operands: Operands) -> bool:
+    """Whether a call may go past torch's dispatcher: q is there, and no operand is ``watched`` (nor anything that is no
+    tensor)."""
+    return operands.q is not None and not watched(*[t for t in operands if t is not None])
 
 
 def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements; a dimension of size 1, whose stride means nothing, gets one that TMA accepts."""
     strides = list(tensor.stride())
-    vector = ROW_ALIGNMENT // tensor.element_size()
+    vector = TMA_ALIGNMENT // tensor.element_size()
     step = -(-tensor.shape[-1] // vector) * vector
     strides[-1] = 1
     for dim in reversed(range(tensor.dim() - 1)):
@@ -231,23 +224,22 @@ def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
 
 
-@torch.library.custom_op(
-    "warpspec::fmha_forward", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
-)
+@torch.library.custom_op("warpspec::fmha_forward", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
 def fmha_forward(*arguments):
     """(o, stats) of ``attention``."""
-    o, stats = run(check_call(arguments[:-1], arguments[-1], None), arguments[: len(TENSORS)])
-    return o, no_stats(o, arguments[0]) if stats is None else stats
+    operands, options, backend = unflat(arguments)
+    o, stats = run(check_call(operands, options, backend), operands)
+    return o, no_stats(o, operands.q) if stats is None else stats
 
 
 @torch.library.custom_op(
-    "warpspec::fmha_forward_out", mutates_args=("out",), schema=f"({ARGUMENTS}, Tensor(a!) out) -> Tensor"
+    "warpspec::fmha_forward_out", mutates_args=("out",), schema=f"({SCHEMA}, Tensor(a!) out) -> Tensor"
 )
 def fmha_forward_out(*arguments):
     """stats of ``attention``; o is written to out."""
-    call = check_call(arguments[:-2], arguments[-2], arguments[-1])
-    o, stats = run(call, arguments[: len(TENSORS)], arguments[-1])
-    return no_stats(o, arguments[0]) if stats is None else stats
+    operands, options, backend = unflat(arguments[:-1], arguments[-1])
+    o, stats = run(check_call(operands, options, backend), operands)
+    return no_stats(o, operands.q) if stats is None else stats
 
 
 def no_stats(o: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -258,12 +250,14 @@ def no_stats(o: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @fmha_forward.register_fake
 def _(*arguments):
-    return new_outputs(check(arguments[:-1], None, memory=False), arguments[0])
+    operands, options, _ = unflat(arguments)
+    return new_outputs(AttentionProblem.check(operands, options, memory=False), operands)
 
 
 @fmha_forward_out.register_fake
 def _(*arguments):
-    return new_outputs(check(arguments[:-2], arguments[-1], memory=False), arguments[0], arguments[-1])[1]
+    operands, options, _ = unflat(arguments[:-1], arguments[-1])
+    return new_outputs(AttentionProblem.check(operands, options, memory=False), operands)[1]
 
 
 def _backward(context, *gradients):

@@ -1,6 +1,6 @@
 """The attention problem: every argument checked once, every size derived once.
 
-``AttentionProblem.check`` takes the arguments of ``warpspec.fmha.attention`` after their defaults, raises
+``AttentionProblem.check`` takes the tensors and options of a call of ``warpspec.fmha.attention``, raises
 ``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the argument's name, what
 it was and what is allowed, and returns a frozen, hashable record without tensors. Nothing has been launched
 or written when it raises, and no argument is ever modified.
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
 HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
-ROW_ALIGNMENT = 16  # bytes: what TMA wants of a tensor's address and of every stride but the last
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
 
@@ -98,49 +99,23 @@ class AttentionProblem:
         return (self.batch, self.heads_q, self.seq_q)
 
     @classmethod
-    def check(
-        cls,
-        q,
-        k,
-        v=None,
-        *,
-        scale=None,
-        causal=False,
-        window=None,
-        sink=None,
-        bias=None,
-        kv_lengths=None,
-        page_table=None,
-        q_start=None,
-        key_stride=1,
-        normalize=True,
-        return_lse=False,
-        num_splits=None,
-        out=None,
-        memory=True,
-    ) -> AttentionProblem:
-        """Check the arguments of ``attention`` (same names, same meaning) and derive the problem.
+    def of(cls, q, k, v=None, *, out=None, **arguments) -> AttentionProblem:
+        """The problem of a call of ``attention`` with these arguments (same names, same meaning)."""
+        tensors = {name: arguments.pop(name) for name in INPUTS if name in arguments}
+        return cls.check(Operands(q, k, v, out, **tensors), Options(**arguments))
+
+    @classmethod
+    def check(cls, operands: Operands, options: Options, memory: bool = True) -> AttentionProblem:
+        """Check a call and derive its problem. o of the operands is the caller's ``out``.
 
         memory: False for tensors without storage (tracing): addresses and values go unchecked.
         Raises TypeError or ValueError naming the argument.
         """
-        tensors = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "sink": sink,
-            "bias": bias,
-            "kv_lengths": kv_lengths,
-            "page_table": page_table,
-            "q_start": q_start,
-            "out": out,
-        }
-        check_kinds(
-            tensors=tensors,
-            flags={"causal": causal, "normalize": normalize, "return_lse": return_lse},
-            integers={"key_stride": key_stride, "num_splits": num_splits},
-            scale=scale,
-        )
+        check_kinds(operands, options)
+        q, k, v, out = operands.q, operands.k, operands.v, operands.o
+        sink, bias = operands.sink, operands.bias
+        kv_lengths, q_start, page_table = operands.kv_lengths, operands.q_start, operands.page_table
+        scale, causal, window, key_stride, normalize, return_lse, num_splits = options
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 _check_operand(name, tensor, q, memory)
@@ -229,25 +204,27 @@ class AttentionProblem:
             num_splits=num_splits,
         )
         if out is not None:
-            _check_out(out, problem, tensors, memory)
+            _check_out(out, problem, operands.inputs, memory)
         return problem
 
 
-def check_kinds(*, tensors, flags, integers, scale) -> None:
+def check_kinds(operands: Operands, options: Options) -> None:
     """Raise TypeError for an argument that is not even the right kind of Python object.
 
-    tensors, flags, integers: values by argument name; all but q, k and flags may be None. Apart from the
-    other checks because it comes before torch's dispatcher, which would complain in its own words.
+    Apart from the other checks because it comes before torch's dispatcher, which would complain in its own words.
     """
-    for name, tensor in tensors.items():
+    for name, tensor in {**operands.inputs, "out": operands.o}.items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
             raise TypeError(f"{name}: must be a torch.Tensor, got {_kind(tensor)}")
-    for name, flag in flags.items():
+    for name in ("causal", "normalize", "return_lse"):
+        flag = getattr(options, name)
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: must be a bool, got {_kind(flag)}")
-    for name, value in integers.items():
+    for name in ("key_stride", "num_splits"):
+        value = getattr(options, name)
         if value is not None or name == "key_stride":
             _check_is_int(name, value)
+    scale = options.scale
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"scale: must be a float, got {_kind(scale)}")
 
@@ -293,15 +270,15 @@ def _check_rows(name, tensor, memory):
         return
     for dim in range(tensor.dim() - 1):
         step = tensor.stride(dim) * tensor.element_size()
-        if tensor.shape[dim] > 1 and step % ROW_ALIGNMENT != 0:
+        if tensor.shape[dim] > 1 and step % TMA_ALIGNMENT != 0:
             raise ValueError(
-                f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got a stride of {step} bytes in "
+                f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got a stride of {step} bytes in "
                 f"dimension {dim} (strides {tuple(tensor.stride())})"
             )
-    if memory and tensor.data_ptr() % ROW_ALIGNMENT != 0:
+    if memory and tensor.data_ptr() % TMA_ALIGNMENT != 0:
         raise ValueError(
-            f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got an address "
-            f"{tensor.data_ptr() % ROW_ALIGNMENT} bytes off (storage offset {tensor.storage_offset()})"
+            f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got an address "
+            f"{tensor.data_ptr() % TMA_ALIGNMENT} bytes off (storage offset {tensor.storage_offset()})"
         )
 
 
@@ -351,9 +328,9 @@ def _check_bias(bias, full, device):
 
 def _bias_layout(bias, memory) -> dict:
     """Fields of the problem: what differs along a dimension, and whether TMA can read it."""
-    aligned = not memory or bias.data_ptr() % ROW_ALIGNMENT == 0
+    aligned = not memory or bias.data_ptr() % TMA_ALIGNMENT == 0
     for dim in range(3):
-        aligned &= bias.shape[dim] <= 1 or bias.stride(dim) * bias.element_size() % ROW_ALIGNMENT == 0
+        aligned &= bias.shape[dim] <= 1 or bias.stride(dim) * bias.element_size() % TMA_ALIGNMENT == 0
     contiguous = bias.shape[3] <= 1 or bias.stride(3) == 1
     return {
         "bias_dtype": bias.dtype,
@@ -394,7 +371,7 @@ def _check_out(out, problem, inputs, memory):
 def check_apart(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
     """Raise ValueError where ``out`` shares addresses with another of a call's tensors, by name."""
     for name, tensor in inputs.items():
-        if name != "out" and tensor is not None and overlap(out, span_bytes(out), tensor, span_bytes(tensor)):
+        if tensor is not None and overlap(out, span_bytes(out), tensor, span_bytes(tensor)):
             raise ValueError(
                 f"out: must not overlap an input's memory, got one that shares addresses with {name}"
             )

@@ -9,18 +9,20 @@ from __future__ import annotations
 import torch
 
 from warpspec.fmha.mask import visible
+from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.state import AttentionState
 
 
-def forward(problem: AttentionProblem, q, k, v, bias, kv_lengths, page_table, q_start) -> AttentionState:
-    """The un-normalised state of a checked problem; arguments as in ``warpspec.fmha.attention``, v given."""
+def forward(problem: AttentionProblem, operands: Operands) -> AttentionState:
+    """The un-normalised state of a checked problem; v is given."""
+    q, k, v, bias = operands.q, operands.k, operands.v, operands.bias
     o = torch.zeros(problem.o_shape, device=problem.device)
     row_max = torch.full(problem.stat_shape, -torch.inf, device=problem.device)
     row_sum = torch.zeros(problem.stat_shape, device=problem.device)
-    seen = visible(problem, kv_lengths, q_start)  # [B, Sq, Sk]
-    if page_table is not None:
-        k, v = (gather_pages(pages, page_table) for pages in (k, v))  # [B, Sk, Hkv, D]
+    seen = visible(problem, operands.kv_lengths, operands.q_start)  # [B, Sq, Sk]
+    if operands.page_table is not None:
+        k, v = (gather_pages(pages, operands.page_table) for pages in (k, v))  # [B, Sk, Hkv, D]
     for b in range(problem.batch):
         for h in range(problem.heads_q):
             head = seen[b]  # [Sq, Sk]

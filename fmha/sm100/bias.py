@@ -1,7 +1,7 @@
 """Additive bias [B or 1, Hq or 1, Sq, Sk], bf16 or fp32: streamed through shared memory by TMA, or, where its
 rows are not aligned for TMA, read from global memory by the threads that add it.
 
-Scores become powers of two (``row_bias``). In shared memory a KV tile's bias is one box after
+Scores become powers of two (``device.bias``). In shared memory a KV tile's bias is one box after
 another of 128 bytes of keys, each with the rows of the M tile (query, head) packed like Q's, or one row a query
 where the heads share it.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
 from warpspec.common import tma
-from warpspec.fmha.row_bias import TYPES, row_of
-from warpspec.fmha.softmax import LOG2_E
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.fmha.device.bias import TYPES, row_of
+from warpspec.fmha.device.softmax import LOG2_E
 
-VECTOR_BYTES = 16  # one load from shared memory, and the unit that the 128-byte swizzle moves
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
 
@@ -37,7 +37,7 @@ def ring(config, atom, coordinates, base: cute.Pointer, tile) -> tma.TileRing | 
     """The ring of boxes, ``bias_boxes`` of them a KV tile, or None. base: its shared memory."""
     if not config.bias_stages:
         return None
-    first_head = tile.kv_head * tile.group + tile.head_tile * config.pack if config.bias_heads else 0
+    first_head = tile.first_head if config.bias_heads else 0
     bias = coordinates[None, None, None, tile.batch if config.bias_batches else 0]
     bias = cute.domain_offset((0, first_head, tile.first_query), bias)
     # (KEY, HEAD, QUERY, BOX)
@@ -63,7 +63,7 @@ def source(
     """Where a thread finds its row's bias: the ring at ``base`` in shared memory, or the row in global memory."""
     if config.bias_stages:
         return base
-    return row_of(config, bias, tile.place(row)) if config.bias else None
+    return row_of(config, bias, tile.place(row.index)) if config.bias else None
 
 
 @cute.jit
@@ -129,10 +129,9 @@ def add_pair(scores: cute.Tensor, i: int, bias, scale_log2) -> None:
         scores[i + place] = Float32(cutlass.select_(hidden, -Float32.inf, sums[place]))
 
 
-def power(config, operands, place, key, score, scale_log2):
-    """One score as a power of two, from global memory: for the path that sums a row again."""
+def power(score, bias, scale_log2):
+    """One score with its bias as a power of two: for the path that sums a row again."""
     pair = cute.make_rmem_tensor(2, Float32)
     pair.fill(score)
-    value = row_of(config, operands.bias, place)[Int32(key)]
-    add_pair(pair, 0, (value, value), scale_log2)
+    add_pair(pair, 0, (bias, bias), scale_log2)
     return pair[0]

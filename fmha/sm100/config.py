@@ -9,6 +9,17 @@ from dataclasses import dataclass, replace
 
 from warpspec.common import tma, tmem
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import (
+    MAX_REGISTERS_PER_THREAD,
+    MAX_SMEM_PER_CTA,
+    REGISTER_STEP,
+    REGISTERS_PER_SM,
+    SMEM_PER_SM,
+    SMEM_RESERVED_PER_CTA,
+    TMA_ALIGNMENT,
+    TMEM_COLUMNS,
+    WARP_THREADS,
+)
 from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.features import (
     BIAS_BYTES,
@@ -16,20 +27,12 @@ from warpspec.fmha.features import (
     ELEMENT_BYTES,
     FP32_BYTES,
     PAGE_SIZES,
-    WARP_THREADS,
     KernelFeatures,
     choose_pack,
     features,
 )
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES, Shape
-
-SMEM_PER_SM = 228 * 1024  # bytes, sm_100a
-SMEM_RESERVED_PER_CTA = 1024  # bytes the system keeps of them for every resident CTA
-SMEM_PER_CTA = 227 * 1024  # bytes one CTA may have
-REGISTERS_PER_SM = 65536
-REGISTER_ALLOCATION = 8  # registers a thread, granularity
-MAX_REGISTERS = 255  # a thread
 
 MMA_K = 16  # reduction of one tcgen05.mma of kind f16
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
@@ -52,8 +55,8 @@ class AttentionConfig(KernelFeatures):
     def __post_init__(self):
         super().__post_init__()
         assert 1 <= self.pack <= self.tile_m
-        assert self.tmem_allocation * self.ctas_per_sm <= tmem.TMEM_COLUMNS
-        assert self.smem_bytes <= SMEM_PER_CTA
+        assert self.tmem_allocation * self.ctas_per_sm <= TMEM_COLUMNS
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.ctas_per_sm <= SMEM_PER_SM
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
@@ -92,7 +95,7 @@ class AttentionConfig(KernelFeatures):
             return tiles
         stage_bytes = len(tiles.rings) * tiles.kv_tile_bytes
         for ctas in range(self.ctas_per_sm, 0, -1):
-            room = min(SMEM_PER_CTA, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
+            room = min(MAX_SMEM_PER_CTA, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
             room -= tiles.smem_bytes - tiles.kv_stages * stage_bytes
             most = self.kv_stages * self.ctas_per_sm // ctas
             for stages in (2, 1):
@@ -150,33 +153,49 @@ class AttentionConfig(KernelFeatures):
     # Tiles.
 
     @property
-    def halves(self) -> int:
-        """Parts that a row of O is cut into: an accumulator of 64 rows takes 16 lanes of each quarter of
-        tensor memory, and the other 16 hold the second half of D."""
+    def column_parts(self) -> int:
+        """Threads that share a row, each with a part of O's columns.
+
+        An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of D.
+        """
         return 128 // self.tile_m
 
     @property
     def o_columns(self) -> int:
         """Columns of tensor memory, and of O, that one thread has."""
-        return self.head_dim // self.halves
+        return self.head_dim // self.column_parts
 
     def row_of(self, thread):
         """Row of the M tile that a softmax thread works on."""
-        if self.halves == 1:
+        if self.column_parts == 1:
             return thread
-        lanes = QUARTER_LANES // self.halves
+        lanes = QUARTER_LANES // self.column_parts
         return thread // QUARTER_LANES * lanes + thread % lanes
 
-    def half_of(self, thread):
+    def column_part_of(self, thread):
         """Which part of its row's O a softmax thread has."""
-        if self.halves == 1:
+        if self.column_parts == 1:
             return 0
-        return thread % QUARTER_LANES // (QUARTER_LANES // self.halves)
+        return thread % QUARTER_LANES // (QUARTER_LANES // self.column_parts)
 
     @property
-    def queries(self) -> int:
-        """Queries of an M tile; rows past pack * queries are idle."""
-        return self.tile_m // self.pack
+    def row_groups(self) -> int:
+        """Row groups of an M tile: one, of all its rows."""
+        return 1
+
+    @property
+    def row_group_size(self) -> int:
+        return self.tile_m
+
+    @property
+    def recompute_elements(self) -> int:
+        """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time."""
+        return BLOCK
+
+    @property
+    def bias_alignment(self) -> int | None:
+        """Bytes to which rows of the bias are aligned; None: an element's."""
+        return TMA_ALIGNMENT if self.bias_stages else None
 
     @property
     def q_box(self) -> tuple[int, int, int]:
@@ -228,8 +247,8 @@ class AttentionConfig(KernelFeatures):
     @property
     def launch_registers(self) -> int:
         """Registers a thread at launch."""
-        per_thread = min(REGISTERS_PER_SM // (self.ctas_per_sm * self.threads), MAX_REGISTERS)
-        return per_thread // REGISTER_ALLOCATION * REGISTER_ALLOCATION
+        per_thread = min(REGISTERS_PER_SM // (self.ctas_per_sm * self.threads), MAX_REGISTERS_PER_THREAD)
+        return per_thread // REGISTER_STEP * REGISTER_STEP
 
     @property
     def register_pool(self) -> int:

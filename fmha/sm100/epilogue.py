@@ -7,19 +7,28 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common import tmem
+from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.results import of_split, statistics
+from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.results import of_split, statistics
-from warpspec.fmha.row_bias import unit
-from warpspec.fmha.sm100.recompute import recompute, tainted
+from warpspec.fmha.sm100 import bias
 
 
 @cute.jit
 def epilogue(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, tile, state, o, operands, scale_log2
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    row,
+    place,
+    tile,
+    state,
+    columns,
+    operands,
+    scale_log2,
 ):
     """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
-    state: (reference, maximum, row_sum) from the softmax loop. o: TMEM pointer to O. operands: global
+    state: (reference, maximum, row_sum) from the softmax loop. columns: ``softmax_warps.Columns``. operands: global
     tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
     reference, _, row_sum = state
@@ -31,17 +40,23 @@ def epilogue(
     for part in cutlass.range_constexpr(config.o_columns // BLOCK):
         values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
         if tile.span.count > 0:
-            tmem.load_row(o + part * BLOCK, values, row.thread)
+            tmem.load_row(columns.o + part * BLOCK, values, columns.thread)
             tmem.wait_loads()
-        block = row.half * (config.o_columns // BLOCK) + part
-        if (config.band or config.bias is not None) and place.in_range & tainted(values, row_sum):
-            recompute(config, row, place, operands, block, reference, scale_log2, values)
+        block = row.member * (config.o_columns // BLOCK) + part
+        own = RowColumns((range(BLOCK),), (block,), whole_row)
+        if (config.band or config.bias is not None) and place.in_range & tainted(values, own, row_sum):
+            recompute(config, row, place, operands, reference, scale_log2, values, own, bias.power)
         if place.in_range:
             scale_or_zero(values, factor, empty)
             target = cute.local_tile(of_split(config, operands.o, tile, place), (BLOCK,), (block,))
             converted = cute.make_rmem_tensor(BLOCK, target.element_type)  # (D block)
             converted.store(values.load().to(target.element_type))
             cute.autovec_copy(converted, target)
+
+
+def whole_row(row: cute.Tensor) -> cute.Tensor:
+    """The part of a row (D) that the thread's blocks of O are counted in."""
+    return row
 
 
 def scale_or_zero(values: cute.Tensor, factor, empty) -> None:

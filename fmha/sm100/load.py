@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 
 from warpspec.common import tma
-from warpspec.fmha.pages import kv_places
+from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.sm100 import bias as biases
 
 
@@ -14,9 +14,8 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     """Rings of Q, whose stages are the blocks of D, and of K and V. atoms, coordinates: from ``tma.make_load``.
     bases: shared memory regions."""
     # (D, HEAD, QUERY, BLOCK): this tile's, from its first head and query on
-    first_head = tile.kv_head * tile.group + tile.head_tile * config.pack
     q = coordinates[0][None, None, None, None, tile.batch]
-    q = cute.domain_offset((0, first_head, tile.first_query, 0), q)
+    q = cute.domain_offset((0, tile.first_head, tile.first_query, 0), q)
     q_tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
     block_bytes = config.tile_m * tma.ROW_BYTES
     q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)

@@ -9,23 +9,29 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from warpspec.common import tma, tmem
-from warpspec.fmha.device_mask import hide
-from warpspec.fmha.row_bias import unit
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.fmha.device import unseen
+from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.mask import hide
+from warpspec.fmha.device.softmax import exponentiate, maximum, move_reference, scale_by
+from warpspec.fmha.features import WORD_BYTES
 from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import QUARTER_LANES
-from warpspec.fmha.softmax import exponentiate, maximum, move_reference, scale_by
 
 O_PART = 32  # columns of O in registers at a time while it is rescaled
-WORD_BYTES = 4
-VECTOR_BYTES = 16  # one store to shared memory, and the unit that the 128-byte swizzle moves
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where tiles lie: TMEM pointers to the first columns of S (fp32), P (32 bits, two keys) and O (fp32);
-    shared memory (Uint8) of P, where it lies there, and of the first V stage. bias: see ``bias.add``."""
+    """Where a softmax thread finds the tiles.
 
+    thread: 0..127, its lane of tensor memory. s, p, o: TMEM pointers to the first columns of S (fp32), P (32 bits, two
+    keys) and O (fp32). p_smem, v_smem: shared memory (Uint8) of P, where it lies there, and of the first V stage. bias:
+    see ``bias.add``.
+    """
+
+    thread: Int32
     s: cute.Pointer
     p: cute.Pointer
     o: cute.Pointer
@@ -64,14 +70,18 @@ def softmax(
             reference, row_maximum, row_sum = tile_step(
                 config, channels, row, span, columns, scale_log2, dtype, step, state, False
             )
-    return reference, share(config, row, row_maximum), share(config, row, row_sum)
+    return (
+        reference,
+        share(config, columns.thread, row_maximum),
+        share(config, columns.thread, row_sum),
+    )
 
 
-def share(config, row, value):
-    """The value that the thread of the row's first half has, to the threads of all its parts."""
-    if config.halves == 1:
+def share(config, thread, value):
+    """The value that the thread of the row's first column part has, to the threads of all its parts."""
+    if config.column_parts == 1:
         return value
-    return cute.arch.shuffle_sync(value, row.thread % (QUARTER_LANES // config.halves))
+    return cute.arch.shuffle_sync(value, thread % (QUARTER_LANES // config.column_parts))
 
 
 @cute.jit
@@ -96,7 +106,7 @@ def tile_step(
     scores = cute.make_rmem_tensor(config.tile_n, Float32)  # (KEY)
     channels["s_full"].wait(step)
     tmem.fence_after_wait()
-    tmem.load_row(columns.s, scores, row.thread)
+    tmem.load_row(columns.s, scores, columns.thread)
     tmem.wait_loads()
     tmem.fence_before_arrive()
     channels["s_empty"].arrive(step)
@@ -105,10 +115,12 @@ def tile_step(
         bias.add(config, channels, row, columns.bias, scores, first_key, step, scale_log2, masked)
         scale_log2 = unit(config, scale_log2)
     if cutlass.const_expr(masked):
-        hide(scores, row.first - first_key if config.has_left else None, row.end - first_key)
+        keys = [(i, i) for i in range(config.tile_n)]
+        hide(scores, keys, row.first - first_key if config.has_left else None, row.end - first_key)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
     reference, factor, moved = move_reference(reference, row_maximum, scale_log2, config.rescale_threshold)
-    reference, factor = share(config, row, reference), share(config, row, factor)
+    reference = share(config, columns.thread, reference)
+    factor = share(config, columns.thread, factor)
     polynomial_every = 0 if masked else config.shape.polynomial_every
     row_sum = row_sum * factor + exponentiate(
         scores, reference, scale_log2, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
@@ -119,16 +131,17 @@ def tile_step(
     channels["pv_done"].wait_previous(step)
     tmem.fence_after_wait()
     if (step > 0) & cute.arch.vote_any_sync(moved):
-        rescale(config, columns.o, factor, row.thread)
+        rescale(config, columns.o, factor, columns.thread)
     if cutlass.const_expr(config.p_in_smem):
         store_weights(config, row, cute.recast_tensor(weights, Int32), columns.p_smem)
     else:
-        tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, row.thread)
+        tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
     # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
     if masked and (config.band or config.has_kv_lengths) and span.has_unseen(span.tile(step), config.tile_n):
         full = channels[config.v_ring + "_full"]
         full.wait(step)
-        clear_unseen(config, row, span, first_key, columns.v_smem + full.stage(step) * config.kv_tile_bytes)
+        stage = columns.v_smem + full.stage(step) * config.kv_tile_bytes
+        unseen.clear(config, span, first_key, columns.thread, stage)
     tmem.wait_stores()
     if cutlass.const_expr(config.p_in_smem):
         cute.arch.fence_view_async_shared()
@@ -140,11 +153,11 @@ def tile_step(
 @cute.jit
 def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.Pointer):
     """P of this thread's row to shared memory, as tcgen05.mma reads it: blocks of 64 keys, in each the row's
-    128 bytes, whose 16-byte vectors the swizzle exchanges by the row's number.
+    128 bytes, whose 16-byte vectors the swizzle permutes by the row's number.
 
     weights: (tile_n / 2) 32 bits, two keys each. p: Uint8. The caller fences before it signals.
     """
-    if row.half == 0:
+    if row.member == 0:
         vectors = tma.ROW_BYTES // VECTOR_BYTES
         words = VECTOR_BYTES // WORD_BYTES
         blocks = cute.size(weights) // (vectors * words)
@@ -168,22 +181,3 @@ def rescale(config: cutlass.Constexpr, o, factor, thread):
         tmem.wait_loads()
         scale_by(values, factor)
         tmem.store_row(values, o + part * O_PART, thread)
-
-
-@cute.jit
-def clear_unseen(config: cutlass.Constexpr, row, span, first_key, tile: cute.Pointer):
-    """Zero the V rows of a tile that no row of the M tile sees: 0 times a NaN left there would be NaN.
-
-    tile: Uint8 pointer to the stage. Thread t does V row t of every block; the fence makes it visible to
-    tcgen05.mma.
-    """
-    key = first_key + row.thread
-    if (row.thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
-        for block in cutlass.range_constexpr(config.blocks):
-            start = (block * config.tile_n + row.thread) * tma.ROW_BYTES
-            words = cute.make_tensor(
-                cute.recast_ptr((tile + start).align(tma.ROW_BYTES), dtype=Int32),
-                cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
-            )  # (WORD)
-            words.fill(0)
-    cute.arch.fence_view_async_shared()

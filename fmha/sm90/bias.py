@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
-from warpspec.fmha.row_bias import TYPES
-from warpspec.fmha.sm90 import softmax
-from warpspec.fmha.softmax import LOG2_E
+from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.device.softmax import LOG2_E
+from warpspec.fmha.sm90.fragment import column, elements
 
 LARGEST = 2.0**127
 
@@ -20,27 +20,26 @@ LARGEST = 2.0**127
 def add(
     config: cutlass.Constexpr,
     scores: cute.Tensor,
-    half: cutlass.Constexpr,
+    r: cutlass.Constexpr,
     bias: cute.Tensor,
     first_key,
     scale_log2,
     masked: cutlass.Constexpr,
 ):
-    """Scores of one row of the thread become scale_log2 * s + log2(e) * bias, in place; -inf where the bias is.
+    """Scores of row r of the thread become scale_log2 * s + log2(e) * bias, in place; -inf where the bias is.
 
     bias: the row (KEY). first_key: key of the thread's element 0. masked: the tile may reach past the keys; what is
     made of those, the caller hides.
     """
     last = cute.size(bias) - 1
     start = bias.iterator + first_key
-    for i in cutlass.range_constexpr(cute.size(scores)):
-        if cutlass.const_expr(i // softmax.PAIR % softmax.ROW_HALVES == half):
-            offset = softmax.column(i)
-            value = cute.make_rmem_tensor(1, TYPES[config.bias])
-            value.fill(0.0)
-            if cutlass.const_expr(not masked) or first_key + offset <= last:
-                value[0] = start[offset]
-            scores[i] = power(scores[i], value[0].to(Float32), scale_log2)
+    for i in elements(scores, r):
+        offset = column(i)
+        value = cute.make_rmem_tensor(1, TYPES[config.bias])
+        value.fill(0.0)
+        if cutlass.const_expr(not masked) or first_key + offset <= last:
+            value[0] = start[offset]
+        scores[i] = power(scores[i], value[0].to(Float32), scale_log2)
 
 
 def power(score, bias, scale_log2):
@@ -50,8 +49,3 @@ def power(score, bias, scale_log2):
     scaled = -cute.arch.fmax(-scaled, Float32(-LARGEST), nan=True)
     hidden = Boolean(bias == -Float32.inf)
     return Float32(cutlass.select_(hidden, -Float32.inf, score * scale_log2 + scaled))
-
-
-def of_key(bias: cute.Tensor, key, score, scale_log2):
-    """One score as a power of two: for the path that sums a row again."""
-    return power(score, bias[Int32(key)].to(Float32), scale_log2)

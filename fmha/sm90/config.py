@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import (
+    MAX_SMEM_PER_CTA,
+    REGISTERS_PER_SM,
+    SMEM_PER_SM,
+    SMEM_RESERVED_PER_CTA,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+)
 from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
     FP32_BYTES,
     PAGE_SIZES,
-    WARP_THREADS,
     KernelFeatures,
     choose_pack,
     features,
@@ -22,17 +29,12 @@ from warpspec.fmha.features import (
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape, fits_pages
 
-WARPGROUP_THREADS = 128
-SMEM_PER_SM = 228 * 1024  # bytes, sm_90a
-SMEM_RESERVED_PER_CTA = 1024  # bytes the system keeps of them for every resident CTA
-SMEM_PER_CTA = 227 * 1024  # bytes one CTA may have
-REGISTERS_PER_SM = 65536
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
     1  # named barriers in which consumers take turns at the tensor core: one each from here on
 )
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
-SUMS_BARRIER = 7  # named barrier of two consumers that exchange their row sums
+SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
 
@@ -49,7 +51,7 @@ class AttentionConfig(KernelFeatures):
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
         assert fits_pages(self.tile_n, self.page_size)
-        if self.exchanges:
+        if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
@@ -77,8 +79,23 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def row_groups(self) -> int:
-        """Groups of 64 rows of an M tile."""
+        """Row groups of an M tile."""
         return self.consumers // self.column_parts
+
+    @property
+    def row_group_size(self) -> int:
+        """Rows of a consumer, or of those that share them."""
+        return WARPGROUP_ROWS
+
+    @property
+    def recompute_elements(self) -> int:
+        """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time: O takes most of them."""
+        return 16
+
+    @property
+    def bias_alignment(self) -> int | None:
+        """Bytes to which rows of the bias are aligned; None: an element's."""
+        return None
 
     @property
     def o_columns(self) -> int:
@@ -86,14 +103,14 @@ class AttentionConfig(KernelFeatures):
         return self.head_dim // self.column_parts
 
     @property
-    def exchanges(self) -> bool:
-        """Two consumers share 64 rows and exchange P through shared memory (``exchange``)."""
+    def paired(self) -> bool:
+        """Two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
         return self.column_parts == 2 and self.shared_kv
 
     @property
     def takes_turns(self) -> bool:
         """Consumers issue their products one after another."""
-        return self.consumers > 1 and not self.exchanges
+        return self.consumers > 1 and not self.paired
 
     @property
     def tile_m(self) -> int:
@@ -134,17 +151,17 @@ class AttentionConfig(KernelFeatures):
     @property
     def parts(self) -> int:
         """Parts of a KV tile's columns, each loaded by a warp of its own and released by a consumer of its own."""
-        return self.column_parts if self.exchanges else 1
+        return self.column_parts if self.paired else 1
 
     @property
     def pieces(self) -> int:
         """Pieces of a KV tile that have an mbarrier each: where tiles are few and large, QK begins with the first."""
-        return self.blocks if self.exchanges else 1
+        return self.blocks if self.paired else 1
 
     @property
     def prefetches(self) -> bool:
         """Load warps bring into L2 what has no room in shared memory yet."""
-        return self.exchanges
+        return self.paired
 
     @property
     def kv_box(self) -> tuple[int, int, int]:
@@ -155,25 +172,15 @@ class AttentionConfig(KernelFeatures):
     # Tiles.
 
     @property
-    def group_queries(self) -> int:
-        """Queries of a group of 64 rows; rows past pack * group_queries are idle."""
-        return WARPGROUP_ROWS // self.pack
-
-    @property
-    def queries(self) -> int:
-        """Queries of an M tile."""
-        return self.row_groups * self.group_queries
-
-    @property
     def q_box(self) -> tuple[int, int, int]:
-        """(D, HEAD, QUERY) of a Q load: one block of D of one group of rows."""
-        return (BLOCK, self.pack, self.group_queries)
+        """(D, HEAD, QUERY) of a Q load: one block of D of one row group."""
+        return (BLOCK, self.pack, self.row_group_queries)
 
     # Shared memory, in bytes.
 
     @property
     def q_bytes(self) -> int:
-        """Q of one group of rows."""
+        """Q of one row group."""
         return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
 
     @property
@@ -199,22 +206,22 @@ class AttentionConfig(KernelFeatures):
                 f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}], 128-byte swizzle; O leaves through it",
             ),
             ("statistics", self.statistics_bytes, "of the rows of each P"),
-            ("sums", self.sums_bytes, "row sums that consumers exchange, of two tiles"),
+            ("sums", self.sums_bytes, "row sums that paired consumers add up, of two tiles"),
         )
 
     @property
     def p_bytes(self) -> int:
-        """One P tile that consumers exchange."""
-        return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.exchanges else 0
+        """One P tile of paired consumers."""
+        return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.paired else 0
 
     @property
     def statistics_bytes(self) -> int:
-        return WEIGHT_STAGES * WARPGROUP_ROWS * STATISTICS * FP32_BYTES if self.exchanges else 0
+        return WEIGHT_STAGES * WARPGROUP_ROWS * STATISTICS * FP32_BYTES if self.paired else 0
 
     @property
     def sums_bytes(self) -> int:
         """A number for each of a thread's two rows."""
-        return 2 * self.consumer_threads * 2 * FP32_BYTES if self.exchanges else 0
+        return 2 * self.consumer_threads * 2 * FP32_BYTES if self.paired else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -223,7 +230,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def smem_limit(self) -> int:
         """Bytes that a CTA may have when so many share an SM."""
-        return min(SMEM_PER_SM // self.shape.ctas_per_sm - SMEM_RESERVED_PER_CTA, SMEM_PER_CTA)
+        return min(SMEM_PER_SM // self.shape.ctas_per_sm - SMEM_RESERVED_PER_CTA, MAX_SMEM_PER_CTA)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -244,7 +251,7 @@ class AttentionConfig(KernelFeatures):
                 "the consumers of these rows have read their Q",
             ),
         )
-        if self.exchanges:
+        if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"
             warps = WARPGROUP_THREADS // WARP_THREADS

@@ -18,13 +18,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
-from warpspec.fmha.features import WORD_BYTES
-from warpspec.fmha.row_bias import unit
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.fmha.device import unseen
+from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.mask import hide
+from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
-from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER, WARPGROUP_THREADS
-from warpspec.fmha.sm90.rows import ROW_HALVES
+from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
+from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS, column, elements
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
-from warpspec.fmha.softmax import move_reference
 
 ONE_WARPGROUP = (1, 1, 1)
 
@@ -109,8 +111,8 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. group: which consumer;
-    row_group: which 64 rows it has; part: which part of O's columns (plain ints where P is exchanged). thread: 0..127
+    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. consumer: which one it is;
+    row_group: which 64 rows it has; part: which part of O's columns (plain ints of paired consumers). thread: 0..127
     of it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. v_base: Uint8
     pointer to the first V stage."""
 
@@ -120,7 +122,7 @@ class Work:
     tile: object
     rows: tuple
     biases: tuple | None
-    group: Int32 | int
+    consumer: Int32 | int
     row_group: Int32 | int
     part: Int32 | int
     thread: Int32
@@ -159,14 +161,14 @@ class Work:
     def take_turn(self) -> None:
         """Wait until it is this consumer's turn to issue."""
         if self.config.takes_turns:
-            turn = FIRST_ORDER_BARRIER + self.group
+            turn = FIRST_ORDER_BARRIER + self.consumer
             cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP_THREADS)
 
 
-def pass_turn(config, group) -> None:
-    """It is the turn of the consumer after ``group``."""
+def pass_turn(config, consumer) -> None:
+    """It is the turn of the consumer after this one."""
     if config.takes_turns:
-        after = FIRST_ORDER_BARRIER + (group + 1) % config.consumers
+        after = FIRST_ORDER_BARRIER + (consumer + 1) % config.consumers
         cute.arch.barrier_arrive(barrier_id=after, number_of_threads=2 * WARPGROUP_THREADS)
 
 
@@ -180,7 +182,7 @@ def attend(work):
     """
     config, span = work.config, work.tile.span
     work.mma.o.fill(0.0)
-    state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
+    state = ((-Float32.inf,) * THREAD_ROWS, (-Float32.inf,) * THREAD_ROWS, (Float32(0.0),) * THREAD_ROWS)
     if span.count > 0:
         work.channels["k_full"].wait(work.use)
         work.issue_qk(0)
@@ -224,7 +226,7 @@ def advance(work, step, state, masked: cutlass.Constexpr):
     work.issue_qk(step)
     work.v_full.wait(work.use + step - 1)
     work.issue_pv(step - 1)
-    pass_turn(work.config, work.group)
+    pass_turn(work.config, work.consumer)
     warpgroup.wait_group(1)  # S; PV goes on
     work.release_k(step)
     state, factors, moved = weigh(work, step, state, masked)
@@ -239,8 +241,8 @@ def advance(work, step, state, masked: cutlass.Constexpr):
 def rescale(work, factors, moved):
     """O times the rows' factors, where some row of the warp has one. No PV may be under way."""
     if cute.arch.vote_any_sync(moved):
-        for half in cutlass.range_constexpr(ROW_HALVES):
-            softmax.scale_by(flat(work.mma.o), half, factors[half])
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            softmax.scale_by(flat(work.mma.o), r, factors[r])
 
 
 def keep_weights(mma: Products) -> None:
@@ -250,8 +252,8 @@ def keep_weights(mma: Products) -> None:
     """
     scores, words = flat(mma.s), cute.recast_tensor(flat(mma.p), Int32)
     for i in range(cute.size(words)):
-        pair = cute.make_rmem_tensor(softmax.PAIR, mma.p.element_type)
-        pair.store(cute.local_tile(scores, (softmax.PAIR,), (i,)).load().to(mma.p.element_type))
+        pair = cute.make_rmem_tensor(PAIR, mma.p.element_type)
+        pair.store(cute.local_tile(scores, (PAIR,), (i,)).load().to(mma.p.element_type))
         words[i] = cute.recast_tensor(pair, Int32)[0]
 
 
@@ -270,58 +272,32 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         for i in cutlass.range_constexpr(cute.size(scores)):
             scores[i] = -scores[i]
     new = []
-    for half in cutlass.range_constexpr(ROW_HALVES):
-        row = work.rows[half]
-        origin = first_key + softmax.PAIR * row.half  # key of element 0
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        row = work.rows[r]
+        origin = first_key + PAIR * row.member  # key of element 0
         if cutlass.const_expr(config.bias is not None):
-            bias.add(config, scores, half, work.biases[half], origin, work.scale_log2, masked)
+            bias.add(config, scores, r, work.biases[r], origin, work.scale_log2, masked)
         if cutlass.const_expr(masked):
-            softmax.hide(scores, half, row.first - origin if config.has_left else None, row.end - origin)
-        highest = softmax.over_quad(softmax.maximum(scores, half), cute.arch.fmax)
-        highest = cute.arch.fmax(maxima[half], highest)
+            keys = [(i, column(i)) for i in elements(scores, r)]
+            hide(scores, keys, row.first - origin if config.has_left else None, row.end - origin)
+        highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
+        highest = cute.arch.fmax(maxima[r], highest)
         reference, factor, moved = move_reference(
-            references[half], highest, scale_log2, config.rescale_threshold
+            references[r], highest, scale_log2, config.rescale_threshold
         )
-        total = softmax.exponentiate(scores, half, reference, scale_log2)
-        total = sums[half] * factor + total
+        total = softmax.exponentiate(scores, r, reference, scale_log2)
+        total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
     if cutlass.const_expr(masked and (config.band or config.has_kv_lengths)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             barrier, threads = CLEAR_BARRIER, config.consumer_threads
-            if cutlass.const_expr(config.exchanges):  # the tile is this consumer's alone, and here since QK
-                barrier, threads = CLEAR_BARRIER + work.group, WARPGROUP_THREADS
+            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and here since QK
+                barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             else:
                 work.v_full.wait(use)
             stage = work.v_base + use % config.kv_stages * config.kv_tile_bytes
-            clear_unseen(config, span, first_key, work.thread, stage, barrier, threads)
+            unseen.clear(config, span, first_key, work.thread, stage)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]
-
-
-@cute.jit
-def clear_unseen(
-    config: cutlass.Constexpr,
-    span,
-    first_key,
-    thread,
-    tile: cute.Pointer,
-    barrier,
-    threads: cutlass.Constexpr,
-):
-    """Zero the V rows of a tile that no row of the M tile sees: 0 times a NaN left there would be NaN.
-
-    All ``threads`` whose wgmma read the tile next come here; the fence and the barrier make it visible to them. thread:
-    of a consumer; consumers write the same zeros.
-    """
-    key = first_key + thread
-    if (thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
-        for block in cutlass.range_constexpr(config.blocks):
-            start = (block * config.tile_n + thread) * tma.ROW_BYTES
-            words = cute.make_tensor(
-                cute.recast_ptr((tile + start).align(tma.ROW_BYTES), dtype=Int32),
-                cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
-            )  # (WORD)
-            words.fill(0)
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

@@ -8,13 +8,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.results import of_split, statistics
+from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.results import of_split, statistics
-from warpspec.fmha.row_bias import unit
-from warpspec.fmha.sm90 import softmax
+from warpspec.fmha.sm90 import bias
 from warpspec.fmha.sm90.consumer import flat
-from warpspec.fmha.sm90.recompute import recompute, tainted
-from warpspec.fmha.sm90.rows import QUAD, ROW_HALVES, place
+from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
+from warpspec.fmha.sm90.softmax import over_quad
 from warpspec.fmha.sm90.staging import (
     CHUNKS,
     LOADS,
@@ -39,37 +40,37 @@ def epilogue(work, state, operands, stage):
     references, maxima, sums = state
     score_unit = unit(config, work.scale_log2)
     factors, empties = [], []
-    for half in cutlass.range_constexpr(ROW_HALVES):
-        row = work.rows[half]
-        total = softmax.over_quad(sums[half], lambda a, b: a + b)
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        row = work.rows[r]
+        total = over_quad(sums[r], lambda a, b: a + b)
         empty = Boolean(total == Float32(0.0))
-        where = place(config, tile, work.row_group, row.index)
-        row_state = (references[half], maxima[half], total)
+        place = tile.place(row.index, work.row_group)
+        row_state = (references[r], maxima[r], total)
         # One thread of all that share the row writes its statistics.
-        teller = replace(row, half=row.half + work.part * QUAD)
-        factor = statistics(config, teller, where, tile, row_state, operands, score_unit, empty)
-        if cutlass.const_expr(config.band or config.bias is not None):  # noqa: SIM102
-            if where.in_range & tainted(o, half, total):
-                reference = references[half]
-                recompute(config, row, where, work.part, operands, reference, work.scale_log2, o, half)
+        teller = replace(row, member=row.member + work.part * QUAD)
+        factor = statistics(config, teller, place, tile, row_state, operands, score_unit, empty)
+        if cutlass.const_expr(config.band or config.bias is not None):
+            own = row_columns(config, o, r, row, work.part)
+            if place.in_range & tainted(o, own, total):
+                recompute(config, row, place, operands, references[r], work.scale_log2, o, own, bias.power)
         if cutlass.const_expr(stage is not None):
             factors.append(factor)
             empties.append(empty)
         else:
-            for i in softmax.elements(o, half):
+            for i in elements(o, r):
                 o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
-            target = columns(work, operands.o, where)
+            target = columns(work, operands.o, place)
             if cutlass.const_expr(config.normalize):
-                store_row(o, half, row.half, target, where.in_range)
+                store_row(o, r, row.member, target, place.in_range)
             else:
-                store_pairs(o, half, row.half, target, where.in_range)
+                store_pairs(o, r, row.member, target, place.in_range)
     if cutlass.const_expr(stage is not None):
         store_tiles(work, factors, empties, operands, stage)
 
 
-def columns(work, o: cute.Tensor, where) -> cute.Tensor:
+def columns(work, o: cute.Tensor, place) -> cute.Tensor:
     """(n): the consumer's columns of a row of o."""
-    row = of_split(work.config, o, work.tile, where)
+    row = of_split(work.config, o, work.tile, place)
     return cute.local_tile(row, (work.config.o_columns,), (work.part,))
 
 
@@ -80,18 +81,18 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
     config, o, dtype = work.config, flat(work.mma.o), operands.o.element_type
     targets, inside = [], []
     for load in cutlass.range_constexpr(LOADS):
-        where = place(config, work.tile, work.row_group, row_read(work.thread, load))
-        targets.append(columns(work, operands.o, where))
-        inside.append(where.in_range)
+        place = work.tile.place(row_read(work.thread, load), work.row_group)
+        targets.append(columns(work, operands.o, place))
+        inside.append(place.in_range)
     for block in cutlass.range_constexpr(config.o_columns // BLOCK):
         words = []
         for word in cutlass.range_constexpr(TILE_WORDS):
-            half = word % ROW_HALVES
-            pair = cute.make_rmem_tensor(softmax.PAIR, dtype)
-            for i in cutlass.range_constexpr(softmax.PAIR):
-                pair[i] = (o[(block * TILE_WORDS + word) * softmax.PAIR + i] * factors[half]).to(dtype)
+            r = word % THREAD_ROWS
+            pair = cute.make_rmem_tensor(PAIR, dtype)
+            for i in cutlass.range_constexpr(PAIR):
+                pair[i] = (o[(block * TILE_WORDS + word) * PAIR + i] * factors[r]).to(dtype)
             packed = cute.recast_tensor(pair, Int32)[0]
-            words.append(Int32(cutlass.select_(empties[half], Int32(0), packed)))
+            words.append(Int32(cutlass.select_(empties[r], Int32(0), packed)))
         store_words(stage, work.rows[0], words)
         cute.arch.sync_warp()
         for load in cutlass.range_constexpr(LOADS):
@@ -103,33 +104,33 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
 
 
 @cute.jit
-def store_row(o: cute.Tensor, half: cutlass.Constexpr, quad, target: cute.Tensor, in_range):
-    """One row (D) in 16 bits: its four threads exchange words so that each stores 8 columns at a time.
+def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
+    """Store row r (D) in 16 bits: its four threads swap words so that each stores 8 columns at a time.
 
-    Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4 words.
+    lane: of the quad. Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4 words.
     """
-    own = softmax.elements(o, half)
-    blocks = len(own) // softmax.PAIR
+    own = elements(o, r)
+    blocks = len(own) // PAIR
     words = []
     for block in cutlass.range_constexpr(blocks):
-        pair = cute.make_rmem_tensor(softmax.PAIR, target.element_type)
-        for place_ in cutlass.range_constexpr(softmax.PAIR):
-            pair[place_] = o[own[block * softmax.PAIR + place_]].to(target.element_type)
+        pair = cute.make_rmem_tensor(PAIR, target.element_type)
+        for place_ in cutlass.range_constexpr(PAIR):
+            pair[place_] = o[own[block * PAIR + place_]].to(target.element_type)
         words.append(cute.recast_tensor(pair, Int32)[0])
     for first in cutlass.range_constexpr(0, blocks, QUAD):
-        moved = transpose(words[first : first + QUAD], quad)
+        moved = transpose(words[first : first + QUAD], lane)
         if in_range:
             vector = cute.make_rmem_tensor(QUAD, Int32)
             for i in cutlass.range_constexpr(QUAD):
                 vector[i] = moved[i]
-            part = cute.local_tile(target, (VECTOR,), (first + quad,))
+            part = cute.local_tile(target, (VECTOR,), (first + lane,))
             cute.autovec_copy(cute.recast_tensor(vector, target.element_type), part)
 
 
-def transpose(words: list, quad) -> list:
+def transpose(words: list, lane) -> list:
     """4 words of each of 4 threads: thread t gets word t of every thread, in the threads' order."""
     for bit in (1, 2):
-        upper = Boolean((quad & bit) != 0)
+        upper = Boolean((lane & bit) != 0)
         moved = list(words)
         for low in (i for i in range(QUAD) if not i & bit):
             high = low | bit
@@ -143,13 +144,13 @@ def transpose(words: list, quad) -> list:
 
 
 @cute.jit
-def store_pairs(o: cute.Tensor, half: cutlass.Constexpr, quad, target: cute.Tensor, in_range):
-    """One row (D) in fp32: each thread its pairs of columns, 32 bytes a quad."""
-    own = softmax.elements(o, half)
+def store_pairs(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
+    """Store row r (D) in fp32: each thread its pairs of columns, 32 bytes a quad. lane: of the quad."""
+    own = elements(o, r)
     if in_range:
-        for block in cutlass.range_constexpr(len(own) // softmax.PAIR):
-            pair = cute.make_rmem_tensor(softmax.PAIR, Float32)
-            for place_ in cutlass.range_constexpr(softmax.PAIR):
-                pair[place_] = o[own[block * softmax.PAIR + place_]]
-            part = cute.local_tile(target, (softmax.PAIR,), (block * QUAD + quad,))
+        for block in cutlass.range_constexpr(len(own) // PAIR):
+            pair = cute.make_rmem_tensor(PAIR, Float32)
+            for place_ in cutlass.range_constexpr(PAIR):
+                pair[place_] = o[own[block * PAIR + place_]]
+            part = cute.local_tile(target, (PAIR,), (block * QUAD + lane,))
             cute.autovec_copy(pair, part)

@@ -9,29 +9,28 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from warpspec.common import tma
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
-from warpspec.fmha.features import FP32_BYTES, WARP_THREADS
-from warpspec.fmha.operands import Operands, kv_view, q_view
-from warpspec.fmha.row_bias import row_of
-from warpspec.fmha.sm90.config import BARRIER_BYTES, WARPGROUP_THREADS, WEIGHT_STAGES, AttentionConfig
+from warpspec.fmha.device.bias import row_of
+from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, index_of, rounds
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
+from warpspec.fmha.device.tile import tile_at
+from warpspec.fmha.features import FP32_BYTES
+from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Work, attend, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
-from warpspec.fmha.sm90.exchange import Exchange, attend_in_turn, own_stage
+from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
+from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.rings import Source
-from warpspec.fmha.sm90.rows import place, rows
-from warpspec.fmha.sm90.tile import index_of, locate, rounds, where_of
-
-SMEM_CARVEOUT_PERCENT = 100
 
 
 class Shared(NamedTuple):
     """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
-    Float32 pointers, of consumers that exchange P."""
+    Float32 pointers, of paired consumers."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -41,46 +40,16 @@ class Shared(NamedTuple):
     sums: cute.Pointer
 
 
-class Attention:
-    """``cute.compile(Attention(config), ...)`` makes one kernel; the arguments are those of ``__call__``."""
+class Attention(AttentionHost):
+    """The kernel of one ``AttentionConfig``."""
 
-    def __init__(self, config: AttentionConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        sink: cute.Tensor | None,
-        kv_lengths: cute.Tensor | None,
-        q_start: cute.Tensor | None,
-        lse: cute.Tensor | None,
-        row_max: cute.Tensor | None,
-        row_sum: cute.Tensor | None,
-        page_table: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        scale_log2: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        ctas: Int32,
-        section: Int32,
-        stream: CUstream,
-    ):
-        """Host side: TMA descriptors, grid, launch.
-
-        scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most CTAs to launch.
-        section: of ``TileGrid.decode``. At least one tile, ctas and section at least 1.
-        """
+    def launch(self, operands, scale_log2, window, ctas, section, stream):
+        """Host side: TMA descriptors, grid, launch."""
         config = self.config
-        loads = [tma.make_load(q_view(config, q), config.q_box)]
-        for t in (k,) if config.shared_kv else (k, v):
-            loads.append(tma.make_load(kv_view(config, t), config.kv_box))
-        where = where_of(config, q, k, o, ctas, section, window_left, window_right)
+        loads = self.loads(operands)
+        where = where_of(config, operands, ctas, section, window)
         self.kernel(
-            Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias),
+            operands,
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             where,
@@ -100,7 +69,7 @@ class Attention:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        # 1. Shared memory: barriers, Q of every consumer, K and V, what consumers exchange.
+        # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
@@ -145,13 +114,27 @@ class Attention:
                 load(config, channels, source, where)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
-            group = warp // (WARPGROUP_THREADS // WARP_THREADS)
-            if cutlass.const_expr(config.exchanges):  # each has code of its own: ``exchange`` says why
+            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+            if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
                 for each in cutlass.range_constexpr(config.consumers):
-                    if group == each:
+                    if consumer == each:
                         consume(config, channels, shared, operands, where, scale_log2, dtype, thread, each)
             else:
-                consume(config, channels, shared, operands, where, scale_log2, dtype, thread, group)
+                consume(config, channels, shared, operands, where, scale_log2, dtype, thread, consumer)
+
+
+def where_of(config, operands, ctas, section, window) -> Where:
+    """What at most so many persistent CTAs need to find their tiles. Host side."""
+    q, k, o = operands.q, operands.k, operands.o
+    tiles, splits = grid_of(config, q, k, o)
+    total = Int32(tiles.size * splits)
+    if config.paired:
+        group = q.shape[2] // k.shape[2]
+        grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, ctas))
+        section = cute.FastDivmodDivisorV2(section)
+    else:
+        grid = Grid(tiles.query_tiles, tiles.head_tiles, splits)
+    return Where(grid, total, section, *window)
 
 
 @cute.jit
@@ -164,29 +147,29 @@ def consume(
     scale_log2,
     dtype: cutlass.Constexpr,
     thread,
-    group,
+    consumer,
 ):
-    """One consumer: the CTA's tiles, one after another. group: which; known at compile time where P is exchanged.
+    """One consumer: the CTA's tiles, one after another. consumer: which it is; known at compile time where paired.
 
-    Consumes: q_full, and what ``consumer.attend`` or ``exchange.attend_in_turn`` does. Produces: what they do.
+    Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """
     thread = thread % WARPGROUP_THREADS
-    row_group, part = group // config.column_parts, group % config.column_parts
+    row_group, part = consumer // config.column_parts, consumer % config.column_parts
     q_base = shared.q + row_group * config.q_bytes
     mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
-    if group == config.consumers - 1:
-        pass_turn(config, group)  # the first consumer begins
+    if consumer == config.consumers - 1:
+        pass_turn(config, consumer)  # the first consumer begins
     tile_use, use = Int32(0), Int32(0)
     for round_ in cutlass.range(rounds(where), unroll=1):
-        tile = locate(config, operands, where, index_of(round_))
-        mine = rows(config, tile, row_group, thread)
+        tile = tile_at(config, operands, where.grid, where.window, index_of(round_), where.section)
+        mine = thread_rows(tile, row_group, thread)
         q_use = tile_use * config.row_groups + row_group
         if tile.span.count > 0:
             channels["q_full"].wait(q_use)
         biases = None
         if cutlass.const_expr(config.bias is not None):
-            places = (place(config, tile, row_group, row.index) for row in mine)
-            biases = tuple(row_of(config, operands.bias, where_) for where_ in places)
+            places = (tile.place(row.index, row_group) for row in mine)
+            biases = tuple(row_of(config, operands.bias, place) for place in places)
         work = Work(
             config,
             channels,
@@ -194,7 +177,7 @@ def consume(
             tile,
             mine,
             biases,
-            group,
+            consumer,
             row_group,
             part,
             thread,
@@ -203,14 +186,14 @@ def consume(
             scale_log2,
             shared.v,
         )
-        if cutlass.const_expr(config.exchanges):
-            state = attend_in_turn(Exchange(work, shared, tile_use))
+        if cutlass.const_expr(config.paired):
+            state = attend_paired(Pair(work, shared, tile_use))
         else:
             state = attend(work)
         if tile.span.count > 0:
             tile_use += 1
         use += tile.span.count
         stage = None
-        if cutlass.const_expr(config.exchanges and config.normalize):
-            stage = own_stage(config, shared, group)  # every P has been read
+        if cutlass.const_expr(config.paired and config.normalize):
+            stage = own_stage(config, shared, consumer)  # every P has been read
         epilogue(work, state, operands, stage)

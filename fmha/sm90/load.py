@@ -8,14 +8,15 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.pages import kv_places
+from warpspec.fmha.device.grid import index_of, rounds
+from warpspec.fmha.device.pages import kv_places
+from warpspec.fmha.device.tile import tile_at
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
-from warpspec.fmha.sm90.tile import index_of, locate, rounds
 
 
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
-    """Fill shared memory, tile after tile of this CTA: Q of each group of rows, then one K and one V tile for every KV
+    """Fill shared memory, tile after tile of this CTA: Q of each row group, then one K and one V tile for every KV
     tile of the span, in order; one tile for both where they are one tensor. source: ``rings.Source``.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
@@ -24,7 +25,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     tile_use, use = Int32(0), Int32(0)
     part, blocks, pieces = source.part, source.blocks, config.pieces // config.parts
     for round_ in cutlass.range(rounds(where), unroll=1):
-        tile = locate(config, source.operands, where, index_of(round_))
+        tile = tile_at(config, source.operands, where.grid, where.window, index_of(round_), where.section)
         span = tile.span
         if cutlass.const_expr(config.prefetches):  # noqa: SIM102
             if tile_use > 0:  # while the tile before ends
@@ -32,14 +33,14 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
                 for step in cutlass.range_constexpr(config.kv_stages):
                     prefetch_kv(source, where, tile, step)
         if span.count > 0:
-            for group in cutlass.range_constexpr(config.row_groups):
-                q_use = tile_use * config.row_groups + group
-                ring = source.q(tile, group)
+            for row_group in cutlass.range_constexpr(config.row_groups):
+                q_use = tile_use * config.row_groups + row_group
+                ring = source.q(tile, row_group)
                 channels["q_empty"].wait_previous(q_use)
                 channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
                 for i in cutlass.range_constexpr(blocks):
                     block = part * blocks + i
-                    ring.load(block, group * config.blocks + block, channels["q_full"].barrier(q_use))
+                    ring.load(block, row_group * config.blocks + block, channels["q_full"].barrier(q_use))
             tile_use += 1
         for step in cutlass.range(span.count, unroll=1):
             places = kv_places(config, source.operands, tile, span.tile(step))

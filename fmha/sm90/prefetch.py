@@ -7,16 +7,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean
 
-from warpspec.fmha.pages import kv_places
-from warpspec.fmha.tile import extent
+from warpspec.fmha.device.pages import kv_places
+from warpspec.fmha.schedule import extent
 
 
 @cute.jit
 def prefetch_q(source, tile):
     """A part of the columns of a tile's Q."""
     if tile.span.count > 0:
-        for group in cutlass.range_constexpr(source.config.row_groups):
-            ring = source.q(tile, group)
+        for row_group in cutlass.range_constexpr(source.config.row_groups):
+            ring = source.q(tile, row_group)
             for block in cutlass.range_constexpr(source.blocks):
                 ring.prefetch(source.part * source.blocks + block)
 

@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.sm90.rows import first_query
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,12 @@ class Source:
         """Blocks of 64 columns of the part."""
         return self.config.blocks // self.config.parts
 
-    def q(self, tile, group: int) -> tma.TileRing:
-        """The ring of one group of rows' Q, whose stages are the blocks of D of every group."""
+    def q(self, tile, row_group: int) -> tma.TileRing:
+        """The ring of Q of one row group, whose stages are the blocks of D of every row group."""
         config, coordinates = self.config, self.coordinates[0]
-        first_head = tile.kv_head * tile.group + tile.head_tile * config.pack
-        # (D, HEAD, QUERY, BLOCK): from the group's first head and query on
+        # (D, HEAD, QUERY, BLOCK): from the row group's first head and query on
         q = coordinates[None, None, None, None, tile.batch]
-        q = cute.domain_offset((0, first_head, first_query(config, tile, group), 0), q)
+        q = cute.domain_offset((0, tile.first_head, tile.first_query_of(row_group), 0), q)
         tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
         stages, block_bytes = config.row_groups * config.blocks, config.q_bytes // config.blocks
         shared = tma.shared_tiles(self.shared.q, self.dtype, config.q_box, stages, block_bytes)

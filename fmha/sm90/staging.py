@@ -9,27 +9,28 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.features import WARP_THREADS, WORD_BYTES
-from warpspec.fmha.sm90.rows import HALF_ROWS, ROW_HALVES, WARP_ROWS
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.features import WORD_BYTES
+from warpspec.fmha.sm90.fragment import ROW_DISTANCE, THREAD_ROWS, WARP_ROWS
 
 CHUNK_BYTES = 16  # what the swizzle moves as one
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 CHUNKS = tma.ROW_BYTES // CHUNK_BYTES  # of a row of the tile
 SWIZZLE_ROWS = 8  # after which it repeats
-TILE_WORDS = CHUNKS * ROW_HALVES  # of a tile in a thread
+TILE_WORDS = CHUNKS * THREAD_ROWS  # of a tile in a thread
 LOAD_ROWS = WARP_THREADS // CHUNKS  # rows that a warp reads at a time
 LOADS = WARP_ROWS // LOAD_ROWS
 
 
 def store_words(base: Int32, row, words: list) -> None:
     """A thread's words of a tile, in the order of wgmma's fragments. base: the tile's address; row: the thread's first
-    of two (``rows.Row``)."""
-    base += row.index * tma.ROW_BYTES + row.half * WORD_BYTES
-    swizzle = row.index % SWIZZLE_ROWS  # of both rows: HALF_ROWS apart
+    (``tile.Row``)."""
+    base += row.index * tma.ROW_BYTES + row.member * WORD_BYTES
+    swizzle = row.index % SWIZZLE_ROWS  # of both rows, ROW_DISTANCE apart
     for chunk in range(CHUNKS):
         start = base + (swizzle ^ chunk) * CHUNK_BYTES
-        for half in range(ROW_HALVES):
-            vector_at(start + half * HALF_ROWS * tma.ROW_BYTES, 1)[0] = words[chunk * ROW_HALVES + half]
+        for r in range(THREAD_ROWS):
+            vector_at(start + r * ROW_DISTANCE * tma.ROW_BYTES, 1)[0] = words[chunk * THREAD_ROWS + r]
 
 
 def row_read(thread, load: int) -> Int32:

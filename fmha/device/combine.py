@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.compile import compile_kernel, fake_rows
-from warpspec.fmha.problem import ROW_ALIGNMENT
-from warpspec.fmha.softmax import LN_2, LOG2_E
-from warpspec.fmha.splits import BATCH, FP32_BYTES, THREADS, VECTOR, CombineConfig
+from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig
+from warpspec.fmha.device.softmax import LN_2, LOG2_E
+from warpspec.fmha.features import FP32_BYTES
 
 SMEM_CARVEOUT_PERCENT = 25  # of an SM's L1 and shared memory: room for the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: threads waiting for loads are what hides their latency
-O_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32}
 
 
 class Combine:
     """``Combine(config)(...)`` in a ``cute.jit`` host function launches the kernel behind that function's own
-    launches; ``combine_splits`` launches it by itself."""
+    launches; ``fmha.combine.combine_splits`` launches it by itself."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
@@ -178,110 +175,3 @@ def add_ways(config: cutlass.Constexpr, thread, total, values: cute.Tensor) -> F
         for j in cutlass.range_constexpr(VECTOR):
             values[j] += shared[j, other]
     return total
-
-
-def combine_splits(
-    partial_o: torch.Tensor,
-    partial_max: torch.Tensor,
-    partial_sum: torch.Tensor,
-    o: torch.Tensor,
-    *,
-    sink: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    row_max: torch.Tensor | None = None,
-    row_sum: torch.Tensor | None = None,
-    arch: str = "sm_100a",
-):
-    """Combine the splits, into tensors given: one launch on the tensors' device and its current stream.
-
-    partial_o [S, B, Sq, Hq, D], partial_max, partial_sum [S, B, Hq, Sq]: fp32, what every split left. o:
-    [B, Sq, Hq, D] bf16, fp16 or fp32, written; with row_max and row_sum [B, Hq, Sq] fp32 an un-normalised
-    state, else divided by the row sums (and exp(sink - row maximum), sink [Hq] fp32), and lse [B, Hq, Sq]
-    fp32 written where given. Rows of partial_o and o are contiguous and aligned to 16 bytes.
-
-    CPU tensors run in the simulator as ``arch``; its ``SimReport`` is returned, otherwise None. ValueError
-    names a tensor that does not fit.
-    """
-    tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum)
-    _check(*tensors)
-    if o.numel() == 0:
-        return None
-    config = CombineConfig.of(
-        o.shape[-1],
-        partial_o.shape[0],
-        normalize=row_max is None,
-        has_sink=sink is not None,
-        has_lse=lse is not None,
-    )
-    if not o.is_cuda:
-        from warpspec import sim  # brings in llvmlite, an optional dependency
-
-        return sim.run(compiled_combine(config, o.dtype, arch), *tensors, None)
-    major, minor = torch.cuda.get_device_capability(o.device)
-    kernel = compiled_combine(config, o.dtype, f"sm_{major}{minor}a", native=True)
-    with torch.cuda.device(o.device):
-        kernel(*tensors)
-    return None
-
-
-def compiled_combine(config: CombineConfig, dtype: torch.dtype, arch: str, native: bool = False):
-    """``Combine(config)`` for o of ``dtype``, compiled on first use in this process. Needs no GPU. native: callable on
-    CUDA tensors; otherwise for the simulator."""
-    return compile_kernel(
-        ("fmha.combine_splits", config, dtype),
-        lambda: _host_and_arguments(config, dtype),
-        arch=arch,
-        native=native,
-    )
-
-
-def _host_and_arguments(config: CombineConfig, dtype: torch.dtype) -> tuple:
-    """The host function and its arguments but the stream."""
-
-    def rows(dtype, rank):
-        return fake_rows(dtype, rank, config.head_dim, alignment=ROW_ALIGNMENT)
-
-    return (
-        Combine(config),
-        rows(Float32, 5),
-        *(fake_rows(Float32, 4) for _ in range(2)),
-        fake_rows(Float32, 1) if config.has_sink else None,
-        rows(O_TYPES[dtype], 4),
-        fake_rows(Float32, 3) if config.has_lse else None,
-        *(None if config.normalize else fake_rows(Float32, 3) for _ in range(2)),
-    )
-
-
-def _check(partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum) -> None:
-    """Raise ValueError naming the first tensor that does not fit ``partial_o`` and ``o``."""
-    splits, batch, seq_q, heads, head_dim = partial_o.shape
-    if splits == 0:
-        raise ValueError("partial_o: needs at least one split, got none")
-    rows = (batch, heads, seq_q)
-    fp32 = (torch.float32,)
-    for name, tensor, shape, dtypes in (
-        ("partial_o", partial_o, (splits, batch, seq_q, heads, head_dim), fp32),
-        ("partial_max", partial_max, (splits, *rows), fp32),
-        ("partial_sum", partial_sum, (splits, *rows), fp32),
-        ("sink", sink, (heads,), fp32),
-        ("o", o, (batch, seq_q, heads, head_dim), tuple(O_TYPES)),
-        ("lse", lse, rows, fp32),
-        ("row_max", row_max, rows, fp32),
-        ("row_sum", row_sum, rows, fp32),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != o.device:
-            raise ValueError(
-                f"{name}: must be {list(shape)}, one of {dtypes}, on {o.device}, "
-                f"got {list(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
-            )
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: last dimension must be contiguous, got strides {tensor.stride()}")
-        steps = [tensor.data_ptr(), *(step * tensor.element_size() for step in tensor.stride()[:-1])]
-        if tensor.dim() > 3 and name in ("partial_o", "o") and any(step % ROW_ALIGNMENT for step in steps):
-            raise ValueError(f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got {tensor.stride()}")
-    if (row_max is None) != (row_sum is None):
-        raise ValueError("row_max: must be given together with row_sum")
-    if row_max is not None and (sink is not None or lse is not None):
-        raise ValueError("row_max: an un-normalised state has no sink and no lse")

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from warpspec.fmha.softmax import LN_2, log_sum, sink_term
+from warpspec.fmha.device.softmax import LN_2, log_sum, sink_term
 
 
 def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
@@ -22,7 +22,7 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, sca
     index = (place.batch, place.head, place.query)
     if cutlass.const_expr(config.splits):
         index = (tile.split, *index)
-    writes = place.in_range & Boolean(row.half == 0)
+    writes = place.in_range & Boolean(row.member == 0)
     factor = Float32(1.0)
     if cutlass.const_expr(config.normalize):
         total = row_sum

@@ -1,9 +1,11 @@
-"""Which CTA does which tile, in what order, and which KV tiles it visits.
+"""Which M tile has which number, in what order CTAs do them, and which KV tiles each one visits.
 
-The grid is one-dimensional and holds every (query tile, head tile, KV head, batch) once: one launch for
-everything, one tile a CTA. Not persistent: two CTAs share an SM, so one's prologue and epilogue lie under the
-other's main loop, and the hardware hands out CTAs in order as slots come free, which balances uneven tiles
-without a queue in memory.
+Everything here is arithmetic that the host and the kernels share: ints on the host, Int32 in a kernel.
+
+The grid is one-dimensional and holds every (query tile, head tile, KV head, batch row) once: one launch for
+everything. On sm_100a a CTA does one tile: two CTAs share an SM, so that one's prologue and epilogue lie under the
+other's main loop, and the hardware hands out CTAs in order as slots come free, which balances uneven tiles without a
+queue in memory. On sm_90a CTAs are persistent and take tiles in rounds (``place_in_round``).
 
 Order: where a row's work grows with its position (causal), query tiles run slowest and last ones first, so
 the long tiles start first and short ones fill the end; of all heads at once, or of one section of heads after the
@@ -13,22 +15,19 @@ time share the K and V of one head in L2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.splits import split_part
 
-TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
-MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
-MOST_SECTIONS = 64  # sizes of sections that are tried
+
+def extent(divisor):
+    """The number that a prepared divisor (``cute.FastDivmodDivisorV2``) stands for; of a plain number, itself."""
+    return getattr(divisor, "divisor", divisor)
 
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Extents of the grid. Ints on the host, Int32 in a kernel; likewise below."""
+    """Extents of the grid of M tiles."""
 
     query_tiles: int
     head_tiles: int
@@ -41,23 +40,32 @@ class TileGrid:
         return self.query_tiles * self.head_tiles * self.heads_kv * self.batch
 
     def decode(self, index, *, longest_first: bool, section=None, minimum=min):
-        """CTA index -> (query tile, head tile, KV head, batch).
+        """Tile number -> (query tile, head tile, KV head, batch row).
 
-        section: (head tile, KV head, batch) triples in a section, neighbours of one KV head; None: all.
+        section: (head tile, KV head, batch row) triples in a section, neighbours of one KV head; None: all.
         """
-        heads = self.head_tiles * self.heads_kv
+        query_tiles = extent(self.query_tiles)
         if longest_first:
-            rows = heads * self.batch
+            rows = extent(self.head_tiles) * extent(self.heads_kv) * self.batch
             section = rows if section is None else section
-            first = index // (section * self.query_tiles) * section
-            index = index - first * self.query_tiles
-            size = minimum(section, rows - first)  # the last section may be short
-            query_tile = self.query_tiles - 1 - index // size
+            first = self.section_of(index, section)
+            size = minimum(extent(section), rows - first)  # the last section may be short
+            index = index - first * query_tiles
+            query_tile = query_tiles - 1 - index // size
             rest = first + index % size
         else:
             rest, query_tile = index // self.query_tiles, index % self.query_tiles
+        return query_tile, *self.heads_of(rest)
+
+    def section_of(self, index, section):
+        """First of the triples in the section that holds a tile."""
+        return index // (section * self.query_tiles) * section
+
+    def heads_of(self, rest):
+        """Number of a triple -> (head tile, KV head, batch row)."""
+        heads = self.head_tiles * self.heads_kv
         batch, head = rest // heads, rest % heads
-        return query_tile, head % self.head_tiles, head // self.head_tiles, batch
+        return head % self.head_tiles, head // self.head_tiles, batch
 
 
 @dataclass(frozen=True)
@@ -119,29 +127,11 @@ def place_in_round(round_, cta, ctas):
     return even * cta + (1 - even) * (ctas - 1 - cta)
 
 
-def balanced_section(
-    grid: TileGrid, ctas: int, tile_counts: Sequence[int], cost: Callable[[int], float]
-) -> int:
-    """The section (``TileGrid.decode``) with the least time: what the busiest of ``ctas`` persistent CTAs has to do, as
-    a multiple of the mean, times ``cost`` of the section; the largest among equals.
+def split_part(split, splits, tiles):
+    """(first, count): the part of ``tiles`` KV tiles that a split does. Parts are contiguous, differ by at
+    most one tile, and cover all; with fewer tiles than splits, some are empty.
 
-    tile_counts: KV tiles of each query tile. cost: what a section costs otherwise, 1 for nothing. Rounds and sections
-    of unlucky sizes give one CTA long tiles every time: at 16384 causal queries, 16 heads of D 256 and one head to a
-    section the busiest CTA has 53 percent more than the mean, and the H200 takes 63 percent longer than with all 16.
+    splits * tiles must be within int32.
     """
-    rows = grid.head_tiles * grid.heads_kv * grid.batch
-    if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or one order whatever the section
-        return max(rows, 1)
-    work = np.asarray(tile_counts) + TILE_OVERHEAD
-    number = np.arange(min(grid.size, MOST_TILES))
-    round_, place = number // ctas, number % ctas
-    cta = place_in_round(round_, place, ctas)  # its own inverse
-
-    def time(section):
-        first = number // (section * grid.query_tiles) * section
-        size = np.minimum(section, rows - first)
-        query_tile = grid.query_tiles - 1 - (number - first * grid.query_tiles) // size
-        of_cta = np.bincount(cta, work[query_tile], minlength=ctas)
-        return of_cta.max() / of_cta.mean() * cost(section)
-
-    return min((rows, *range(min(rows, MOST_SECTIONS), 0, -1)), key=time)
+    first = split * tiles // splits
+    return first, (split + 1) * tiles // splits - first

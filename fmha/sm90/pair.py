@@ -26,7 +26,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
-from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WARPGROUP_THREADS, WEIGHT_STAGES
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
     Work,
@@ -38,18 +39,18 @@ from warpspec.fmha.sm90.consumer import (
     unmasked_steps,
     weigh,
 )
-from warpspec.fmha.sm90.rows import ROW_HALVES
+from warpspec.fmha.sm90.fragment import THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.staging import TILE_WORDS, store_words
 
-HALVES = 2  # of QK's depth, with PV between them
+DEPTH_PARTS = 2  # of QK's depth D, with PV between them
 TURNS = 2  # tiles after which it is a consumer's turn again
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Both consumers' view of a tile. shared: ``kernel.Shared``. tile_use: tiles with keys that this CTA has done
-    before."""
+class Pair:
+    """What one of two paired consumers needs of a tile. shared: ``kernel.Shared``. tile_use: tiles with keys that this
+    CTA has done before."""
 
     work: Work
     shared: tuple
@@ -73,21 +74,21 @@ class Exchange:
         """Of the rings, by the step-th KV tile."""
         return self.work.use + step
 
-    def issue_qk(self, step, half: int) -> None:
-        """S of the step-th KV tile over one half of D, as its pieces arrive; one group. half: 0, the columns that this
-        consumer releases; 1, the other's."""
+    def issue_qk(self, step, depth_part: int) -> None:
+        """S of the step-th KV tile over one half of D, as its pieces arrive; one group. depth_part: 0, the columns that
+        this consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
-        blocks = cute.size(mma.q, mode=[2]) // HALVES  # of 16 of D, of a half
-        per_piece = blocks // (config.pieces // HALVES)
-        begin = (self.part if half == 0 else 1 - self.part) * blocks
+        blocks = cute.size(mma.q, mode=[2]) // DEPTH_PARTS  # of 16 of D, of a half
+        per_piece = blocks // (config.pieces // DEPTH_PARTS)
+        begin = (self.part if depth_part == 0 else 1 - self.part) * blocks
         warpgroup.fence()
         for block in range(blocks):
             at = begin + block
             if block % per_piece == 0:
                 self.work.channels["k_full"].wait(self.use(step) * config.pieces + at // per_piece)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, half > 0 or block > 0)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block > 0)
             cute.gemm(tiled_mma, mma.s, mma.q[None, None, at], k[None, None, at], mma.s)
         warpgroup.commit_group()
 
@@ -130,36 +131,36 @@ def own_stage(config, shared, part: int) -> Int32:
 
 
 @cute.jit
-def attend_in_turn(exchange):
+def attend_paired(pair):
     """This consumer's part of O, in ``work.mma.o``, and the row statistics of one tile: as ``consumer.attend``.
 
     Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival a warp.
     """
-    work, config = exchange.work, exchange.config
+    work, config = pair.work, pair.config
     span = work.tile.span
     work.mma.o.fill(0.0)
-    state = ((-Float32.inf,) * ROW_HALVES, (-Float32.inf,) * ROW_HALVES, (Float32(0.0),) * ROW_HALVES)
-    first = (work.use + exchange.part) % TURNS  # own tiles: first, first + TURNS, ...
+    state = ((-Float32.inf,) * THREAD_ROWS, (-Float32.inf,) * THREAD_ROWS, (Float32(0.0),) * THREAD_ROWS)
+    first = (work.use + pair.part) % TURNS  # own tiles: first, first + TURNS, ...
     if (first == 1) & (span.count == 1):
         release_q(work, 0)  # without QK
     if (first == 0) & (span.count > 0):
-        for half in cutlass.range_constexpr(HALVES):
-            exchange.issue_qk(0, half)
+        for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
+            pair.issue_qk(0, depth_part)
         warpgroup.wait_group(0)
         release_q(work, 0)
-        state = weigh_and_add(exchange, 0, state, True)
+        state = weigh_and_add(pair, 0, state, True)
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
     for i in cutlass.range(masked, unroll=1):
-        state = turn(exchange, start + TURNS * i, state, True)
+        state = turn(pair, start + TURNS * i, state, True)
     for i in cutlass.range(masked, unmasked, unroll=1):
-        state = turn(exchange, start + TURNS * i, state, False)
+        state = turn(pair, start + TURNS * i, state, False)
     if cutlass.const_expr(config.has_left):
         for i in cutlass.range(unmasked, total, unroll=1):
-            state = turn(exchange, start + TURNS * i, state, True)
+            state = turn(pair, start + TURNS * i, state, True)
     if span.count > 0:
-        state = finish(exchange, state)
+        state = finish(pair, state)
     return state
 
 
@@ -176,78 +177,78 @@ def own_below(at, start):
 
 
 @cute.jit
-def turn(exchange, step, state, masked: cutlass.Constexpr):
+def turn(pair, step, state, masked: cutlass.Constexpr):
     """The step-th KV tile, this consumer's, with PV of the other's tile before it."""
-    exchange.issue_qk(step, 0)
-    state = follow(exchange, step - 1, state)
-    exchange.issue_qk(step, 1)
+    pair.issue_qk(step, 0)
+    state = follow(pair, step - 1, state)
+    pair.issue_qk(step, 1)
     warpgroup.wait_group(1)  # PV; QK goes on
-    exchange.release_other(step - 1)
+    pair.release_other(step - 1)
     warpgroup.wait_group(0)
-    release_q(exchange.work, step)
-    return weigh_and_add(exchange, step, state, masked)
+    release_q(pair.work, step)
+    return weigh_and_add(pair, step, state, masked)
 
 
 @cute.jit
-def weigh_and_add(exchange, step, state, masked: cutlass.Constexpr):
+def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
     """Softmax of S, of the step-th KV tile; P to the other consumer; O plus P V, P from registers."""
-    state, factors, moved = weigh(exchange.work, step, state, masked)
-    publish(exchange, step, state, factors)
-    rescale(exchange.work, factors, moved)
-    exchange.work.issue_pv(step)
+    state, factors, moved = weigh(pair.work, step, state, masked)
+    publish(pair, step, state, factors)
+    rescale(pair.work, factors, moved)
+    pair.work.issue_pv(step)
     warpgroup.wait_group(0)
-    exchange.release(step)
+    pair.release(step)
     return state
 
 
 @cute.jit
-def publish(exchange, step, state, factors):
+def publish(pair, step, state, factors):
     """P of a tile, into registers and into shared memory for the other consumer, with its rows' statistics."""
-    work = exchange.work
-    use = exchange.use(step)
+    work = pair.work
+    use = pair.use(step)
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     work.channels["p_empty"].wait_previous(use)
-    store_words(exchange.own_p, work.rows[0], [words[i] for i in range(TILE_WORDS)])
-    told = exchange.statistics(step)
-    if work.rows[0].half == 0:
-        for half in cutlass.range_constexpr(ROW_HALVES):
-            for number, value in enumerate((state[0][half], state[1][half], factors[half])):
-                told[number, work.rows[half].index] = value
+    store_words(pair.own_p, work.rows[0], [words[i] for i in range(TILE_WORDS)])
+    told = pair.statistics(step)
+    if work.rows[0].member == 0:
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            for number, value in enumerate((state[0][r], state[1][r], factors[r])):
+                told[number, work.rows[r].index] = value
     cute.arch.fence_view_async_shared()
     work.channels["p_full"].arrive_warp(use)
 
 
 @cute.jit
-def follow(exchange, step, state):
+def follow(pair, step, state):
     """Issue PV of the other's tile, once its P is here; returns the state with what its softmax did to it."""
-    work = exchange.work
-    work.channels["p_full"].wait(exchange.use(step))
-    told = exchange.statistics(step)
+    work = pair.work
+    work.channels["p_full"].wait(pair.use(step))
+    told = pair.statistics(step)
     references, maxima, factors = (
         tuple(told[number, row.index] for row in work.rows) for number in range(STATISTICS)
     )
     sums = tuple(total * factor for total, factor in zip(state[2], factors, strict=True))
     rescale(work, factors, Boolean(factors[0] != 1.0) | Boolean(factors[1] != 1.0))
-    exchange.issue_others_pv(step)
+    pair.issue_others_pv(step)
     return references, maxima, sums
 
 
 @cute.jit
-def finish(exchange, state):
+def finish(pair, state):
     """PV of a last tile that is the other's, and the sums of both consumers' tiles added up: the whole rows' state."""
-    work = exchange.work
+    work = pair.work
     last = work.span.count - 1
-    if (exchange.use(last) + exchange.part) % TURNS != 0:
-        state = follow(exchange, last, state)
+    if (pair.use(last) + pair.part) % TURNS != 0:
+        state = follow(pair, last, state)
         warpgroup.wait_group(0)
-        exchange.release_other(last)
+        pair.release_other(last)
     references, maxima, sums = state
-    # (ROW HALF, THREAD, CONSUMER, TILE): a buffer comes back only after the barrier of the tile between.
-    layout = cute.make_layout((ROW_HALVES, WARPGROUP_THREADS, exchange.config.consumers, TURNS))
-    told = cute.make_tensor(exchange.shared.sums, layout)[None, work.thread, None, exchange.tile_use % TURNS]
-    for half in cutlass.range_constexpr(ROW_HALVES):
-        told[half, exchange.part] = sums[half]
-    cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=exchange.config.consumer_threads)
-    sums = tuple(sums[half] + told[half, 1 - exchange.part] for half in range(ROW_HALVES))
+    # (THREAD ROW, THREAD, CONSUMER, TILE): a buffer comes back only after the barrier of the tile between.
+    layout = cute.make_layout((THREAD_ROWS, WARPGROUP_THREADS, pair.config.consumers, TURNS))
+    told = cute.make_tensor(pair.shared.sums, layout)[None, work.thread, None, pair.tile_use % TURNS]
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        told[r, pair.part] = sums[r]
+    cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=pair.config.consumer_threads)
+    sums = tuple(sums[r] + told[r, 1 - pair.part] for r in range(THREAD_ROWS))
     return references, maxima, sums

@@ -25,7 +25,7 @@ def page_or_none(config, operands, batch, slot, length) -> Int32:
     return Int32(cutlass.select_(Boolean(slot * config.page_size < length), page, Int32(NO_PAGE)))
 
 
-def locate_key(config, operands, batch, key) -> tuple:
+def address_of(config, operands, batch, key) -> tuple:
     """((first index of k and v, row), exists) of a key within the KV length. Where its page does not exist
     the indices are those of a page that does."""
     if not config.page_size:

@@ -1,4 +1,4 @@
-"""Split KV: how many parts the keys are cut into, which KV tiles a part has, who combines what. Plain Python.
+"""Split KV: how many parts the keys are cut into. Plain Python.
 
 ``choose_splits`` compares split counts by a model of the clocks that the launch and its combine launch take.
 Its constants are counted from the instruction set and data sheets, or assumed; none was measured:
@@ -14,90 +14,20 @@ Its constants are counted from the instruction set and data sheets, or assumed; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from warpspec.fmha.problem import HEAD_DIMS
-
-SM_COUNT = 148  # of a B200: what ``num_splits=None`` assumes where there is no device to ask
+from warpspec.common.hardware import GPUS
+from warpspec.fmha.combine import BATCH, CombineConfig
+from warpspec.fmha.features import ELEMENT_BYTES, FP32_BYTES
 
 MMA_FLOPS = 8192  # bf16, a clock and SM, 128 rows
 MMA_FULL_ROWS = 128  # with 64 rows the tensor core runs at half the rate
 EXPONENTIALS = 16  # a clock and SM
 FILL_BYTES = 32  # a clock and SM, all SMs loading: 8 TB/s over 148 SMs at 1.9 GHz is 28
-ELEMENT_BYTES = 2
-FP32_BYTES = 4
 
 SETUP_CLOCKS = 4000  # assumed: barriers, TMEM, the first loads' latency, the last PV, the epilogue
 COMBINE_CLOCKS = 4000  # assumed: 2 microseconds from one launch's end to the next one's first loads
 LOAD_CLOCKS = 800  # assumed: a round of loads from L2, all SMs loading
-
-# The combine kernel.
-WARP_THREADS = 32
-THREADS = 256
-VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split
-CHUNK = WARP_THREADS * VECTOR  # most columns of D that one group of threads covers
-BATCH = 4  # splits a thread loads at a time: enough loads under way, few repeated where there are few splits
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """Compile-time shape of one combine kernel (combine_splits.py).
-
-    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups
-    share the splits of it (way w takes w, w + ways, ...) and add up through shared memory. normalize: o is
-    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state.
-    """
-
-    head_dim: int
-    ways: int = 1
-    normalize: bool = True
-    has_sink: bool = False
-    has_lse: bool = False
-
-    def __post_init__(self):
-        assert self.head_dim in HEAD_DIMS
-        assert self.ways in (1, 2, 4, 8, 16) and self.ways <= self.groups
-        assert self.normalize or not (self.has_sink or self.has_lse)
-
-    @classmethod
-    def of(cls, head_dim: int, num_splits: int, **options) -> CombineConfig:
-        """The configuration for so many splits; options: the other fields."""
-        config, ways = cls(head_dim, **options), 1
-        # A split more than a batch is a second round of loads: better another group's first.
-        while ways * BATCH < num_splits and ways < config.groups:
-            ways *= 2
-        return replace(config, ways=ways)
-
-    @property
-    def chunk(self) -> int:
-        """Columns of D of one group."""
-        return min(self.head_dim, CHUNK)
-
-    @property
-    def chunks(self) -> int:
-        """Groups of columns in a row."""
-        return self.head_dim // self.chunk
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a group, part of one warp."""
-        return self.chunk // VECTOR
-
-    @property
-    def groups(self) -> int:
-        """Groups of a CTA."""
-        return THREADS // self.lanes
-
-    @property
-    def parts(self) -> int:
-        """(row, chunk) pairs of a CTA."""
-        return self.groups // self.ways
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory: partial sums of o and of the row sum, where groups share a row."""
-        return THREADS * (VECTOR + 1) * FP32_BYTES if self.ways > 1 else 0
 
 
 @lru_cache(maxsize=4096)
@@ -110,7 +40,7 @@ def choose_splits(
     tile_m: int,
     tile_n: int,
     shared_kv: bool = False,
-    sm_count: int = SM_COUNT,
+    sm_count: int = GPUS["sm_100a"].sm_count,
     ctas_per_sm: int = 1,
 ) -> int:
     """Number of splits with the fewest clocks by the model above; the fewest splits among equals.
@@ -167,13 +97,3 @@ def visited_tiles(
         return tiles
     keys = left + queries + right  # an interval; it may begin at the last key of a tile
     return min(tiles, (keys + tile_n - 2) // tile_n + 1)
-
-
-def split_part(split, splits, tiles):
-    """(first, count): the part of ``tiles`` KV tiles that a split does. Parts are contiguous, differ by at
-    most one tile, and cover all; with fewer tiles than splits, some are empty.
-
-    Ints on the host, Int32 in a kernel (splits * tiles within int32).
-    """
-    first = split * tiles // splits
-    return first, (split + 1) * tiles // splits - first

@@ -1,0 +1,177 @@
+"""Split KV, second launch: configuration, checks and launch of the kernel that combines the partial results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
+from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.fmha.features import FP32_BYTES, dtype_name
+from warpspec.fmha.problem import DTYPES, HEAD_DIMS
+
+THREADS = 256
+VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split
+CHUNK = WARP_THREADS * VECTOR  # most columns of D that one group of threads covers
+BATCH = 4  # splits a thread loads at a time: enough loads under way, few repeated where there are few splits
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """Compile-time shape of one combine kernel (``device.combine``).
+
+    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups
+    share the splits of it (way w takes w, w + ways, ...) and add up through shared memory. dtype: of o. normalize: o is
+    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state.
+    """
+
+    head_dim: int
+    dtype: str = "bfloat16"
+    ways: int = 1
+    normalize: bool = True
+    has_sink: bool = False
+    has_lse: bool = False
+
+    def __post_init__(self):
+        assert self.head_dim in HEAD_DIMS
+        assert self.ways in (1, 2, 4, 8, 16) and self.ways <= self.groups
+        assert self.normalize or not (self.has_sink or self.has_lse)
+
+    @classmethod
+    def of(cls, head_dim: int, num_splits: int, **options) -> CombineConfig:
+        """The configuration for so many splits; options: the other fields."""
+        config, ways = cls(head_dim, **options), 1
+        # A split more than a batch is a second round of loads: better another group's first.
+        while ways * BATCH < num_splits and ways < config.groups:
+            ways *= 2
+        return replace(config, ways=ways)
+
+    @property
+    def chunk(self) -> int:
+        """Columns of D of one group."""
+        return min(self.head_dim, CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """Groups of columns in a row."""
+        return self.head_dim // self.chunk
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a group, part of one warp."""
+        return self.chunk // VECTOR
+
+    @property
+    def groups(self) -> int:
+        """Groups of a CTA."""
+        return THREADS // self.lanes
+
+    @property
+    def parts(self) -> int:
+        """(row, chunk) pairs of a CTA."""
+        return self.groups // self.ways
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory: partial sums of o and of the row sum, where groups share a row."""
+        return THREADS * (VECTOR + 1) * FP32_BYTES if self.ways > 1 else 0
+
+
+def combine_arguments(config: CombineConfig) -> tuple:
+    """The host function of a configuration and its arguments but the stream."""
+    import cutlass
+
+    from warpspec.fmha.device.combine import Combine
+
+    fp32 = cutlass.Float32
+    o_types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": fp32}
+
+    def rows(dtype, rank):
+        return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
+
+    return (
+        Combine(config),
+        rows(fp32, 5),
+        *(fake_rows(fp32, 4) for _ in range(2)),
+        fake_rows(fp32, 1) if config.has_sink else None,
+        rows(o_types[config.dtype], 4),
+        fake_rows(fp32, 3) if config.has_lse else None,
+        *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
+    )
+
+
+COMBINE = Kernel("fmha.combine", combine_arguments)
+
+
+def combine_splits(
+    partial_o: torch.Tensor,
+    partial_max: torch.Tensor,
+    partial_sum: torch.Tensor,
+    o: torch.Tensor,
+    *,
+    sink: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
+    row_sum: torch.Tensor | None = None,
+    target: Target | None = None,
+):
+    """Combine the splits, into tensors given: one launch on the tensors' device and its current stream.
+
+    partial_o [S, B, Sq, Hq, D], partial_max, partial_sum [S, B, Hq, Sq]: fp32, what every split left. o:
+    [B, Sq, Hq, D] bf16, fp16 or fp32, written; with row_max and row_sum [B, Hq, Sq] fp32 an un-normalised
+    state, else divided by the row sums (and exp(sink - row maximum), sink [Hq] fp32), and lse [B, Hq, Sq]
+    fp32 written where given. Rows of partial_o and o are contiguous and aligned to 16 bytes.
+
+    target: None is that of the tensors' device. In the simulator the ``SimReport`` is returned, otherwise None.
+    ValueError names a tensor that does not fit.
+    """
+    tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum)
+    _check(*tensors)
+    if o.numel() == 0:
+        return None
+    config = CombineConfig.of(
+        o.shape[-1],
+        partial_o.shape[0],
+        dtype=dtype_name(o.dtype),
+        normalize=row_max is None,
+        has_sink=sink is not None,
+        has_lse=lse is not None,
+    )
+    return COMBINE.run(config, target or target_of(o.device), *tensors)
+
+
+def _check(partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum) -> None:
+    """Raise ValueError naming the first tensor that does not fit ``partial_o`` and ``o``."""
+    splits, batch, seq_q, heads, head_dim = partial_o.shape
+    if splits == 0:
+        raise ValueError("partial_o: needs at least one split, got none")
+    rows = (batch, heads, seq_q)
+    fp32 = (torch.float32,)
+    for name, tensor, shape, dtypes in (
+        ("partial_o", partial_o, (splits, batch, seq_q, heads, head_dim), fp32),
+        ("partial_max", partial_max, (splits, *rows), fp32),
+        ("partial_sum", partial_sum, (splits, *rows), fp32),
+        ("sink", sink, (heads,), fp32),
+        ("o", o, (batch, seq_q, heads, head_dim), (*DTYPES, torch.float32)),
+        ("lse", lse, rows, fp32),
+        ("row_max", row_max, rows, fp32),
+        ("row_sum", row_sum, rows, fp32),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != o.device:
+            raise ValueError(
+                f"{name}: must be {list(shape)}, one of {dtypes}, on {o.device}, "
+                f"got {list(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+            )
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: last dimension must be contiguous, got strides {tensor.stride()}")
+        steps = [tensor.data_ptr(), *(step * tensor.element_size() for step in tensor.stride()[:-1])]
+        if tensor.dim() > 3 and name in ("partial_o", "o") and any(step % TMA_ALIGNMENT for step in steps):
+            raise ValueError(f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got {tensor.stride()}")
+    if (row_max is None) != (row_sum is None):
+        raise ValueError("row_max: must be given together with row_sum")
+    if row_max is not None and (sink is not None or lse is not None):
+        raise ValueError("row_max: an un-normalised state has no sink and no lse")

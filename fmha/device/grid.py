@@ -1,0 +1,121 @@
+"""The extents of a launch in a kernel, and which of its tiles a persistent CTA does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.schedule import TileGrid, extent, place_in_round
+
+
+def grid_of(config: KernelFeatures, q: cute.Tensor, k: cute.Tensor, o: cute.Tensor) -> tuple:
+    """(``TileGrid`` of the M tiles, splits of each one's keys). Host side."""
+    batch, seq_q, heads_q, _ = q.shape
+    heads_kv = k.shape[2]
+    query_tiles = cute.ceil_div(seq_q, config.queries)
+    head_tiles = cute.ceil_div(heads_q // heads_kv, config.pack)
+    return TileGrid(query_tiles, head_tiles, heads_kv, batch), o.shape[0] if config.splits else 1
+
+
+class Grid(NamedTuple):
+    """Extents of a launch, as far as the operands do not have them."""
+
+    query_tiles: Int32
+    head_tiles: Int32
+    splits: Int32 | int
+
+    def rounds(self, tiles, ctas) -> tuple:
+        """(rounds in which every one of ``ctas`` persistent CTAs has a tile, tiles of the last one)."""
+        return tiles // ctas, tiles % ctas
+
+    def heads_of_kv(self, operands) -> Int32:
+        """Query heads of a KV head."""
+        return operands.q.shape[2] // operands.k.shape[2]
+
+    def tiles(self, operands) -> TileGrid:
+        """The grid of M tiles."""
+        return TileGrid(self.query_tiles, self.head_tiles, operands.k.shape[2], operands.q.shape[0])
+
+
+class DivisorGrid(NamedTuple):
+    """The same extents as divisors that the host prepares: dividing by one is a multiplication.
+
+    query_tiles, head_tiles, heads_kv, splits: divisors. group: query heads of a KV head. whole_rounds, last_tiles: what
+    ``rounds`` returns. Kernels of paired consumers use it; docs/notebook.md has what it gains there and costs
+    elsewhere.
+    """
+
+    query_tiles: cute.FastDivmodDivisorV2
+    head_tiles: cute.FastDivmodDivisorV2
+    heads_kv: cute.FastDivmodDivisorV2
+    splits: cute.FastDivmodDivisorV2
+    batch: Int32
+    group: Int32
+    whole_rounds: Int32
+    last_tiles: Int32
+
+    @classmethod
+    def of(cls, tiles: TileGrid, splits, group, total, ctas) -> DivisorGrid:
+        """total: tiles of the launch, splits counted. ctas: of the launch. Host side."""
+        divisors = (tiles.query_tiles, tiles.head_tiles, tiles.heads_kv, splits)
+        divisors = (cute.FastDivmodDivisorV2(Int32(divisor)) for divisor in divisors)
+        return cls(*divisors, tiles.batch, group, total // ctas, total % ctas)
+
+    def rounds(self, tiles, ctas) -> tuple:
+        """As ``Grid.rounds``."""
+        return self.whole_rounds, self.last_tiles
+
+    def heads_of_kv(self, operands) -> Int32:
+        """Query heads of a KV head."""
+        return self.group
+
+    def tiles(self, operands) -> TileGrid:
+        """The grid of M tiles."""
+        return DivisorTileGrid(self.query_tiles, self.head_tiles, self.heads_kv, self.batch)
+
+
+@dataclass(frozen=True)
+class DivisorTileGrid(TileGrid):
+    """``TileGrid`` whose query_tiles, head_tiles and heads_kv, and whose sections, are divisors."""
+
+    def section_of(self, index, section):
+        return index // self.query_tiles // section * extent(section)
+
+    def heads_of(self, rest):
+        rest, head_tile = rest // self.head_tiles, rest % self.head_tiles
+        return head_tile, rest % self.heads_kv, rest // self.heads_kv
+
+
+class Where(NamedTuple):
+    """What a persistent CTA needs to find its tiles: the grid, tiles of the launch, the size of a section
+    (``TileGrid.decode``), the window."""
+
+    grid: Grid | DivisorGrid
+    tiles: Int32
+    section: Int32 | cute.FastDivmodDivisorV2
+    window_left: Int32
+    window_right: Int32
+
+    @property
+    def window(self) -> tuple:
+        return self.window_left, self.window_right
+
+
+def rounds(where: Where) -> Int32:
+    """Tiles that this CTA does."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    whole, rest = where.grid.rounds(where.tiles, ctas)
+    return whole + Int32(cutlass.select_(place_in_round(whole, cta, ctas) < rest, Int32(1), Int32(0)))
+
+
+def index_of(round_) -> Int32:
+    """Which tile this CTA does in a round."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    return round_ * ctas + place_in_round(round_, cta, ctas)

@@ -1,0 +1,110 @@
+"""The host side of an attention kernel: the function that is compiled and called, the same for every architecture."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+
+from warpspec.common import tma
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.features import BLOCK, KernelFeatures
+from warpspec.fmha.operands import Operands
+
+# Of an SM's L1 and shared memory, all it can have as shared memory: tiles fill it.
+SMEM_CARVEOUT_PERCENT = 100
+
+
+class AttentionHost:
+    """``cute.compile(Attention(config), ...)`` makes one kernel; the arguments are those of ``__call__``.
+
+    An architecture's ``Attention`` adds ``launch``, which gets them as one ``Operands`` and the numbers.
+    """
+
+    def __init__(self, config: KernelFeatures):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        sink: cute.Tensor | None,
+        kv_lengths: cute.Tensor | None,
+        q_start: cute.Tensor | None,
+        lse: cute.Tensor | None,
+        row_max: cute.Tensor | None,
+        row_sum: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        scale_log2: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        ctas: Int32,
+        section: Int32,
+        stream: CUstream,
+    ):
+        """Launch the kernel for tensors as in ``Operands``, flat: TVM FFI converts nested ones slowly.
+
+        scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most persistent CTAs
+        to launch. section: of ``TileGrid.decode``. There must be at least one tile; ctas and section are at least 1.
+        """
+        operands = Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
+        self.launch(operands, scale_log2, (window_left, window_right), ctas, section, stream)
+
+    def loads(self, operands: Operands) -> list:
+        """``tma.make_load`` of Q, and of K and V or the one tensor that is both."""
+        config = self.config
+        found = [tma.make_load(q_view(config, operands.q), config.q_box)]
+        for t in (operands.k,) if config.shared_kv else (operands.k, operands.v):
+            found.append(tma.make_load(kv_view(config, t), config.kv_box))
+        return found
+
+
+def q_view(config: KernelFeatures, q: cute.Tensor) -> cute.Tensor:
+    """(D, HEAD, QUERY, BLOCK, BATCH) of q, D cut into blocks."""
+    batch, seq_q, heads, _ = q.shape
+    layout = cute.make_layout(
+        (BLOCK, heads, seq_q, config.blocks, batch), stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0])
+    )
+    return cute.make_tensor(q.iterator, layout)
+
+
+def kv_view(config: KernelFeatures, t: cute.Tensor) -> cute.Tensor:
+    """(D, KEY, BLOCK, KV_HEAD, BATCH) of k or v; paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE)."""
+    layout = cute.make_layout(
+        (BLOCK, t.shape[1], config.blocks, t.shape[2], t.shape[0]),
+        stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
+    )
+    return cute.make_tensor(t.iterator, layout)
+
+
+def fake_arguments(config: KernelFeatures) -> tuple:
+    """What a kernel of a configuration is compiled for: the arguments of ``AttentionHost.__call__`` but the stream."""
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+    fp32, int32 = cutlass.Float32, cutlass.Int32
+
+    def rows(dtype, rank):
+        return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
+
+    partial = 1 if config.splits else 0
+    operands = Operands(
+        q=rows(dtype, 4),
+        k=rows(dtype, 4),
+        v=rows(dtype, 4),
+        o=rows(dtype if config.normalize else fp32, 4 + partial),
+        sink=fake_rows(fp32, 1) if config.has_sink else None,
+        kv_lengths=fake_rows(int32, 1) if config.has_kv_lengths else None,
+        q_start=fake_rows(int32, 1) if config.has_q_start else None,
+        lse=fake_rows(fp32, 3) if config.has_lse else None,
+        row_max=None if config.normalize else fake_rows(fp32, 3 + partial),
+        row_sum=None if config.normalize else fake_rows(fp32, 3 + partial),
+        page_table=fake_rows(int32, 2) if config.page_size else None,
+        bias=fake_rows(TYPES[config.bias], 4, alignment=config.bias_alignment) if config.bias else None,
+    )
+    return (*operands, 1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section

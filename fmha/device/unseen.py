@@ -1,0 +1,124 @@
+"""What keeps a NaN or Inf in V from the rows that do not see its key.
+
+PV multiplies every key of a tile with every row: a key hidden from a row has P = 0 there, but 0 times NaN or Inf is
+NaN. Two cases:
+
+- No row of the M tile sees the key. ``clear`` zeroes its V row in shared memory before PV.
+- Some rows see the key and others do not (causal, window, bias), and the former must get its NaN. So the epilogue looks
+  at the finished O: a row whose O is not finite although its row sum is (``tainted``) was reached by a non-finite V
+  value, and ``recompute`` sums it again from global memory over exactly the keys it sees. Finite data never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common import tma
+from warpspec.fmha.device.bias import row_of, unit
+from warpspec.fmha.device.pages import address_of
+from warpspec.fmha.features import WORD_BYTES
+
+
+class RowColumns(NamedTuple):
+    """The columns of its row of O that a thread has, as vectors of neighbouring ones.
+
+    registers: of each vector, which of the thread's values it is. numbers: of each vector, its number in its part of
+    the row, counted in vectors. part: takes a row (D) and returns the part of it that the numbers count in.
+    """
+
+    registers: Sequence[Sequence[int]]
+    numbers: Sequence
+    part: Callable
+
+
+@cute.jit
+def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
+    """Zero the V rows of a KV tile that no row of the M tile sees.
+
+    first_key: of the tile. thread: 0..127; thread t does key t of every block of D. tile: Uint8 pointer to the stage.
+    The fence lets tensor cores see the zeros; a barrier has to follow before another thread issues PV.
+    """
+    key = first_key + thread
+    if (thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
+        for block in cutlass.range_constexpr(config.blocks):
+            start = (block * config.tile_n + thread) * tma.ROW_BYTES
+            words = cute.make_tensor(
+                cute.recast_ptr((tile + start).align(tma.ROW_BYTES), dtype=Int32),
+                cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
+            )  # (WORD)
+            words.fill(0)
+    cute.arch.fence_view_async_shared()
+
+
+def tainted(values: cute.Tensor, columns: RowColumns, row_sum) -> Boolean:
+    """True where some of a thread's values (n) fp32 of a row is NaN or Inf and the row has a finite, positive sum."""
+    probe = Float32(0.0)
+    for registers in columns.registers:
+        for i in registers:
+            probe = probe + values[i] * Float32(0.0)  # 0, or NaN from the first that is not finite
+    finite_sum = Boolean(row_sum > Float32(0.0)) & Boolean(row_sum < Float32.inf)
+    return Boolean(probe != probe) & finite_sum
+
+
+@cute.jit
+def recompute(
+    config: cutlass.Constexpr,
+    row,
+    place,
+    operands,
+    reference,
+    scale_log2,
+    values: cute.Tensor,
+    columns: cutlass.Constexpr,
+    power: cutlass.Constexpr,
+):
+    """A thread's values (n) fp32 of a row become the sum over the keys the row sees of
+    2**(scale_log2 * (q.k - reference)) v, in fp32.
+
+    columns: ``RowColumns``. power: of (score, bias, scale_log2), a score with its bias as a power of two.
+    """
+    q = operands.q[place.batch, place.query, place.head, None]  # (D)
+    for registers in columns.registers:
+        for i in registers:
+            values[i] = Float32(0.0)
+    for key in cutlass.range(Int32(row.first), row.end, unroll=1):
+        where, exists = address_of(config, operands, place.batch, key)
+        score = dot(config, q, operands.k[(*where, place.kv_head, None)])
+        if cutlass.const_expr(config.page_size > 0):
+            score = Float32(cutlass.select_(exists, score, Float32(0.0)))
+        if cutlass.const_expr(config.negate):
+            score = -score
+        if cutlass.const_expr(config.bias is not None):
+            value = row_of(config, operands.bias, place)[Int32(key)]
+            score = power(score, value.to(Float32), scale_log2)
+            exists = exists & Boolean(score != -Float32.inf)
+        weight = cute.math.exp2((score - reference) * unit(config, scale_log2), fastmath=True)
+        v = columns.part(operands.v[(*where, place.kv_head, None)])
+        if exists:
+            for registers, number in zip(columns.registers, columns.numbers, strict=True):
+                vector = load_vector(v, len(registers), number)
+                for i, value in zip(registers, vector, strict=True):
+                    values[i] = values[i] + weight * value
+
+
+def load_vector(row: cute.Tensor, size: int, number) -> list:
+    """The number-th vector of ``size`` elements of a row in global memory, in fp32."""
+    registers = cute.make_rmem_tensor(size, row.element_type)
+    cute.autovec_copy(cute.local_tile(row, (size,), (number,)), registers)
+    return [registers[i].to(Float32) for i in range(size)]
+
+
+@cute.jit
+def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
+    """q.k of two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
+    total = Float32(0.0)
+    size = config.recompute_elements
+    for number in cutlass.range(config.head_dim // size, unroll=1):
+        for a, b in zip(load_vector(q, size, number), load_vector(k, size, number), strict=True):
+            total = total + a * b
+    return total

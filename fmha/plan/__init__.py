@@ -1,0 +1,78 @@
+"""What is decided on the host before a launch, by models of cost: configuration, splits of the keys, order of tiles.
+
+An architecture's ``AttentionConfig.of`` picks the kernel's configuration, with its tile shape, for a problem;
+``splits`` decides how many parts the keys are cut into; ``sections`` decides how many heads CTAs work on at a time.
+``make_plan`` puts them together. Nothing here looks at a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from warpspec.common.launch import Target
+from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.plan.sections import choose_section
+from warpspec.fmha.plan.splits import choose_splits, visited_tiles
+from warpspec.fmha.problem import AttentionProblem
+
+# A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
+SMALLEST_SCALE = 2.0**-100
+
+
+class Plan(NamedTuple):
+    """How a problem is computed on a target.
+
+    config: the kernel's. splits: of the keys. ctas: the most that are launched where CTAs are persistent. section: heads
+    that they work on at a time (``TileGrid.decode``).
+    """
+
+    config: KernelFeatures
+    splits: int
+    ctas: int
+    section: int
+
+
+def make_plan(config_class: type, problem: AttentionProblem, target: Target) -> Plan:
+    """The plan for a problem. config_class: the target architecture's ``AttentionConfig``.
+
+    Raises UnsupportedProblem naming what the kernel does not do.
+    """
+    config = config_class.of(problem)
+    splits = problem.num_splits or best_splits(config, problem, target)
+    if splits > 1:
+        config = config_class.of(problem, splits=True)
+    ctas = target.sm_count * config.shape.ctas_per_sm
+    return Plan(config, splits, ctas, choose_section(problem, config, ctas))
+
+
+def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Target) -> int:
+    """``choose_splits`` for a problem."""
+    plain = problem.key_stride == 1  # only then do positions count keys
+    kv_tiles = visited_tiles(
+        seq_k=problem.seq_k,
+        queries=config.queries,
+        tile_n=config.tile_n,
+        left=problem.window_left if plain else None,
+        right=problem.window_right if plain else None,
+        causal=problem.causal and plain,
+    )
+    query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
+    return choose_splits(
+        m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
+        kv_tiles=kv_tiles,
+        rows=problem.batch * problem.seq_q * problem.heads_q,
+        head_dim=problem.head_dim,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        shared_kv=config.shared_kv,
+        sm_count=target.sm_count,
+        ctas_per_sm=config.shape.ctas_per_sm,
+    )
+
+
+def launch_numbers(problem: AttentionProblem, plan: Plan) -> tuple:
+    """The numbers among a kernel's arguments (``device.host.AttentionHost``); an unbounded window side is not read."""
+    scale = max(abs(problem.scale), SMALLEST_SCALE)
+    window = (problem.window_left or 0, problem.window_right or 0)
+    return (scale * math.log2(math.e), *window, plan.ctas, plan.section)

@@ -1,0 +1,97 @@
+"""Sections: how many heads the CTAs of a causal launch work on at a time.
+
+``choose_section`` weighs two things: CTAs should have equal work, and the K and V that they read at a time should stay
+in L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from warpspec.common.hardware import GPUS
+from warpspec.fmha.features import ELEMENT_BYTES, KernelFeatures
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
+
+TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
+MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
+MOST_SECTIONS = 64  # sizes of sections that are tried
+L2_BYTES = GPUS["sm_90a"].l2_bytes  # of the smallest device that sections matter on
+L2_SHARE = 0.8  # of it for K and V
+
+# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth
+# where CTAs ask for all there is, and on the way there power, which the clock pays for.
+MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
+MMA_FLOPS = 4096  # a clock and SM
+EXPONENTIALS = 16  # a clock and SM
+MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as memory gives
+
+
+def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int) -> int:
+    """Heads of a section (``TileGrid.decode``).
+
+    The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time.
+    """
+    head_tiles = -(-problem.group // config.pack)
+    query_tiles = -(-problem.seq_q // config.queries)
+    grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
+    if not config.causal:
+        return 1  # not read
+    bounds = {
+        "causal": True,
+        "left": problem.window_left,
+        "right": problem.window_right,
+        "key_stride": config.key_stride,
+    }
+    start = problem.seq_k - problem.seq_q  # as if no row's length or position were given
+    first = start + np.arange(0, problem.seq_q, config.queries)
+    last = np.minimum(first + config.queries, start + problem.seq_q) - 1
+    counts = key_span(first, last, problem.seq_k, config.tile_n, bounds, np.minimum, np.maximum).count
+    return balanced_section(
+        grid, ctas, counts, lambda section: reading_cost(problem, config, ctas, section / head_tiles)
+    )
+
+
+def reading_cost(problem: AttentionProblem, config: KernelFeatures, ctas: int, heads: float) -> float:
+    """Time as a multiple of that with K and V in L2, where CTAs work on so many KV heads at a time.
+
+    CTAs of one head keep pace, so that memory is read once for all of them.
+    """
+    key_bytes = problem.head_dim * ELEMENT_BYTES * len(config.rings)
+    if heads * problem.seq_k * key_bytes <= L2_SHARE * L2_BYTES:
+        return 1.0
+    clocks = config.tile_m * (
+        4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
+    )  # of a key, nothing overlapped
+    asked = key_bytes / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of what memory gives
+    return 1.0 + MISS_COST * asked
+
+
+def balanced_section(
+    grid: TileGrid, ctas: int, tile_counts: Sequence[int], cost: Callable[[int], float]
+) -> int:
+    """The section (``TileGrid.decode``) with the least time: what the busiest of ``ctas`` persistent CTAs has to do, as
+    a multiple of the mean, times ``cost`` of the section; the largest among equals.
+
+    tile_counts: KV tiles of each query tile. cost: what a section costs otherwise, 1 for nothing. Rounds and sections
+    of unlucky sizes give one CTA long tiles every time: at 16384 causal queries, 16 heads of D 256 and one head to a
+    section the busiest CTA has 53 percent more than the mean, and the H200 takes 63 percent longer than with all 16.
+    """
+    rows = grid.head_tiles * grid.heads_kv * grid.batch
+    if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or one order whatever the section
+        return max(rows, 1)
+    work = np.asarray(tile_counts) + TILE_OVERHEAD
+    number = np.arange(min(grid.size, MOST_TILES))
+    round_, place = number // ctas, number % ctas
+    cta = place_in_round(round_, place, ctas)  # its own inverse
+
+    def time(section):
+        first = number // (section * grid.query_tiles) * section
+        size = np.minimum(section, rows - first)
+        query_tile = grid.query_tiles - 1 - (number - first * grid.query_tiles) // size
+        of_cta = np.bincount(cta, work[query_tile], minlength=ctas)
+        return of_cta.max() / of_cta.mean() * cost(section)
+
+    return min((rows, *range(min(rows, MOST_SECTIONS), 0, -1)), key=time)

@@ -1,0 +1,46 @@
+"""wgmma's register fragments: which rows and columns of S and O a consumer thread has.
+
+A warp of a consumer holds 16 rows: a thread has parts of rows g and g + 8 with g = lane / 4, and of every 8 columns
+those at 2 (lane % 4) and the next. Element i of a fragment (n) belongs to row i // 2 % 2 of the thread and to column
+8 (i // 4) + 2 (lane % 4) + i % 2. PTX ISA: "Register Fragments" of wgmma.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.device.tile import Row
+from warpspec.fmha.device.unseen import RowColumns
+
+WARP_ROWS = 16  # rows of a warp
+THREAD_ROWS = 2  # rows of a thread
+ROW_DISTANCE = 8  # rows from a thread's first to its second
+QUAD = 4  # threads that share a row
+PAIR = 2  # neighbouring columns of a thread
+COLUMNS = QUAD * PAIR  # columns that the four threads of a row share, two each
+
+
+def elements(fragment: cute.Tensor, r: int) -> list[int]:
+    """The elements of a fragment that belong to row r of the thread, in order of columns."""
+    return [i for i in range(cute.size(fragment)) if i // PAIR % THREAD_ROWS == r]
+
+
+def column(i: int) -> int:
+    """Column of element i in the first thread of a quad."""
+    return i // (PAIR * THREAD_ROWS) * COLUMNS + i % PAIR
+
+
+def thread_rows(tile, row_group, thread) -> tuple[Row, ...]:
+    """The rows of a thread (0..127) of a consumer that works on a row group."""
+    lane = thread % WARP_THREADS
+    first = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
+    return tuple(tile.row(first + r * ROW_DISTANCE, lane % QUAD, row_group) for r in range(THREAD_ROWS))
+
+
+def row_columns(config, o: cute.Tensor, r: int, row: Row, part) -> RowColumns:
+    """What a thread has of row r in its fragment o (n). part: of O's columns, the consumer's."""
+    own = elements(o, r)
+    pairs = [own[at : at + PAIR] for at in range(0, len(own), PAIR)]
+    numbers = [block * QUAD + row.member for block in range(len(pairs))]
+    return RowColumns(pairs, numbers, lambda whole: cute.local_tile(whole, (config.o_columns,), (part,)))
