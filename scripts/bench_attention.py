@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-import gpu_bench
 import torch
+from shared import gpu_bench
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

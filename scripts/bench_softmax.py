@@ -21,8 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_bench
 import torch
+from shared import gpu_bench
 
 SHAPES = (
     *((rows, 1024) for rows in (128, 2048)),

@@ -19,8 +19,8 @@ import statistics
 import sys
 import time
 
-import gpu_bench
 import torch
+from shared import gpu_bench
 
 from warpspec.softmax.problem import DTYPES, VECTOR_BYTES
 from warpspec.softmax.topk import reference, softmax_topk

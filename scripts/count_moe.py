@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from generated_tables import Section, main, table  # in this folder
+from shared.generated_tables import Section, main, table
 
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, GemmConfig, Shape
 from warpspec.moe.sm100.plan import SHAPES, SM_COUNT, choose_shape, estimate

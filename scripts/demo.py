@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-import moe_layer
 import torch
 import validate_layer
-from error_plot import draw
 from rich.console import Console
+from shared import moe_layer
+from shared.error_plot import draw
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "demo"
 SEQ = 512  # tokens: four tiles of queries and of keys a head; the window skips some, causality others

@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import sys
 
-import moe_budgets  # in this folder
 import torch
-from generated_tables import Section, main, table  # in this folder
+from shared import moe_budgets
+from shared.generated_tables import Section, main, table
 
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.features import BLOCK, PAGE_SIZES

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-import gpu_bench
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from shared import gpu_bench
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem

@@ -22,14 +22,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import deepseek_v4_layer
-import gpt_oss_layer
-import llama_layer
-import moe_layer
 import torch
-from attention_layer import AttentionInputs, KeySet, attention_inputs, eager
 from rich.console import Console
 from rich.table import Table
+from shared import deepseek_v4_layer, gpt_oss_layer, llama_layer, moe_layer
+from shared.attention_layer import AttentionInputs, KeySet, attention_inputs, eager
 
 import warpspec.fmha
 from warpspec.common.errors import UnsupportedProblem
@@ -390,7 +387,7 @@ def main() -> int:
         console.print(f"[red]{type(error).__name__}:[/] {error}", highlight=False)
         return 2
     if options.plot:
-        from error_plot import draw
+        from shared.error_plot import draw
 
         draw(results, options.plot, f"{options.model}, backend {resolve_backend(options.backend)}")
         console.print(f"error by head and position: {options.plot}", highlight=False)

@@ -1,18 +1,12 @@
 """The part of `make demo` that runs on a Hopper GPU: the attention layers of gpt-oss through the sm_90a kernels."""
 
-from pathlib import Path
-
+import demo
 import pytest
 
 pytestmark = pytest.mark.gpu
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
-
-def test_the_layers_run_natively(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import demo
-
+def test_the_layers_run_natively():
     options = demo.validate_layer.parser().parse_args(["--seq", str(demo.SEQ)])
     results = demo.run_natively(options, demo.Console())
     assert [result.kind for result in results] == ["sliding_attention", "full_attention"] * demo.has_hopper()

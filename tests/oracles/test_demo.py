@@ -2,17 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
+import demo
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def test_demo_prints_what_ran_and_leaves_its_files(monkeypatch, capsys, tmp_path):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import demo
-
     monkeypatch.setattr(demo, "OUT", tmp_path / "demo")
     monkeypatch.setattr(sys, "argv", ["demo.py", "--seq", "40", "--experts", "1"])
     assert demo.main() == 0
@@ -37,9 +32,6 @@ def test_demo_prints_what_ran_and_leaves_its_files(monkeypatch, capsys, tmp_path
 
 @pytest.mark.parametrize("hopper", [True, False])
 def test_a_hopper_gpu_runs_the_layers_natively_too(monkeypatch, capsys, hopper):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import demo
-
     ran = []
     monkeypatch.setattr(demo, "has_hopper", lambda: hopper)
     monkeypatch.setattr(demo.torch.cuda, "get_device_name", lambda: "NVIDIA H200")

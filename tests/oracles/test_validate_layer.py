@@ -7,21 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import validate_layer
 from safetensors.torch import save_file
+from shared import attention_layer, deepseek_v4_layer, gpt_oss_layer
 from transformers import AttentionInterface
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SCRIPT = SCRIPTS / "validate_layer.py"
+SCRIPT = Path(validate_layer.__file__)
 PNG_SIGNATURE = b"\x89PNG"
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """The script as a module, as `python scripts/validate_layer.py` would find its neighbours."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import validate_layer
-
-    return validate_layer
 
 
 def test_json_and_plot(tmp_path):
@@ -41,31 +33,31 @@ def test_json_and_plot(tmp_path):
     assert "sliding_attention" in done.stderr  # the readable form goes elsewhere
 
 
-def test_decode_reads_the_cache(scripts):
+def test_decode_reads_the_cache():
     """One query; the sliding layer's cache holds its window, the full layer's everything."""
-    sliding, full = validated(scripts, "--seq", 200, "--decode")
+    sliding, full = validated("--seq", 200, "--decode")
     assert (sliding.query_shape[2], sliding.keys) == (1, 128)
     assert (full.query_shape[2], full.keys) == (1, 201)
     assert sliding.passed and full.passed
 
 
-def validated(scripts, *arguments) -> list:
+def validated(*arguments) -> list:
     """Results of the command line, with the reference as the kernel."""
-    options = scripts.parser().parse_args(["--backend", "reference", *map(str, arguments)])
-    return scripts.run(options, scripts.Console(quiet=True))
+    options = validate_layer.parser().parse_args(["--backend", "reference", *map(str, arguments)])
+    return validate_layer.run(options, validate_layer.Console(quiet=True))
 
 
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_llama(scripts, decode):
-    (layer,) = validated(scripts, "--model", "llama-3-8b", "--seq", 40, *["--decode"] * decode)
+def test_llama(decode):
+    (layer,) = validated("--model", "llama-3-8b", "--seq", 40, *["--decode"] * decode)
     assert layer.query_shape == (1, 32, 1 if decode else 40, 128)
     assert (layer.kv_heads, layer.keys) == (8, 40 + decode)
     assert layer.passed
 
 
-def test_deepseek_decode(scripts):
+def test_deepseek_decode():
     """At the published shape; behind 131 cached tokens there are window keys and compressed ones."""
-    results = validated(scripts, "--model", "deepseek-v4-flash", "--seq", 131, "--decode")
+    results = validated("--model", "deepseek-v4-flash", "--seq", 131, "--decode")
     found = {
         layer.kind: [(s.start, s.end, s.window, s.key_stride) for s in layer.key_sets] for layer in results
     }
@@ -81,16 +73,15 @@ def test_deepseek_decode(scripts):
         assert layer.passed
 
 
-def test_deepseek_pro(scripts):
-    (layer,) = validated(scripts, "--model", "deepseek-v4-pro", "--kind", "csa", "--seq", 12)
+def test_deepseek_pro():
+    (layer,) = validated("--model", "deepseek-v4-pro", "--kind", "csa", "--seq", 12)
     assert layer.query_shape == (1, 128, 12, 512)
     assert layer.passed
 
 
 @pytest.fixture
-def small_deepseek(scripts, monkeypatch):
+def small_deepseek(monkeypatch):
     """The name of a published model at a fraction of its size; its indexer selects 8 compressed keys."""
-    import deepseek_v4_layer
 
     small = dict(hidden_size=64, num_attention_heads=8, q_lora_rank=32, o_groups=2, index_topk=8)
     monkeypatch.setitem(deepseek_v4_layer.MODELS, "deepseek-v4-flash", small)
@@ -100,10 +91,10 @@ def small_deepseek(scripts, monkeypatch):
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("way", ["key-sets", "bias"])
 @pytest.mark.parametrize("seq", [3, 20, 150])
-def test_compressed_keys(scripts, small_deepseek, seq, way, decode):
+def test_compressed_keys(small_deepseek, seq, way, decode):
     """None, all of them seen, more than the indexer selects: as a set of their own and under the mask."""
     options = ("--model", small_deepseek, "--batch", 2, "--seq", seq, "--compressed", way)
-    results = validated(scripts, *options, *["--decode"] * decode)
+    results = validated(*options, *["--decode"] * decode)
     assert [layer.kind for layer in results] == ["sliding", "csa", "hca"]
     for layer in results:
         assert layer.references_worst < 1e-5  # the key sets say what transformers' mask says
@@ -119,10 +110,8 @@ def test_compressed_keys(scripts, small_deepseek, seq, way, decode):
 
 
 @pytest.mark.parametrize("kind", ["sliding", "csa", "hca"])
-def test_deepseek_output_is_the_layers(scripts, small_deepseek, kind):
+def test_deepseek_output_is_the_layers(small_deepseek, kind):
     """What `project` makes of the attention's result is what transformers' layer returns."""
-    import attention_layer
-    import deepseek_v4_layer
 
     layer = deepseek_v4_layer.attention_layer(small_deepseek, kind)
     generator = torch.Generator().manual_seed(0)
@@ -139,18 +128,18 @@ def test_deepseek_output_is_the_layers(scripts, small_deepseek, kind):
     embeddings = layer.rotary(hidden, positions)
     with torch.no_grad():
         output, _ = layer.attention(hidden, embeddings, positions, attention_mask=None)
-        assert scripts.relative_error(layer.project(kept[0], positions), output) < 1e-5
+        assert validate_layer.relative_error(layer.project(kept[0], positions), output) < 1e-5
 
 
-def main(scripts, monkeypatch, *arguments) -> int:
+def main(monkeypatch, *arguments) -> int:
     """Exit status of the command line."""
     monkeypatch.setattr(sys, "argv", ["validate_layer.py", "--backend", "reference", *map(str, arguments)])
-    return scripts.main()
+    return validate_layer.main()
 
 
 @pytest.mark.parametrize("damage", ["one head", "lse", "nan"])
-def test_wrong_results_fail(scripts, monkeypatch, damage):
-    run_kernel = scripts.run_kernel
+def test_wrong_results_fail(monkeypatch, damage):
+    run_kernel = validate_layer.run_kernel
 
     def damaged(inputs, backend):
         o, lse, seconds, reports = run_kernel(inputs, backend)
@@ -162,15 +151,13 @@ def test_wrong_results_fail(scripts, monkeypatch, damage):
             o[0, 0, 21, 0] = float("nan")
         return o, lse, seconds, reports
 
-    monkeypatch.setattr(scripts, "run_kernel", damaged)
-    assert main(scripts, monkeypatch, "--seq", "64") == 1
+    monkeypatch.setattr(validate_layer, "run_kernel", damaged)
+    assert main(monkeypatch, "--seq", "64") == 1
 
 
 @pytest.mark.parametrize("layout", ["file", "folder", "sharded"])
-def test_checkpoint_is_what_runs(scripts, tmp_path, layout):
+def test_checkpoint_is_what_runs(tmp_path, layout):
     """Weights that were saved and loaded give the operands they gave before."""
-    import attention_layer
-    import gpt_oss_layer
 
     def layer_of(kind):
         return gpt_oss_layer.attention_layer("gpt-oss-20b", kind)
@@ -208,14 +195,14 @@ def write_checkpoint(folder: Path, tensors: dict, layout: str) -> Path:
     return folder
 
 
-def test_missing_checkpoint_and_tensor_are_named(scripts, monkeypatch, capsys, tmp_path):
-    assert main(scripts, monkeypatch, "--checkpoint", tmp_path / "nowhere.safetensors") == 2
+def test_missing_checkpoint_and_tensor_are_named(monkeypatch, capsys, tmp_path):
+    assert main(monkeypatch, "--checkpoint", tmp_path / "nowhere.safetensors") == 2
     assert "nowhere.safetensors" in capsys.readouterr().out
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert main(scripts, monkeypatch, "--checkpoint", tmp_path) == 2
+    assert main(monkeypatch, "--checkpoint", tmp_path) == 2
     assert "model.layers.0.self_attn" in capsys.readouterr().out
 
 
-def test_kinds_a_model_lacks_are_named(scripts, monkeypatch, capsys):
-    assert main(scripts, monkeypatch, "--model", "llama-3-8b", "--kind", "csa") == 2
+def test_kinds_a_model_lacks_are_named(monkeypatch, capsys):
+    assert main(monkeypatch, "--model", "llama-3-8b", "--kind", "csa") == 2
     assert "full_attention" in capsys.readouterr().out

@@ -7,31 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import validate_layer
 from safetensors.torch import save_file
+from shared import moe_layer
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """The script as a module, as `python scripts/validate_layer.py` would find its neighbours."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import validate_layer
-
-    return validate_layer
+SCRIPT = Path(validate_layer.__file__)
 
 
-def validated(scripts, *arguments, backend="reference"):
+def validated(*arguments, backend="reference"):
     """The result of the command line."""
     command = ["--layer", "moe", "--backend", backend, *map(str, arguments)]
-    options = scripts.parser().parse_args(command)
-    (result,) = scripts.run(options, scripts.Console(quiet=True))
+    options = validate_layer.parser().parse_args(command)
+    (result,) = validate_layer.run(options, validate_layer.Console(quiet=True))
     assert result.passed, result.checks()
     return result
 
 
 def test_json():
-    command = [sys.executable, SCRIPTS / "validate_layer.py", "--layer", "moe", "--backend", "reference"]
+    command = [sys.executable, SCRIPT, "--layer", "moe", "--backend", "reference"]
     command += ["--model", "gpt-oss-120b", "--experts", "1", "--seq", "3", "--batch", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,18 +36,14 @@ def test_json():
     assert "experts of gpt-oss-120b" in done.stderr  # the readable form goes elsewhere
 
 
-def test_shared_expert_and_decode(scripts):
-    result = validated(
-        scripts, "--model", "deepseek-v4-flash", "--experts", 1, "--decode", "--batch", 2, "--seq", 99
-    )
+def test_shared_expert_and_decode():
+    result = validated("--model", "deepseek-v4-flash", "--experts", 1, "--decode", "--batch", 2, "--seq", 99)
     assert (result.tokens, result.shared, result.rows) == (2, 1, [2, 2])
     assert (result.hidden, result.width) == (4096, 2048)
 
 
-def test_a_wrong_kernel_fails(scripts, monkeypatch):
+def test_a_wrong_kernel_fails(monkeypatch):
     """Every number that is compared can fail: a kernel that doubles its results is found out by each."""
-    import moe_layer
-
     run_layer = moe_layer.run_layer
 
     def doubled(inputs, backend):
@@ -65,17 +54,17 @@ def test_a_wrong_kernel_fails(scripts, monkeypatch):
         return stages, seconds, reports
 
     monkeypatch.setattr(moe_layer, "run_layer", doubled)
-    options = scripts.parser().parse_args(
+    options = validate_layer.parser().parse_args(
         ["--layer", "moe", "--backend", "reference", "--experts", "1", "--seq", "2"]
     )
-    (result,) = scripts.run(options, scripts.Console(quiet=True))
+    (result,) = validate_layer.run(options, validate_layer.Console(quiet=True))
     verdicts = {what: measured <= allowed for what, measured, allowed in result.checks()}
     assert verdicts.pop("tokens routed otherwise than by transformers")
     assert not any(verdicts.values()) and not result.passed
 
 
-def test_in_the_simulator(scripts):
-    result = validated(scripts, "--experts", 1, "--seq", 2, backend="sim")
+def test_in_the_simulator():
+    result = validated("--experts", 1, "--seq", 2, backend="sim")
     assert [launch.local_bytes for launch in result.reports[0].launches] == [0] * 4
     assert max(result.first_errors) < 1e-4
 
@@ -87,7 +76,7 @@ def mxfp4(*shape, seed):
     return data, scale
 
 
-def test_gpt_oss_checkpoint(scripts, tmp_path):
+def test_gpt_oss_checkpoint(tmp_path):
     hidden = width = 2880
     both, both_scale = mxfp4(2, 2 * width, hidden, seed=0)
     down, down_scale = mxfp4(2, hidden, width, seed=1)
@@ -102,11 +91,11 @@ def test_gpt_oss_checkpoint(scripts, tmp_path):
         "router.bias": torch.tensor([40.0, 0.0]).bfloat16(),  # everyone's first choice
     }
     save_file({f"model.layers.0.mlp.{name}": t for name, t in state.items()}, tmp_path / "model.safetensors")
-    result = validated(scripts, "--experts", 1, "--seq", 3, "--checkpoint", tmp_path)
+    result = validated("--experts", 1, "--seq", 3, "--checkpoint", tmp_path)
     assert result.rows == [3]
 
 
-def test_deepseek_checkpoint(scripts, tmp_path):
+def test_deepseek_checkpoint(tmp_path):
     """The publisher's names: experts in MXFP4, the shared one in FP8 by blocks, a selection bias."""
     hidden, width, state = 4096, 2048, {}
     for name, shape in (("w1", (width, hidden)), ("w3", (width, hidden)), ("w2", (hidden, width))):
@@ -119,9 +108,7 @@ def test_deepseek_checkpoint(scripts, tmp_path):
         state[f"shared_experts.{name}.scale"] = ones.view(torch.float8_e8m0fnu)
     state["gate.weight"], state["gate.bias"] = torch.randn(1, hidden).bfloat16() / 50, torch.zeros(1)
     save_file({f"layers.3.ffn.{name}": t for name, t in state.items()}, tmp_path / "model.safetensors")
-    result = validated(
-        scripts, "--model", "deepseek-v4-flash", "--experts", 1, "--seq", 2, "--checkpoint", tmp_path
-    )
+    result = validated("--model", "deepseek-v4-flash", "--experts", 1, "--seq", 2, "--checkpoint", tmp_path)
     assert result.rows == [2, 2] and result.shared == 1
 
 
@@ -133,11 +120,11 @@ def test_deepseek_checkpoint(scripts, tmp_path):
         (["--plot", "a.png"], "--plot"),
     ],
 )
-def test_what_cannot_be_run(scripts, monkeypatch, capsys, tmp_path, arguments, message):
+def test_what_cannot_be_run(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["validate_layer.py", "--layer", "moe", *arguments])
     try:
-        status = scripts.main()
+        status = validate_layer.main()
     except SystemExit as exit:
         status = exit.code
     printed = capsys.readouterr()

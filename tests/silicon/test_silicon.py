@@ -2,7 +2,7 @@
 
 Where the ISA defines a result it is compared bit for bit (NaN with NaN); approximations lie within the ISA's
 error of the truth, on silicon as in the simulator; what the ISA leaves open is said at the kernel. data/ was
-written by record.py.
+written by tests/recorders/record_silicon.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def same_object(case, about: dict, ptx: str) -> None:
         pytest.fail(
             f"{case.name} compiles to another PTX than recorded: nvidia-cutlass-dsl {dsl_version()} here, "
             f"{about['nvidia-cutlass-dsl']} there. Record again on an H200: "
-            f"python tests/silicon/record.py {case.name}"
+            f"python tests/recorders/record_silicon.py {case.name}"
         )
     assert inputs_digest(case) == about["inputs_sha256"], "the inputs are not those of the recording"
 

@@ -64,7 +64,11 @@ def interrupted_launch() -> str:
 
 def test_an_interrupt_ends_both_processes():
     command = [sys.executable, "-c", "import test_processes; print(test_processes.interrupted_launch())"]
-    places = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    places = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1] / "helpers"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SOON + 40)
     assert result.stdout.strip() == "interrupted", result.stderr

@@ -1,6 +1,6 @@
-"""Tensor copies and bulk reductions against an H200, bit for bit: data recorded by scripts/record_tma.py.
+"""Tensor copies and bulk reductions against an H200, bit for bit: data recorded by tests/recorders/record_tma.py.
 
-The same PTX (tests/tma_kernels.py) runs here in the simulator.
+The same PTX (tests/recorders/tma_kernels.py) runs here in the simulator.
 """
 
 import hashlib

@@ -1,32 +1,15 @@
 """The candidates of tune_attention.py: they cover the tables, and what does not fit is named, not timed."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import tune_attention as tune
 
 from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import Shape
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 
-
-@pytest.fixture(scope="module")
-def tune():
-    sys.path.insert(0, str(SCRIPTS))  # for the modules that scripts share
-    try:
-        spec = importlib.util.spec_from_file_location("tune_attention", SCRIPTS / "tune_attention.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look up their annotations
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-def test_every_shape_of_the_tables_is_tuned(tune):
+def test_every_shape_of_the_tables_is_tuned():
     tuned = {(row.table, row.dim) for row in tune.ROWS}
     seen = []
     for table in ("PREFILL", "LONG", "NARROW", "BIASED", "DECODE", "SPLIT", "SHARED"):
@@ -36,7 +19,7 @@ def test_every_shape_of_the_tables_is_tuned(tune):
             seen.append(shape)
 
 
-def test_a_workload_takes_its_table(tune, monkeypatch):
+def test_a_workload_takes_its_table(monkeypatch):
     """What is timed with a shape in the table is what reads that table."""
     for row in tune.ROWS:
         other = replace(row.present, kv_stages=row.present.kv_stages - 1)
@@ -48,25 +31,25 @@ def test_a_workload_takes_its_table(tune, monkeypatch):
         assert (splits > 1) == (row.table == "SPLIT"), f"{row.table} {row.dim}"
 
 
-def test_what_does_not_fit_is_not_compiled(tune, monkeypatch):
+def test_what_does_not_fit_is_not_compiled(monkeypatch):
     monkeypatch.setattr(tune.sm90, "compiled", None)  # a call would raise
     problem = tune.prefill(1, 1, 256, 128).problem()
     assert tune.refusal(problem, Shape(2, 128, 4, 1, 240, 24), False) == "over budget"
     assert tune.refusal(problem, Shape(3, 128, 2, 1, 160, 32), False) == "over the registers"
 
 
-def test_a_shape_that_fits_compiles_without_spills(tune):
+def test_a_shape_that_fits_compiles_without_spills():
     assert tune.refusal(tune.prefill(1, 1, 256, 64).problem(), Shape(2, 64, 2, 1, 240, 24), False) == ""
 
 
-def test_work_and_rates(tune):
+def test_work_and_rates():
     assert tune.prefill(2, 3, 100, 64).work == 4 * 2 * 3 * 100 * 50 * 64
     assert tune.prefill(2, 3, 100, 64, window=10).work == 4 * 2 * 3 * 100 * 10 * 64
     assert tune.decode(1, 1000, 128).rate(1.0) == pytest.approx(2 * 1000 * 8 * 128 * 2 * 1e-6)  # TB/s
     assert tune.shared(1, 8192).work == 4 * 128 * 8192 * 512
 
 
-def test_only_picks_tables_and_head_dimensions(tune):
+def test_only_picks_tables_and_head_dimensions():
     def titles(*only):
         return [task.title for task in tune.tasks(list(only))]
 
@@ -75,7 +58,7 @@ def test_only_picks_tables_and_head_dimensions(tune):
     assert titles("nothing") == [] and len(titles()) > len(titles("64"))
 
 
-def test_the_table_is_sorted_and_names_what_was_refused(tune):
+def test_the_table_is_sorted_and_names_what_was_refused():
     (task,) = tune.tasks(["NARROW", "256"])
     measured = [("slow *", 200.0, ""), ("fast", 100.0, ""), ("big", None, "over budget")]
     text = tune.section_of(task, measured)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-from moe_inputs import DTYPE, MODELS, LayerInputs, Model, layer_inputs
 from rich.console import Console
 from rich.table import Table
 from transformers import DeepseekV4Config, GptOssConfig
@@ -25,6 +24,8 @@ from warpspec.common import nvfp4
 from warpspec.moe import NVFP4Experts, moe_ffn, ops, reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave
 from warpspec.moe.permute import SortedTokens, sort_tokens
+
+from .moe_inputs import DTYPE, MODELS, LayerInputs, Model, layer_inputs
 
 TOLERANCE = 3e-3  # relative, worst expert, bf16
 TORCH_FACTOR = 1.25  # never worse than this times torch's own result in the same dtype

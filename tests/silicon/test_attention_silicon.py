@@ -1,5 +1,5 @@
-"""The sm_90a attention kernels: what an H200 made of a call (record.py), and what the simulator makes of the same
-kernel and inputs; and that the comparison sees what it is to see."""
+"""The sm_90a attention kernels: what an H200 made of a call (tests/recorders/record_attention.py), what the simulator
+makes of the same kernel and inputs, and that the comparison sees what it is to see."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from attention_silicon import cases
 from attention_silicon.cases import CASES
 from attention_silicon.compare import problems
-from attention_silicon.record import load
+from record_attention import load
 
 from warpspec.fmha import sm90, sm100
 
@@ -33,7 +33,7 @@ if RECORDED:
         found = problems(case.run("cpu"), want, case.dtypes)
         changed = case.kernel_digest() != digests["kernel"]
         note = (
-            f"; the kernel has changed since: python tests/attention_silicon/record.py {case.name}"
+            f"; the kernel has changed since: python tests/recorders/record_attention.py {case.name}"
             if changed
             else ""
         )

@@ -1,15 +1,15 @@
 """`make demo` and `make test` on a bare machine: what is missing is named, with what installs it."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import bootstrap as script
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED_TOOLS = ("sh", "dirname", "env")
 
 
@@ -78,14 +78,11 @@ def test_without_git(machine):
 @pytest.fixture
 def bootstrap(monkeypatch, tmp_path):
     """bootstrap.py as a module; pip's configuration is what the test says."""
-    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "scripts" / "bootstrap.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for name in [name for name in os.environ if name.startswith("PIP_") or name == "TORCH_INDEX"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setattr(module, "STAMP", tmp_path / "stamp")
-    return module
+    monkeypatch.setattr(script, "STAMP", tmp_path / "stamp")
+    return script
 
 
 def test_torch_source(bootstrap, monkeypatch):

@@ -1,7 +1,7 @@
-"""Records what an H100 or H200 makes of every case of cases.py, for test_attention_silicon.py.
+"""Records what an H100 or H200 makes of every case of attention_silicon/cases.py, for test_attention_silicon.py.
 
-python tests/attention_silicon/record.py [--out FILE] [NAME ...]     # on the GPU; NAME: these, the rest stays
-python tests/attention_silicon/record.py --stale             # anywhere: cases whose kernel is another by now
+python tests/recorders/record_attention.py [--out FILE] [NAME ...]     # on the GPU; NAME: these, the rest stays
+python tests/recorders/record_attention.py --stale             # anywhere: cases whose kernel is another by now
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from attention_silicon.cases import CASES
 
-DATA = Path(__file__).resolve().parent / "data/attention.npz"
+DATA = Path(__file__).resolve().parents[1] / "silicon/attention.npz"
 ABOUT = "about"
 JOBS = 16  # cases at a time: compiling takes the time
 

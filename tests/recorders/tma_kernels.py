@@ -1,6 +1,6 @@
 """Small sm_90a PTX kernels that make one tensor copy, for the simulator and for a GPU alike.
 
-Imports nothing of ours: scripts/record_tma.py runs where only numpy and a driver are.
+Imports nothing of ours: record_tma.py runs where only numpy and a driver are.
 
 load_<rank>: tensor map, five coordinates, byte offset in shared memory, bytes to expect, output buffer, bytes
 of shared memory to dump. The output is 64 bytes of status (word 0: 1 if the copy arrived; word 1: the shared

@@ -5,10 +5,11 @@ Offers what attention_layer.py asks of a family.
 
 from __future__ import annotations
 
-from attention_layer import AttentionLayer, KeySet, in_fp32
 from transformers import GptOssConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.gpt_oss import modeling_gpt_oss
+
+from .attention_layer import AttentionLayer, KeySet, in_fp32
 
 # What both published config.json files say of attention.
 ATTENTION = dict(

@@ -1,31 +1,18 @@
 """What stands behind the table of clocks: units and bytes of opcodes, one kernel counted in the simulator."""
 
 import dataclasses
-import importlib.util
-import sys
 from fractions import Fraction
-from pathlib import Path
 
+import count_clocks
 import pytest
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES
 
-SCRIPT = Path(__file__).parents[1] / "scripts/count_clocks.py"
-
 
 @pytest.fixture(scope="module")
-def count_clocks():
-    spec = importlib.util.spec_from_file_location("count_clocks", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def d64(count_clocks):
+def d64():
     return count_clocks.measure(64, SHAPES[64][0])
 
 
@@ -47,12 +34,12 @@ def d64(count_clocks):
         ("tcgen05.wait::ld.sync.aligned", "other", 1),
     ],
 )
-def test_every_opcode_has_its_unit(count_clocks, opcode, unit, cost):
+def test_every_opcode_has_its_unit(opcode, unit, cost):
     assert count_clocks.unit(opcode) == unit
     assert count_clocks.cost(opcode) == cost
 
 
-def test_bytes_of_tensor_memory_and_stores(count_clocks):
+def test_bytes_of_tensor_memory_and_stores():
     moved = {
         "tcgen05.ld.sync.aligned.32x32b.x128.b32": 4,
         "tcgen05.st.sync.aligned.16x64b.x2.b32": 1,
@@ -79,7 +66,7 @@ def test_a_tile_costs_what_its_shape_says(d64):
     assert clocks["issue"] > clocks["FMA"] > 100
 
 
-def test_scaled_to_128_by_128(count_clocks, d64):
+def test_scaled_to_128_by_128(d64):
     half = dataclasses.replace(
         d64.config, shape=dataclasses.replace(d64.config.shape, tile_n=d64.config.tile_n // 2)
     )
@@ -87,7 +74,7 @@ def test_scaled_to_128_by_128(count_clocks, d64):
     assert narrow.clocks["exponentials"] == 2 * d64.clocks["exponentials"]
 
 
-def test_what_the_kernel_does_not_do_is_reported(count_clocks, monkeypatch):
+def test_what_the_kernel_does_not_do_is_reported(monkeypatch):
     def refuse(*_arguments, **_options):
         raise UnsupportedProblem("sm100 attention: not today")
 
@@ -99,7 +86,7 @@ def test_what_the_kernel_does_not_do_is_reported(count_clocks, monkeypatch):
     assert [line[-1] for line in count_clocks.rows([64])] == ["not supported"] * 2
 
 
-def test_table_stands_between_its_markers(count_clocks, monkeypatch, tmp_path):
+def test_table_stands_between_its_markers(monkeypatch, tmp_path):
     monkeypatch.setattr(count_clocks, "markdown", lambda *_: "| a table |")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{count_clocks.BEGIN}\nold\n{count_clocks.END}\nafter\n")

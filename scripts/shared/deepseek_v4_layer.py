@@ -8,10 +8,11 @@ some for each query (csa), or one to 128 positions (hca).
 from __future__ import annotations
 
 import torch
-from attention_layer import AttentionLayer, KeySet, in_fp32
 from transformers import DeepseekV4Config
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
+
+from .attention_layer import AttentionLayer, KeySet, in_fp32
 
 KINDS = {  # and what transformers calls them
     "sliding": "sliding_attention",

@@ -5,10 +5,11 @@ Offers what attention_layer.py asks of a family.
 
 from __future__ import annotations
 
-from attention_layer import AttentionLayer, KeySet, in_fp32
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
+
+from .attention_layer import AttentionLayer, KeySet, in_fp32
 
 # What the published config.json says of attention.
 MODELS = {

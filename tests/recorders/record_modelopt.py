@@ -1,6 +1,6 @@
 """Writes tests/moe/data/modelopt.safetensors: a tiny model's experts as nvidia-modelopt exports them.
 
-    python tests/moe/record_modelopt.py        # needs nvidia-modelopt and requests, which the tests do not
+    python tests/recorders/record_modelopt.py        # needs nvidia-modelopt and requests, which the tests do not
 
 Beside each expert's tensors stand, as `expected.<name>`, the numbers that modelopt's own dequantisation gives.
 """
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-OUT = Path(__file__).parent / "data" / "modelopt.safetensors"
+OUT = Path(__file__).parents[1] / "moe/data" / "modelopt.safetensors"
 EXPERTS, HIDDEN, WIDTH, VOCABULARY = 2, 64, 32, 64
 
 

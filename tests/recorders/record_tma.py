@@ -1,10 +1,10 @@
 """Records what a GPU (sm_90) does with tensor copies, as the data of tests/sim/test_tma_silicon.py.
 
-    python scripts/record_tma.py cases CASES.json            # here: writes the cases
-    python scripts/record_tma.py run CASES.json OUT.json     # on the GPU: needs its driver and numpy
+    python tests/recorders/record_tma.py cases CASES.json            # here: writes the cases
+    python tests/recorders/record_tma.py run CASES.json OUT.json     # on the GPU: needs its driver and numpy
 
 Each case is one tensor map, encoded by the driver (cuTensorMapEncodeTiled), and one copy made with it by a
-kernel of tests/tma_kernels.py. OUT.json holds the cases, the driver's bytes or its refusal, and the digest of
+kernel of tma_kernels.py. OUT.json holds the cases, the driver's bytes or its refusal, and the digest of
 what the copy wrote or the device's error. With --dumps DIR the changed bytes themselves are kept too.
 """
 
@@ -21,8 +21,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tma_kernels
 from tma_kernels import BULK_BYTES, DUMP_BYTES, MEMORY_BYTES, RECORDED_ADDRESS, pattern
 
@@ -38,6 +36,7 @@ def make_cases() -> list[dict]:
     """Loads of every rank, swizzle and type; stores; reductions; encodings that the driver may refuse."""
     from dataclasses import replace
 
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
     from tma_model import BASE, random_coordinates, random_map, valid_map
 
     from warpspec.sim.tma import Swizzle, SwizzleAtomicity, TensorMap, copy

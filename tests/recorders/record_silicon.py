@@ -1,6 +1,6 @@
 """Records what a GPU (sm_90) makes of every case, as the data of test_silicon.py.
 
-    python tests/silicon/record.py [--out tests/silicon/data] [case ...]
+    python tests/recorders/record_silicon.py [--out tests/silicon/data] [case ...]
 
 Compiles each case for sm_90a, runs it on the GPU and writes one .npz: the outputs, a digest of the inputs,
 the PTX (compressed) with its digest and the cubin's, and what ran it. Cases that the GPU refuses run in
@@ -20,12 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from silicon.case import Case, digest, dsl_version, inputs_digest, run_native
 from silicon.kernels import CASES
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "silicon/data"
 
 
 def driver_version() -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from generated_tables import table  # in this folder
-
 from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, GemmConfig
 from warpspec.moe.sm100.plan import SHAPES
+
+from .generated_tables import table
 
 EXAMPLES = (PAIR, SWAPPED[8])  # shown region by region
 

@@ -1,5 +1,5 @@
 """Calls of the sm_90a attention kernels whose results on a GPU are recorded: inputs from seeds, small enough for the
-simulator. A new case is one more line; ``record.py`` then records it."""
+simulator. A new case is one more line; ``record_attention.py`` then records it."""
 
 from __future__ import annotations
 
