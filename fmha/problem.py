@@ -99,10 +99,10 @@ class AttentionProblem:
         return (self.batch, self.heads_q, self.seq_q)
 
     @classmethod
-    def of(cls, q, k, v=None, *, out=None, **arguments) -> AttentionProblem:
-        """The problem of a call of ``attention`` with these arguments (same names, same meaning)."""
+    def of(cls, q, k, v=None, *, out=None, memory: bool = True, **arguments) -> AttentionProblem:
+        """The problem of a call of ``attention`` with these arguments, of the same names. memory: see ``check``."""
         tensors = {name: arguments.pop(name) for name in INPUTS if name in arguments}
-        return cls.check(Operands(q, k, v, out, **tensors), Options(**arguments))
+        return cls.check(Operands(q, k, v, out, **tensors), Options(**arguments), memory)
 
     @classmethod
     def check(cls, operands: Operands, options: Options, memory: bool = True) -> AttentionProblem:

@@ -159,7 +159,7 @@ def measure(head_dim: int, shape, *, shared_kv: bool = False, dtype=torch.bfloat
         for tiles in (SHORT, LONG):
             q, k = tensor(shape.tile_m), tensor(tiles * shape.tile_n)
             v = None if shared_kv else tensor(tiles * shape.tile_n)
-            config = AttentionConfig.of(AttentionProblem.check(q, k, v, num_splits=1))
+            config = AttentionConfig.of(AttentionProblem.of(q, k, v, num_splits=1))
             attention(q, k, v, num_splits=1, backend="sim")
             (launch,) = sim.last_report().launches
             assert launch.grid == (1, 1, 1)

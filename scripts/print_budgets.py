@@ -16,6 +16,7 @@ import torch
 from shared import moe_budgets
 from shared.generated_tables import Section, main, table
 
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.features import BLOCK, PAGE_SIZES
 from warpspec.fmha.problem import AttentionProblem
@@ -39,11 +40,11 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
         ("shared memory", "bytes", "holds"),
         [
             *(region for region in config.smem_regions if region[1]),
-            ("a CTA", config.smem_bytes, f"of {fmha.SMEM_PER_CTA}"),
+            ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}"),
             (
                 f"{config.ctas_per_sm} CTAs an SM",
-                config.ctas_per_sm * (config.smem_bytes + fmha.SMEM_RESERVED_PER_CTA),
-                f"of {fmha.SMEM_PER_SM}, with {fmha.SMEM_RESERVED_PER_CTA} a CTA for the system",
+                config.ctas_per_sm * (config.smem_bytes + SMEM_RESERVED_PER_CTA),
+                f"of {SMEM_PER_SM}, with {SMEM_RESERVED_PER_CTA} a CTA for the system",
             ),
         ],
     )
@@ -108,7 +109,7 @@ def overview() -> str:
         for head_dim, choices in shapes.items():
             for shape in choices:
                 c = fmha.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared)
-                smem_left = fmha.SMEM_PER_SM // c.ctas_per_sm - fmha.SMEM_RESERVED_PER_CTA - c.smem_bytes
+                smem_left = SMEM_PER_SM // c.ctas_per_sm - SMEM_RESERVED_PER_CTA - c.smem_bytes
                 stage = len(c.rings) * c.kv_tile_bytes
                 tmem_left = TMEM_COLUMNS // c.ctas_per_sm - c.tmem_columns
                 limit = (
@@ -176,7 +177,7 @@ def _problem(head_dim, shared, bias_dtype) -> AttentionProblem:
     """One head with a bias, queries and keys for whole tiles."""
     q, k = (torch.empty(1, 128, 1, head_dim, dtype=torch.bfloat16, device="meta") for _ in "qk")
     bias = torch.empty(1, 1, 128, 128, dtype=bias_dtype, device="meta")
-    return AttentionProblem.check(q, k, None if shared else k, bias=bias, memory=False)
+    return AttentionProblem.of(q, k, None if shared else k, bias=bias, memory=False)
 
 
 def with_pages() -> str:
@@ -246,7 +247,7 @@ def hopper() -> str:
                     shape.ctas_per_sm,
                     f"{c.smem_bytes} of {c.smem_limit}",
                     f"{shape.consumer_registers}, {shape.producer_registers}",
-                    f"{c.role_registers * shape.ctas_per_sm} of {hopper_config.REGISTERS_PER_SM}",
+                    f"{c.role_registers * shape.ctas_per_sm} of {REGISTERS_PER_SM}",
                 )
             )
     head = (

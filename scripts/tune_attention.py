@@ -28,7 +28,9 @@ from shared import gpu_bench
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha import attention, sm90
+from warpspec.common.launch import SIMULATED, target_of
+from warpspec.fmha import launch, sm90
+from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import Shape
@@ -40,7 +42,7 @@ Sections: so many heads' causal tiles are done before the next heads'. Splits: p
 (`num_splits`). Over budget: more registers or shared memory than an SM has; over the registers: of a consumer's
 thread, by count, so that it was not compiled."""
 GRAPH_CALLS = 8
-SM_COUNT = sm90.SM_COUNT
+TARGET = SIMULATED["sm_90a"]  # what the present choices are made for
 # Registers of a thread that are neither S, P nor O: addresses, row statistics, temporaries of the softmax.
 OTHER_REGISTERS = 30
 WARPGROUP = 128
@@ -79,7 +81,7 @@ class Workload:
 
     def problem(self) -> AttentionProblem:
         operands, options = self.tensors("meta")
-        return AttentionProblem.check(*operands, **options, memory=False)
+        return AttentionProblem.of(*operands, **options, memory=False)
 
     def rate(self, microseconds: float) -> float:
         return self.work / microseconds * 1e-6
@@ -205,7 +207,7 @@ def refusal(problem: AttentionProblem, shape: Shape, native: bool, splits: bool 
         return "over the registers"
     try:
         with quiet():
-            kernel = sm90.compiled(config, native)
+            kernel = sm90.ATTENTION.compiled(config, TARGET.arch, native=native)
     except Exception as error:  # the DSL has many; a candidate that it refuses is none
         return f"does not compile: {type(error).__name__}"
     spilled = sum(used.local_bytes for used in resources(kernel).values())
@@ -229,28 +231,26 @@ def quiet():
 
 
 def call_with(workload: Workload, tensors, *, table=None, dim=None, shape=None, section=None) -> Callable:
-    """``attention`` with a shape in the table, or a section, instead of the present one."""
-    operands, options = tensors
-    problem = replace(AttentionProblem.check(*operands, **options, memory=False), device=operands[0].device)
+    """The launches of ``attention``, with a shape in the table, or a section, instead of the present one."""
+    inputs, options = tensors
+    problem = replace(AttentionProblem.of(*inputs, **options, memory=False), device=inputs[0].device)
     entries = getattr(shapes, table) if table else {}
     present = entries.get(dim)
     if shape:
         entries[dim] = shape
     try:
-        prepared = sm90.prepared.__wrapped__(problem, sm90.sm_count_of(0), True)
+        prepared = launch.prepare.__wrapped__(problem, target_of(problem.device))
     finally:
         if shape:
             entries[dim] = present
     if section:
         prepared = prepared._replace(numbers=(*prepared.numbers[:-1], section))
-    out = torch.empty_like(operands[0])
+    q, k, v = inputs
+    others = {name: options.get(name) for name in ("sink", "bias")}
+    operands = Operands(q, k, k if v is None else v, torch.empty_like(q), **others)
 
     def call():
-        kept, sm90.prepared = sm90.prepared, lambda *_: prepared
-        try:
-            return attention(*operands, **options, out=out)
-        finally:
-            sm90.prepared = kept
+        prepared.run(operands)
 
     call.prepared = prepared
     return call
@@ -291,7 +291,7 @@ def tune_sections(workload: Workload, lock) -> Measured:
 
 def tune_splits(workload: Workload, lock) -> Measured:
     tensors = workload.tensors("cuda")
-    chosen = call_with(workload, tensors).prepared.splits
+    chosen = call_with(workload, tensors).prepared.plan.splits
     measured = []
     for splits in sorted({chosen, *SPLIT_COUNTS}):
         operands, options = tensors

@@ -23,8 +23,8 @@ SMALLEST_SCALE = 2.0**-100
 class Plan(NamedTuple):
     """How a problem is computed on a target.
 
-    config: the kernel's. splits: of the keys. ctas: the most that are launched where CTAs are persistent. section: heads
-    that they work on at a time (``TileGrid.decode``).
+    config: the kernel's. splits: of the keys. ctas: the most that are launched where CTAs are persistent. section:
+    heads that they work on at a time (``TileGrid.decode``).
     """
 
     config: KernelFeatures

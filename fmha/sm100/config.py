@@ -156,7 +156,8 @@ class AttentionConfig(KernelFeatures):
     def column_parts(self) -> int:
         """Threads that share a row, each with a part of O's columns.
 
-        An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of D.
+        An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of
+        D.
         """
         return 128 // self.tile_m
 

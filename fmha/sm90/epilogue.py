@@ -107,7 +107,8 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
 def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
     """Store row r (D) in 16 bits: its four threads swap words so that each stores 8 columns at a time.
 
-    lane: of the quad. Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4 words.
+    lane: of the quad. Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4
+    words.
     """
     own = elements(o, r)
     blocks = len(own) // PAIR

@@ -11,10 +11,10 @@ from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import MAX_SMEM_PER_CTA
 from warpspec.fmha import attention, merge
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm100 import AttentionConfig, compiled
-from warpspec.fmha.sm100.config import SMEM_PER_CTA
+from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = dict(batch=1, seq_q=3, heads_q=16, head_dim=512, shared_kv=True)
@@ -178,7 +178,7 @@ def problem(head_dim, bias_dtype, shared_kv, seq_q, heads_q, heads, seq_k=264):
         seq_k, bias_dtype, heads=heads, batch=1, seq_q=seq_q, heads_q=heads_q, head_dim=head_dim,
         shared_kv=shared_kv,
     )  # fmt: skip
-    return AttentionProblem.check(**made)
+    return AttentionProblem.of(**made)
 
 
 @pytest.mark.parametrize("shared_kv", [False, True])
@@ -190,7 +190,7 @@ def test_every_shape_has_room_for_a_bias(head_dim, bias_dtype, shared_kv):
     config = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 128, 1, True))
     plain = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 128, 1, True, seq_k=261))
     assert config.bias_stages >= 1 and plain.bias_stages == 0
-    assert config.kv_stages >= min(plain.kv_stages, 2) and config.smem_bytes <= SMEM_PER_CTA
+    assert config.kv_stages >= min(plain.kv_stages, 2) and config.smem_bytes <= MAX_SMEM_PER_CTA
     decode = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 1, 128, False))
     assert (decode.bias_stages, decode.ctas_per_sm) == (2, plain.ctas_per_sm)
     assert decode.bias_ring_bytes <= 8 * 1024
@@ -204,8 +204,8 @@ def test_every_shape_has_room_for_a_bias(head_dim, bias_dtype, shared_kv):
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_compiles_without_spills(head_dim, bias_dtype, shared_kv, seq_k, causal):
     made = inputs(seq_k, bias_dtype, batch=1, head_dim=head_dim, shared_kv=shared_kv, causal=causal)
-    config = AttentionConfig.of(AttentionProblem.check(**made, return_lse=True))
-    (kernel,) = resources(compiled(config)).values()
+    config = AttentionConfig.of(AttentionProblem.of(**made, return_lse=True))
+    (kernel,) = resources(ATTENTION.compiled(config, "sm_100a")).values()
     assert kernel.local_bytes == 0
 
 

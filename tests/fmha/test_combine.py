@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 
 from warpspec import sim
 from warpspec.common.compile import compile_kernel, resources
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha import sm90, sm100
-from warpspec.fmha.combine_splits import (
-    CTAS_PER_SM,
-    Combine,
-    _host_and_arguments,
+from warpspec.fmha.combine import (
+    BATCH,
+    COMBINE,
+    THREADS,
+    VECTOR,
+    CombineConfig,
+    combine_arguments,
     combine_splits,
-    compiled_combine,
 )
-from warpspec.fmha.splits import BATCH, THREADS, VECTOR, CombineConfig
+from warpspec.fmha.device.combine import CTAS_PER_SM, Combine
 from warpspec.fmha.state import AttentionState, combine, normalized_output
 
 ARCHS = ("sm_100a", "sm_90a")
@@ -75,7 +78,7 @@ def check(splits, batch, seq_q, heads, head_dim, *, dtype, sink, arch, layout="b
     elif layout == "padded":
         o = unwritten(batch, seq_q, heads, head_dim + 16, dtype=dtype)[..., 8:-8]
     lse = unwritten(batch, heads, seq_q)
-    report = combine_splits(*inputs, o, sink=sink, lse=lse, arch=arch)
+    report = combine_splits(*inputs, o, sink=sink, lse=lse, target=SIMULATED[arch])
     state = expected(*inputs)
     assert error(o, normalized_output(state, sink)) <= TOLERANCE[dtype]
     torch.testing.assert_close(lse, state.lse, rtol=0, atol=1e-5)
@@ -108,7 +111,7 @@ def test_state(arch, head_dim, splits):
     """normalize=False: the state over all splits, with zeros in a row that no split saw a key for."""
     inputs = partials(splits, 2, 4, 3, head_dim)
     o, row_max, row_sum = unwritten(2, 4, 3, head_dim), unwritten(2, 3, 4), unwritten(2, 3, 4)
-    combine_splits(*inputs, o, row_max=row_max, row_sum=row_sum, arch=arch)
+    combine_splits(*inputs, o, row_max=row_max, row_sum=row_sum, target=SIMULATED[arch])
     state = expected(*inputs)
     assert error(o, state.o) <= TOLERANCE[torch.float32]
     torch.testing.assert_close(row_max, state.row_max, rtol=0, atol=0)
@@ -195,7 +198,7 @@ def test_every_part_of_every_row_has_its_threads(head_dim, splits):
 @pytest.mark.parametrize("options", [dict(has_sink=True, has_lse=True), dict(normalize=False)])
 def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
     for splits in (1, 2 * 148):
-        compiled = compiled_combine(CombineConfig.of(head_dim, splits, **options), torch.bfloat16, arch)
+        compiled = COMBINE.compiled(CombineConfig.of(head_dim, splits, **options), arch)
         (kernel,) = resources(compiled).values()
         assert kernel.local_bytes == 0
         assert kernel.registers * THREADS * CTAS_PER_SM <= 65536
@@ -203,17 +206,18 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
         assert ptx.count("ld.global.v4") == BATCH and "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.parametrize("arch", [sm90, sm100], ids=["sm90", "sm100"])
-def test_attention_lets_it_come_up_early(arch):
+@pytest.mark.parametrize(("package", "arch"), [(sm90, "sm_90a"), (sm100, "sm_100a")])
+def test_attention_lets_it_come_up_early(package, arch):
     """The instruction is there, once; without split keys it is not."""
     for splits in (True, False):
-        ptx = arch.compiled(arch.AttentionConfig("bfloat16", normalize=False, splits=splits)).artifacts.PTX
+        config = package.AttentionConfig("bfloat16", normalize=False, splits=splits)
+        ptx = package.ATTENTION.compiled(config, arch).artifacts.PTX
         assert ptx.count("griddepcontrol.launch_dependents") == splits
 
 
 def test_launched_behind_another_kernel_of_one_host_function():
     """As an attention host function uses it: two launches, the second reads what the first has written."""
-    config = CombineConfig.of(64, 2, normalize=False)
+    config = CombineConfig.of(64, 2, dtype="float32", normalize=False)
 
     @cute.kernel
     def double(values: cute.Tensor):
@@ -229,7 +233,7 @@ def test_launched_behind_another_kernel_of_one_host_function():
 
     compiled = compile_kernel(
         "test_combine",
-        lambda: (host, *_host_and_arguments(config, torch.float32)[1:]),
+        lambda: (host, *combine_arguments(config)[1:]),
         arch="sm_100a",
         native=False,
     )

@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warpspec import sim
 from warpspec.common.compile import compile_cached, resources
-from warpspec.fmha.softmax import EXP2_COEFFICIENTS, exp2_polynomial, exponentiate
+from warpspec.fmha.device.softmax import EXP2_COEFFICIENTS, exp2_polynomial, exponentiate
 
 THREADS = 32
 SCORES = 128  # a row of a tile

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import Case, arguments, check, poisoned_out
+from simulate import plan_for
 
 from warpspec import sim
 from warpspec.fmha import attention
@@ -120,16 +121,12 @@ def test_split_keys_of_every_case(case, head_dim, splits):
 
 def test_splits_are_chosen_for_one_long_row():
     """B = 1 at 64k keys fills the device: every SM gets a CTA, and the results agree with one split's."""
-    from warpspec.fmha.problem import AttentionProblem
-    from warpspec.fmha.sm100 import plan
-
     for head_dim, heads_q, heads_kv in ((64, 64, 8), (128, 64, 8), (512, 128, 1)):
         q = torch.empty(1, 1, heads_q, head_dim, dtype=torch.bfloat16)
         k = torch.empty(1, 65536, heads_kv, head_dim, dtype=torch.bfloat16)
-        problem = AttentionProblem.check(q, k, None if heads_kv == 1 else k)
-        config, splits = plan(problem)
-        m_tiles = heads_kv * -(-problem.group // config.pack)
-        assert m_tiles * splits >= 148 * 0.9
+        plan = plan_for("sm_100a", q=q, k=k, v=None if heads_kv == 1 else k)
+        m_tiles = heads_kv * -(-(heads_q // heads_kv) // plan.config.pack)
+        assert m_tiles * plan.splits >= 148 * 0.9
 
 
 @pytest.mark.parametrize("stride", [4, 128])

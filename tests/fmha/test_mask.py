@@ -54,7 +54,7 @@ def test_visible_with_default_and_given_positions(seq_q, seq_k, causal, window, 
         "q_start": None if starts is None else torch.tensor(starts, dtype=torch.int32),
     }
     q, k = torch.zeros(2, seq_q, 2, 64).half(), torch.zeros(2, seq_k, 1, 64).half()
-    problem = AttentionProblem.check(q, k, causal=causal, window=window, **tensors)
+    problem = AttentionProblem.of(q, k, causal=causal, window=window, **tensors)
     seen = visible(problem, **tensors)
     assert seen.shape == (2, seq_q, seq_k)
     left, right = window or (None, None)
@@ -69,7 +69,7 @@ def test_visible_with_default_and_given_positions(seq_q, seq_k, causal, window, 
 def test_lengths_out_of_range_are_clamped():
     """Where values go unchecked (a CUDA tensor's), the definition is what kernels do: clamp."""
     q, k = torch.zeros(2, 3, 1, 64).half(), torch.zeros(2, 5, 1, 64).half()
-    problem = AttentionProblem.check(q, k, causal=True)
+    problem = AttentionProblem.of(q, k, causal=True)
     wild = torch.tensor([9, -4], dtype=torch.int32)
     tame = torch.tensor([5, 0], dtype=torch.int32)
     assert torch.equal(visible(problem, wild), visible(problem, tame))

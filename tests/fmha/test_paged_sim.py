@@ -3,16 +3,17 @@
 import itertools
 
 import pytest
+import simulate
 import torch
 from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from page_layouts import FAR, paged
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha import attention, sm100
+from warpspec.fmha import attention
 from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm100 import AttentionConfig, compiled
+from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 BACKEND = "sim"
@@ -46,15 +47,11 @@ def inputs(lengths, page_size, *, seq_q, heads_q, heads_kv=1, head_dim=64, share
 
 def run_unchecked(arguments):
     """State of the kernel, without the checks of the values of CPU tensors."""
-    problem = AttentionProblem.check(**arguments, memory=False)
+    problem = AttentionProblem.of(**arguments, memory=False)
     o = torch.full(problem.o_shape, torch.nan)
-    stats = torch.full((2, *problem.stat_shape), torch.nan)
-    q, k, v = (arguments[name] for name in "qkv")
-    lengths, table = arguments["kv_lengths"], arguments["page_table"]
-    sm100.run_sim(
-        problem, q, k, k if v is None else v, None, lengths, None, o, None, *stats, page_table=table
-    )
-    return o, *stats
+    row_max, row_sum = torch.full((2, *problem.stat_shape), torch.nan)
+    simulate.run_unchecked(arguments, o=o, row_max=row_max, row_sum=row_sum)
+    return o, row_max, row_sum
 
 
 def assert_same(expected, got):
@@ -65,7 +62,7 @@ def assert_same(expected, got):
 
 
 def assert_no_spills(config):
-    (kernel,) = resources(compiled(config)).values()
+    (kernel,) = resources(ATTENTION.compiled(config, "sm_100a")).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
 
 
@@ -73,7 +70,7 @@ def assert_no_spills(config):
 def test_pages_give_the_dense_result(page_size):
     dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
     assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
-    assert_no_spills(sm100.plan(AttentionProblem.check(**pages))[0])
+    assert_no_spills(simulate.plan_for("sm_100a", **pages).config)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +86,7 @@ def test_pages_give_the_dense_result(page_size):
 def test_pages_of_other_head_dims(head_dim, page_size, shared_kv):
     dense, pages = inputs((100, 40), page_size, seq_q=1, heads_q=8, head_dim=head_dim, shared_kv=shared_kv)
     assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
-    assert_no_spills(sm100.plan(AttentionProblem.check(**pages))[0])
+    assert_no_spills(simulate.plan_for("sm_100a", **pages).config)
 
 
 @pytest.mark.parametrize("far", FAR)
@@ -139,7 +136,7 @@ def test_bias_over_pages(head_dim, page_size, shared_kv, bias_dtype):
         state.o / state.row_sum.clamp(min=1e-30).transpose(1, 2)[..., None] for state in (got, reference)
     )
     assert relative_error(o, expected) <= O_TOLERANCE[torch.bfloat16]
-    assert_no_spills(sm100.plan(AttentionProblem.check(**pages))[0])
+    assert_no_spills(simulate.plan_for("sm_100a", **pages).config)
 
 
 def test_no_pages_at_all():
@@ -198,7 +195,7 @@ def test_compiles_with_a_bias_without_spills(head_dim, shared_kv, page_size):
         (torch.bfloat16, torch.float32), ((False, False), (True, False), (False, True))
     ):
         bias = torch.empty(2, 4, 20, 9 * page_size, dtype=dtype)
-        problem = AttentionProblem.check(
+        problem = AttentionProblem.of(
             q, k, None if shared_kv else k, bias=bias, page_table=table, kv_lengths=lengths, causal=causal,
             window=(50, None) if causal else None, return_lse=True,
         )  # fmt: skip

@@ -9,17 +9,18 @@ import math
 
 import pytest
 import torch
+from simulate import simulate_as
 
-from warpspec.fmha import attention, sm90, sm100
+from warpspec.fmha import attention
 
 HEADS, KEYS = 64, 192
 HIGHEST = 9.0  # powers of two: the reference follows from 8 in any case
 WORST = 1.25  # of torch's error
 LITTLE = -20.0
 KERNELS = {
-    "sm90, K and V one tensor": (sm90.run_sim, 512, True),
-    "sm90": (sm90.run_sim, 128, False),
-    "sm100": (sm100.run_sim, 128, False),
+    "sm90, K and V one tensor": ("sm_90a", 512, True),
+    "sm90": ("sm_90a", 128, False),
+    "sm100": ("sm_100a", 128, False),
 }
 
 
@@ -52,8 +53,8 @@ def rows(steps: list[tuple[int, int, float]], dim: int):
 ])  # fmt: skip
 def test_as_exact_as_torch(monkeypatch, kernel, steps):
     """Tiles are taken from the newest key to the oldest."""
-    run_sim, dim, shared_kv = KERNELS[kernel]
-    monkeypatch.setattr(sm100, "run_sim", run_sim)
+    arch, dim, shared_kv = KERNELS[kernel]
+    simulate_as(monkeypatch, arch)
     q, kv = rows(steps, dim)
     got = attention(q, kv, None if shared_kv else kv.clone(), scale=1.0, num_splits=1, backend="sim")[0, 0]
     exact = (q[0, 0].double() @ kv[0, :, 0].double().T).softmax(-1) @ kv[0, :, 0].double()

@@ -134,7 +134,7 @@ def dense_inputs(call: Call) -> dict:
         shape = (case.batch if batches else 1, case.heads_q if heads else 1, case.seq_q, case.seq_k)
         bias = 2 * torch.randn(shape, generator=generator)
         bias[torch.rand(shape, generator=generator) < HIDDEN] = -torch.inf
-        problem = AttentionProblem.check(**inputs)
+        problem = AttentionProblem.of(**inputs)
         seen = visible(problem, inputs["kv_lengths"], inputs["q_start"])  # [B, Sq, Sk]
         unseen = ~seen if batches else ~seen.any(dim=0, keepdim=True)
         inputs["bias"] = torch.where(unseen[:, None], torch.nan, bias).to(call.kernel.bias)

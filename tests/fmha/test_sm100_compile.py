@@ -11,11 +11,11 @@ import pytest
 
 from warpspec.common import tma
 from warpspec.common.compile import resources
+from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD
 from warpspec.fmha.features import choose_pack
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.scheduler import TileGrid, key_span
-from warpspec.fmha.sm100 import AttentionConfig, compiled
-from warpspec.fmha.sm100.config import MAX_REGISTERS
+from warpspec.fmha.schedule import TileGrid, key_span
+from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -67,11 +67,11 @@ def label(config):
 
 
 def check_resources(config):
-    (kernel,) = resources(compiled(config)).values()
+    (kernel,) = resources(ATTENTION.compiled(config, "sm_100a")).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
     assert kernel.required_threads == (config.threads, 1, 1)
     if config.ctas_per_sm == 1:  # roles keep what they were launched with; an SM has enough for one CTA
-        assert kernel.registers <= MAX_REGISTERS
+        assert kernel.registers <= MAX_REGISTERS_PER_THREAD
     else:
         assert kernel.registers == config.launch_registers
     assert kernel.static_smem == 0
@@ -101,7 +101,7 @@ def test_every_shape_of_partial_results_compiles_without_spills(config):
 
 def test_instructions_are_those_of_the_design():
     config = AttentionConfig("bfloat16", causal=True)
-    ptx = compiled(config).artifacts.PTX
+    ptx = ATTENTION.compiled(config, "sm_100a").artifacts.PTX
     assert f"setmaxnreg.inc.sync.aligned.u32 \t{config.softmax_registers}" in ptx
     assert f"setmaxnreg.dec.sync.aligned.u32 \t{config.other_registers}" in ptx
     for instruction in ("alloc", "relinquish_alloc_permit", "dealloc"):

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from simulate import plan_for
 
 from warpspec.fmha import sm90
 from warpspec.fmha.features import PAGE_SIZES
-from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import (
     BIASED,
     BIASED_PAGES,
@@ -37,7 +37,7 @@ def plan(
         options["page_table"] = meta(batch, pages, dtype=torch.int32)
     if bias:
         options["bias"] = meta(1, 1, seq_q, seq_k, dtype=bias)
-    return sm90.plan(AttentionProblem.check(q, kv, None if shared else kv, **options, memory=False))
+    return plan_for("sm_90a", q=q, k=kv, v=None if shared else kv, **options)[:2]
 
 
 @pytest.mark.parametrize(("shape", "options"), [

@@ -7,12 +7,12 @@ import pytest
 import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import paged
+from simulate import plan_for, simulate_as
 
 from warpspec import sim
 from warpspec.common.compile import resources
-from warpspec.fmha import attention, sm90, sm100
+from warpspec.fmha import attention, sm90
 from warpspec.fmha.features import PAGE_SIZES
-from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import BIASED, BIASED_PAGES, DECODE, LONG, NARROW, PREFILL, SHARED, SPLIT
 
@@ -22,7 +22,7 @@ BY_ID = {case.id: case for case in CASES}
 @pytest.fixture(autouse=True)
 def simulate_sm90(monkeypatch):
     """Backend "sim" runs the sm90 kernel."""
-    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+    simulate_as(monkeypatch, "sm_90a")
 
 
 def run(case: Case, seed: int = 0, **options) -> sim.SimReport:
@@ -68,7 +68,7 @@ def always_long(monkeypatch):
 ])  # fmt: skip
 def test_the_shape_of_many_rows(always_long, name):
     case = replace(BY_ID[name], head_dim=128)
-    assert sm90.plan(AttentionProblem.check(**arguments(case, 0)))[0].shape == LONG[128]
+    assert plan_for("sm_90a", **arguments(case, 0)).config.shape == LONG[128]
     run(case, num_splits=1)
 
 
@@ -89,7 +89,7 @@ def test_many_queries_through_pages(head_dim, page_size, causal):
     through = {**inputs, "k": pages[0], "v": pages[1], "page_table": table}
     result = attention(**through, out=out, return_lse=True, num_splits=1, backend="sim")
     check(case, result, inputs)
-    config = sm90.plan(AttentionProblem.check(**through))[0]
+    config = plan_for("sm_90a", **through).config
     assert config.consumers > 1 and config.tile_n % config.page_keys == 0
 
 
@@ -100,7 +100,7 @@ def test_persistent_ctas_take_several_tiles(monkeypatch, seed):
     )
     inputs = arguments(case, seed)
     out = poisoned_out(case)
-    monkeypatch.setattr(sm100, "run_sim", lambda *a, **k: sm90.run_sim(*a, **k, sm_count=2, seed=seed))
+    simulate_as(monkeypatch, "sm_90a", sm_count=2, seed=seed)
     result = attention(**inputs, out=out, return_lse=True, backend="sim", num_splits=1)
     check(case, result, inputs)
     assert sim.last_report().launches[0].grid == (2, 1, 1)
@@ -153,7 +153,7 @@ def spilled_bytes(head_dim, shape, variant) -> int:
     if options.get("page_size", 0) and shape.tile_n % options["page_size"]:
         options["page_size"] = 0
     config = sm90.AttentionConfig(dtype="bfloat16", head_dim=head_dim, shape=shape, **options)
-    (kernel,) = resources(sm90.compiled(config)).values()
+    (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
     return kernel.local_bytes
 
 
@@ -195,5 +195,5 @@ def test_a_bias_spills_nothing(head_dim, bias):
             exact_maximum=head_dim == 64,
             **options,
         )
-        (kernel,) = resources(sm90.compiled(config)).values()
+        (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
         assert kernel.local_bytes == 0

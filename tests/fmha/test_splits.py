@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.scheduler import key_span
-from warpspec.fmha.splits import (
+from warpspec.fmha.plan.splits import (
     SM_COUNT,
     choose_splits,
     combine_clocks,
@@ -14,6 +13,7 @@ from warpspec.fmha.splits import (
     tile_clocks,
     visited_tiles,
 )
+from warpspec.fmha.schedule import key_span
 
 KEYS_64K = 65536
 # Head size, M tiles and rows of one token at batch 1, and tile shapes a kernel may have.

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from simulate import run_unchecked
 
-from warpspec.fmha import attention, problem, sm100
+from warpspec.fmha import attention, problem
 from warpspec.fmha.problem import POSITION_LIMIT, AttentionProblem
 from warpspec.fmha.values import DEBUG_VARIABLE, are_checked, check_values, debugging
 
@@ -71,10 +72,10 @@ def test_values_on_a_device_are_looked_at_in_debug_mode_only(monkeypatch):
     monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
     q, pages = (torch.zeros(2, n, 1, 64, dtype=torch.bfloat16) for n in (3, 16))
     arguments = dict(q=q, k=pages, kv_lengths=int32(20, 5), page_table=int32([0, 2], [1, 0]))
-    AttentionProblem.check(**arguments)
+    AttentionProblem.of(**arguments)
     monkeypatch.setenv(DEBUG_VARIABLE, "1")
     with pytest.raises(ValueError, match=r"^page_table: .*got 2 at index \[0, 1\]"):
-        AttentionProblem.check(**arguments)
+        AttentionProblem.of(**arguments)
 
 
 @pytest.mark.gpu
@@ -107,12 +108,11 @@ def test_unchecked_values_read_nothing_out_of_bounds(paged):
     if paged:
         table[1:5, 3] = torch.tensor(far, dtype=torch.int32)
         arguments["page_table"] = table
-    checked = AttentionProblem.check(q, k, v, **arguments, return_lse=True, num_splits=1, memory=False)
+    call = dict(arguments, q=q, k=k, v=v, return_lse=True, num_splits=1)
+    checked = AttentionProblem.of(**call, memory=False)
     o, lse = torch.full_like(q, torch.nan), torch.full(checked.stat_shape, torch.nan)
     lengths, start = arguments["kv_lengths"], arguments["q_start"]
-    sm100.run_sim(
-        checked, q, k, v, None, lengths, start, o, lse, None, None, page_table=arguments.get("page_table")
-    )
+    run_unchecked(call, o=o, lse=lse)
     assert o.isfinite().all() and not lse.isnan().any()
     expected = attention(
         q[-1:], *(t[-1:] for t in dense), causal=True, window=(50, None), kv_lengths=lengths[-1:],

@@ -165,7 +165,7 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
     }
     if case.poison:
         plain = {name: values[name].to(case.dtype) for name in "qkv"}
-        problem = AttentionProblem.check(**{**result, **plain, "normalize": True})
+        problem = AttentionProblem.of(**{**result, **plain, "normalize": True})
         hidden = ~visible(problem, result["kv_lengths"], result["q_start"]).any(dim=1).cpu()  # [B, Sk]
         if case.layout == "broadcast":  # batch rows share their keys
             hidden = hidden.all(dim=0, keepdim=True).expand_as(hidden)
@@ -243,7 +243,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def torch_attention(case: Case, inputs: dict) -> torch.Tensor:
     """torch's scaled_dot_product_attention in the case's dtype; the sink is one more key, of zeros."""
     q, k, v = inputs["q"], inputs["k"], inputs["k"] if inputs["v"] is None else inputs["v"]
-    problem = AttentionProblem.check(**inputs)
+    problem = AttentionProblem.of(**inputs)
     seen = visible(problem, inputs["kv_lengths"], inputs["q_start"])[:, None].expand(-1, case.heads_q, -1, -1)
     k, v = (torch.where(seen.any(dim=2).any(dim=1)[..., None, None], t, 0.0) for t in (k, v))
     bias = inputs.get("bias")

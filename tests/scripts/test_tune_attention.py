@@ -26,13 +26,13 @@ def test_a_workload_takes_its_table(monkeypatch):
         if row.table == "SHARED":  # nothing else is allowed
             other = replace(row.present, producer_registers=32)
         monkeypatch.setitem(getattr(shapes, row.table), row.dim, other)
-        config, splits = tune.sm90.plan(row.workload.problem())
+        config, splits, *_ = tune.launch.plan(row.workload.problem(), tune.TARGET)
         assert config.shape is other, f"{row.table} {row.dim}"
         assert (splits > 1) == (row.table == "SPLIT"), f"{row.table} {row.dim}"
 
 
 def test_what_does_not_fit_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(tune.sm90, "compiled", None)  # a call would raise
+    monkeypatch.setattr(tune.sm90, "ATTENTION", None)  # a call would raise
     problem = tune.prefill(1, 1, 256, 128).problem()
     assert tune.refusal(problem, Shape(2, 128, 4, 1, 240, 24), False) == "over budget"
     assert tune.refusal(problem, Shape(3, 128, 2, 1, 160, 32), False) == "over the registers"

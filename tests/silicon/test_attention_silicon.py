@@ -1,15 +1,17 @@
 """The sm_90a attention kernels: what an H200 made of a call (tests/recorders/record_attention.py), what the simulator
 makes of the same kernel and inputs, and that the comparison sees what it is to see."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from attention_silicon import cases
 from attention_silicon.cases import CASES
 from attention_silicon.compare import problems
 from record_attention import load
+from simulate import simulate_as
 
-from warpspec.fmha import sm90, sm100
+from warpspec.fmha import launch
 
 ABOUT, RESULTS = load()
 RECORDED = [case for case in CASES if case.name in ABOUT["cases"]]
@@ -20,7 +22,7 @@ JUDGED = ("splits-64", "state-128")  # cases on which the comparison itself is t
 @pytest.fixture(autouse=True)
 def simulate_sm90(monkeypatch):
     """Backend "sim" runs the sm90 kernel."""
-    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+    simulate_as(monkeypatch, "sm_90a")
 
 
 if RECORDED:
@@ -85,10 +87,10 @@ def test_neighbouring_values_are_not_told_apart():
 
 
 def test_the_kernel_digest_covers_both_kernels_of_split_keys(monkeypatch):
-    case, compiled = BY_NAME["splits-64"], cases.compiled_combine
+    case, combine_config = BY_NAME["splits-64"], launch.combine_config
     digest = case.kernel_digest()
     assert digest == case.kernel_digest()
     monkeypatch.setattr(
-        cases, "compiled_combine", lambda config, dtype, arch: compiled(config, torch.float32, arch)
+        launch, "combine_config", lambda *call: replace(combine_config(*call), dtype="float32")
     )
     assert digest != case.kernel_digest()

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from attention_cases import Case, arguments
 
-from warpspec.fmha import attention, sm90
-from warpspec.fmha.combine_splits import compiled_combine
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention, launch
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.splits import CombineConfig
 
 SEED = 7
 
@@ -76,17 +75,8 @@ class Recorded:
 
     def kernel_digest(self) -> str:
         """Over the PTX of the kernel, and of split keys' second one, but for where in the source it comes from."""
-        problem = AttentionProblem.check(**self.inputs)
-        config, splits = sm90.plan(problem)
-        ptx = sm90.compiled(config).artifacts.PTX
-        if splits > 1:
-            options = {
-                "has_sink": problem.has_sink,
-                "has_lse": problem.return_lse,
-                "normalize": problem.normalize,
-            }
-            combine = CombineConfig.of(problem.head_dim, splits, **options)
-            ptx += compiled_combine(combine, problem.o_dtype, sm90.ARCH).artifacts.PTX
+        kernels = launch.compiled(AttentionProblem.of(**self.inputs), SIMULATED["sm_90a"])
+        ptx = "".join(kernel.artifacts.PTX for kernel in kernels)
         ptx = re.sub(r"//.*", "", ptx)
         code = [
             line for line in ptx.splitlines() if line.strip() and not re.match(r"\s*\.(loc|file)\b", line)

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from warpspec.fmha.scheduler import TILE_OVERHEAD, TileGrid, balanced_section, key_span, place_in_round
-from warpspec.fmha.sm90.divisors import DivisorGrid
+from warpspec.fmha.device.grid import DivisorTileGrid
+from warpspec.fmha.plan.sections import TILE_OVERHEAD, balanced_section
+from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 
 
 def persistent(total: int, ctas: int, cta: int) -> list[int]:
@@ -32,9 +33,9 @@ def test_a_grid_of_divisors_has_the_same_order(section, longest_first):
     """Where extents are divisors the formula is another: plain numbers serve both."""
     grid = TileGrid(query_tiles=5, head_tiles=2, heads_kv=3, batch=4)
     order = {"longest_first": longest_first, "section": section, "minimum": min}
-    divisors = DivisorGrid(5, 2, 3, splits=1, batch=4, group=2, whole_rounds=1, last_tiles=0)
+    divisors = DivisorTileGrid(query_tiles=5, head_tiles=2, heads_kv=3, batch=4)
     for index in range(grid.size):
-        assert divisors.decode(None, index, **order) == grid.decode(index, **order)
+        assert divisors.decode(index, **order) == grid.decode(index, **order)
 
 
 def test_long_tiles_come_first_within_a_section():

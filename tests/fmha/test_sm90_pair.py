@@ -7,10 +7,11 @@ import pytest
 import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import paged
+from simulate import simulate_as
 
 from warpspec import sim
 from warpspec.common.compile import resources
-from warpspec.fmha import attention, sm90, sm100
+from warpspec.fmha import attention, sm90
 from warpspec.fmha.sm90.shapes import SHARED
 from warpspec.sim import tma
 
@@ -21,8 +22,8 @@ LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
 def simulate(monkeypatch):
     """Function that runs a case on so many CTAs, judges it and returns the report."""
 
-    def run(case: Case, *, ctas: int = sm90.SM_COUNT, seed: int = 0, **options):
-        monkeypatch.setattr(sm100, "run_sim", lambda *a, **k: sm90.run_sim(*a, **k, sm_count=ctas, seed=seed))
+    def run(case: Case, *, ctas: int | None = None, seed: int = 0, **options):
+        simulate_as(monkeypatch, "sm_90a", sm_count=ctas, seed=seed)
         inputs = {**arguments(case, seed), **options}
         result = attention(**inputs, out=poisoned_out(case), return_lse=case.normalize, backend="sim")
         inputs.pop("num_splits", None)
@@ -76,7 +77,7 @@ def test_every_case(simulate, case):
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.long)])
 def test_pages(monkeypatch, page_size):
-    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+    simulate_as(monkeypatch, "sm_90a")
     case = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
     dense = arguments(case)
     (pages,), table = paged((dense["k"],), case.kv_lengths, page_size)
@@ -87,7 +88,7 @@ def test_pages(monkeypatch, page_size):
 
 @pytest.mark.long
 def test_bias(monkeypatch):
-    monkeypatch.setattr(sm100, "run_sim", sm90.run_sim)
+    simulate_as(monkeypatch, "sm_90a")
     inputs = arguments(Case("bias", batch=2, seq_q=3, seq_k=200, heads_q=64, **LATENT))
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(2, 1, 3, 200, generator=generator)
@@ -158,5 +159,5 @@ def test_nothing_spills(variant):
     config = sm90.AttentionConfig(
         dtype="bfloat16", head_dim=512, shared_kv=True, shape=SHARED[512], **VARIANTS[variant]
     )
-    (kernel,) = resources(sm90.compiled(config)).values()
+    (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
     assert kernel.local_bytes == 0

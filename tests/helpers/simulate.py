@@ -1,0 +1,32 @@
+"""Which architecture's attention kernel backend "sim" runs."""
+
+from dataclasses import replace
+
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import launch, ops
+from warpspec.fmha.operands import Operands
+from warpspec.fmha.plan import Plan
+from warpspec.fmha.problem import AttentionProblem
+
+
+def simulate_as(monkeypatch, arch: str, *, sm_count: int | None = None, seed: int = 0) -> None:
+    """From now on backend "sim" runs the kernel for ``arch``, on so many SMs, with this seed of the simulator."""
+    target = SIMULATED[arch]
+    if sm_count:
+        target = replace(target, sm_count=sm_count)
+    monkeypatch.setattr(ops, "prepare", lambda problem, _: launch.prepare(problem, target, seed))
+
+
+def plan_for(arch: str, **arguments) -> Plan:
+    """The plan of a call of ``attention``; its tensors may be without storage."""
+    return launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED[arch])
+
+
+def run_unchecked(arguments: dict, *, o, arch: str = "sm_100a", **outputs) -> None:
+    """Run a call's kernel in the simulator without the checks of the values of CPU tensors. outputs: lse, row_max,
+    row_sum."""
+    problem = AttentionProblem.of(**arguments, memory=False)
+    tensors = {name: arguments.get(name) for name in Operands._fields if name != "o"} | outputs
+    if tensors["v"] is None:
+        tensors["v"] = tensors["k"]
+    launch.prepare(problem, SIMULATED[arch]).run(Operands(**tensors, o=o))
