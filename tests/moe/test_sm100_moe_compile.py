@@ -12,7 +12,7 @@ from gemm_cases import GemmCase, inputs_of, poisoned_out
 
 from warpspec.common.compile import resources
 from warpspec.common.tmem import TMEM_COLUMNS
-from warpspec.moe.sm100 import GemmConfig, compiled, grouped_gemm
+from warpspec.moe.sm100 import GemmConfig, gemm_kernel, grouped_gemm
 from warpspec.moe.sm100.config import MAX_REGISTERS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, Shape
 from warpspec.moe.sm100.plan import (
     SHAPES,
@@ -23,6 +23,7 @@ from warpspec.moe.sm100.plan import (
     tile_bound,
 )
 
+ARCH = "sm_100a"
 ROOT = Path(__file__).parents[2]
 KINDS = [
     dict(),
@@ -49,7 +50,7 @@ def label(config):
 
 
 def check_resources(config):
-    (kernel,) = resources(compiled(config)).values()
+    (kernel,) = resources(gemm_kernel.compiled(config, ARCH)).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
     assert kernel.required_threads == (config.threads, 1, 1)
     assert kernel.registers <= MAX_REGISTERS
@@ -71,7 +72,7 @@ def test_every_configuration_compiles_without_spills(config):
 def test_the_native_launch_is_the_same_kernel():
     """As it is called on CUDA tensors: another host function around the same machine code."""
     config = GemmConfig(PAIR, "swiglu", "nvfp4", has_limit=True)
-    native, simulated = compiled(config, native=True), compiled(config)
+    native, simulated = gemm_kernel.compiled(config, ARCH, native=True), gemm_kernel.compiled(config, ARCH)
     (kernel,), (same,) = resources(native).values(), resources(simulated).values()
     assert kernel == same
     assert callable(native)
@@ -80,7 +81,7 @@ def test_the_native_launch_is_the_same_kernel():
 @pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
 def test_instructions_are_those_of_the_design(shape):
     config = GemmConfig(shape, "swiglu", "nvfp4", has_limit=True)
-    ptx = compiled(config).artifacts.PTX
+    ptx = gemm_kernel.compiled(config, ARCH).artifacts.PTX
     group = f"cta_group::{config.ctas}"
     mma = re.findall(r"tcgen05\.mma\.\S+", ptx)
     assert len(mma) == 4
@@ -154,9 +155,7 @@ def test_estimate_is_what_the_simulator_counts(shape):
     """One expert, so that expected tiles are the tiles: bytes that TMA brings and multiplications."""
     case = GemmCase("", (300,), k=320, width=512)
     inputs = inputs_of(case)
-    report = grouped_gemm(
-        inputs.a, inputs.w, inputs.offsets, poisoned_out(case), run="sim", shape=shape, groups=2
-    )
+    report = grouped_gemm(inputs.a, inputs.w, inputs.offsets, poisoned_out(case), shape=shape, groups=2)
     (launch,) = report.launches
     found = estimate(shape, case.rows, 1, case.width, case.k)
     assert launch.tma_bytes_loaded == found.loaded_bytes
