@@ -6,7 +6,7 @@ and eager calls raise the same.
 
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.moe import reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows

@@ -22,7 +22,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
-from warpspec.moe.operands import PITCH_ALIGNMENT, QuantizedRows, scale_atoms
+from warpspec.moe.operands import QuantizedRows, scale_atoms
 
 E2M1_MAJOR = 10  # compute capability from which there is a conversion to e2m1
 MAX_WARPS = 8
@@ -230,7 +230,7 @@ def _host_and_arguments(config: QuantizeConfig) -> tuple:
     """The host function and its arguments but the stream."""
 
     def packed(rank):
-        return fake_rows(Uint32, rank, alignment=PITCH_ALIGNMENT)
+        return fake_rows(Uint32, rank, alignment=VECTOR_BYTES)
 
     return (
         QuantizeRows(config),

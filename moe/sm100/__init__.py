@@ -6,10 +6,10 @@ import torch
 
 from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import (
-    PITCH_ALIGNMENT,
     PreparedWeights,
     QuantizedRows,
     row_atoms_bound,
@@ -21,7 +21,6 @@ from warpspec.moe.sm100.plan import choose_shape, group_count
 __all__ = ["EPILOGUES", "GemmConfig", "Shape", "choose_config", "gemm_kernel", "grouped_gemm"]
 
 NVFP4_MMA_MAJOR = 10  # compute capability whose tcgen05.mma takes NVFP4
-ROW_ALIGNMENT = 16  # bytes: what TMA and 16-byte stores ask of rows
 FEATURE_MULTIPLE = 8  # N, and rows of gate and of up
 
 
@@ -95,8 +94,9 @@ def grouped_gemm(
 
 
 def alignment(tensor: torch.Tensor) -> int:
-    """Bytes: rows of operands and results are aligned for TMA, vectors for their elements."""
-    return ROW_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
+    """Alignment in bytes: of rows, whose operands TMA reads and whose results are stored in vectors of as many bytes;
+    of vectors, their elements'."""
+    return TMA_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
 
 
 def _host_and_arguments(config: GemmConfig) -> tuple:
@@ -108,7 +108,7 @@ def _host_and_arguments(config: GemmConfig) -> tuple:
     uint8, fp32 = cutlass.Uint8, cutlass.Float32
 
     def rows(dtype, rank, last=None):
-        return fake_rows(dtype, rank, last, alignment=ROW_ALIGNMENT)
+        return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
 
     def atoms(rank):
         """Contiguous scale atoms."""
@@ -218,13 +218,10 @@ def check_tensor(name, tensor, dtype, shape, device) -> None:
         raise ValueError(f"{name}: must be on offsets' device, {device}, got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: must be contiguous, got strides {list(tensor.stride())}")
-    if alignment(tensor) == ROW_ALIGNMENT:
+    if alignment(tensor) == TMA_ALIGNMENT:
         row = tensor.shape[-1] * tensor.element_size()
-        if row % ROW_ALIGNMENT or tensor.data_ptr() % ROW_ALIGNMENT:
+        if row % TMA_ALIGNMENT or tensor.data_ptr() % TMA_ALIGNMENT:
             raise ValueError(
-                f"{name}: rows must be multiples of {ROW_ALIGNMENT} bytes at such addresses, got rows of {row}, "
+                f"{name}: rows must be multiples of {TMA_ALIGNMENT} bytes at such addresses, got rows of {row}, "
                 f"address {tensor.data_ptr():#x}"
             )
-
-
-assert PITCH_ALIGNMENT == ROW_ALIGNMENT

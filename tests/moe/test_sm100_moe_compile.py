@@ -11,9 +11,9 @@ import torch
 from gemm_cases import GemmCase, inputs_of, poisoned_out
 
 from warpspec.common.compile import resources
-from warpspec.common.tmem import TMEM_COLUMNS
+from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD, MAX_SMEM_PER_CTA, TMEM_COLUMNS
 from warpspec.moe.sm100 import GemmConfig, gemm_kernel, grouped_gemm
-from warpspec.moe.sm100.config import MAX_REGISTERS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, Shape
+from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, Shape
 from warpspec.moe.sm100.plan import (
     SHAPES,
     choose_shape,
@@ -53,9 +53,12 @@ def check_resources(config):
     (kernel,) = resources(gemm_kernel.compiled(config, ARCH)).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
     assert kernel.required_threads == (config.threads, 1, 1)
-    assert kernel.registers <= MAX_REGISTERS
+    assert kernel.registers <= MAX_REGISTERS_PER_THREAD
     assert kernel.static_smem == 0
-    assert config.smem_bytes <= SMEM_PER_CTA and config.tmem_columns <= config.tmem_allocation <= TMEM_COLUMNS
+    assert (
+        config.smem_bytes <= MAX_SMEM_PER_CTA
+        and config.tmem_columns <= config.tmem_allocation <= TMEM_COLUMNS
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS[5::31], ids=label)
@@ -97,7 +100,7 @@ def test_budgets_are_asserted():
     for shape in SHAPES:
         config = GemmConfig(shape)
         assert config.smem_bytes == sum(size for _, size, _ in config.smem_regions)
-        assert SMEM_PER_CTA - config.smem_bytes < config.stage_bytes, "a further stage fits"
+        assert MAX_SMEM_PER_CTA - config.smem_bytes < config.stage_bytes, "a further stage fits"
     with pytest.raises(AssertionError):
         GemmConfig(Shape(swapped=False, tile_n=100))
     with pytest.raises(AssertionError):
