@@ -39,6 +39,11 @@ class Target:
         """Whether kernels run on a GPU."""
         return self.device is not None
 
+    @property
+    def major(self) -> int:
+        """First number of the compute capability: 9 for sm_90a, 10 for sm_100a and sm_103a."""
+        return int(self.arch.removeprefix("sm_").removesuffix("a")) // 10
+
     def current(self) -> contextlib.AbstractContextManager:
         """A context in which the target's device is the current one, as launches and allocations want it."""
         if self.device is None or self.device == torch.cuda.current_device():

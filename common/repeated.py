@@ -11,7 +11,7 @@ import os
 import torch
 from torch.autograd import forward_ad
 
-from warpspec.common.dispatch import BACKEND_VARIABLE
+from warpspec.common.backend import BACKEND_VARIABLE
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 ALIGNMENT = 16  # bytes: kernels differ by addresses' remainders

@@ -15,8 +15,9 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
+from warpspec.common.hardware import TMEM_COLUMNS
+
 TMEM_LANES = 128
-TMEM_COLUMNS = 512
 TMEM_COLUMN_BYTES = 4
 LANE_STRIDE = 1 << 16
 MIN_ALLOCATION = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.dispatch import refuse_tangents
+from warpspec.common.backend import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.operands import Operands, Options

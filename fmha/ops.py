@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
 from warpspec.common.repeated import Remembered, backend_variable, signature, watched

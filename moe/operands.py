@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.common import nvfp4
+from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, BLOCK, NVFP4Tensor
 
-PITCH_ALIGNMENT = 16  # bytes
 INTERLEAVE = 8  # rows of gate, then as many of up: the epilogue's tile along N
 GATE, UP = 0, 1  # columns of w13's global scales
 
 
 def pitch_of(k: int) -> int:
     """Bytes from one packed row of k values to the next."""
-    return -(-k // (2 * PITCH_ALIGNMENT)) * PITCH_ALIGNMENT
+    return -(-k // (2 * TMA_ALIGNMENT)) * TMA_ALIGNMENT
 
 
 def scale_atoms(k: int) -> int:
@@ -208,7 +208,7 @@ def prepare_w13(
         bias = interleave(*biases).contiguous()
     scale = interleave(gate.scale.view(torch.uint8), up.scale.view(torch.uint8))
     return PreparedWeights(
-        data=pad_columns(interleave(gate.data, up.data), PITCH_ALIGNMENT).contiguous(),
+        data=pad_columns(interleave(gate.data, up.data), TMA_ALIGNMENT).contiguous(),
         scales=nvfp4.swizzle_scales(scale),
         global_scale=torch.stack([gate.global_scale, up.global_scale], dim=1),
         n=2 * width,
@@ -236,7 +236,7 @@ def prepare_w2(
             raise ValueError(f"input_scale: must be [E={experts}], got {list(input_scale.shape)}")
         global_scale = global_scale * input_scale.to(global_scale)[:, None]
     return PreparedWeights(
-        data=pad_columns(down.data, PITCH_ALIGNMENT).contiguous(),
+        data=pad_columns(down.data, TMA_ALIGNMENT).contiguous(),
         scales=nvfp4.swizzle_scales(down.scale),
         global_scale=global_scale.contiguous(),
         n=n,

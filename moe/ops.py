@@ -6,7 +6,7 @@ and eager calls raise the same.
 
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.moe import reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows
@@ -14,7 +14,6 @@ from warpspec.moe.permute import SortedTokens, sort_tokens
 from warpspec.moe.problem import GroupedProblem, LayerProblem
 
 WEIGHTS = "Tensor {0}_data, Tensor {0}_scales, Tensor {0}_global, Tensor? {0}_bias, SymInt {0}_k"
-RESULT = "SymInt? shared, str activation, float? limit, bool check, str backend"
 GROUPED = (
     f"(Tensor a, Tensor offsets, {WEIGHTS.format('w13')}, Tensor? out_scale, str out_format, str activation, "
     "float? limit, bool check, str backend) -> (Tensor, Tensor)"
@@ -36,11 +35,12 @@ def weights(data, scales, global_scale, bias, k) -> PreparedWeights:
     return PreparedWeights(data, scales, global_scale, data.shape[1], k, bias)
 
 
-def stages(backend: str):
-    """ "reference", or how kernels are launched: "sim" or "cuda"."""
+def resolve_moe_backend(backend: str, device: torch.device) -> str:
+    """``resolve_backend``, but raises UnsupportedProblem for "sm90", which has no kernels of the layer."""
+    backend = resolve_backend(backend, device)
     if backend == "sm90":
         raise UnsupportedProblem("backend 'sm90': the MoE layer needs the NVFP4 MMA of sm_100a")
-    return {"sm100": "cuda"}.get(backend, backend)
+    return backend
 
 
 def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
@@ -55,10 +55,9 @@ def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
 
 
 class Stages:
-    """The stages of a layer on kernels, run "sim" or "cuda"; in the simulator, the reports of all together."""
+    """The stages of a layer on kernels. report: of the simulator, of all stages so far; None on a GPU."""
 
-    def __init__(self, run: str):
-        self.run = run
+    def __init__(self):
         self.report = None
 
     def add(self, report) -> None:
@@ -82,7 +81,7 @@ class Stages:
     def gemm(self, a, w, offsets, out, **options):
         from warpspec.moe import sm100
 
-        self.add(sm100.grouped_gemm(a, w, offsets, out, run=self.run, **options))
+        self.add(sm100.grouped_gemm(a, w, offsets, out, **options))
         return out
 
     def unpermute(self, rows, tokens, topk_weights, out):
@@ -125,13 +124,13 @@ def check_grouped(arguments, memory):
 def moe_grouped_swiglu(*arguments):
     """(data, scales) of ``grouped_swiglu``."""
     problem, a, offsets, w13, out_scale, out_format, backend = check_grouped(arguments, memory=True)
-    run = stages(resolve_backend(backend, problem.device))
+    backend = resolve_moe_backend(backend, problem.device)
     data, scales = new_rows(problem, out_format, a)
     if problem.rows == 0:
         return data, scales
     tokens = sorted_rows(problem.rows, offsets)
     options = dict(limit=problem.limit)
-    if run == "reference":
+    if backend == "reference":
         quantized = QuantizedRows.from_rows(a, tokens.offsets)
         rows = reference.grouped_gemm(
             quantized, w13, tokens.offsets, activation=problem.activation, **options
@@ -140,7 +139,7 @@ def moe_grouped_swiglu(*arguments):
             return rows.bfloat16(), scales
         q = QuantizedRows.from_rows(rows, tokens.offsets, out_scale=out_scale)
         return q.data, q.scales
-    steps = Stages(run)
+    steps = Stages()
     out = data
     if out_format == "nvfp4":
         out = QuantizedRows(data, scales, None, -(-problem.width // 16) * 16)
@@ -191,17 +190,17 @@ def with_shared(problem: LayerProblem, topk_ids, topk_weights):
 def moe_ffn(*arguments):
     """The result of ``moe_ffn``, [T, H] bf16."""
     problem, x, topk_ids, topk_weights, w13, w2, middle, backend = check_layer(arguments, memory=True)
-    run = stages(resolve_backend(backend, problem.device))
+    backend = resolve_moe_backend(backend, problem.device)
     out = x.new_empty(problem.tokens, problem.hidden)
     if problem.rows == 0:
         return out.zero_()
     topk_ids, topk_weights = with_shared(problem, topk_ids, topk_weights)
     tokens = sort_tokens(topk_ids, w13.experts)
-    if run == "reference":
+    if backend == "reference":
         return out.copy_(
             reference.layer(x, tokens, topk_weights, w13, w2, middle, problem.activation, problem.limit)
         )
-    steps = Stages(run)
+    steps = Stages()
     a = steps.quantize(x, tokens)
     h = QuantizedRows.empty(problem.rows, problem.width, w13.experts, x.device, row_scale=False)
     options = dict(epilogue=problem.activation, limit=problem.limit, out_scale=middle.contiguous())

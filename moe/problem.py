@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.activations import ACTIVATIONS
 from warpspec.moe.operands import INTERLEAVE, PreparedWeights
 
-ROW_ALIGNMENT = 16  # bytes: of a row's address, for vector loads
 ROW_LIMIT = 2**31 - 1  # int32 indices in kernels
 OUT_FORMATS = ("bf16", "nvfp4")
 
@@ -131,14 +131,14 @@ def check_rows(name, x, hidden, memory) -> None:
     check_tensor(name, x, (torch.bfloat16,), (None, hidden), None)
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{name}: last dimension must be contiguous, got strides {tuple(x.stride())}")
-    if x.numel() and x.shape[0] > 1 and x.stride(0) * x.element_size() % ROW_ALIGNMENT:
+    if x.numel() and x.shape[0] > 1 and x.stride(0) * x.element_size() % VECTOR_BYTES:
         raise ValueError(
-            f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got strides {tuple(x.stride())}"
+            f"{name}: rows must be aligned to {VECTOR_BYTES} bytes, got strides {tuple(x.stride())}"
         )
-    if memory and x.numel() and x.data_ptr() % ROW_ALIGNMENT:
+    if memory and x.numel() and x.data_ptr() % VECTOR_BYTES:
         raise ValueError(
-            f"{name}: rows must be aligned to {ROW_ALIGNMENT} bytes, got an address "
-            f"{x.data_ptr() % ROW_ALIGNMENT} bytes off (storage offset {x.storage_offset()})"
+            f"{name}: rows must be aligned to {VECTOR_BYTES} bytes, got an address "
+            f"{x.data_ptr() % VECTOR_BYTES} bytes off (storage offset {x.storage_offset()})"
         )
 
 

@@ -2,8 +2,8 @@
 
 One CTA a token. Its row stays in registers between the two passes (largest magnitude, then values); what differs
 between the copies is only where they go, so a token is read once however many experts take it. Scales go straight to
-the swizzled layout, in which each expert's rows begin at a new atom. Bits as `QuantizedRows.from_rows`. sm_100a:
-narrower architectures have no conversion to e2m1.
+the swizzled layout, in which each expert's rows begin at a new atom. The bits are those of `QuantizedRows.from_rows`.
+For sm_100a and later: earlier architectures have no conversion to e2m1.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from warpspec.common import nvfp4_device
-from warpspec.common.compile import compile_cached, fake_rows
+from warpspec.common.compile import fake_rows
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
-from warpspec.moe.operands import PITCH_ALIGNMENT, QuantizedRows, scale_atoms
+from warpspec.moe.operands import QuantizedRows, scale_atoms
 
-ARCH = "sm_100a"
-WARP_THREADS = 32
+E2M1_MAJOR = 10  # compute capability from which there is a conversion to e2m1
 MAX_WARPS = 8
 BLOCKS_PER_THREAD = 2  # at most, while more warps can be had: a block is 8 registers
 WORD_BYTES = 4
 TARGET_ALIGNMENT = 16  # bytes: two choices
 VALUE_WORDS = BLOCK // 2  # of a block in bf16
 DATA_WORDS = BLOCK // 8  # of a block in NVFP4
-VECTOR_WORDS = 4  # of one load
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES  # of one load
 LINE_WORDS = (
     ATOM_BYTES // ATOM_LANES // WORD_BYTES
 )  # of an atom, with scales of rows r, r + 32, r + 64, r + 96
@@ -67,7 +69,7 @@ class QuantizeConfig:
 
 
 class QuantizeRows:
-    """``QuantizeRows(config)(...)`` is the host function; ``quantize_rows`` compiles and calls it."""
+    """``QuantizeRows(config)(...)`` is the host function of ``quantize_rows``."""
 
     def __init__(self, config: QuantizeConfig):
         self.config = config
@@ -224,53 +226,11 @@ def store_block(config: cutlass.Constexpr, data, scales, row, scale_row, block, 
         scales[scale_row // ATOM_ROWS, block // ATOM_COLUMNS, line] = quad
 
 
-def quantize_rows(x: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor, out: QuantizedRows):
-    """Quantise tokens x into the rows of out: one launch on the tensors' device and its current stream.
-
-    x: [T, K] bf16, rows contiguous and aligned to 16 bytes, K a multiple of 16. position: int32 [T, k] contiguous, the
-    row of each choice or -1; no two alike. offsets: int32 [E] contiguous, running ends of the experts' rows; never
-    falling, the last at most R. out: as `QuantizedRows.empty` makes it, with row scales. CPU tensors run in the
-    simulator; its SimReport is returned, otherwise None.
-    """
-    config = QuantizeConfig(x.shape[1], position.shape[1])
-    if position.numel() == 0:
-        return None
-    tensors = (
-        x.detach().view(torch.uint32),
-        position,
-        offsets,
-        out.data.view(torch.uint32),
-        out.scales.view(torch.uint32),
-        out.row_scale,
-    )
-    kernel = compiled(config)
-    if not x.is_cuda:
-        from warpspec import sim  # brings in llvmlite, an optional dependency
-
-        return sim.run(kernel, *tensors, None)
-    import cuda.bindings.driver as driver
-    from cutlass.cute.runtime import from_dlpack
-
-    arguments = [
-        from_dlpack(tensor, assumed_align=alignment).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
-        for tensor, alignment in zip(tensors, (PITCH_ALIGNMENT, 4, 4, PITCH_ALIGNMENT, 4, 4), strict=True)
-    ]
-    with torch.cuda.device(x.device):
-        kernel(*arguments, driver.CUstream(torch.cuda.current_stream().cuda_stream))
-    return None
-
-
-def compiled(config: QuantizeConfig):
-    """``QuantizeRows(config)``, compiled on first use in this process. Needs no GPU."""
-    return compile_cached(("moe.quantize_rows", config), lambda: _host_and_arguments(config), arch=ARCH)
-
-
 def _host_and_arguments(config: QuantizeConfig) -> tuple:
-    """The host function and fake arguments."""
-    from cutlass.cute.runtime import make_fake_stream
+    """The host function and its arguments but the stream."""
 
     def packed(rank):
-        return fake_rows(Uint32, rank, alignment=PITCH_ALIGNMENT)
+        return fake_rows(Uint32, rank, alignment=VECTOR_BYTES)
 
     return (
         QuantizeRows(config),
@@ -280,5 +240,42 @@ def _host_and_arguments(config: QuantizeConfig) -> tuple:
         packed(2),
         fake_rows(Uint32, 3),
         fake_rows(Float32, 1),
-        make_fake_stream(),
+    )
+
+
+quantize_kernel = Kernel("moe.quantize_rows", _host_and_arguments)  # by QuantizeConfig
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    position: torch.Tensor,
+    offsets: torch.Tensor,
+    out: QuantizedRows,
+    *,
+    target: Target | None = None,
+):
+    """Quantise tokens x into the rows of out: one launch on the tensors' device and its current stream.
+
+    x: [T, K] bf16, rows contiguous and aligned to 16 bytes, K a multiple of 16. position: int32 [T, k] contiguous, the
+    row of each choice or -1; no two alike. offsets: int32 [E] contiguous, running ends of the experts' rows; never
+    falling, the last at most R. out: as `QuantizedRows.empty` makes it, with row scales. CPU tensors run in the
+    simulator; its SimReport is returned, otherwise None. target: instead of the tensors' own, another architecture to
+    simulate. Raises UnsupportedProblem for one that cannot convert to e2m1.
+    """
+    target = target or target_of(x.device)
+    if target.major < E2M1_MAJOR:
+        raise UnsupportedProblem(
+            f"quantize_rows: {target.arch} has no conversion to e2m1, which NVFP4 needs; sm_100a and later have one"
+        )
+    if position.numel() == 0:
+        return None
+    return quantize_kernel.run(
+        QuantizeConfig(x.shape[1], position.shape[1]),
+        target,
+        x.detach().view(torch.uint32),
+        position,
+        offsets,
+        out.data.view(torch.uint32),
+        out.scales.view(torch.uint32),
+        out.row_scale,
     )

@@ -11,15 +11,16 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32
 
-from warpspec.common.compile import compile_cached, fake_rows
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.launch import Kernel, Target, target_of
 
 THREADS = 128
-VECTOR = 8  # bf16 of one 16-byte access
-VECTOR_BYTES = 16
+VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
 
 
 class Unpermute:
-    """``Unpermute(choices)(...)`` is the host function; ``unpermute`` compiles and calls it."""
+    """``Unpermute(choices)(...)`` is the host function of ``unpermute``."""
 
     def __init__(self, choices: int):
         self.choices = choices
@@ -65,58 +66,40 @@ class Unpermute:
             cute.autovec_copy(rounded, cute.local_tile(out[token, None], (VECTOR,), (column,)))
 
 
-def unpermute(
-    rows: torch.Tensor,
-    position: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    arch: str = "sm_100a",
-):
-    """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
-
-    rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous.
-    out: bf16. H a multiple of 8; rows and out contiguous along H, aligned to 16 bytes. On the tensors' device and its
-    current stream; CPU tensors run in the simulator as ``arch``, and its SimReport is returned, otherwise None.
-    """
-    if out.numel() == 0:
-        return None
-    if position.shape[1] == 0:
-        out.zero_()
-        return None
-    tensors = (rows, position, weights, out)
-    if not out.is_cuda:
-        from warpspec import sim  # brings in llvmlite, an optional dependency
-
-        return sim.run(compiled(position.shape[1], arch), *tensors, None)
-    import cuda.bindings.driver as driver
-    from cutlass.cute.runtime import from_dlpack
-
-    major, minor = torch.cuda.get_device_capability(out.device)
-    arguments = [
-        from_dlpack(tensor.detach(), assumed_align=alignment).mark_layout_dynamic(leading_dim=1)
-        for tensor, alignment in zip(tensors, (VECTOR_BYTES, 4, 4, VECTOR_BYTES), strict=True)
-    ]
-    with torch.cuda.device(out.device):
-        kernel = compiled(position.shape[1], f"sm_{major}{minor}a")
-        kernel(*arguments, driver.CUstream(torch.cuda.current_stream().cuda_stream))
-    return None
-
-
-def compiled(choices: int, arch: str):
-    """``Unpermute(choices)``, compiled on first use in this process. Needs no GPU."""
-    return compile_cached(("moe.unpermute", choices), lambda: _host_and_arguments(choices), arch=arch)
-
-
 def _host_and_arguments(choices: int) -> tuple:
-    """The host function and fake arguments."""
-    from cutlass.cute.runtime import make_fake_stream
-
+    """The host function and its arguments but the stream."""
     return (
         Unpermute(choices),
         fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
         fake_rows(Int32, 2),
         fake_rows(Float32, 2),
         fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
-        make_fake_stream(),
     )
+
+
+unpermute_kernel = Kernel("moe.unpermute", _host_and_arguments)  # by number of choices
+
+
+def unpermute(
+    rows: torch.Tensor,
+    position: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    target: Target | None = None,
+):
+    """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
+
+    rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous.
+    out: bf16. H a multiple of 8; rows and out contiguous along H, aligned to 16 bytes. On the tensors' device and its
+    current stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target: instead of
+    the tensors' own, another architecture to simulate.
+    """
+    if out.numel() == 0:
+        return None
+    choices = position.shape[1]
+    if choices == 0:
+        out.zero_()
+        return None
+    target = target or target_of(out.device)
+    return unpermute_kernel.run(choices, target, rows.detach(), position, weights.detach(), out)

@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from shared import gpu_bench
 
+from warpspec.common.launch import target_of
+
 SHAPES = (
     *((rows, 1024) for rows in (128, 2048)),
     *((2048, length) for length in (2048, 4096, 8192)),
@@ -68,17 +70,18 @@ def candidates(shape: tuple[int, int]) -> dict:
 
 def strategies(shape: tuple[int, int], dtype: torch.dtype) -> dict:
     """Name -> function of x: every strategy that applies, best configured; the chosen one first."""
-    from warpspec.softmax import dispatch, launch
+    from warpspec.softmax import launch
+    from warpspec.softmax.plan import best_of_each, choose_plan
     from warpspec.softmax.problem import SoftmaxProblem
 
     sample = torch.empty(2, shape[1], dtype=dtype, device="cuda")
     like = SoftmaxProblem.of(sample, sample)
     problem = SoftmaxProblem(shape[0], shape[1], like.dtype, like.aligned)
-    _, device = launch.device_of(0)
-    plans = dispatch.best_of_each(problem, device)
-    chosen = dispatch.choose(problem, device).strategy
+    target = target_of(torch.device("cuda", 0))
+    plans = best_of_each(problem, target)
+    chosen = choose_plan(problem, target).strategy
     return {
-        name: functools.partial(run_plan, launch.launcher(problem, 0, plans[name]))
+        name: functools.partial(run_plan, launch.launcher(problem, target, plans[name]))
         for name in sorted(plans, key=lambda name: name != chosen)
     }
 
@@ -185,13 +188,13 @@ def bandwidth(result, name=OURS) -> float | None:
 
 
 def chosen(result) -> str:
-    """Strategy that the dispatcher takes."""
-    from warpspec.softmax import dispatch, launch
+    """The strategy that is chosen."""
+    from warpspec.softmax.plan import choose_plan
     from warpspec.softmax.problem import SoftmaxProblem
 
     rows, length = result["shape"]
     problem = SoftmaxProblem(rows, length, result["dtype"], length * 2 % 16 == 0)
-    return dispatch.choose(problem, launch.device_of(0)[1]).strategy
+    return choose_plan(problem, target_of(torch.device("cuda", 0))).strategy
 
 
 def verdict(result, copy: float) -> str:

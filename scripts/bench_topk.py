@@ -22,10 +22,12 @@ import time
 import torch
 from shared import gpu_bench
 
-from warpspec.softmax.problem import DTYPES, VECTOR_BYTES
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.launch import Target, target_of
+from warpspec.softmax.problem import DTYPES
 from warpspec.softmax.topk import reference, softmax_topk
-from warpspec.softmax.topk.choose import timed_ways
-from warpspec.softmax.topk.launch import compiled, target
+from warpspec.softmax.topk.launch import topk_kernel
+from warpspec.softmax.topk.plan import timed_configs
 
 SHAPES = (  # rows, columns, k, dtype, bar in microseconds (None: QuACK's)
     (8192, 50257, 10, torch.float32, 450.0),
@@ -130,16 +132,16 @@ def ways(shape, sm_count: int) -> list:
     """The chosen configuration, then others in the order of their predicted times."""
     rows, length, k, dtype, _ = shape
     edges = length * dtype.itemsize % VECTOR_BYTES != 0
-    timed = timed_ways(rows, length, k, DTYPES[dtype], edges, False, sm_count)
+    timed = timed_configs(rows, length, k, DTYPES[dtype], edges, False, sm_count)
     return [config for _, config in timed[:VARIANTS]]
 
 
-def variants(shape, sm_count: int, arch: str) -> tuple[list[list], float]:
+def variants(shape, target: Target) -> tuple[list[list], float]:
     """(events and graph times of ways to divide a row, best first, the chosen one starred; how far that is off)."""
     _, _, k, _, _ = shape
     sets = inputs(*shape[:4])
-    chosen, *others = ways(shape, sm_count)
-    calls = {config: compiled(config, arch, native=True) for config in (chosen, *others)}
+    chosen, *others = ways(shape, target.sm_count)
+    calls = {config: topk_kernel.launcher(config, target) for config in (chosen, *others)}
     for call in calls.values():
         call(*sets[0])
         check(*sets[0], k)
@@ -157,13 +159,13 @@ def variants(shape, sm_count: int, arch: str) -> tuple[list[list], float]:
 
 def print_variants(shapes, seconds: float) -> None:
     """Tables of ``variants`` at as many of the shapes as ``seconds`` allow; then how far choices are off."""
-    arch, sm_count = target(0)
+    target = target_of(torch.device("cuda", 0))
     start, off = time.perf_counter(), []
     for shape in shapes:
         if time.perf_counter() - start > seconds:
             print(f"\n{len(shapes) - len(off)} shapes left out after {seconds:.0f} s (--seconds)")
             break
-        found, regret = variants(shape, sm_count, arch)
+        found, regret = variants(shape, target)
         off.append(regret)
         rows, length, k, dtype, _ = shape
         print(f"\n{rows} x {length} k{k} {dtype}: {regret:.1%} off the best", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.dispatch import refuse_tangents
+from warpspec.common.backend import refuse_tangents
 from warpspec.common.repeated import PLAIN_TENSORS, watched
 from warpspec.softmax import ops
 from warpspec.softmax.problem import check_input, check_output
@@ -20,7 +20,7 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     contiguous and evenly spaced: anything else is first copied (as torch.softmax does). NaN, +inf, or nothing but
     -inf in a row makes the whole row NaN, as with torch.softmax. out: of x's shape, dtype and device, its rows
     contiguous and evenly spaced; x itself, or memory that x does not share. backend: see
-    ``warpspec.common.dispatch.resolve_backend``; on the CPU "sim" runs the sm_100a kernel in the simulator.
+    ``warpspec.common.backend.resolve_backend``; on the CPU "sim" runs the sm_100a kernel in the simulator.
 
     Returns out, or a new contiguous tensor. Differentiable; with out given, x must not require gradients.
     Traced by torch.compile as an operator, safe to capture in a CUDA graph once called with the same shapes. Bitwise

@@ -1,25 +1,26 @@
-"""Compiling a strategy's kernel once a configuration, and calling it: on a GPU, or in the simulator."""
+"""Running a strategy's kernel: on a GPU, or in the simulator."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from warpspec.common.compile import compile_kernel, fake_rows
-from warpspec.softmax.dispatch import Device, Plan, choose
-from warpspec.softmax.problem import VECTOR_BYTES, SoftmaxProblem
+from warpspec.common import launch
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import MIB, VECTOR_BYTES
+from warpspec.common.launch import Kernel, Target
+from warpspec.softmax.plan import Plan, choose_plan
+from warpspec.softmax.problem import SoftmaxProblem
 
 EMPTY = -1  # what an unused word of a workspace holds
-
-
-def compiled(config, arch: str, native: bool):
-    """The kernel of a configuration for ``arch``; native: see ``compile_kernel``."""
-    return compile_kernel(("softmax", config), lambda: _host_and_arguments(config), arch=arch, native=native)
+# The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
+SIMULATED = replace(launch.SIMULATED[launch.SIMULATED_ARCH], sm_count=8, l2_bytes=1 * MIB)
 
 
 def _host_and_arguments(config) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function of a strategy's configuration and its arguments but the stream."""
     import cutlass
 
     from warpspec.softmax import resident, rows, staged, two_pass
@@ -38,12 +39,19 @@ def _host_and_arguments(config) -> tuple:
     return (hosts[type(config)](config), x, out)
 
 
+softmax_kernel = Kernel("softmax", _host_and_arguments)
+
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def new_workspace(words: int, device: torch.device) -> torch.Tensor:
     """``words`` Int64, all EMPTY."""
     return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
+
+
+def workspace_words(problem: SoftmaxProblem, plan: Plan) -> int:
+    """Words of the workspace of a plan with groups: a counter, and where groups are no clusters, a word a state."""
+    return 1 if plan.config.cluster else 1 + problem.rows * plan.group
 
 
 def workspace(words: int, device_index: int) -> torch.Tensor:
@@ -62,48 +70,32 @@ def workspace(words: int, device_index: int) -> torch.Tensor:
     return found
 
 
-@functools.cache
-def device_of(index: int) -> tuple[str, Device]:
-    """(architecture to compile for, what the dispatcher wants to know) of a CUDA device."""
-    properties = torch.cuda.get_device_properties(index)
-    arch = f"sm_{properties.major}{properties.minor}a"
-    return arch, Device(properties.multi_processor_count, properties.L2_cache_size)
-
-
-def launcher(problem: SoftmaxProblem, device_index: int, plan: Plan | None = None):
+def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) -> Callable:
     """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before it returns.
 
-    plan: to run; None: the dispatcher's choice.
+    target: a CUDA device, which must be the current one in calls. plan: to run; None: the chosen one.
     """
-    arch, device = device_of(device_index)
-    plan = plan or choose(problem, device)
-    kernel = compiled(plan.config, arch, native=True)
+    plan = plan or choose_plan(problem, target)
+    kernel = softmax_kernel.launcher(plan.config, target)
     if not plan.group:
         return kernel
-    groups, group = plan.groups, plan.group
-    # Clusters exchange without a workspace.
-    words = 1 + problem.rows * group if plan.strategy == "split" else 1
+    words, device, groups, group = workspace_words(problem, plan), target.device, plan.groups, plan.group
 
-    def launch(x: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(x, out, workspace(words, device_index), groups, group)
+    def launch_groups(x: torch.Tensor, out: torch.Tensor) -> None:
+        kernel(x, out, workspace(words, device), groups, group)
 
-    return launch
+    return launch_groups
 
 
-SIMULATED_ARCH = "sm_100a"
-# The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
-SIMULATED = Device(sms=8, l2_bytes=1 << 20)
-
-
-def run_sim(x: torch.Tensor, out: torch.Tensor, plan: Plan | None = None, arch: str = SIMULATED_ARCH):
-    """Execute on CPU matrices in the simulator; returns its ``SimReport``. plan: None: the dispatcher's choice."""
-    from warpspec import sim  # brings in llvmlite, an optional dependency
-
-    plan = plan or choose(SoftmaxProblem.of(x, out), SIMULATED)
-    kernel = compiled(plan.config, arch, native=False)
+def run_sim(
+    x: torch.Tensor, out: torch.Tensor, plan: Plan | None = None, target: Target = SIMULATED, *, seed: int = 0
+):
+    """Execute on CPU matrices in the simulator; returns its ``SimReport``. plan: None: the chosen one."""
+    problem = SoftmaxProblem.of(x, out)
+    plan = plan or choose_plan(problem, target)
     if not plan.group:
-        return sim.run(kernel, x, out, None)
-    words = new_workspace(1 + x.shape[0] * plan.group, x.device)
-    report = sim.run(kernel, x, out, words, plan.groups, plan.group, None)
+        return softmax_kernel.run(plan.config, target, x, out, seed=seed)
+    words = new_workspace(workspace_words(problem, plan), x.device)
+    report = softmax_kernel.run(plan.config, target, x, out, words, plan.groups, plan.group, seed=seed)
     assert (words == EMPTY).all(), "the workspace was not emptied"
     return report

@@ -21,7 +21,6 @@ from warpspec.softmax.vectors import PAIRS, TYPES, as_float, unpack
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-WARP = 32
 # By so much of itself an H200's power of two is too small in the mean, where the exponent is below -1.
 EXP2_BIAS = 5e-8
 # Added to a number, it leaves a whole one in the lowest bits; FP32_ONE: 1.0's bits.

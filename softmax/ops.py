@@ -6,9 +6,12 @@ eager call on plain tensors goes straight to ``run`` (see ``repeated.watched``),
 straight to that one's launcher (``run_again``).
 """
 
+from collections.abc import Callable
+
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import target_of
 from warpspec.common.repeated import PLAIN_TENSORS, Remembered, backend_variable, signature
 from warpspec.softmax import reference
 from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, check_output
@@ -72,29 +75,29 @@ def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.
     return out
 
 
-def _launch_cuda(source: torch.Tensor, target: torch.Tensor):
-    """One launch on the tensors' device and its current stream; no synchronisation. Returns the launcher."""
-    problem = SoftmaxProblem.of(source, target)
-    index = source.device.index
+def _launch_cuda(x: torch.Tensor, out: torch.Tensor) -> Callable:
+    """One launch on the matrices' device and its current stream; no synchronisation. Returns the launcher."""
+    problem = SoftmaxProblem.of(x, out)
+    index = x.device.index
     launcher = _launchers.get((problem, index))
     if launcher is None:
         from warpspec.softmax import launch
 
-        launcher = launch.launcher(problem, index)
+        launcher = launch.launcher(problem, target_of(x.device))
         _launchers.remember((problem, index), launcher)
     if index == torch.cuda.current_device():
-        launcher(source, target)
+        launcher(x, out)
     else:
         with torch.cuda.device(index):
-            launcher(source, target)
+            launcher(x, out)
     return launcher
 
 
-def _run_sim(source: torch.Tensor, target: torch.Tensor) -> None:
+def _run_sim(x: torch.Tensor, out: torch.Tensor) -> None:
     """The sm_100a kernel in the simulator."""
     from warpspec.softmax import launch
 
-    launch.run_sim(source, target)
+    launch.run_sim(x, out)
 
 
 @torch.library.custom_op("warpspec::softmax", mutates_args=(), schema="(Tensor x, str backend) -> Tensor")

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.hardware import VECTOR_BYTES
+
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MOST_ELEMENTS = 2**25  # of a row
 MOST_ROWS = (
     2**31 - 2**10
 )  # a kernel's 32-bit row numbers end with its last CTA's, which may be past the last row
-VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 Persistent CTAs in groups; a group takes one row after another, a CTA always the same share of it. Two phases a row:
 maximum and sum over the share; then, with the state of the whole row, scale and store. As many chunks of the share
 as fit stay in shared memory between the phases (they are resident); the others stream through a few more chunks of
-it, once in each phase, and count on L2 to have them the second time. The groups are clusters that exchange states
+it, once in each phase, and count on L2 to have them the second time. The groups are clusters that reduce their states
 over distributed shared memory, or any number of CTAs of a cooperative launch (the split of few very long rows over
-the whole GPU), which exchange them through global memory.
+the whole GPU), which do so through global memory.
 
 One warp loads, in the order of use, a chunk as soon as its place is free: it reads ahead while the others wait for
 the other CTAs, and the next row while this one is being stored.
@@ -20,20 +20,20 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.pipeline import Barrier, init_barriers
-from warpspec.softmax.exchange import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_slots, warp_join
-from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
+from warpspec.softmax.online import absorb, exponential, scale, state_of
+from warpspec.softmax.reduction import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_slots, warp_join
 from warpspec.softmax.vectors import (
     LAST,
-    VECTOR_BYTES,
     WORDS,
-    Row,
+    RowSpan,
     blank,
     bulk_load,
     edge_in_group,
     load_edge,
-    locate,
     read_shared,
+    row_span,
     store_edge,
     store_vector,
 )
@@ -64,7 +64,7 @@ class ResidentConfig:
 
     @property
     def warps(self) -> int:
-        return self.threads // WARP
+        return self.threads // WARP_THREADS
 
     @property
     def chunk_size(self) -> int:
@@ -96,7 +96,7 @@ class ResidentConfig:
 class Share:
     """What a CTA has of a row: ``size`` vectors from vector ``begin`` on."""
 
-    row: Row
+    row: RowSpan
     begin: Int32
     size: Int32
 
@@ -131,7 +131,7 @@ class Resident:
         config = self.config
         self.kernel(x, out, workspace, groups, group).launch(
             grid=(groups * group, 1, 1),
-            block=(config.threads + WARP, 1, 1),
+            block=(config.threads + WARP_THREADS, 1, 1),
             cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
             cooperative=config.cluster == 0,
             min_blocks_per_mp=config.ctas_per_sm,
@@ -167,23 +167,23 @@ class Resident:
                 cute.make_layout((STATE_WORDS, config.cluster, BUFFERS)),
                 byte_alignment=16,
             )
-            exchange = ClusterRounds(slots, smem.allocate_array(Int64, BUFFERS), config.cluster, accurate)
+            reduction = ClusterRounds(slots, smem.allocate_array(Int64, BUFFERS), config.cluster, accurate)
         else:
             scratch = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.warps)), byte_alignment=8
             )
             leader = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
-            exchange = GridRounds(
+            reduction = GridRounds(
                 workspace, group, rank, scratch, leader, config.threads, CONSUMER_BARRIER, accurate
             )
-        exchange.open(thread)
+        reduction.open(thread)
         cute.arch.sync_threads()
 
         # 2. Roles.
         if warp == config.warps:
             load(config, x, channels, rings, groups, group)
         else:
-            consume(config, x, out, channels, rings, states, exchange, groups, group)
+            consume(config, x, out, channels, rings, states, reduction, groups, group)
 
 
 def cut(config: ResidentConfig, x: cute.Tensor, group) -> Chunks:
@@ -199,7 +199,7 @@ def cut(config: ResidentConfig, x: cute.Tensor, group) -> Chunks:
 def share_of(config: cutlass.Constexpr, x: cute.Tensor, row_index, group) -> Share:
     """This CTA's share of a row."""
     block, _, _ = cute.arch.block_idx()
-    row = locate(x, row_index, config.dtype, config.edges)
+    row = row_span(x, row_index, config.dtype, config.edges)
     even = cute.ceil_div(row.vectors, group)
     begin = cutlass.min(block % group * even, row.vectors)
     return Share(row, begin, cutlass.min(even, row.vectors - begin))
@@ -255,7 +255,7 @@ def consume(
     channels,
     rings,
     states: cute.Tensor,
-    exchange,
+    reduction,
     groups,
     group,
 ):
@@ -286,17 +286,17 @@ def consume(
             stream_use += 1
 
         # 2. The row's state, from all CTAs of the group.
-        maximum, total = warp_join((maximum, total), WARP, accurate)
+        maximum, total = warp_join((maximum, total), WARP_THREADS, accurate)
         if cute.arch.lane_idx() == 0:
-            states[0, thread // WARP], states[1, thread // WARP] = maximum, total
+            states[0, thread // WARP_THREADS], states[1, thread // WARP_THREADS] = maximum, total
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=config.threads)
-        if thread < WARP:
-            exchange.publish(join_slots(states, config.warps, accurate), row_index, round_)
-        maximum, total = exchange.collect(row_index, round_, thread)
+        if thread < WARP_THREADS:
+            reduction.publish(join_slots(states, config.warps, accurate), row_index, round_)
+        maximum, total = reduction.collect(row_index, round_, thread)
         inverse = Float32(1.0) / total
 
         # 3. Scale and store; first what L2 may lose.
-        target = locate(out, row_index, dtype, False)
+        target = row_span(out, row_index, dtype, False)
         if cutlass.const_expr(config.edges):
             value = exponential(load_edge(share.row, edge, dtype) - maximum, accurate) * inverse
             store_edge(target, edge, value, dtype)
@@ -312,7 +312,7 @@ def consume(
             release(channels["empty"], use + chunk)
         use += chunks.resident
         round_ += 1
-    exchange.finish(thread, config.threads)
+    reduction.finish(thread, config.threads)
 
 
 @cute.jit

@@ -1,7 +1,7 @@
 """Rows held in registers: each read once, written once. One kernel, sm_90a and sm_100a.
 
 ``lanes`` threads of a CTA share a row; several rows fit a CTA where rows are short. Where they are long, the CTAs
-of a cluster share one row and exchange (maximum, sum) over distributed shared memory. ``vectors`` 16-byte vectors
+of a cluster share one row and reduce (maximum, sum) over distributed shared memory. ``vectors`` 16-byte vectors
 a thread bound the length: vectors * lanes * cluster of them, plus edges.
 """
 
@@ -14,12 +14,12 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_warps, warp_maximum, warp_sum
-from warpspec.softmax.online import WARP, exponential, exponentiate, largest, reference_of, scale
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.online import exponential, exponentiate, largest, reference_of, scale
+from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_warps, warp_maximum, warp_sum
 from warpspec.softmax.vectors import (
     PLAIN,
     TYPES,
-    VECTOR_BYTES,
     WORDS,
     as_float,
     edge_in_group,
@@ -27,7 +27,7 @@ from warpspec.softmax.vectors import (
     forget,
     load_edge,
     load_vector,
-    locate,
+    row_span,
     share_in_cluster,
     store_edge,
     store_vector,
@@ -58,9 +58,11 @@ class RowsConfig:
     store_bytes: int = VECTOR_BYTES
 
     def __post_init__(self):
-        if self.lanes % WARP and (self.lanes > WARP or WARP % self.lanes):
-            raise ValueError(f"lanes: must be a power of two or a multiple of {WARP}, got {self.lanes}")
-        if self.cluster > 1 and (self.rows > 1 or self.lanes < WARP):
+        if self.lanes % WARP_THREADS and (self.lanes > WARP_THREADS or WARP_THREADS % self.lanes):
+            raise ValueError(
+                f"lanes: must be a power of two or a multiple of {WARP_THREADS}, got {self.lanes}"
+            )
+        if self.cluster > 1 and (self.rows > 1 or self.lanes < WARP_THREADS):
             raise ValueError("cluster: shares one row, by whole warps")
         if self.edges and self.lanes < 2 * elements(self.dtype):
             raise ValueError(f"lanes: edges need {2 * elements(self.dtype)}, got {self.lanes}")
@@ -72,7 +74,7 @@ class RowsConfig:
     @property
     def warps(self) -> int:
         """Warps of a CTA to a row, at least 1."""
-        return max(1, self.lanes // WARP)
+        return max(1, self.lanes // WARP_THREADS)
 
     @property
     def capacity(self) -> int:
@@ -117,28 +119,28 @@ class Rows:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane, row_in_cta = thread % config.lanes, thread // config.lanes
-        warp = lane // WARP
+        warp = lane // WARP_THREADS
         row_index = block // config.cluster * config.rows + row_in_cta
         in_range = Boolean(row_index < x.shape[0])
         row_index = cutlass.min(row_index, x.shape[0] - 1)  # threads without a row work on the last, unseen
 
         # 1. Shared memory: states of the warps.
         smem = cutlass.memory.SmemAllocator()
-        exchange, slots = None, None
+        reduction, slots = None, None
         if cutlass.const_expr(config.cluster > 1):
             slots = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
             )
             full = smem.allocate_array(Int64, 1)
-            exchange = ClusterExchange(slots, full, config.cluster, config.warps, accurate)
-            exchange.open(thread)
+            reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
+            reduction.open(thread)
         elif cutlass.const_expr(config.warps > 1):
             slots = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.warps, config.rows)), byte_alignment=16
             )
 
         # 2. Load: this CTA's vectors of the row, interleaved over its threads.
-        row = locate(x, row_index, dtype, config.edges)
+        row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
         words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
         source = row.first + Int64(begin + lane) * VECTOR_BYTES  # of this thread's first vector
@@ -169,13 +171,13 @@ class Rows:
         # 4. The row's.
         of_warp = maximum
         if cutlass.const_expr(config.cluster > 1):
-            maximum, total = exchange.close((maximum, total), warp)
+            maximum, total = reduction.close((maximum, total), warp)
         elif cutlass.const_expr(config.warps > 1):
             maximum, total = join_warps((maximum, total), slots, row_in_cta, warp, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 5. Scale and store.
-        target = locate(out, row_index, dtype, False)
+        target = row_span(out, row_index, dtype, False)
         destination = source + (target.address - row.address)
         factor = inverse
         if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):

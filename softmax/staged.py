@@ -14,18 +14,18 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_row
-from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.online import absorb, exponential, scale, state_of
+from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_row
 from warpspec.softmax.vectors import (
     PLAIN,
-    VECTOR_BYTES,
     WORDS,
     blank,
     bulk_load,
     edge_in_group,
     load_edge,
-    locate,
     read_shared,
+    row_span,
     share_in_cluster,
     store_edge,
     store_vector,
@@ -51,7 +51,7 @@ class StagedConfig:
 
     @property
     def warps(self) -> int:
-        return self.threads // WARP
+        return self.threads // WARP_THREADS
 
     @property
     def share(self) -> int:
@@ -98,14 +98,14 @@ class Staged:
         slots = smem.allocate_tensor(
             Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
         )
-        exchange = None
+        reduction = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)
-            exchange = ClusterExchange(slots, full, config.cluster, config.warps, accurate)
+            reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
 
         # 2. One thread sends for the share; the edges come in on the side.
         row_index = block // config.cluster
-        row = locate(x, row_index, dtype, config.edges)
+        row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
         size = cutlass.max(end - begin, 0)
         if thread == 0:
@@ -116,7 +116,7 @@ class Staged:
                 source = row.first + Int64(begin) * VECTOR_BYTES
                 bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
         if cutlass.const_expr(config.cluster > 1):
-            exchange.open(thread)
+            reduction.open(thread)
         edge = None
         maximum, total = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.edges):
@@ -131,11 +131,11 @@ class Staged:
             words = read_shared(staged, vector)
             blank(words, vector < size, dtype)
             maximum, total = absorb((maximum, total), words, dtype)
-        maximum, total = join_row((maximum, total), slots, exchange, config.warps, accurate)
+        maximum, total = join_row((maximum, total), slots, reduction, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.
-        target = locate(out, row_index, dtype, False)
+        target = row_span(out, row_index, dtype, False)
         destination = row.first + (target.address - row.address) + Int64(begin + thread) * VECTOR_BYTES
         for i in cutlass.range_constexpr(config.vectors):
             vector = i * config.threads + thread

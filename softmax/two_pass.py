@@ -13,17 +13,17 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.softmax.exchange import STATE_WORDS, ClusterExchange, join_row
-from warpspec.softmax.online import WARP, absorb, exponential, scale, state_of
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.online import absorb, exponential, scale, state_of
+from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_row
 from warpspec.softmax.vectors import (
     LAST,
     PLAIN,
-    VECTOR_BYTES,
     WORDS,
     edge_in_group,
     load_edge,
     load_vector,
-    locate,
+    row_span,
     share_in_cluster,
     store_edge,
     store_vector,
@@ -44,7 +44,7 @@ class TwoPassConfig:
 
     @property
     def warps(self) -> int:
-        return self.threads // WARP
+        return self.threads // WARP_THREADS
 
 
 class TwoPass:
@@ -75,15 +75,15 @@ class TwoPass:
         slots = smem.allocate_tensor(
             Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
         )
-        exchange = None
+        reduction = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)
-            exchange = ClusterExchange(slots, full, config.cluster, config.warps, accurate)
-            exchange.open(thread)
+            reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
+            reduction.open(thread)
 
         # 1. This CTA's share of the row's vectors.
         row_index = block // config.cluster
-        row = locate(x, row_index, dtype, config.edges)
+        row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
         step = config.threads * config.unroll
         rounds = cute.ceil_div(cutlass.max(end - begin, 0), step)
@@ -105,11 +105,11 @@ class TwoPass:
             maximum, total = absorb((maximum, total), words, dtype)
 
         # 3. The row's state.
-        maximum, total = join_row((maximum, total), slots, exchange, config.warps, accurate)
+        maximum, total = join_row((maximum, total), slots, reduction, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 4. Second pass, backwards: what was read last is the likeliest to be in L2 still.
-        target = locate(out, row_index, dtype, False)
+        target = row_span(out, row_index, dtype, False)
         distance = target.address - row.address
         for k in cutlass.range(rounds, unroll=1):
             vector = begin + (rounds - 1 - k) * step + thread

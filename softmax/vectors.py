@@ -17,7 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-VECTOR_BYTES = 16
+from warpspec.common.hardware import VECTOR_BYTES
+
 WORDS = 4  # of 32 bits in a vector
 # Two elements of -inf (one of fp32) as a word.
 MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
@@ -40,7 +41,7 @@ def elements(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowSpan:
     """Where a row lies: what every access of it needs.
 
     address: of element 0, bytes. head, vectors, tail: elements, vectors, elements. The vectors start at
@@ -55,7 +56,7 @@ class Row:
 
 
 @cute.jit
-def locate(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Constexpr) -> Row:
+def row_span(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Constexpr) -> RowSpan:
     """Row ``row`` of tensor (ROW, ELEMENT), its elements contiguous."""
     width, per_vector = WIDTHS[dtype], elements(dtype)
     length = tensor.shape[1]
@@ -68,11 +69,11 @@ def locate(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Co
         vectors = (length - head) // per_vector
         tail = length - head - vectors * per_vector
         first = address + Int64(head * width)
-    return Row(address, first, head, vectors, tail)
+    return RowSpan(address, first, head, vectors, tail)
 
 
 @cute.jit
-def share_in_cluster(row: Row, cluster: cutlass.Constexpr) -> tuple:
+def share_in_cluster(row: RowSpan, cluster: cutlass.Constexpr) -> tuple:
     """(begin, end): vectors that the CTA has of a row that its cluster shares. None where begin is not below end."""
     begin, end = Int32(0), row.vectors
     if cutlass.const_expr(cluster > 1):
@@ -91,7 +92,7 @@ class Edge:
 
 
 @cute.jit
-def edge_of(row: Row, thread, dtype: cutlass.Constexpr) -> Edge:
+def edge_of(row: RowSpan, thread, dtype: cutlass.Constexpr) -> Edge:
     """Threads 0, 1, ... have the head's elements, from the vector's length on the tail's."""
     width, per_vector = WIDTHS[dtype], elements(dtype)
     in_tail = Boolean(thread >= per_vector)
@@ -102,13 +103,13 @@ def edge_of(row: Row, thread, dtype: cutlass.Constexpr) -> Edge:
 
 
 @cute.jit
-def edge_in_group(row: Row, thread, threads: cutlass.Constexpr, rank, dtype: cutlass.Constexpr) -> Edge:
+def edge_in_group(row: RowSpan, thread, threads: cutlass.Constexpr, rank, dtype: cutlass.Constexpr) -> Edge:
     """``edge_of`` where CTAs, of ``threads`` threads each, share the row: CTA ``rank`` 0 has all of its edges."""
     return edge_of(row, thread + Int32(cutlass.select_(Boolean(rank == 0), 0, threads)), dtype)
 
 
 @cute.jit
-def load_edge(row: Row, edge: Edge, dtype: cutlass.Constexpr) -> Float32:
+def load_edge(row: RowSpan, edge: Edge, dtype: cutlass.Constexpr) -> Float32:
     """The edge's element, -inf where there is none."""
     value = -Float32.inf
     if edge.present:
@@ -118,7 +119,7 @@ def load_edge(row: Row, edge: Edge, dtype: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def store_edge(row: Row, edge: Edge, value: Float32, dtype: cutlass.Constexpr):
+def store_edge(row: RowSpan, edge: Edge, value: Float32, dtype: cutlass.Constexpr):
     """Write the edge's element, if there is one."""
     if edge.present:
         pointer = cute.make_ptr(TYPES[dtype], row.address + edge.offset, cute.AddressSpace.gmem)

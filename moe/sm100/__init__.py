@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.compile import compile_kernel, fake_rows
+from warpspec.common.compile import fake_rows
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import (
-    PITCH_ALIGNMENT,
     PreparedWeights,
     QuantizedRows,
     row_atoms_bound,
     scale_atoms,
 )
 from warpspec.moe.sm100.config import EPILOGUES, GemmConfig, Shape
-from warpspec.moe.sm100.plan import SM_COUNT, choose_shape, group_count
+from warpspec.moe.sm100.plan import choose_shape, group_count
 
-__all__ = ["EPILOGUES", "GemmConfig", "Shape", "compiled", "grouped_gemm", "plan"]
+__all__ = ["EPILOGUES", "GemmConfig", "Shape", "choose_config", "gemm_kernel", "grouped_gemm"]
 
-SIMULATED_ARCH = "sm_100a"
-ROW_ALIGNMENT = 16  # bytes: what TMA and 16-byte stores ask of rows
+NVFP4_MMA_MAJOR = 10  # compute capability whose tcgen05.mma takes NVFP4
 FEATURE_MULTIPLE = 8  # N, and rows of gate and of up
 
 
-def plan(
+def choose_config(
     a: QuantizedRows,
     w: PreparedWeights,
     *,
@@ -52,9 +53,9 @@ def grouped_gemm(
     epilogue: str = "linear",
     limit: float | None = None,
     out_scale: torch.Tensor | None = None,
-    run: str,
     shape: Shape | None = None,
     groups: int | None = None,
+    target: Target | None = None,
     seed: int = 0,
 ):
     """out[r] = epilogue(a[r] @ w[e]^T) for every row r of every expert e, in one launch without synchronisation.
@@ -62,48 +63,40 @@ def grouped_gemm(
     a: rows sorted by expert, R of them. w: w13 (gated) for "swiglu" and "swiglu_oai", any for "linear". offsets: int32
     [E], running ends; rows from offsets[-1] on are neither read nor written. out: bf16 [R, width], or QuantizedRows of
     k >= width without row_scale, which then takes out_scale, fp32 [E]: its fixed global scales. limit: of the clamp of
-    gate and up. run: "sim" (CPU tensors; returns the ``SimReport``) or "cuda" (the device's current stream; returns
-    None). shape, groups: for tests, instead of the chosen tiles and number of CTAs (or pairs); seed: of the simulator.
+    gate and up. On the tensors' device and its current stream; CPU tensors run in the simulator, and its SimReport is
+    returned, otherwise None. For tests: shape, groups: instead of the chosen tiles and number of CTAs (or pairs);
+    target: instead of the tensors' own; seed: of the simulator.
 
-    Raises TypeError or ValueError naming the argument, before anything is launched.
+    Raises TypeError or ValueError naming the argument, UnsupportedProblem for a target without the NVFP4 MMA, before
+    anything is launched.
     """
-    check(a, w, offsets, out, epilogue, limit, out_scale, run)
-    config = plan(a, w, epilogue=epilogue, nvfp4_out=isinstance(out, QuantizedRows), limit=limit, shape=shape)
+    check(a, w, offsets, out, epilogue, limit, out_scale)
+    target = target or target_of(offsets.device)
+    if target.major != NVFP4_MMA_MAJOR:
+        raise UnsupportedProblem(f"grouped_gemm: {target.arch} does not have the NVFP4 MMA of sm_100a")
     if a.rows == 0:
         return None
     quantized = isinstance(out, QuantizedRows)
-    tensors = (
+    config = choose_config(a, w, epilogue=epilogue, nvfp4_out=quantized, limit=limit, shape=shape)
+    return gemm_kernel.run(
+        config,
+        target,
         *(a.data, a.scales, a.row_scale),
         *(w.data, w.scales, w.global_scale, w.bias),
         offsets,
         *((out.data, out.scales, out_scale) if quantized else (out, None, None)),
+        a.k,
+        w.width,
+        float(limit or 0.0),
+        groups or group_count(config.shape, a.rows, w.experts, w.n, target.sm_count),
+        seed=seed,
     )
-    columns = w.n // 2 if config.gated else w.n
-
-    def scalars(sm_count):
-        count = groups or group_count(config.shape, a.rows, w.experts, w.n, sm_count)
-        return a.k, columns, float(limit or 0.0), count
-
-    if run == "sim":
-        from warpspec import sim  # brings in llvmlite, an optional dependency
-
-        return sim.run(compiled(config, SIMULATED_ARCH), *tensors, *scalars(SM_COUNT), None, seed=seed)
-    properties = torch.cuda.get_device_properties(a.data.device)
-    kernel = compiled(config, f"sm_{properties.major}{properties.minor}a", native=True)
-    with torch.cuda.device(a.data.device):
-        kernel(*tensors, *scalars(properties.multi_processor_count))
-    return None
 
 
 def alignment(tensor: torch.Tensor) -> int:
-    """Bytes: rows of operands and results are aligned for TMA, vectors for their elements."""
-    return ROW_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
-
-
-def compiled(config: GemmConfig, arch: str = SIMULATED_ARCH, native: bool = False):
-    """The kernel of a configuration, compiled on first use in this process. Needs no GPU. native: callable on CUDA
-    tensors, on their current stream; otherwise for the simulator."""
-    return compile_kernel(("moe", config), lambda: _host_and_arguments(config), arch=arch, native=native)
+    """Alignment in bytes: of rows, whose operands TMA reads and whose results are stored in vectors of as many bytes;
+    of vectors, their elements'."""
+    return TMA_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
 
 
 def _host_and_arguments(config: GemmConfig) -> tuple:
@@ -115,7 +108,7 @@ def _host_and_arguments(config: GemmConfig) -> tuple:
     uint8, fp32 = cutlass.Uint8, cutlass.Float32
 
     def rows(dtype, rank, last=None):
-        return fake_rows(dtype, rank, last, alignment=ROW_ALIGNMENT)
+        return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
 
     def atoms(rank):
         """Contiguous scale atoms."""
@@ -139,10 +132,11 @@ def _host_and_arguments(config: GemmConfig) -> tuple:
     )
 
 
-def check(a, w, offsets, out, epilogue, limit, out_scale, run) -> None:
+gemm_kernel = Kernel("moe", _host_and_arguments)  # by GemmConfig
+
+
+def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
     """Raise TypeError or ValueError naming the argument that this kernel cannot take."""
-    if run not in ("sim", "cuda"):
-        raise ValueError(f"run: must be 'sim' or 'cuda', got {run!r}")
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue: must be one of {EPILOGUES}, got {epilogue!r}")
     gated = epilogue != "linear"
@@ -197,7 +191,7 @@ def check(a, w, offsets, out, epilogue, limit, out_scale, run) -> None:
         shapes.append(("out", out, torch.bfloat16, (a.rows, width)))
     for name, tensor, dtype, shape in shapes:
         if tensor is not None:
-            check_tensor(name, tensor, dtype, shape, offsets.device, run)
+            check_tensor(name, tensor, dtype, shape, offsets.device)
     check_atoms("a.scales", a.scales, a.rows, w.experts)
     for name, tensor in (("a.data", a.data), ("w.data", w.data)):
         if tensor.shape[-1] * 2 < a.k:
@@ -211,7 +205,7 @@ def check_atoms(name: str, scales: torch.Tensor, rows: int, experts: int) -> Non
         raise ValueError(f"{name}: {needed} atoms of rows needed for {rows} rows, got {scales.shape[0]}")
 
 
-def check_tensor(name, tensor, dtype, shape, device, run) -> None:
+def check_tensor(name, tensor, dtype, shape, device) -> None:
     """dtype, shape (None: any extent), device, contiguity, and rows aligned for TMA and 16-byte stores."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
         raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
@@ -220,19 +214,14 @@ def check_tensor(name, tensor, dtype, shape, device, run) -> None:
     ):
         wanted = ["any" if want is None else want for want in shape]
         raise ValueError(f"{name}: shape must be {wanted}, got {list(tensor.shape)}")
-    if tensor.device != device or tensor.device.type != {"sim": "cpu", "cuda": "cuda"}[run]:
-        raise ValueError(
-            f"{name}: must be on offsets' device, {device}, for run={run!r}; got {tensor.device}"
-        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: must be on offsets' device, {device}, got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: must be contiguous, got strides {list(tensor.stride())}")
-    if alignment(tensor) == ROW_ALIGNMENT:
+    if alignment(tensor) == TMA_ALIGNMENT:
         row = tensor.shape[-1] * tensor.element_size()
-        if row % ROW_ALIGNMENT or tensor.data_ptr() % ROW_ALIGNMENT:
+        if row % TMA_ALIGNMENT or tensor.data_ptr() % TMA_ALIGNMENT:
             raise ValueError(
-                f"{name}: rows must be multiples of {ROW_ALIGNMENT} bytes at such addresses, got rows of {row}, "
+                f"{name}: rows must be multiples of {TMA_ALIGNMENT} bytes at such addresses, got rows of {row}, "
                 f"address {tensor.data_ptr():#x}"
             )
-
-
-assert PITCH_ALIGNMENT == ROW_ALIGNMENT

@@ -8,15 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from warpspec.common import tma, tmem
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 
-WARP_THREADS = 32
-SMEM_PER_CTA = 227 * 1024  # bytes one CTA may have
-MAX_REGISTERS = 255  # a thread
 CODES_PER_BYTE = 2
 INT32_BYTES = 4
-VECTOR_BYTES = 16  # of one access to shared or global memory
 
 MMA_ROWS = 128  # M of one CTA: lanes of tensor memory
 MMA_K = 64  # of one tcgen05.mma of kind mxf4nvf4
@@ -89,9 +86,9 @@ class GemmConfig:
     def __post_init__(self):
         assert self.epilogue in EPILOGUES and self.output in OUTPUTS
         assert self.gated or (self.output == "bf16" and not self.has_limit)
-        object.__setattr__(self, "stages", (SMEM_PER_CTA - self.fixed_bytes) // self.stage_bytes)
+        object.__setattr__(self, "stages", (MAX_SMEM_PER_CTA - self.fixed_bytes) // self.stage_bytes)
         assert self.stages >= 2
-        assert self.smem_bytes <= SMEM_PER_CTA
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert self.tmem_columns <= tmem.TMEM_COLUMNS
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT

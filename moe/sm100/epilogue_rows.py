@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from warpspec.common import tmem
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
 from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.config import ACCUMULATORS, INTERLEAVE, MMA_ROWS, SWIGLU_COLUMNS, WARP_THREADS
+from warpspec.moe.sm100.config import ACCUMULATORS, INTERLEAVE, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment
 
 COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs where gate and up become one

@@ -13,10 +13,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
 
 from warpspec.common import tmem
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.config import INTERLEAVE, WARP_THREADS
+from warpspec.moe.sm100.config import INTERLEAVE
 from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
 
 CODE_BITS = 4

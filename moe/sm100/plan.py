@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from warpspec.common import tma
+from warpspec.common.hardware import GPUS
 from warpspec.moe.sm100.config import (
     K_TILE,
     MMA_K,
@@ -24,7 +25,7 @@ from warpspec.moe.sm100.config import (
 )
 
 SHAPES = (*SWAPPED.values(), SINGLE, PAIR)
-SM_COUNT = 148  # of a B200
+SM_COUNT = GPUS["sm_100a"].sm_count
 
 # Per clock and SM, from the instruction set and data sheets. Assumed beyond what is published: operand reads of
 # tcgen05.mma, tcgen05.cp and TMA's writes share the bandwidth of shared memory.

@@ -16,8 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_ROWS
-from warpspec.moe.sm100.config import RECORD_FIELDS, RECORDS, WARP_THREADS
+from warpspec.moe.sm100.config import RECORD_FIELDS, RECORDS
 
 LAST_LANE = WARP_THREADS - 1
 

@@ -13,8 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint8, Uint32
 
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
-from warpspec.moe.sm100.config import INT32_BYTES, WARP_THREADS
+from warpspec.moe.sm100.config import INT32_BYTES
 
 CODE_BITS = 8  # of an e4m3 scale
 

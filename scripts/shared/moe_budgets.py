@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, GemmConfig
+from warpspec.common.hardware import MAX_SMEM_PER_CTA
+from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SWAPPED, GemmConfig
 from warpspec.moe.sm100.plan import SHAPES
 
 from .generated_tables import table
@@ -28,7 +29,7 @@ def overview_rows():
 
 def memory_rows(config: GemmConfig):
     """(SMEM rows, TMEM rows) of one kernel."""
-    smem = [*config.smem_regions, ("a CTA", config.smem_bytes, f"of {SMEM_PER_CTA}")]
+    smem = [*config.smem_regions, ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}")]
     rows = "tokens" if not config.swapped else "features"
     columns = "features" if not config.swapped else "tokens"
     tmem = []

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpspec.common.hardware import (
+    MAX_CTAS_PER_SM,
+    MAX_THREADS_PER_SM,
+    REGISTERS_PER_SM,
+    SM_PARTITIONS,
+    SMEM_PER_SM,
+    SMEM_RESERVED_PER_CTA,
+    VECTOR_BYTES,
+    WARP_THREADS,
+)
 from warpspec.softmax.topk.keys import CANDIDATE_BYTES
-from warpspec.softmax.vectors import VECTOR_BYTES, WIDTHS
+from warpspec.softmax.vectors import WIDTHS
 
-WARP = 32
 FP32_BYTES = 4
-REGISTERS_PER_SM = 65536
-SM_QUARTERS = 4
 REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
-MORE_REGISTERS = 8  # in kernels that exchange more
-MAX_THREADS_PER_SM = 2048
-MAX_CTAS_PER_SM = 32
-SMEM_PER_SM = 228 * 1024
-SMEM_PER_CTA = 227 * 1024
-SMEM_RESERVED_PER_CTA = 1024
+MORE_REGISTERS = 8  # a thread, where rows have edges and warps or CTAs wait for each other
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
 MAX_WARPS = 16  # of a row in one CTA
@@ -55,7 +57,7 @@ class TopkConfig:
     rows: int = 1
     unroll: int = 4
     held: bool = False
-    lanes: int = WARP
+    lanes: int = WARP_THREADS
     full: bool = False
     edges: bool = True
     renormalize: bool = False
@@ -63,7 +65,9 @@ class TopkConfig:
     def __post_init__(self):
         assert self.k_capacity in K_CAPACITIES
         assert SAMPLES % self.warps == 0
-        assert self.lanes == WARP or (self.held and self.warps == 1 and self.threads % WARP == 0)
+        assert self.lanes == WARP_THREADS or (
+            self.held and self.warps == 1 and self.threads % WARP_THREADS == 0
+        )
         assert not self.edges or self.lanes * self.warps >= 2 * self.per_vector, (
             "a lane has one element of them"
         )
@@ -72,7 +76,7 @@ class TopkConfig:
         assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
         assert self.rows == 1 or self.warps == self.cluster == 1
         # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
-        assert self.k_capacity <= self.warps * WARP
+        assert self.k_capacity <= self.warps * WARP_THREADS
 
     @property
     def per_vector(self) -> int:
@@ -97,8 +101,8 @@ class TopkConfig:
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM's registers must leave room for: they are given to warps, as many in each quarter of it."""
-        warps = REGISTERS_PER_SM // (self.registers * WARP) // SM_QUARTERS * SM_QUARTERS
-        return warps // (self.threads // WARP)
+        warps = REGISTERS_PER_SM // (self.registers * WARP_THREADS) // SM_PARTITIONS * SM_PARTITIONS
+        return warps // (self.threads // WARP_THREADS)
 
     @property
     def smem_carveout_percent(self) -> int:
@@ -110,7 +114,7 @@ class TopkConfig:
     @property
     def needs_others(self) -> bool:
         """Whether k may exceed a warp's lanes: it has no threshold of its own, and waits for the others' first."""
-        return self.k_capacity > WARP
+        return self.k_capacity > WARP_THREADS
 
     @property
     def renew_after(self) -> int:
@@ -126,7 +130,7 @@ class TopkConfig:
         """
         if self.held:
             return HELD_SLOTS[self.lanes]
-        return self.k_capacity + SPARE_SLOTS + WARP * self.per_vector
+        return self.k_capacity + SPARE_SLOTS + WARP_THREADS * self.per_vector
 
     @property
     def list_size(self) -> int:
@@ -141,7 +145,7 @@ class TopkConfig:
     @property
     def tile_vectors(self) -> int:
         """Vectors of a row that its warps read at a time."""
-        return self.unroll * self.warps * self.cluster * WARP
+        return self.unroll * self.warps * self.cluster * WARP_THREADS
 
     @property
     def smem_bytes(self) -> int:

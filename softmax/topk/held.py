@@ -14,8 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential
-from warpspec.softmax.topk.config import WARP
 from warpspec.softmax.topk.elements import exponentials, largest_in, total
 from warpspec.softmax.topk.keys import (
     candidate,
@@ -28,10 +28,9 @@ from warpspec.softmax.topk.select import close_list, rank_in, sort_lanes
 from warpspec.softmax.vectors import (
     PLAIN,
     TYPES,
-    VECTOR_BYTES,
     WIDTHS,
     WORDS,
-    Row,
+    RowSpan,
     edge_of,
     load_edge,
     load_vector,
@@ -50,7 +49,7 @@ class Group:
     that have the row. k: of the result. slots: (SLOT) candidates of the group.
     """
 
-    row: Row
+    row: RowSpan
     first: Int32
     lane: Int32
     number: Int32
@@ -105,7 +104,7 @@ def hold(config: cutlass.Constexpr, group: Group):
     count = place
     for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
         below = cute.arch.shuffle_sync_up(
-            count, 1 << step, mask_and_clamp=(WARP - config.lanes) << CLAMP_BITS
+            count, 1 << step, mask_and_clamp=(WARP_THREADS - config.lanes) << CLAMP_BITS
         )
         count = Int32(cutlass.select_(Boolean(group.lane >= 1 << step), count + below, count))
     place = count - place
@@ -207,7 +206,7 @@ def write_ranked(
         divisor = cute.arch.warp_reduction_sum(divisor, threads_in_group=config.lanes)
         if cutlass.const_expr(config.warps > 1):
             if group.lane == 0:
-                parts[group.number // WARP] = divisor
+                parts[group.number // WARP_THREADS] = divisor
             cute.arch.sync_threads()
             divisor = total([parts[w] for w in range(config.warps)])
     else:

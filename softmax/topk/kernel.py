@@ -15,8 +15,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint64
 
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, WARP, TopkConfig
+from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, TopkConfig
 from warpspec.softmax.topk.elements import total
 from warpspec.softmax.topk.held import Group, hold, write_ranked
 from warpspec.softmax.topk.keys import (
@@ -36,7 +37,7 @@ from warpspec.softmax.topk.select import (
     sort_lanes,
 )
 from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
-from warpspec.softmax.vectors import VECTOR_BYTES, locate
+from warpspec.softmax.vectors import row_span
 
 LEADER = 0  # CTA of a cluster that merges its candidates
 
@@ -141,27 +142,27 @@ class SoftmaxTopk:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = thread % WARP
+        lane = thread % WARP_THREADS
         shared = allocate_held(config) if cutlass.const_expr(config.held) else allocate(config)
         if cutlass.const_expr(config.held):
             first = lane // config.lanes * config.lanes
             number = thread % (config.lanes * config.warps)
             row = block * config.rows + thread // (config.lanes * config.warps)
             # Lanes past the last row read that, since they take part in shuffles, and write nothing.
-            place = locate(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, config.edges)
+            place = row_span(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, config.edges)
             slots = shared.slots[None, thread // config.lanes]
             group = Group(place, first, lane - first, number, k, slots)
             row_held(config, group, shared, warp, probs, indices, row)
         elif cutlass.const_expr(config.rows > 1):
             row = block * config.rows + warp
             if row < logits.shape[0]:
-                place = locate(logits, row, config.dtype, config.edges)
+                place = row_span(logits, row, config.dtype, config.edges)
                 slots = shared.slots[None, warp]
                 part = Part(place, Int32(0), Int32(0), lane, k, slots, shared.samples, shared.bound)
                 row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
         else:
             row, rank = block // config.cluster, block % config.cluster
-            place = locate(logits, row, config.dtype, config.edges)
+            place = row_span(logits, row, config.dtype, config.edges)
             slots = shared.slots[None, warp]
             of_row = rank * config.warps + warp
             part = Part(place, of_row, warp, lane, k, slots, shared.samples, shared.bound)
@@ -189,11 +190,11 @@ def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, 
 @cute.jit
 def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
     maximum, sum_, count, threshold = stream(config, part)
-    if count > WARP:
+    if count > WARP_THREADS:
         own, _ = renewed(config, part, maximum)
         floor = lowest_candidate(cutlass.max(own, threshold))
         count = keep_from(part.slots, count, floor, part.lane)
-        if count > WARP:
+        if count > WARP_THREADS:
             keep_largest(part.slots, count, part.k, part.lane)
             count = part.k
     close_list(part.slots, count, part.lane)
@@ -222,7 +223,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
     lane_maximum = key_of(maximum)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     if cutlass.const_expr(config.needs_others):
-        give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP))
+        give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP_THREADS))
     if part.lane == 0:
         shared.maxima[part.warp_in_cta] = maximum
         shared.sums[part.warp_in_cta] = sum_
@@ -244,7 +245,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
     # 2. Ranks among the CTA's candidates.
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_wait()
-    for i in cutlass.range(part.lane, count, WARP, unroll=1):
+    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
         word = part.slots[i]
         position = Int32(0)
         for w in cutlass.range(config.warps, unroll=1):
@@ -285,7 +286,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
 def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
     """shared.ranked becomes the k first of all CTAs' candidates; called by all threads of the leader."""
     for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
-        for i in cutlass.range(part.lane, shared.list_counts[c], WARP, unroll=1):
+        for i in cutlass.range(part.lane, shared.list_counts[c], WARP_THREADS, unroll=1):
             word = shared.lists[i, c]
             position = i
             for other in cutlass.range(config.cluster, unroll=1):
@@ -324,14 +325,14 @@ def write(
 
     An exponent is taken against the maximum itself: where that is -inf, NaN or +inf, so is torch.softmax's.
     """
-    rounds = config.k_capacity // WARP
+    rounds = config.k_capacity // WARP_THREADS
     weights = cute.make_rmem_tensor(rounds, Float32)
     columns = cute.make_rmem_tensor(rounds, Int32)
     divisor = Float32(0.0)
     for i in cutlass.range_constexpr(rounds):
         weights[i], columns[i] = Float32(0.0), Int32(0)
-        if i * WARP + part.lane < part.k:
-            word = ranked[i * WARP + part.lane]
+        if i * WARP_THREADS + part.lane < part.k:
+            word = ranked[i * WARP_THREADS + part.lane]
             weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
             columns[i] = candidate_column(word)
         divisor += weights[i]
@@ -340,6 +341,6 @@ def write(
     else:
         divisor = sum_
     for i in cutlass.range_constexpr(rounds):
-        if i * WARP + part.lane < part.k:
-            probs[row, i * WARP + part.lane] = weights[i] / divisor
-            indices[row, i * WARP + part.lane] = columns[i]
+        if i * WARP_THREADS + part.lane < part.k:
+            probs[row, i * WARP_THREADS + part.lane] = weights[i] / divisor
+            indices[row, i * WARP_THREADS + part.lane] = columns[i]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import target_of
 from warpspec.common.repeated import Remembered, backend_variable, signature
 from warpspec.softmax.problem import as_matrix
 from warpspec.softmax.topk import reference
@@ -36,22 +37,20 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     from warpspec.softmax.topk import launch  # loads the DSL, which the reference does without
 
     outputs = (probs.view(-1, k), indices.view(-1, k))
-    if backend == "sim":
-        launch.run_sim(matrix, *outputs, renormalize)
-        return probs, indices
-    with torch.cuda.device(logits.device):
+    with target_of(logits.device).current():
         kernel = launch.launcher(matrix, k, renormalize)
         kernel(matrix.detach(), *outputs)
-    if not copied:
+    if backend != "sim" and not copied:
         is_matrix = logits.shape == matrix.shape and logits.stride() == matrix.stride()
         layout = None if is_matrix else (matrix.shape, matrix.stride())
         like = [empty_like_without_memory(tensor) for tensor in (probs, indices)]
-        _plans.remember(_key(logits, k, renormalize), Plan(kernel, logits.device.index, *like, layout))
+        call = RememberedCall(kernel, logits.device.index, *like, layout)
+        _calls.remember(_key(logits, k, renormalize), call)
     return probs, indices
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RememberedCall:
     """How a call was made: the kernel; results without memory, to make others like them; the layout of the logits as a
     matrix, None where they are one."""
 
@@ -62,7 +61,7 @@ class Plan:
     layout: tuple | None
 
 
-_plans = Remembered()  # of calls on CUDA tensors, with backend "auto", by all that ``run`` looks at
+_calls = Remembered()  # of calls on CUDA tensors, with backend "auto", by all that ``run`` looks at
 
 
 def empty_like_without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,19 +79,19 @@ def run_again(logits: torch.Tensor, k: int, renormalize: bool):
 
     It is most of a small call's time to find again that the arguments are right and which kernel is theirs.
     """
-    plan = _plans.get(_key(logits, k, renormalize))
-    if plan is None or backend_variable() is not None or torch.cuda.current_device() != plan.device:
+    call = _calls.get(_key(logits, k, renormalize))
+    if call is None or backend_variable() is not None or torch.cuda.current_device() != call.device:
         return None
     probs, indices = (
-        torch.empty_like(plan.probs),
-        torch.empty_like(plan.indices),
+        torch.empty_like(call.probs),
+        torch.empty_like(call.indices),
     )  # half the time of torch.empty
     if logits.requires_grad:
         logits = logits.detach()
-    if plan.layout is None:
-        plan.kernel(logits, probs, indices)
+    if call.layout is None:
+        call.kernel(logits, probs, indices)
     else:
-        plan.kernel(logits.as_strided(*plan.layout), probs.view(-1, k), indices.view(-1, k))
+        call.kernel(logits.as_strided(*call.layout), probs.view(-1, k), indices.view(-1, k))
     return probs, indices
 
 

@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint64
 
-from warpspec.softmax.topk.config import RANK_BATCH, WARP
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.softmax.topk.config import RANK_BATCH
 from warpspec.softmax.topk.keys import candidate_key
 
 TOP_BIT = 63
@@ -26,7 +27,7 @@ def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
     """The keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group.
 
     Runs of 2**level lanes are sorted alternately down and up. Where up, the keys are complemented, so that every
-    exchange puts the larger one into the lower lane.
+    comparison puts the larger one into the lower lane.
     """
     levels = lanes.bit_length() - 1
     lower = [Boolean(lane & (1 << step) == 0) for step in range(levels)]
@@ -46,7 +47,7 @@ def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> I
     """Moves the candidates from ``floor`` up, of the first ``count``, to the front; returns how many they are."""
     kept = Int32(0)
     cute.arch.sync_warp()
-    for first in cutlass.range(0, count, WARP, unroll=1):
+    for first in cutlass.range(0, count, WARP_THREADS, unroll=1):
         here = Boolean(first + lane < count)
         word = Uint64(0)
         if here:
@@ -73,7 +74,7 @@ def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32):
     while bit >= 0:
         trial = floor | (Uint64(1) << Uint64(bit))
         reach = Int32(0)
-        for i in cutlass.range(lane, count, WARP, unroll=1):
+        for i in cutlass.range(lane, count, WARP_THREADS, unroll=1):
             reach += Int32(slots[i] >= trial)
         reach = cute.arch.warp_redux_sync(reach, "add")
         floor = Uint64(cutlass.select_(Boolean(reach >= k), trial, floor))

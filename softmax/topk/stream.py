@@ -19,8 +19,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import SAMPLES, WARP
+from warpspec.softmax.topk.config import SAMPLES
 from warpspec.softmax.topk.elements import exponentials, floats, largest, largest_in
 from warpspec.softmax.topk.keys import (
     NOTHING_YET,
@@ -30,7 +31,7 @@ from warpspec.softmax.topk.keys import (
     passes,
 )
 from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
-from warpspec.softmax.vectors import PLAIN, VECTOR_BYTES, WORDS, Row, edge_of, forget, load_edge, load_vector
+from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, edge_of, forget, load_edge, load_vector
 
 JOINT_RANK = 16  # among the samples, at most
 
@@ -44,7 +45,7 @@ class Part:
     (1) key: the row's threshold, the highest that a warp of the CTA has found.
     """
 
-    row: Row
+    row: RowSpan
     warp: Int32
     warp_in_cta: Int32
     lane: Int32
@@ -57,9 +58,9 @@ class Part:
 @cute.jit
 def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Tensor):
     """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end."""
-    span = config.warps * config.cluster * WARP
-    first = turn * config.tile_vectors + part.warp * WARP + part.lane
-    last = (turn + 1) * config.tile_vectors - span + (part.warp + 1) * WARP  # one past this warp's
+    span = config.warps * config.cluster * WARP_THREADS
+    first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
+    last = (turn + 1) * config.tile_vectors - span + (part.warp + 1) * WARP_THREADS  # one past this warp's
     address = part.row.first + Int64(first) * VECTOR_BYTES
     if last <= part.row.vectors:
         for u in cutlass.range_constexpr(config.unroll):
@@ -84,9 +85,9 @@ def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
     """Writes this warp's samples of its lanes' maxima, ``ordered``: those of rank q, 2 q, ..."""
     given = SAMPLES // config.warps
     rank = (part.lane % given + 1) * samples_apart(part.k) - 1
-    sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP - 1))
+    sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP_THREADS - 1))
     if part.lane < given:
-        sample = Int32(cutlass.select_(Boolean(rank < WARP), sample, Int32(NOTHING_YET)))
+        sample = Int32(cutlass.select_(Boolean(rank < WARP_THREADS), sample, Int32(NOTHING_YET)))
         write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
 
 
@@ -94,7 +95,7 @@ def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
 def joint_threshold(part: Part) -> Int32:
     """The row's threshold as a key. Where n of all samples reach a value, n q elements of the row do, whenever each
     sample was taken."""
-    ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP)
+    ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP_THREADS)
     q = samples_apart(part.k)
     return cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
 
@@ -107,9 +108,9 @@ def samples_apart(k: Int32) -> Int32:
 @cute.jit
 def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
     """(the warp's own threshold, the row's) as keys, from the lanes' maxima so far."""
-    ordered = sort_lanes(key_of(maximum), part.lane, WARP)
+    ordered = sort_lanes(key_of(maximum), part.lane, WARP_THREADS)
     own, joint = Int32(NOTHING_YET), Int32(NOTHING_YET)
-    if cutlass.const_expr(config.k_capacity <= WARP):
+    if cutlass.const_expr(config.k_capacity <= WARP_THREADS):
         own = cute.arch.shuffle_sync(ordered, part.k - 1)
     if cutlass.const_expr(config.warps > 1):
         give_samples(config, part, ordered)
@@ -139,7 +140,7 @@ def collect(
     lane so far. hits: lanes that have candidates. threshold: elements whose key is not above it are done with.
     since: lanes that have had candidates since thresholds were renewed.
     """
-    span = config.warps * config.cluster * WARP
+    span = config.warps * config.cluster * WARP_THREADS
     since += hits
     if cutlass.const_expr(config.warps > 1):
         threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
@@ -153,7 +154,7 @@ def collect(
     bar = bar_of(floor)
     for u in cutlass.range_constexpr(config.unroll):
         if cute.arch.vote_any_sync(passes(maxima[u], bar)):
-            if count > config.slots - WARP * config.per_vector:
+            if count > config.slots - WARP_THREADS * config.per_vector:
                 key = keep_largest(part.slots, count, part.k, part.lane)
                 count = part.k
                 threshold = cutlass.max(threshold, key)
@@ -179,7 +180,7 @@ def stream(config: cutlass.Constexpr, part: Part):
 
     count: candidates in part.slots. Elements whose key is below ``key`` are not in the row's top k.
     """
-    edge = edge_of(part.row, part.warp * WARP + part.lane, config.dtype)
+    edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
     edge_value = -Float32.inf
     if cutlass.const_expr(config.edges):
         edge_value = load_edge(part.row, edge, config.dtype)
@@ -211,11 +212,11 @@ def stream(config: cutlass.Constexpr, part: Part):
 
         if cutlass.const_expr(config.needs_others):  # noqa: SIM102, one is for the compiler, the other for the GPU
             if turn == 0:  # all warps have the same number of turns
-                give_samples(config, part, sort_lanes(key_of(maximum), part.lane, WARP))
+                give_samples(config, part, sort_lanes(key_of(maximum), part.lane, WARP_THREADS))
                 cute.arch.sync_threads()
         ballot = cute.arch.vote_ballot_sync(passes(tile_maximum, bar))
         if ballot != 0:
-            first = turn * config.tile_vectors + part.warp * WARP + part.lane
+            first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
             hits = cute.arch.popc(ballot)
             threshold, since, count = collect(
                 config, part, words, maxima, first, maximum, hits, threshold, since, count
@@ -232,7 +233,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         chosen = edge.present & Boolean(key_of(edge_value) >= threshold)
         ballot = cute.arch.vote_ballot_sync(chosen)
         if ballot != 0:
-            if count > config.slots - WARP:
+            if count > config.slots - WARP_THREADS:
                 keep_largest(part.slots, count, part.k, part.lane)
                 count = part.k
             if chosen:

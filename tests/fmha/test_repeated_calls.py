@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from warpspec.common import repeated
-from warpspec.common.dispatch import BACKEND_VARIABLE
+from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.fmha import attention, ops
 from warpspec.fmha.values import DEBUG_VARIABLE
 

@@ -26,7 +26,9 @@ def random_cases(count, most_elements):
 
 @pytest.mark.parametrize("rows, length, dtype, offset, gap", random_cases(24, 2**24))
 def test_every_strategy_at_random_shapes(rows, length, dtype, offset, gap):
-    from warpspec.softmax import dispatch, launch
+    from warpspec.common.launch import target_of
+    from warpspec.softmax import launch
+    from warpspec.softmax.plan import best_of_each
     from warpspec.softmax.problem import SoftmaxProblem
 
     _, x = matrix(
@@ -34,11 +36,12 @@ def test_every_strategy_at_random_shapes(rows, length, dtype, offset, gap):
     )
     storage, out = matrix(rows, length, dtype, offset=offset, gap=gap, device="cuda")
     problem = SoftmaxProblem.of(x, out)
-    plans = dispatch.best_of_each(problem, launch.device_of(0)[1])
+    target = target_of(x.device)
+    plans = best_of_each(problem, target)
     assert plans
     for name, plan in plans.items():
         out.fill_(torch.nan)
-        run = launch.launcher(problem, 0, plan)
+        run = launch.launcher(problem, target, plan)
         run(x, out)
         check(out, x)
         assert untouched(storage, out), name

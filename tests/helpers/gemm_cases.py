@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.common import nvfp4
+from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.moe.activations import activate, intermediate_scale_of
 from warpspec.moe.operands import (
-    PITCH_ALIGNMENT,
     PreparedWeights,
     QuantizedRows,
     deinterleave,
@@ -182,5 +182,5 @@ def check_quantized(case, inputs, out: QuantizedRows, wanted) -> float:
         if len(theirs):
             worst = max(worst, relative(mine, theirs))
     assert worst <= QUANTIZED_TOLERANCE, worst
-    assert out.data.shape[1] % PITCH_ALIGNMENT == 0
+    assert out.data.shape[1] % TMA_ALIGNMENT == 0
     return worst

@@ -9,9 +9,11 @@ import torch
 from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
 
 from warpspec.common import compile, pipeline
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
 from warpspec.common.nvfp4 import unswizzle_scales
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave
-from warpspec.moe.sm100 import GemmConfig, grouped_gemm, kernel, plan
+from warpspec.moe.sm100 import GemmConfig, choose_config, grouped_gemm, kernel
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED
 from warpspec.sim import SimError
 
@@ -33,7 +35,7 @@ def launch(case: GemmCase, inputs, shape, seed=0, groups=3):
     """(report, result): the kernel run into a result full of NaN."""
     out = poisoned_out(case)
     options = dict(epilogue=case.epilogue, limit=case.limit, out_scale=inputs.out_scale)
-    testing = dict(run="sim", shape=shape, groups=groups, seed=seed)
+    testing = dict(shape=shape, groups=groups, seed=seed)
     return grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, **options, **testing), out
 
 
@@ -237,7 +239,7 @@ def bad(**change):
     arguments = dict(
         a=inputs.a, w=inputs.w, offsets=inputs.offsets, out=poisoned_out(case), epilogue=case.epilogue
     )
-    arguments |= dict(limit=case.limit, out_scale=inputs.out_scale, run="sim")
+    arguments |= dict(limit=case.limit, out_scale=inputs.out_scale)
     for name, value in change.items():
         arguments[name] = value(arguments) if callable(value) else value
     return arguments
@@ -257,7 +259,7 @@ NVFP4 = dict(case=dict(epilogue="swiglu", out="nvfp4"))
 @pytest.mark.parametrize(
     "error, message, change",
     [
-        (ValueError, "run: must be", dict(run="gpu")),
+        (UnsupportedProblem, "grouped_gemm: sm_90a does not have", dict(target=SIMULATED["sm_90a"])),
         (ValueError, "epilogue: must be one of", dict(epilogue="relu")),
         (ValueError, "w: swiglu needs gate and up", dict(epilogue="swiglu")),
         (ValueError, "w: linear takes", dict(GATED, epilogue="linear")),
@@ -318,4 +320,4 @@ def test_operands_are_what_the_kernel_is_configured_for():
     inputs = inputs_of(case)
     assert isinstance(inputs.a, QuantizedRows) and isinstance(inputs.w, PreparedWeights)
     config = GemmConfig(SINGLE, "swiglu", has_limit=True, has_bias=True)
-    assert plan(inputs.a, inputs.w, epilogue="swiglu", limit=1.0, shape=SINGLE) == config
+    assert choose_config(inputs.a, inputs.w, epilogue="swiglu", limit=1.0, shape=SINGLE) == config

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from warpspec.common import nvfp4
 from warpspec.common.compile import resources
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
 from warpspec.moe.operands import QuantizedRows, first_atoms
 from warpspec.moe.permute import sort_tokens
-from warpspec.moe.quantize_rows import QuantizeConfig, compiled, quantize_rows
+from warpspec.moe.quantize_rows import QuantizeConfig, quantize_kernel, quantize_rows
 
 POISON = 0xA5
 
@@ -120,7 +122,7 @@ def test_rows_may_lie_apart():
 
 @pytest.mark.parametrize(("k", "choices"), [(2880, 4), (4096, 7), (7168, 7), (16384, 9)])
 def test_no_spills(k, choices):
-    for kernel in resources(compiled(QuantizeConfig(k, choices))).values():
+    for kernel in resources(quantize_kernel.compiled(QuantizeConfig(k, choices), "sm_100a")).values():
         assert kernel.local_bytes == 0 and kernel.registers <= 128
 
 
@@ -130,3 +132,11 @@ def test_empty():
         quantize_rows(torch.zeros(0, 32).bfloat16(), torch.zeros(0, 2).int(), torch.zeros(2).int(), out)
         is None
     )
+
+
+def test_an_architecture_without_the_conversion_is_refused():
+    x, ids = random_case(2, 32, 1, 2)
+    tokens, out = sort_tokens(ids, 2), poisoned(2, 32, 2)
+    with pytest.raises(UnsupportedProblem, match="sm_90a has no conversion to e2m1"):
+        quantize_rows(x, tokens.position, tokens.offsets, out, target=SIMULATED["sm_90a"])
+    assert (out.data == POISON).all()

@@ -11,9 +11,9 @@ import torch
 from gemm_cases import GemmCase, inputs_of, poisoned_out
 
 from warpspec.common.compile import resources
-from warpspec.common.tmem import TMEM_COLUMNS
-from warpspec.moe.sm100 import GemmConfig, compiled, grouped_gemm
-from warpspec.moe.sm100.config import MAX_REGISTERS, PAIR, SINGLE, SMEM_PER_CTA, SWAPPED, Shape
+from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD, MAX_SMEM_PER_CTA, TMEM_COLUMNS
+from warpspec.moe.sm100 import GemmConfig, gemm_kernel, grouped_gemm
+from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, Shape
 from warpspec.moe.sm100.plan import (
     SHAPES,
     choose_shape,
@@ -23,6 +23,7 @@ from warpspec.moe.sm100.plan import (
     tile_bound,
 )
 
+ARCH = "sm_100a"
 ROOT = Path(__file__).parents[2]
 KINDS = [
     dict(),
@@ -49,12 +50,15 @@ def label(config):
 
 
 def check_resources(config):
-    (kernel,) = resources(compiled(config)).values()
+    (kernel,) = resources(gemm_kernel.compiled(config, ARCH)).values()
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
     assert kernel.required_threads == (config.threads, 1, 1)
-    assert kernel.registers <= MAX_REGISTERS
+    assert kernel.registers <= MAX_REGISTERS_PER_THREAD
     assert kernel.static_smem == 0
-    assert config.smem_bytes <= SMEM_PER_CTA and config.tmem_columns <= config.tmem_allocation <= TMEM_COLUMNS
+    assert (
+        config.smem_bytes <= MAX_SMEM_PER_CTA
+        and config.tmem_columns <= config.tmem_allocation <= TMEM_COLUMNS
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS[5::31], ids=label)
@@ -71,7 +75,7 @@ def test_every_configuration_compiles_without_spills(config):
 def test_the_native_launch_is_the_same_kernel():
     """As it is called on CUDA tensors: another host function around the same machine code."""
     config = GemmConfig(PAIR, "swiglu", "nvfp4", has_limit=True)
-    native, simulated = compiled(config, native=True), compiled(config)
+    native, simulated = gemm_kernel.compiled(config, ARCH, native=True), gemm_kernel.compiled(config, ARCH)
     (kernel,), (same,) = resources(native).values(), resources(simulated).values()
     assert kernel == same
     assert callable(native)
@@ -80,7 +84,7 @@ def test_the_native_launch_is_the_same_kernel():
 @pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
 def test_instructions_are_those_of_the_design(shape):
     config = GemmConfig(shape, "swiglu", "nvfp4", has_limit=True)
-    ptx = compiled(config).artifacts.PTX
+    ptx = gemm_kernel.compiled(config, ARCH).artifacts.PTX
     group = f"cta_group::{config.ctas}"
     mma = re.findall(r"tcgen05\.mma\.\S+", ptx)
     assert len(mma) == 4
@@ -96,7 +100,7 @@ def test_budgets_are_asserted():
     for shape in SHAPES:
         config = GemmConfig(shape)
         assert config.smem_bytes == sum(size for _, size, _ in config.smem_regions)
-        assert SMEM_PER_CTA - config.smem_bytes < config.stage_bytes, "a further stage fits"
+        assert MAX_SMEM_PER_CTA - config.smem_bytes < config.stage_bytes, "a further stage fits"
     with pytest.raises(AssertionError):
         GemmConfig(Shape(swapped=False, tile_n=100))
     with pytest.raises(AssertionError):
@@ -154,9 +158,7 @@ def test_estimate_is_what_the_simulator_counts(shape):
     """One expert, so that expected tiles are the tiles: bytes that TMA brings and multiplications."""
     case = GemmCase("", (300,), k=320, width=512)
     inputs = inputs_of(case)
-    report = grouped_gemm(
-        inputs.a, inputs.w, inputs.offsets, poisoned_out(case), run="sim", shape=shape, groups=2
-    )
+    report = grouped_gemm(inputs.a, inputs.w, inputs.offsets, poisoned_out(case), shape=shape, groups=2)
     (launch,) = report.launches
     found = estimate(shape, case.rows, 1, case.width, case.k)
     assert launch.tma_bytes_loaded == found.loaded_bytes

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from warpspec.common.compile import resources
+from warpspec.common.launch import SIMULATED
 from warpspec.moe.permute import sort_tokens
-from warpspec.moe.unpermute import compiled, unpermute
+from warpspec.moe.unpermute import unpermute, unpermute_kernel
 
 ARCHS = ("sm_100a", "sm_90a")
 
@@ -44,14 +45,14 @@ def expected(rows, s, weights):
 def test_against_definition(arch, tokens, width, choices):
     rows, s, weights = case(tokens, width, choices, 6)
     out = torch.full((tokens, width), torch.nan, dtype=torch.bfloat16)
-    report = unpermute(rows, s.position, weights, out, arch=arch)
+    report = unpermute(rows, s.position, weights, out, target=SIMULATED[arch])
     exact = expected(rows, s, weights)
     # fp32 sums, then one rounding to bf16
     assert (out.double() - exact).abs().le(exact.abs() * 2**-8 * 1.01 + 1e-5).all()
     assert not out[tokens // 2].any()
     assert all(launch.local_bytes == 0 for launch in report.launches)
     again = torch.full_like(out, torch.nan)
-    unpermute(rows, s.position, weights, again, arch=arch)
+    unpermute(rows, s.position, weights, again, target=SIMULATED[arch])
     assert torch.equal(again, out)
 
 
@@ -89,5 +90,5 @@ def test_rows_apart_and_empty():
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("choices", [4, 9])
 def test_no_spills(arch, choices):
-    for kernel in resources(compiled(choices, arch)).values():
+    for kernel in resources(unpermute_kernel.compiled(choices, arch)).values():
         assert kernel.local_bytes == 0 and kernel.registers <= 128

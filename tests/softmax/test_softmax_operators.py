@@ -1,4 +1,6 @@
-"""softmax as a torch operator, its arguments, and the dispatcher's choices: nothing here runs a kernel."""
+"""softmax as a torch operator, its arguments, and the choice of a plan: nothing here runs a kernel."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,12 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.common import repeated
-from warpspec.common.dispatch import BACKEND_VARIABLE
+from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.softmax import dispatch, ops, softmax
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, MIB
+from warpspec.common.launch import Target
+from warpspec.softmax import ops, softmax
+from warpspec.softmax.plan import SMEM_BESIDE_DATA, candidates, choose_plan
 from warpspec.softmax.problem import MOST_ELEMENTS, SoftmaxProblem, as_matrix
 
-H200 = dispatch.Device(sms=132, l2_bytes=60 << 20)
+H200 = Target("sm_90a", None, sm_count=132, l2_bytes=60 * MIB)
 REFERENCE = {"backend": "reference"}
 
 
@@ -159,11 +164,11 @@ class TestOperator:
         assert any("warpspec.softmax" in name for name in watch.seen)
 
 
-class TestDispatcher:
+class TestPlan:
     def test_a_split_is_not_larger_than_the_gpu(self):
         for sms in (1, 2, 7, 132):
             problem = SoftmaxProblem(3, 2**25, "float32")
-            assert dispatch.candidates(problem, dispatch.Device(sms, 1 << 20))
+            assert candidates(problem, replace(H200, sm_count=sms, l2_bytes=1 * MIB))
 
     @given(
         rows=st.one_of(st.integers(1, 40), st.integers(1, 2**20)),
@@ -176,7 +181,7 @@ class TestDispatcher:
         width = 4 if dtype == "float32" else 2
         problem = SoftmaxProblem(rows, length, dtype, aligned and length * width % 16 == 0)
         vectors = length * width // 16
-        plans = dispatch.candidates(problem, dispatch.Device(sms, 60 << 20))
+        plans = candidates(problem, replace(H200, sm_count=sms))
         assert plans
         for plan in plans:
             config = plan.config
@@ -186,11 +191,11 @@ class TestDispatcher:
                 assert config.threads <= 1024
             if plan.strategy == "staged":
                 assert vectors <= config.share * config.cluster
-                assert config.share * 16 <= dispatch.SMEM_PER_SM and config.threads <= 1024
+                assert config.share * 16 <= MAX_SMEM_PER_CTA and config.threads <= 1024
             if plan.strategy == "split":  # all CTAs at once, or they would wait for ever
                 assert plan.groups * plan.group <= sms
             if plan.strategy in ("split", "resident"):
-                assert config.smem_bytes <= dispatch.SMEM_PER_SM - dispatch.SMEM_PER_CTA
+                assert config.smem_bytes <= MAX_SMEM_PER_CTA - SMEM_BESIDE_DATA
 
     @pytest.mark.parametrize(
         "rows, length, strategy",
@@ -205,7 +210,7 @@ class TestDispatcher:
     )
     def test_strategies_by_shape(self, rows, length, strategy):
         problem = SoftmaxProblem(rows, length, "bfloat16", length % 8 == 0)
-        assert dispatch.choose(problem, H200).strategy == strategy
+        assert choose_plan(problem, H200).strategy == strategy
 
 
 class TestShortWay:

@@ -1,21 +1,24 @@
 """Every strategy of the row softmax, as compiled for both architectures, in the simulator."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from softmax_cases import check, logits, matrix, untouched
 
-from warpspec import sim
 from warpspec.common.compile import resources
-from warpspec.softmax import dispatch, launch
-from warpspec.softmax.dispatch import Plan
+from warpspec.common.hardware import MIB, REGISTER_STEP
+from warpspec.common.launch import SIMULATED
+from warpspec.softmax import launch
+from warpspec.softmax.plan import Plan, best_of_each, rows_registers
 from warpspec.softmax.problem import SoftmaxProblem
 from warpspec.softmax.resident import ResidentConfig
 from warpspec.softmax.rows import RowsConfig
 from warpspec.softmax.staged import StagedConfig
 from warpspec.softmax.two_pass import TwoPassConfig
 
+H200 = dataclasses.replace(SIMULATED["sm_90a"], sm_count=132, l2_bytes=60 * MIB)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAMES = {FP32: "float32", FP16: "float16", BF16: "bfloat16"}
 
@@ -35,12 +38,16 @@ STRATEGIES = {
 }
 
 
-def run(name, x, out, arch):
+def target(arch):
+    return dataclasses.replace(launch.SIMULATED, arch=arch)
+
+
+def run(name, x, out, arch, seed=0):
     """The strategy of that name on x and out, aligned or not as they are."""
     make, groups, group, _, _ = STRATEGIES[name]
     problem = SoftmaxProblem.of(x, out)
     config = make(problem.dtype, not problem.aligned, problem.store_bytes)
-    return config, launch.run_sim(x, out, Plan(name, config, groups, group, 0.0), arch)
+    return config, launch.run_sim(x, out, Plan(name, config, groups, group, 0.0), target(arch), seed=seed)
 
 
 def case(name, dtype, *, aligned, seed=0, shorten=0):
@@ -62,7 +69,9 @@ def test_strategy(name, arch, dtype, aligned):
     config, report = run(name, x, out, arch)
     check(out, x)
     assert untouched(storage, out) and torch.equal(x, before)
-    assert all(kernel.local_bytes == 0 for kernel in resources(launch.compiled(config, arch, False)).values())
+    assert all(
+        kernel.local_bytes == 0 for kernel in resources(launch.softmax_kernel.compiled(config, arch)).values()
+    )
     assert len(report.launches) == 1
 
 
@@ -171,17 +180,13 @@ def test_out_lies_otherwise_than_x(name, shift, store_bytes, length):
 def test_bitwise_repeatable_however_ctas_interleave(name):
     x, _, out = case(name, FP32, aligned=False)
     run(name, x, out, "sm_90a")
-    make, groups, group, _, _ = STRATEGIES[name]
-    config = make("float32", True, 16)
-    kernel = launch.compiled(config, "sm_90a", False)
     for seed in (1, 2):
         _, again = matrix(*out.shape, out.dtype, offset=3)
-        extra = (launch.new_workspace(1 + 8 * group, x.device), groups, group) if group else ()
-        sim.run(kernel, x, again, *extra, None, seed=seed)
+        run(name, x, again, "sm_90a", seed)
         assert torch.equal(again, out)
 
 
-def test_chosen_by_the_dispatcher():
+def test_chosen_strategies():
     """The public function on CPU tensors, shapes that fall to different strategies, N-dimensional and strided."""
     from warpspec.softmax import softmax
 
@@ -197,12 +202,12 @@ def test_chosen_by_the_dispatcher():
 
 @pytest.mark.parametrize("edges", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_dispatcher_knows_what_registers_rows_take(dtype, edges):
+def test_the_plan_knows_what_registers_rows_take(dtype, edges):
     """As compiled for sm_90a: with fewer in its model, it expects CTAs beside each other that do not fit."""
     for lanes, rows, cluster, vectors in ((32, 4, 1, 2), (256, 1, 1, 3), (512, 1, 4, 4)):
         config = RowsConfig(dtype, lanes, rows, cluster, vectors, edges)
-        (kernel,) = resources(launch.compiled(config, "sm_90a", False)).values()
-        assert abs(dispatch.rows_registers(config) - kernel.registers) <= dispatch.REGISTERS_STEP, config
+        (kernel,) = resources(launch.softmax_kernel.compiled(config, "sm_90a")).values()
+        assert abs(rows_registers(config) - kernel.registers) <= REGISTER_STEP, config
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -215,19 +220,18 @@ def test_the_dispatcher_knows_what_registers_rows_take(dtype, edges):
     ],
 )
 def test_large_clusters_of_many_warps_do_not_spill(arch, config):
-    (kernel,) = resources(launch.compiled(config, arch, False)).values()
+    (kernel,) = resources(launch.softmax_kernel.compiled(config, arch)).values()
     assert kernel.local_bytes == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_nothing_the_dispatcher_likes_spills(arch, dtype):
+def test_nothing_that_may_be_chosen_spills(arch, dtype):
     """Every strategy's best configuration at shapes of every kind."""
-    device = dispatch.Device(sms=132, l2_bytes=60 << 20)
     shapes = ((128, 1024), (2048, 8192), (8192, 50257), (4096, 131072), (4, 65536), (15, 371627), (4, 2**25))
     for rows, length in shapes:
         problem = SoftmaxProblem(rows, length, dtype, length % 8 == 0)
-        for plan in dispatch.best_of_each(problem, device).values():
-            (kernel,) = resources(launch.compiled(plan.config, arch, False)).values()
+        for plan in best_of_each(problem, H200).values():
+            (kernel,) = resources(launch.softmax_kernel.compiled(plan.config, arch)).values()
             assert kernel.local_bytes == 0, plan

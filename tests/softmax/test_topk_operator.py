@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import MAX_SMEM_PER_CTA
 from warpspec.softmax.topk import ops, reference, softmax_topk
-from warpspec.softmax.topk.choose import choose
-from warpspec.softmax.topk.config import K_LIMIT, LENGTH_LIMIT, SMEM_PER_CTA
+from warpspec.softmax.topk.config import K_LIMIT, LENGTH_LIMIT
+from warpspec.softmax.topk.plan import choose_config
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,8 @@ def test_gradients_raise():
 def test_there_is_a_kernel_for_every_problem(rows, length, k, dtype, edges, sm_count):
     """The configuration's own checks pass, shared memory suffices, and a row that is held fits."""
     k = min(k, length)
-    config = choose(rows, length, k, dtype, edges, False, sm_count)
-    assert config.smem_bytes <= SMEM_PER_CTA
+    config = choose_config(rows, length, k, dtype, edges, False, sm_count)
+    assert config.smem_bytes <= MAX_SMEM_PER_CTA
     assert config.threads <= 1024
     if config.held:
         assert length <= config.capacity * config.per_vector
@@ -133,7 +134,7 @@ def test_there_is_a_kernel_for_every_problem(rows, length, k, dtype, edges, sm_c
 def test_a_call_like_an_earlier_one_skips_the_checks_and_no_other_does(monkeypatch):
     """With a kernel that stands in for the GPU's."""
     monkeypatch.delenv("WARPSPEC_BACKEND", raising=False)
-    monkeypatch.setattr(ops, "_plans", ops.Remembered())
+    monkeypatch.setattr(ops, "_calls", ops.Remembered())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index that CPU tensors give
     launched = []
     memory = cases.random_rows(1, 200)[0]
@@ -146,7 +147,8 @@ def test_a_call_like_an_earlier_one_skips_the_checks_and_no_other_does(monkeypat
 
     assert ops.run_again(logits, 2, False) is None
     like = [ops.empty_like_without_memory(tensor) for tensor in ops.new_outputs(logits, 2)]
-    ops._plans.remember(ops._key(logits, 2, False), ops.Plan(kernel, -1, *like, ((12, 5), (5, 1))))
+    call = ops.RememberedCall(kernel, -1, *like, ((12, 5), (5, 1)))
+    ops._calls.remember(ops._key(logits, 2, False), call)
     probs, indices = ops.run_again(logits, 2, False)
     cases.judge(probs.view(12, 2), indices.view(12, 2), logits.view(12, 5), 2)
     assert launched == [((12, 5), (12, 2))]

@@ -4,12 +4,12 @@ import pytest
 import topk_cases as cases
 import torch
 
-from warpspec import sim
 from warpspec.common.compile import resources
+from warpspec.common.launch import SIMULATED
 from warpspec.softmax.topk import softmax_topk
-from warpspec.softmax.topk.choose import choose
 from warpspec.softmax.topk.config import HELD_MOST_K, TopkConfig, smallest_capacity
-from warpspec.softmax.topk.launch import compiled
+from warpspec.softmax.topk.launch import topk_kernel
+from warpspec.softmax.topk.plan import choose_config
 
 ARCHS = ("sm_90a", "sm_100a")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +24,7 @@ def run(config, logits, k, arch="sm_90a", seed=0):
     """(probs, indices) of the kernel on logits (ROW, COLUMN); outputs poisoned before."""
     probs = torch.full((logits.shape[0], k), torch.nan)
     indices = torch.full((logits.shape[0], k), POISON_INDEX, dtype=torch.int32)
-    sim.run(compiled(config, arch), logits, probs, indices, None, seed=seed)
+    topk_kernel.run(config, SIMULATED[arch], logits, probs, indices, seed=seed)
     return probs, indices
 
 
@@ -176,7 +176,7 @@ def test_rows_without_edges(way):
 def chosen(dtypes, ks, renormalize):
     """Configurations that ``choose`` chooses, for problems of every kind."""
     return {
-        choose(rows, length, k, str(dtype).removeprefix("torch."), edges, renormalize, 132)
+        choose_config(rows, length, k, str(dtype).removeprefix("torch."), edges, renormalize, 132)
         for rows in (1, 64, 1000, 20000)
         for length in (100, 400, 3000, 20000, 200000)
         for edges in (False, True)
@@ -188,7 +188,7 @@ def chosen(dtypes, ks, renormalize):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nothing_spills(arch):
     for config in sorted(chosen([torch.float32], [8], False), key=repr)[::9]:
-        (kernel,) = resources(compiled(config, arch)).values()
+        (kernel,) = resources(topk_kernel.compiled(config, arch)).values()
         assert kernel.local_bytes == 0, config
 
 
@@ -196,7 +196,7 @@ def test_registers_are_as_many_as_asked_for():
     """An SM gives them to as many warps in each of its quarters: more CTAs than that have fewer, and spill."""
     for fields in (WAYS["a warp a CTA"], dict(warps=2, cluster=8, unroll=4)):
         config = config_of(torch.float16, 9, **fields)
-        (kernel,) = resources(compiled(config, "sm_90a")).values()
+        (kernel,) = resources(topk_kernel.compiled(config, "sm_90a")).values()
         assert kernel.local_bytes == 0, config
 
 
@@ -205,7 +205,7 @@ def test_registers_are_as_many_as_asked_for():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nothing_spills_in_any_kernel(arch, dtype):
     for config in chosen([dtype], [5, 16, 32, 128], False) | chosen([dtype], [8, 64], True):
-        (kernel,) = resources(compiled(config, arch)).values()
+        (kernel,) = resources(topk_kernel.compiled(config, arch)).values()
         assert kernel.local_bytes == 0, config
 
 
@@ -223,5 +223,5 @@ def test_long_rows(arch, dtype):
     """Every configuration that ``choose`` chooses for these. 2**20 columns run on a GPU only: an hour here."""
     for rows, length, k in ((1, 2**17, 128), (2, 129280, 8), (3, 50257, 10), (9, 4096, 64)):
         logits = cases.random_rows(rows, length, dtype)
-        config = choose(rows, length, k, str(dtype).removeprefix("torch."), True, False, 132)
+        config = choose_config(rows, length, k, str(dtype).removeprefix("torch."), True, False, 132)
         cases.judge(*run(config, logits, k, arch), logits, k)

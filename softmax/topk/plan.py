@@ -11,16 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.topk.config import (
     HELD_ELEMENTS,
     HELD_MOST_K,
     MAX_CLUSTER,
     MAX_WARPS,
-    WARP,
     TopkConfig,
     smallest_capacity,
 )
-from warpspec.softmax.vectors import VECTOR_BYTES
 
 BYTES_PER_SM = 32.2e3  # a microsecond
 WARP_INSTRUCTIONS_PER_SM = 7020  # a microsecond: 4 a clock
@@ -30,13 +29,13 @@ HELD_WARP = 450  # instructions of a warp, whatever it holds
 HELD_ELEMENT = 7  # instructions a lane's element
 HELD_EXPOSED = 0.6  # of the instructions
 HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
-HELD_WARPS = 0.5  # exchange between the warps of a row
+HELD_WARPS = 0.5  # a reduction over the warps of a row
 
 STREAM_LAUNCH = 3.0
 STREAM_WARP = 120  # instructions of a warp for its candidates
 STREAM_CANDIDATE = 60  # and for each of k
 STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
-CLUSTER_STEP = 0.3  # exchange in a cluster, for every doubling
+CLUSTER_STEP = 0.3  # a reduction over a cluster, for every doubling
 CLUSTER_CTAS = 440  # started a microsecond
 LONGEST_UNROLL = 4  # of a stream
 LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}  # of a row, with the largest k that they do for
@@ -46,14 +45,14 @@ STREAM_ROWS = 4  # of a CTA, where a warp has a row to itself
 
 
 @lru_cache(maxsize=4096)
-def choose(
+def choose_config(
     rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
 ) -> TopkConfig:
     """The kernel for ``rows`` rows of ``length`` logits on a device of ``sm_count`` SMs."""
-    return timed_ways(rows, length, k, dtype, edges, renormalize, sm_count)[0][1]
+    return timed_configs(rows, length, k, dtype, edges, renormalize, sm_count)[0][1]
 
 
-def timed_ways(
+def timed_configs(
     rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
 ) -> list[tuple[float, TopkConfig]]:
     """Every way to divide the rows, with the time that the model gives it; the shortest first."""
@@ -75,7 +74,7 @@ def timed_ways(
 def held(base: TopkConfig, rows: int, length: int, k: int):
     """Configurations that hold the row."""
     vectors = -(-length // base.per_vector)
-    for lanes, warps in ((8, 1), (16, 1), (WARP, 1), (WARP, 2), (WARP, 4)):
+    for lanes, warps in ((8, 1), (16, 1), (WARP_THREADS, 1), (WARP_THREADS, 2), (WARP_THREADS, 4)):
         unroll = -(-vectors // (lanes * warps))
         if unroll > HELD_ELEMENTS // base.per_vector or k > HELD_MOST_K[lanes]:
             continue
@@ -88,10 +87,10 @@ def held(base: TopkConfig, rows: int, length: int, k: int):
 
 def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:
     instructions = HELD_WARP + HELD_ELEMENT * config.unroll * config.per_vector
-    warps = -(-rows * config.lanes // WARP) * config.warps
+    warps = -(-rows * config.lanes // WARP_THREADS) * config.warps
     exposed = HELD_EXPOSED * warps * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
-    exchange = HELD_WARPS if config.warps > 1 else 0.0
-    return HELD_LAUNCH + exposed + HELD_INSTRUCTION * instructions + exchange
+    reduction = HELD_WARPS if config.warps > 1 else 0.0
+    return HELD_LAUNCH + exposed + HELD_INSTRUCTION * instructions + reduction
 
 
 def streams(base: TopkConfig, vectors: int, k: int):
@@ -100,7 +99,7 @@ def streams(base: TopkConfig, vectors: int, k: int):
     while warps <= MAX_WARPS:
         cluster = 1
         while cluster <= MAX_CLUSTER:
-            unroll = min(LONGEST_UNROLL, -(-vectors // (warps * cluster * WARP)))
+            unroll = min(LONGEST_UNROLL, -(-vectors // (warps * cluster * WARP_THREADS)))
             per_cta = STREAM_ROWS if warps * cluster == 1 else 1
             yield replace(base, warps=warps, cluster=cluster, rows=per_cta, unroll=max(unroll, 1))
             cluster *= 2

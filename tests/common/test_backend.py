@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from warpspec.common.dispatch import resolve_backend
+from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

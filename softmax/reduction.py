@@ -1,4 +1,5 @@
-"""Joining the states of a row's parts: over the lanes of a warp, the warps of a CTA, the CTAs of a cluster.
+"""Reductions of the states of a row's parts: over the lanes of a warp, the warps of a CTA, the CTAs of a cluster or of
+the whole grid.
 
 Every thread ends up with the state of the whole row. Sums are taken in a fixed order, so results repeat bit for
 bit. ``accurate``: whether exponentials are (see online.exponential); for fp32 data. Device side.
@@ -12,23 +13,24 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.softmax.online import WARP, exponential, join, reference_of
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.softmax.online import exponential, join, reference_of
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8
 MOST_UNROLLED = (
-    8 * WARP
+    8 * WARP_THREADS
 )  # states that a warp joins without a loop: with more, kernels of large clusters spill
 
 
 def warp_maximum(value, lanes: int) -> Float32:
     """Largest of a group of ``lanes`` threads (a power of two, at most a warp); NaN is passed over."""
-    return cute.arch.warp_reduction_max(value, threads_in_group=min(lanes, WARP))
+    return cute.arch.warp_reduction_max(value, threads_in_group=min(lanes, WARP_THREADS))
 
 
 def warp_sum(value, lanes: int) -> Float32:
     """Sum over a group of ``lanes`` threads, likewise."""
-    return cute.arch.warp_reduction_sum(value, threads_in_group=min(lanes, WARP))
+    return cute.arch.warp_reduction_sum(value, threads_in_group=min(lanes, WARP_THREADS))
 
 
 def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
@@ -44,12 +46,12 @@ def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.C
     lane = cute.arch.lane_idx()
     maximum, total = read_slot(slots, lane, count)
     if cutlass.const_expr(count <= MOST_UNROLLED):
-        for first in cutlass.range_constexpr(WARP, count, WARP):
+        for first in cutlass.range_constexpr(WARP_THREADS, count, WARP_THREADS):
             maximum, total = join((maximum, total), read_slot(slots, first + lane, count), accurate)
     else:
-        for first in cutlass.range(WARP, count, WARP, unroll=1):
+        for first in cutlass.range(WARP_THREADS, count, WARP_THREADS, unroll=1):
             maximum, total = join((maximum, total), read_slot(slots, first + lane, count), accurate)
-    return warp_join((maximum, total), WARP, accurate)
+    return warp_join((maximum, total), WARP_THREADS, accurate)
 
 
 def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
@@ -76,8 +78,8 @@ def join_warps(
 
 
 @dataclass(frozen=True)
-class ClusterExchange:
-    """One exchange of states between all warps of a cluster's CTAs, through distributed shared memory.
+class ClusterReduction:
+    """One reduction over all warps of a cluster's CTAs, through distributed shared memory.
 
     slots: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every slot of this
     CTA is written. ``open`` first, ``close`` when the CTA has its states; each once.
@@ -117,17 +119,17 @@ class ClusterExchange:
 
 @cute.jit
 def join_row(
-    state: tuple, slots: cute.Tensor, exchange, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
+    state: tuple, slots: cute.Tensor, reduction, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
     """State of a row that is the whole CTA's, or cluster's, from every thread's; called by all threads, once.
 
-    slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. exchange: the ClusterExchange of these slots, opened;
+    slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the ClusterReduction of these slots, opened;
     None: no other CTA has a part of the row. warps: of a CTA.
     """
-    warp = cute.arch.thread_idx()[0] // WARP
-    state = warp_join(state, WARP, accurate)
-    if cutlass.const_expr(exchange is not None):
-        state = exchange.close(state, warp)
+    warp = cute.arch.thread_idx()[0] // WARP_THREADS
+    state = warp_join(state, WARP_THREADS, accurate)
+    if cutlass.const_expr(reduction is not None):
+        state = reduction.close(state, warp)
     else:
         by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, warps, 1)))
         state = join_warps(state, by_row, 0, warp, warps, accurate)
@@ -139,7 +141,7 @@ BUFFERS = 2  # of ClusterRounds
 
 @dataclass(frozen=True)
 class ClusterRounds:
-    """Exchanges of states between the CTAs of a cluster, one a round; any number of rounds.
+    """Reductions over the CTAs of a cluster, one a round; any number of rounds.
 
     slots: (STATE_WORDS, CTA, BUFFER) in shared memory. full: an mbarrier a buffer. Two buffers are enough: a CTA
     sends its state of round r + 2 only after it has every CTA's of round r + 1, which each sent after all its
@@ -193,7 +195,7 @@ EMPTY = -1  # a slot of the workspace that holds no state: as two floats it is (
 
 @dataclass(frozen=True)
 class GridRounds:
-    """Exchanges of states between CTAs that are all on the GPU at once, through global memory.
+    """Reductions over CTAs that are all on the GPU at once, one a round, through global memory.
 
     workspace: Int64, EMPTY everywhere before the launch and after it. Word 0 counts CTAs that have finished;
     behind it every (row, CTA of its group) has a slot, written once in a launch: a state is 8 bytes, stored and
@@ -233,7 +235,7 @@ class GridRounds:
     @cute.jit
     def collect(self, row, round_, thread) -> tuple:
         """State of the whole row, once all CTAs of the group have written theirs."""
-        warps = self.threads // WARP
+        warps = self.threads // WARP_THREADS
         state = (-Float32.inf, Float32(0.0))
         for peer in cutlass.range(thread, self.group, self.threads, unroll=1):
             word = Int64(EMPTY)
@@ -241,9 +243,9 @@ class GridRounds:
                 word = cute.arch.load(self._slot(row, peer), Int64, sem="relaxed", scope="gpu")
             maximum = cutlass.Int32(word & 0xFFFFFFFF).bitcast(Float32)
             state = join(state, (maximum, cutlass.Int32(word >> 32).bitcast(Float32)), self.accurate)
-        state = warp_join(state, WARP, self.accurate)
+        state = warp_join(state, WARP_THREADS, self.accurate)
         if cute.arch.lane_idx() == 0:
-            self.scratch[0, thread // WARP], self.scratch[1, thread // WARP] = state
+            self.scratch[0, thread // WARP_THREADS], self.scratch[1, thread // WARP_THREADS] = state
         self._synchronize()
         state = join_slots(self.scratch, warps, self.accurate)
         self._synchronize()  # before the next round writes the scratch again

@@ -3,7 +3,7 @@
 The model knows rows, length, dtype, the device's SMs and L2, and a few constants measured on an H200 (2026-11-21).
 It adds up, in microseconds:
 
-- a launch, and the exchange of states within it;
+- a launch, and the reduction of the states of a row's parts;
 - the traffic at the speed of memory. That speed takes a number of bytes under way in every SM: as many as memory
   delivers while a CTA lives (Little's law), and a CTA of a larger cluster lives longer. Clusters of small shares
   lose a little more, and so do SMs with more under way than that, or with few CTAs to take turns at loading and
@@ -19,21 +19,26 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from warpspec.softmax.problem import VECTOR_BYTES, SoftmaxProblem
+from warpspec.common.hardware import (
+    MAX_CLUSTER_CTAS,
+    MAX_CTAS_PER_SM,
+    MAX_SMEM_PER_CTA,
+    MAX_THREADS_PER_SM,
+    REGISTER_STEP,
+    REGISTERS_PER_SM,
+    VECTOR_BYTES,
+    WARP_THREADS,
+)
+from warpspec.common.launch import Target
+from warpspec.softmax.problem import SoftmaxProblem
 
-WARP = 32
-THREADS_PER_SM = 2048
-CTAS_PER_SM = 32
-REGISTERS_PER_SM = 65536
-SMEM_PER_SM = 227 * 1024  # bytes that CTAs can share out among them
-SMEM_PER_CTA = 1536  # what a CTA takes besides its data: states, barriers, the system's
-LARGEST_CLUSTER = 16
+SMEM_BESIDE_DATA = 1536  # bytes that a CTA takes besides its data: states, barriers, the system's
 
 # Measured.
 LAUNCH_US = 1.7
-WARPS_US = 0.1  # an exchange within a CTA
+WARPS_US = 0.1  # a reduction over the warps of a CTA
 STAGING_US = 0.1  # that a bulk copy takes longer than loads
-CLUSTER_US = 0.5  # within a cluster
+CLUSTER_US = 0.5  # a reduction over the CTAs of a cluster
 MEMORY_BYTES_PER_US = 4.25e6  # read and written
 SHARE_BYTES_PER_US = 22e3  # read, processed and written by one CTA
 CLUSTER_CTAS_PER_US = 440.0  # started
@@ -44,7 +49,7 @@ EXCESS_LOSS = 0.0003 / 1024  # and by this for every byte under way that is not 
 FEW_CTAS_LOSS = 0.4  # and by this over the cube of the CTAs that share an SM
 L2_USABLE = 0.4  # of the L2, for what is read again
 # Resident shares: one row after another by the same CTAs.
-ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0  # an exchange, and all that waits for it
+ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0  # a reduction, and all that waits for it
 ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
@@ -57,7 +62,6 @@ REGISTERS = {
     (False, True): (17, 10, 5),
     (False, False): (16, 9, 8),
 }
-REGISTERS_STEP = 8
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (2, 4, 6, 7), 40
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
@@ -65,8 +69,11 @@ TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
 @dataclass(frozen=True)
 class Plan:
-    """strategy: name of it. config: of its kernel. groups, group: how many groups of how many CTAs (resident
-    shares only). microseconds: predicted."""
+    """How one problem is computed.
+
+    strategy: its name. config: of its kernel. groups, group: how many groups of how many CTAs there are (resident
+    shares only). microseconds: the predicted time.
+    """
 
     strategy: str
     config: object
@@ -75,37 +82,29 @@ class Plan:
     microseconds: float
 
 
-@dataclass(frozen=True)
-class Device:
-    """sms: number of SMs. l2_bytes: size of the L2."""
-
-    sms: int
-    l2_bytes: int
-
-
 @functools.lru_cache(maxsize=4096)
-def choose(problem: SoftmaxProblem, device: Device) -> Plan:
+def choose_plan(problem: SoftmaxProblem, target: Target) -> Plan:
     """The candidate of least predicted time; the first of equals."""
-    return min(candidates(problem, device), key=lambda plan: plan.microseconds)
+    return min(candidates(problem, target), key=lambda plan: plan.microseconds)
 
 
-def best_of_each(problem: SoftmaxProblem, device: Device) -> dict[str, Plan]:
+def best_of_each(problem: SoftmaxProblem, target: Target) -> dict[str, Plan]:
     """Every strategy that can run the problem, configured as the model likes it best."""
     best: dict[str, Plan] = {}
-    for plan in candidates(problem, device):
+    for plan in candidates(problem, target):
         if plan.strategy not in best or plan.microseconds < best[plan.strategy].microseconds:
             best[plan.strategy] = plan
     return best
 
 
-def candidates(problem: SoftmaxProblem, device: Device) -> list[Plan]:
+def candidates(problem: SoftmaxProblem, target: Target) -> list[Plan]:
     """All plans that can run the problem; at least one."""
     return [
-        *_rows(problem, device),
-        *_staged(problem, device),
-        *_resident(problem, device),
-        *_split(problem, device),
-        *_two_pass(problem, device),
+        *_rows(problem, target),
+        *_staged(problem, target),
+        *_resident(problem, target),
+        *_split(problem, target),
+        *_two_pass(problem, target),
     ]
 
 
@@ -115,13 +114,13 @@ def _vectors(problem: SoftmaxProblem) -> int:
 
 
 def _clusters() -> tuple[int, ...]:
-    return tuple(2**i for i in range(LARGEST_CLUSTER.bit_length()))
+    return tuple(2**i for i in range(MAX_CLUSTER_CTAS.bit_length()))
 
 
-def _memory_us(problem, device, *, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
+def _memory_us(problem, target, *, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
     """Time of the traffic. under_way: bytes that an SM waits for at once. reread: of x, read again from memory."""
     life = LIFE_US + share_bytes / SHARE_BYTES_PER_US + CLUSTER_LIFE_US * (cluster.bit_length() - 1)
-    needed = life * MEMORY_BYTES_PER_US / 2 / device.sms
+    needed = life * MEMORY_BYTES_PER_US / 2 / target.sm_count
     microseconds = problem.bytes * (1 + reread / 2) / MEMORY_BYTES_PER_US
     scarcity = needed / under_way
     if scarcity > 1:
@@ -131,14 +130,14 @@ def _memory_us(problem, device, *, share_bytes, occupancy, under_way, cluster, r
 
 
 def _one_row_a_cta_us(
-    problem, device, *, ctas, share_bytes, occupancy, under_way, cluster, batch=None, reread=0.0, extra=0.0
+    problem, target, *, ctas, share_bytes, occupancy, under_way, cluster, batch=None, reread=0.0, extra=0.0
 ) -> float:
     """Launches whose CTAs each take one share of one row. batch: bytes that a CTA loads at a time, where it is not
     the whole share; it then does so twice. extra: microseconds."""
     passes = 1 if batch is None else 2
     memory = _memory_us(
         problem,
-        device,
+        target,
         share_bytes=share_bytes if batch is None else min(share_bytes, batch),
         occupancy=occupancy,
         under_way=under_way,
@@ -147,19 +146,19 @@ def _one_row_a_cta_us(
     )
     if cluster > 1:
         memory = max(memory, ctas / CLUSTER_CTAS_PER_US)
-    alone = -(-ctas // device.sms) if occupancy == 1 else 1
-    exchange = CLUSTER_US if cluster > 1 else WARPS_US
-    return LAUNCH_US + extra + exchange + memory + alone * passes * share_bytes / SHARE_BYTES_PER_US
+    alone = -(-ctas // target.sm_count) if occupancy == 1 else 1
+    reduction = CLUSTER_US if cluster > 1 else WARPS_US
+    return LAUNCH_US + extra + reduction + memory + alone * passes * share_bytes / SHARE_BYTES_PER_US
 
 
 def rows_registers(config) -> int:
     """Registers that a thread of a ``RowsConfig`` takes."""
-    some, for_each, for_edges = REGISTERS[config.dtype == "float32", config.lanes > WARP]
+    some, for_each, for_edges = REGISTERS[config.dtype == "float32", config.lanes > WARP_THREADS]
     registers = some + for_each * config.vectors + (for_edges if config.edges else 0)
-    return -(-registers // REGISTERS_STEP) * REGISTERS_STEP
+    return -(-registers // REGISTER_STEP) * REGISTER_STEP
 
 
-def _rows(problem: SoftmaxProblem, device: Device):
+def _rows(problem: SoftmaxProblem, target: Target):
     from warpspec.softmax.rows import RowsConfig
     from warpspec.softmax.vectors import elements
 
@@ -167,25 +166,25 @@ def _rows(problem: SoftmaxProblem, device: Device):
     for cluster in _clusters():
         for lanes in (4, 8, 16, 32, 64, 128, 256, 512):
             each = -(-vectors // (lanes * cluster))
-            if each > ROWS_MOST_VECTORS or (cluster > 1 and lanes < 2 * WARP):
+            if each > ROWS_MOST_VECTORS or (cluster > 1 and lanes < 2 * WARP_THREADS):
                 continue
             if not problem.aligned and lanes < 2 * elements(problem.dtype):
                 continue
-            rows = max(1, 4 * WARP // lanes) if cluster == 1 else 1
-            while lanes * rows > WARP and rows > 1 and problem.rows < rows * device.sms:
+            rows = max(1, 4 * WARP_THREADS // lanes) if cluster == 1 else 1
+            while lanes * rows > WARP_THREADS and rows > 1 and problem.rows < rows * target.sm_count:
                 rows //= 2
             config = RowsConfig(
                 problem.dtype, lanes, rows, cluster, each, not problem.aligned, 1, problem.store_bytes
             )
             by_registers = REGISTERS_PER_SM // (rows_registers(config) * config.threads)
-            occupancy = min(CTAS_PER_SM, THREADS_PER_SM // config.threads, by_registers)
+            occupancy = min(MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // config.threads, by_registers)
             if occupancy == 0:
                 continue
             ctas = -(-problem.rows // rows) * cluster
             share = -(-vectors // cluster) * rows * VECTOR_BYTES
             microseconds = _one_row_a_cta_us(
                 problem,
-                device,
+                target,
                 ctas=ctas,
                 share_bytes=share,
                 occupancy=occupancy,
@@ -195,7 +194,7 @@ def _rows(problem: SoftmaxProblem, device: Device):
             yield Plan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
 
 
-def _staged(problem: SoftmaxProblem, device: Device):
+def _staged(problem: SoftmaxProblem, target: Target):
     from warpspec.softmax.staged import StagedConfig
 
     vectors = _vectors(problem)
@@ -203,13 +202,13 @@ def _staged(problem: SoftmaxProblem, device: Device):
     for cluster in _clusters():
         share = -(-vectors // cluster)
         for wanted in STAGED_VECTORS:
-            threads = min(most, max(fewest, -(-share // (wanted * WARP)) * WARP))
+            threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
-            smem = threads * each * VECTOR_BYTES + SMEM_PER_CTA
-            if each > STAGED_VECTORS[-1] or smem > SMEM_PER_SM or (cluster > 1 and share < fewest):
+            smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
+            if each > STAGED_VECTORS[-1] or smem > MAX_SMEM_PER_CTA or (cluster > 1 and share < fewest):
                 continue
             occupancy = min(
-                CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), SMEM_PER_SM // smem
+                MAX_CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), MAX_SMEM_PER_CTA // smem
             )
             config = StagedConfig(
                 problem.dtype, threads, cluster, each, not problem.aligned, occupancy, problem.store_bytes
@@ -217,7 +216,7 @@ def _staged(problem: SoftmaxProblem, device: Device):
             ctas = problem.rows * cluster
             microseconds = _one_row_a_cta_us(
                 problem,
-                device,
+                target,
                 ctas=ctas,
                 share_bytes=share * VECTOR_BYTES,
                 occupancy=occupancy,
@@ -228,7 +227,7 @@ def _staged(problem: SoftmaxProblem, device: Device):
             yield Plan("staged", config, 0, 0, microseconds)
 
 
-def _in_rounds(problem, device, strategy, cluster, groups, group, round_us):
+def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
     """Plan for resident shares: groups of CTAs that take one row after another."""
     from warpspec.softmax.resident import ResidentConfig
 
@@ -244,10 +243,10 @@ def _in_rounds(problem, device, strategy, cluster, groups, group, round_us):
     )
     share = -(-_vectors(problem) // group)
     rest = max(0, share - config.capacity)  # read twice
-    fits = min(1.0, L2_USABLE * device.l2_bytes / max(1, rest * VECTOR_BYTES * groups * group))
+    fits = min(1.0, L2_USABLE * target.l2_bytes / max(1, rest * VECTOR_BYTES * groups * group))
     memory = _memory_us(
         problem,
-        device,
+        target,
         share_bytes=share * VECTOR_BYTES,
         occupancy=config.resident,  # chunks take turns, as CTAs do elsewhere
         under_way=config.smem_bytes,
@@ -262,22 +261,22 @@ def _in_rounds(problem, device, strategy, cluster, groups, group, round_us):
     return Plan(strategy, config, groups, group, microseconds)
 
 
-def _resident(problem: SoftmaxProblem, device: Device):
+def _resident(problem: SoftmaxProblem, target: Target):
     for cluster in _clusters()[1:]:
-        if cluster <= device.sms and _vectors(problem) >= cluster * RESIDENT_THREADS:
+        if cluster <= target.sm_count and _vectors(problem) >= cluster * RESIDENT_THREADS:
             # Not every SM finds a cluster: those of a processing cluster (16 or 18 on an H200) do not always divide.
-            groups = min(problem.rows, max(1, device.sms * 7 // (8 * cluster)))
-            yield _in_rounds(problem, device, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
+            groups = min(problem.rows, max(1, target.sm_count * 7 // (8 * cluster)))
+            yield _in_rounds(problem, target, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
 
 
-def _split(problem: SoftmaxProblem, device: Device):
+def _split(problem: SoftmaxProblem, target: Target):
     for groups in (1, 2, 4, 8):
-        group = max(1, device.sms // groups)
-        if groups <= min(problem.rows, device.sms) and _vectors(problem) >= group * RESIDENT_THREADS:
-            yield _in_rounds(problem, device, "split", 0, groups, group, ROUND_GRID_US)
+        group = max(1, target.sm_count // groups)
+        if groups <= min(problem.rows, target.sm_count) and _vectors(problem) >= group * RESIDENT_THREADS:
+            yield _in_rounds(problem, target, "split", 0, groups, group, ROUND_GRID_US)
 
 
-def _two_pass(problem: SoftmaxProblem, device: Device):
+def _two_pass(problem: SoftmaxProblem, target: Target):
     from warpspec.softmax.two_pass import TwoPassConfig
 
     for cluster in _clusters()[:-1]:
@@ -288,16 +287,16 @@ def _two_pass(problem: SoftmaxProblem, device: Device):
             problem.dtype, TWO_PASS_THREADS, cluster, not problem.aligned, problem.store_bytes
         )
         batch = TWO_PASS_THREADS * TWO_PASS_UNROLL * VECTOR_BYTES
-        between = min(ctas, device.sms * occupancy) * share  # read once and not yet twice
+        between = min(ctas, target.sm_count * occupancy) * share  # read once and not yet twice
         microseconds = _one_row_a_cta_us(
             problem,
-            device,
+            target,
             ctas=ctas,
             share_bytes=share,
             occupancy=occupancy,
             under_way=occupancy * min(share, batch),
             cluster=cluster,
             batch=batch,
-            reread=1 - min(1.0, L2_USABLE * device.l2_bytes / between),
+            reread=1 - min(1.0, L2_USABLE * target.l2_bytes / between),
         )
         yield Plan("two-pass", config, 0, 0, microseconds)
