@@ -1,4 +1,4 @@
-"""Prints the memory budgets and barrier tables of the kernels, as they stand in ARCHITECTURE.md.
+"""Prints the memory budgets and barrier tables of the kernels, as they stand in docs/budgets.md.
 
     python scripts/print_budgets.py                 print them
     python scripts/print_budgets.py --check FILE    exit 1 unless FILE holds them between its markers
