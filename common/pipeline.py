@@ -21,7 +21,7 @@ BOTH_CTAS = 0b11  # mask of a cluster of two
 
 @dataclass(frozen=True)
 class Barrier:
-    """One row of a kernel's barrier table: what stands in shared memory and in ARCHITECTURE.md alike.
+    """One row of a kernel's barrier table: what stands in shared memory and in docs/budgets.md alike.
 
     stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase (TMA bytes come on
     top). producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.

@@ -1,4 +1,4 @@
-"""Prints the memory budgets and barrier tables of the kernels, as they stand in ARCHITECTURE.md.
+"""Prints the memory budgets and barrier tables of the kernels, as they stand in docs/budgets.md.
 
     python scripts/print_budgets.py                 print them
     python scripts/print_budgets.py --check FILE    exit 1 unless FILE holds them between its markers
@@ -49,7 +49,7 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
         ],
     )
     p = f"[{config.tile_m}, {config.tile_n}] 16 bits"
-    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.halves > 1 else ""
+    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.column_parts > 1 else ""
     tmem = table(
         ("tensor memory", "columns", "holds"),
         [
