@@ -271,7 +271,7 @@ def main() -> None:
     parts = ("prefill", "decode", "paged", "shared", "host")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--markdown", action="store_true", help="tables for the README")
+    parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
     if not torch.cuda.is_available():
