@@ -17,8 +17,9 @@ is the row of `cp.async.bulk.global.shared::cta.bulk_group`, not of `cp.async.bu
 
 To add an instruction, write its function with its row above it, in the file of its family under families/ (what
 waits, is asynchronous, concerns other warps or is rare) or of its kind under codegen/ (what should be fast). Nothing
-else has a list of opcodes. An instruction without a row raises UnsupportedInstruction when it is reached. A part of
-the simulator that needs to know something new about opcodes adds a field to `Opcode`.
+else lists opcodes; only the parser knows how the operands of bra, brx and call are written. An instruction without
+a row raises UnsupportedInstruction when it is reached. A part of the simulator that needs to know something new
+about opcodes (its proxy, whether it is a fence) adds a field to `Opcode`.
 """
 
 from __future__ import annotations
