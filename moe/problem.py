@@ -14,7 +14,7 @@ import torch
 
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.nvfp4 import BLOCK
-from warpspec.moe.activations import ACTIVATIONS
+from warpspec.moe.activations import activation_of
 from warpspec.moe.operands import INTERLEAVE, PreparedWeights
 
 ROW_LIMIT = 2**31 - 1  # int32 indices in kernels
@@ -116,8 +116,8 @@ class LayerProblem:
 
 
 def check_activation(activation, limit) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    """Raise TypeError or ValueError for an unknown activation, or a limit that is neither None nor positive."""
+    activation_of(activation)
     if limit is None:
         return
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):

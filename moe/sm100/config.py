@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from warpspec.common import tma, tmem
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.moe.activations import ACTIVATIONS
 
 CODES_PER_BYTE = 2
 INT32_BYTES = 4
@@ -32,7 +33,7 @@ INTERLEAVE = 8  # rows of gate, then as many of up
 SWIGLU_COLUMNS = 2 * BLOCK
 STEP_TOKENS = 16
 
-EPILOGUES = ("linear", "swiglu", "swiglu_oai")
+EPILOGUES = ("linear", *ACTIVATIONS)
 OUTPUTS = ("bf16", "nvfp4")
 
 
@@ -89,7 +90,7 @@ class GemmConfig:
         object.__setattr__(self, "stages", (MAX_SMEM_PER_CTA - self.fixed_bytes) // self.stage_bytes)
         assert self.stages >= 2
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
-        assert self.tmem_columns <= tmem.TMEM_COLUMNS
+        assert self.tmem_columns <= TMEM_COLUMNS
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
         assert self.tile_n % (MMA_N_UNIT * self.ctas) == 0
@@ -142,10 +143,6 @@ class GemmConfig:
     @property
     def threads(self) -> int:
         return 7 * WARP_THREADS
-
-    @property
-    def epilogue_threads(self) -> int:
-        return len(self.epilogue_warps) * WARP_THREADS
 
     # Tiles.
 
@@ -209,7 +206,7 @@ class GemmConfig:
     @property
     def accumulator_columns(self) -> int:
         """From the first accumulator to the second: where two do not fit beside the scales, they overlap."""
-        beside_one = tmem.TMEM_COLUMNS - self.scale_columns - self.tile_n
+        beside_one = TMEM_COLUMNS - self.scale_columns - self.tile_n
         return min(max(self.tile_n, MIN_ACCUMULATOR_COLUMNS), beside_one)
 
     @property
