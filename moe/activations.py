@@ -32,7 +32,7 @@ class GatedActivation:
 ACTIVATIONS = {"swiglu": GatedActivation(1.0, 0.0), "swiglu_oai": GatedActivation(1.702, 1.0)}
 
 
-def activation_of(name: str) -> GatedActivation:
+def activation_named(name: str) -> GatedActivation:
     """The activation of that name. Raises ValueError for a name that is none of ``ACTIVATIONS``."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
@@ -41,7 +41,7 @@ def activation_of(name: str) -> GatedActivation:
 
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
     """The activation of fp32 gate and up, fp32. Raises ValueError for an unknown activation."""
-    form = activation_of(activation)
+    form = activation_named(activation)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(form.slope * gate) * (up + form.shift if form.shift else up)
@@ -50,7 +50,7 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float
 def bound(activation: str, limit: float | None) -> float | None:
     """The largest magnitude that the activation can have, None where there is no bound. Raises ValueError for an
     unknown activation."""
-    form = activation_of(activation)
+    form = activation_named(activation)
     return None if limit is None else limit * (limit + form.shift)
 
 

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from warpspec.moe.activations import activation_of
+from warpspec.moe.activations import activation_named
 
 LOG2_E = math.log2(math.e)
 
@@ -31,7 +31,7 @@ def gated(config, gate, up, limit) -> Float32:
     if config.has_limit:
         gate = cute.arch.fmin(gate, limit, nan=True)
         up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
-    form = activation_of(config.epilogue)
+    form = activation_named(config.epilogue)
     weighted = gate * sigmoid(gate, form.slope)
     return weighted * (up + Float32(form.shift)) if form.shift else weighted * up
 
@@ -42,6 +42,6 @@ def sigmoid(x, slope: float) -> Float32:
 
 
 def global_scales(config, operands, expert) -> tuple[Float32, Float32]:
-    """The weights' global scales: of gate and up; twice the same where there is one."""
+    """The weights' global scales, of gate and of up; the same twice where there is one."""
     last = cutlass.const_expr(1 if config.gated else 0)
     return operands.global_scale[expert, 0], operands.global_scale[expert, last]

@@ -16,8 +16,8 @@ from warpspec.common import tmem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
+from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.config import INTERLEAVE
 from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
 
 CODE_BITS = 4
@@ -50,7 +50,7 @@ def columns_to_result(
     rank,
     tile,
 ):
-    """One accumulator [128 features, tile_n tokens]: scaled, activated, converted, written. Releases it on the way."""
+    """Scale, activate, convert and write one accumulator [128 features, tile_n tokens], and release it on the way."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
     feature = feature_of(config, operands, tile, warp, lane, features)
@@ -90,7 +90,8 @@ def token_scale(config, operands, feature, tile, token) -> Float32:
 
 @cute.jit
 def feature_of(config: cutlass.Constexpr, operands, tile, warp, lane, features) -> Feature:
-    """Of this thread, whose row of the weights may be past the last: then its scale is that of others, its bias 0."""
+    """This thread's feature. Its row of the weights may be past the last: then its scale is that of others, its bias
+    0."""
     upper = Boolean(lane // INTERLEAVE % 2 == 1)
     gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)
     bias = Float32(0.0)
