@@ -1,1 +1,2 @@
-"""What the kernels share: targets, compile cache, TMA, pipelines, tensor memory, tile schedulers."""
+"""What the kernels share: hardware numbers, compilation and launch, choice of a backend, NVFP4, TMA, mbarriers, tensor
+memory."""

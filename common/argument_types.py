@@ -29,7 +29,7 @@ def _input_types(module, name: str) -> tuple[str, ...] | None:
 
 
 def record_argument_types() -> None:
-    """Record from now on. Idempotent."""
+    """Start recording. A second call changes nothing."""
     base = cutlass_dsl.CutlassBaseDSL
     compile_and_cache = base.compile_and_cache
     if hasattr(compile_and_cache, HOOK_MARK):

@@ -16,7 +16,7 @@ NATIVE_BACKENDS = {9: "sm90", 10: "sm100"}
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """One of ``BACKENDS`` for tensors on ``device``.
+    """The backend, one of ``BACKENDS``, that runs a call on tensors on ``device``.
 
     backend: one of ``BACKENDS``, or "auto": the environment variable WARPSPEC_BACKEND where set (and not
     empty or "auto" itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.

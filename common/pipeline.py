@@ -54,15 +54,15 @@ class Channel:
         return self.base + self.stage(use) if self.stages > 1 else self.base
 
     def wait(self, use):
-        """Until the use-th completion (counting from 0)."""
+        """Wait until the use-th completion (counting from 0)."""
         cute.arch.mbarrier_wait(self.barrier(use), (use // self.stages) % 2)
 
     def wait_previous(self, use):
-        """Until the completion before the use-th on the same buffer; at once where there is none."""
+        """Wait until the completion before the use-th on the same buffer; return at once where there is none."""
         cute.arch.mbarrier_wait(self.barrier(use), (use // self.stages + 1) % 2)
 
     def arrive(self, use):
-        """One arrival by each calling thread, releasing what the thread wrote before."""
+        """Every calling thread arrives, and releases what it wrote before."""
         cute.arch.mbarrier_arrive(self.barrier(use))
 
     def arrive_in(self, rank, use):
@@ -70,7 +70,7 @@ class Channel:
         cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=nvvm.MemScopeKind.CLUSTER)
 
     def arrive_warp(self, use, rank=None):
-        """One arrival of the whole warp, once all its lanes are here; on CTA ``rank``'s barrier where given."""
+        """The warp arrives once, when all its lanes are here; on CTA ``rank``'s barrier where given."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             if rank is None:
@@ -84,7 +84,7 @@ class Channel:
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(use), transaction_bytes)
 
     def commit_mma(self, use, *, pair=False):
-        """One arrival when every tcgen05.mma this warp has issued so far is complete (tcgen05.commit).
+        """The barrier gets one arrival when every tcgen05.mma this warp has issued so far is complete (tcgen05.commit).
 
         pair: of cta_group::2, on the same barrier of both CTAs.
         """
@@ -120,5 +120,5 @@ def _init(table: cutlass.Constexpr, channels: cutlass.Constexpr):
 
 
 def barrier_count(table: tuple[Barrier, ...]) -> int:
-    """mbarriers a table needs."""
+    """Number of mbarriers that a table needs."""
     return sum(barrier.stages for barrier in table)

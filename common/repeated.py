@@ -12,9 +12,9 @@ import torch
 from torch.autograd import forward_ad
 
 from warpspec.common.backend import BACKEND_VARIABLE
+from warpspec.common.hardware import VECTOR_BYTES
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-ALIGNMENT = 16  # bytes: kernels differ by addresses' remainders
 MOST_REMEMBERED = 4096
 
 # What lies beneath os.environ, which raises and catches a KeyError for a variable that is not there: a microsecond.
@@ -45,7 +45,7 @@ def signature(tensor: torch.Tensor) -> tuple:
         tensor.stride(),
         tensor.dtype,
         tensor.get_device(),
-        tensor.data_ptr() % ALIGNMENT,
+        tensor.data_ptr() % VECTOR_BYTES,  # kernels differ by it
     )
 
 

@@ -69,12 +69,12 @@ def store_row(registers: cute.Tensor, columns: cute.Pointer, thread) -> None:
 
 
 def wait_loads() -> None:
-    """Until this thread's tcgen05.ld are complete (tcgen05.wait::ld)."""
+    """Wait until this thread's tcgen05.ld are complete (tcgen05.wait::ld)."""
     cute.arch.fence_view_async_tmem_load()
 
 
 def wait_stores() -> None:
-    """Until this thread's tcgen05.st are complete (tcgen05.wait::st)."""
+    """Wait until this thread's tcgen05.st are complete (tcgen05.wait::st)."""
     cute.arch.fence_view_async_tmem_store()
 
 

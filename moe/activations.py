@@ -1,47 +1,64 @@
-"""The two gated activations, by their definition in torch, and what they are bounded by.
+"""The gated activations, by their definition in torch, and what they are bounded by.
 
-"swiglu":     silu(min(gate, limit)) * clamp(up, -limit, limit)
-"swiglu_oai": g * sigmoid(1.702 g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit)
+With g = min(gate, limit) and u = clamp(up, -limit, limit), or gate and up themselves where limit is None:
 
-limit None: no clamp. NaN stays NaN: kernels clamp with the min and max that hand it on.
+"swiglu":     g * sigmoid(g) * u
+"swiglu_oai": g * sigmoid(1.702 g) * (u + 1)
+
+NaN stays NaN: kernels clamp with the min and max that hand it on.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from warpspec.common.nvfp4 import AMAX_TO_GLOBAL
 
-ACTIVATIONS = ("swiglu", "swiglu_oai")
-OAI_ALPHA = 1.702
 # Where nothing bounds the activation: up to 168 before the largest values are cut.
 DEFAULT_INTERMEDIATE_SCALE = 2.0**-4
 
 
+@dataclass(frozen=True)
+class GatedActivation:
+    """gate * sigmoid(slope * gate) * (up + shift)."""
+
+    slope: float
+    shift: float
+
+
+ACTIVATIONS = {"swiglu": GatedActivation(1.0, 0.0), "swiglu_oai": GatedActivation(1.702, 1.0)}
+
+
+def activation_named(name: str) -> GatedActivation:
+    """The activation of that name. Raises ValueError for a name that is none of ``ACTIVATIONS``."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]
+
+
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
-    """The activation of fp32 gate and up, fp32."""
+    """The activation of fp32 gate and up, fp32. Raises ValueError for an unknown activation."""
+    form = activation_named(activation)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation == "swiglu":
-        return gate * torch.sigmoid(gate) * up
-    return gate * torch.sigmoid(OAI_ALPHA * gate) * (up + 1)
+    return gate * torch.sigmoid(form.slope * gate) * (up + form.shift if form.shift else up)
 
 
 def bound(activation: str, limit: float | None) -> float | None:
-    """No activation is larger in magnitude; None where there is no bound."""
-    if limit is None:
-        return None
-    if activation == "swiglu":
-        return limit * limit
-    return limit * (limit + 1)
+    """The largest magnitude that the activation can have, None where there is no bound. Raises ValueError for an
+    unknown activation."""
+    form = activation_named(activation)
+    return None if limit is None else limit * (limit + form.shift)
 
 
 def intermediate_scale_of(activation: str, limit: float | None) -> float:
     """Global scale of the activations as NVFP4: the smallest power of two at which the bound is not cut.
 
-    A power of two, so that multiplying it into the next weights' global scale is exact. 2**-4 without a limit.
+    A power of two, so that multiplying it into the next weights' global scale is exact. 2**-4 without a limit. Raises
+    ValueError for an unknown activation.
     """
     largest = bound(activation, limit)
     if largest is None or largest == 0.0:

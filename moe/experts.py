@@ -28,7 +28,7 @@ class NVFP4Experts:
 
     @property
     def experts(self) -> int:
-        """Experts that ids name: without the shared ones."""
+        """Number of experts that ids name, which the shared ones are not among."""
         return self.w13.experts - self.shared
 
     @property
@@ -46,7 +46,7 @@ class NVFP4Experts:
         return self.w13.data.device
 
     def to(self, device) -> NVFP4Experts:
-        """The same on another device."""
+        """The experts on another device."""
 
         def move(w):
             tensors = {name: getattr(w, name) for name in ("data", "scales", "global_scale", "bias")}
@@ -69,7 +69,8 @@ class NVFP4Experts:
         intermediate_scale: torch.Tensor | float | None = None,
         shared: int = 0,
     ) -> NVFP4Experts:
-        """From weights: bf16 or fp32, quantised here with one global scale per expert and matrix, or NVFP4Tensors.
+        """The experts of weights that are bf16 or fp32, quantised here with one global scale per expert and matrix, or
+        NVFP4Tensors.
 
         Args:
             gate, up: [E, I, H]; down: [E, H, I]. H a multiple of 16, I of 8.
@@ -101,14 +102,15 @@ class NVFP4Experts:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, layer: str, **options) -> NVFP4Experts:
-        """From a safetensors file or folder; see `warpspec.moe.checkpoint.load_experts` for the forms and options."""
+        """The experts of a layer in a safetensors file or folder; see `warpspec.moe.checkpoint.load_experts` for the
+        forms and options."""
         from warpspec.moe.checkpoint import load_experts
 
         return load_experts(path, layer, **options)
 
 
 def _intermediate_scale(scale, experts: int, device) -> torch.Tensor:
-    """fp32 [E]."""
+    """The scale as fp32 [E], from a number or a tensor; raises what ``NVFP4Experts.quantize`` does."""
     if scale is None:
         scale = DEFAULT_INTERMEDIATE_SCALE
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.Tensor)):

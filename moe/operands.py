@@ -24,7 +24,7 @@ def pitch_of(k: int) -> int:
 
 
 def scale_atoms(k: int) -> int:
-    """Scale atoms along K."""
+    """Number of scale atoms along K."""
     return -(-k // (BLOCK * ATOM_COLUMNS))
 
 
@@ -61,7 +61,7 @@ class QuantizedRows:
 
     @classmethod
     def empty(cls, rows: int, k: int, experts: int, device, *, row_scale: bool) -> QuantizedRows:
-        """Unwritten, for any distribution of the rows over the experts. k is rounded up to whole blocks."""
+        """Unwritten rows, with room for any distribution of them over the experts. k is rounded up to whole blocks."""
         k = -(-k // BLOCK) * BLOCK
         atoms = row_atoms_bound(rows, experts)
         return cls(
@@ -75,7 +75,7 @@ class QuantizedRows:
     def from_rows(
         cls, rows: torch.Tensor, offsets: torch.Tensor, *, out_scale: torch.Tensor | None = None
     ) -> QuantizedRows:
-        """The reference: rows [R, K] floating, already sorted, offsets int32 [E], in torch operations.
+        """The quantiser's definition in torch operations: rows [R, K] floating, already sorted, offsets int32 [E].
 
         out_scale: fp32 [E], a global scale for each expert's rows (row_scale is then None); None: one a row, from its
         largest magnitude. K is padded with zeros to whole blocks. Rows past offsets[-1] are left 0. Synchronises.
@@ -138,7 +138,7 @@ class PreparedWeights:
 
     @property
     def gated(self) -> bool:
-        """Whether it is w13: gate and up, interleaved."""
+        """Whether these are w13: gate and up, interleaved."""
         return bool(self.global_scale.shape[1] == 2)  # a symbolic comparison is no bool by itself
 
     @property
@@ -271,7 +271,7 @@ def _experts_of(name: str, weights) -> NVFP4Tensor:
 
 
 def _bias_of(name: str, bias: torch.Tensor, weights: NVFP4Tensor) -> torch.Tensor:
-    """bias [E, N] in fp32."""
+    """The bias [E, N] in fp32; raises for one that does not fit the weights."""
     if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
         raise TypeError(f"{name}: must be a floating tensor, got {getattr(bias, 'dtype', bias)!r}")
     if bias.shape != weights.shape[:2] or bias.device != weights.device:

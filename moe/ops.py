@@ -31,7 +31,7 @@ def flatten(w: PreparedWeights) -> tuple:
 
 
 def weights(data, scales, global_scale, bias, k) -> PreparedWeights:
-    """The inverse of `flatten`."""
+    """The weights that ``flatten`` made arguments of."""
     return PreparedWeights(data, scales, global_scale, data.shape[1], k, bias)
 
 
@@ -44,7 +44,7 @@ def resolve_moe_backend(backend: str, device: torch.device) -> str:
 
 
 def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
-    """Rows that are sorted already, as tokens of one choice each; rows from offsets[-1] on are dropped.
+    """Rows that are sorted already, as tokens of one choice each. Those from offsets[-1] on are dropped.
 
     Ends out of range are brought into it, so that no kernel can leave the rows: a check of values needs the host.
     """
@@ -55,7 +55,7 @@ def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
 
 
 class Stages:
-    """The stages of a layer on kernels. report: of the simulator, of all stages so far; None on a GPU."""
+    """The stages of a layer on kernels. report: the simulator's of all stages so far, None on a GPU."""
 
     def __init__(self):
         self.report = None
@@ -94,7 +94,7 @@ class Stages:
 def new_rows(
     problem: GroupedProblem, out_format: str, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten results of `grouped_swiglu`: (data, scales), scales of no element where the result is bf16."""
+    """Unwritten results of `grouped_swiglu`: (data, scales). scales have no element where the result is bf16."""
     if out_format == "bf16":
         return like.new_empty(problem.rows, problem.width), like.new_empty(0, dtype=torch.uint8)
     q = QuantizedRows.empty(problem.rows, problem.width, problem.experts, like.device, row_scale=False)

@@ -14,7 +14,7 @@ import torch
 
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.nvfp4 import BLOCK
-from warpspec.moe.activations import ACTIVATIONS
+from warpspec.moe.activations import activation_named
 from warpspec.moe.operands import INTERLEAVE, PreparedWeights
 
 ROW_LIMIT = 2**31 - 1  # int32 indices in kernels
@@ -37,7 +37,8 @@ class GroupedProblem:
     def check(
         cls, a, offsets, w13, *, activation, limit, out_format, out_scale, values: bool, memory: bool = True
     ) -> GroupedProblem:
-        """values: look at offsets. memory: False for tensors without storage (tracing)."""
+        """The problem of these arguments, each checked. values: look at offsets. memory: False for tensors without
+        storage (tracing)."""
         check_activation(activation, limit)
         if out_format not in OUT_FORMATS:
             raise ValueError(f"out_format: must be one of {', '.join(OUT_FORMATS)}, got {out_format!r}")
@@ -69,7 +70,7 @@ class LayerProblem:
 
     @property
     def rows(self) -> int:
-        """Of the sorted space: every choice of every token."""
+        """Rows of the sorted space: every choice of every token has one."""
         return self.tokens * (self.choices + self.shared)
 
     @classmethod
@@ -88,7 +89,8 @@ class LayerProblem:
         values,
         memory=True,
     ) -> LayerProblem:
-        """values: look at topk_ids. memory: False for tensors without storage (tracing)."""
+        """The problem of these arguments, each checked. values: look at topk_ids. memory: False for tensors without
+        storage (tracing)."""
         check_activation(activation, limit)
         check_rows("x", x, w13.k, memory)
         check_weights("experts.w13", w13, x.device, gated=True)
@@ -116,8 +118,8 @@ class LayerProblem:
 
 
 def check_activation(activation, limit) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    """Raise TypeError or ValueError for an unknown activation, or a limit that is neither None nor positive."""
+    activation_named(activation)
     if limit is None:
         return
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
@@ -127,7 +129,7 @@ def check_activation(activation, limit) -> None:
 
 
 def check_rows(name, x, hidden, memory) -> None:
-    """[T, H] bf16, rows contiguous and aligned."""
+    """Raise TypeError or ValueError unless x is [T, H] bf16 with contiguous, aligned rows."""
     check_tensor(name, x, (torch.bfloat16,), (None, hidden), None)
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{name}: last dimension must be contiguous, got strides {tuple(x.stride())}")
@@ -157,7 +159,7 @@ def check_weights(name, w: PreparedWeights, device, *, gated) -> None:
 
 
 def check_tensor(name, tensor, dtypes, shape, device) -> None:
-    """dtype, shape (None: any extent) and, where given, device."""
+    """Raise for another dtype (TypeError), shape (None: any extent) or, where given, device (ValueError)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
     if tensor.layout != torch.strided or tensor.dtype not in dtypes:
@@ -173,7 +175,8 @@ def check_tensor(name, tensor, dtypes, shape, device) -> None:
 
 
 def check_offsets(offsets, rows) -> None:
-    """Running ends: from 0 on, never falling, at most the number of rows. Synchronises on CUDA."""
+    """Raise ValueError unless offsets are running ends: they never fall and stay within 0 and the rows. Synchronises on
+    CUDA."""
     ends = offsets.tolist()
     for e, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if not before <= end <= rows:
@@ -183,7 +186,7 @@ def check_offsets(offsets, rows) -> None:
 
 
 def check_ids(topk_ids, experts) -> None:
-    """-1 or an expert. Synchronises on CUDA."""
+    """Raise ValueError for an id that is neither -1 nor an expert. Synchronises on CUDA."""
     wrong = (topk_ids < -1) | (topk_ids >= experts)
     if bool(wrong.any()):
         token, choice = wrong.nonzero()[0].tolist()

@@ -49,12 +49,12 @@ class QuantizeConfig:
 
     @property
     def blocks(self) -> int:
-        """Of 16 values, those that pad the last scale atom included."""
+        """Blocks of 16 values that a row has, with those that pad the last scale atom."""
         return scale_atoms(self.k) * ATOM_COLUMNS
 
     @property
     def warps(self) -> int:
-        """Enough for BLOCKS_PER_THREAD, a power of two."""
+        """Warps of a CTA: enough for BLOCKS_PER_THREAD, a power of two."""
         needed = -(-self.blocks // (BLOCKS_PER_THREAD * WARP_THREADS))
         return min(MAX_WARPS, 1 << (needed - 1).bit_length())
 
@@ -64,7 +64,7 @@ class QuantizeConfig:
 
     @property
     def passes(self) -> int:
-        """Blocks a thread has at most."""
+        """Most blocks that a thread has."""
         return -(-self.blocks // self.threads)
 
 
@@ -171,7 +171,7 @@ def unpack_bf16(words: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def largest_of_cta(config: cutlass.Constexpr, value: Uint32, largest: cute.Tensor, thread) -> Uint32:
-    """The largest of all threads' values, known to all; largest: (WARP) in shared memory. A barrier of the CTA."""
+    """The largest of all threads' values, known to all. largest: (WARP) in shared memory. Synchronizes the CTA."""
     value = Uint32(cute.arch.warp_redux_sync(value, "max"))
     if thread % WARP_THREADS == 0:
         largest[thread // WARP_THREADS] = value
@@ -216,7 +216,7 @@ def gather_quad(scale: Uint32, thread) -> Uint32:
 
 @cute.jit
 def store_block(config: cutlass.Constexpr, data, scales, row, scale_row, block, low, high, quad):
-    """Codes of a block by every thread, scales of four blocks by every fourth."""
+    """Every thread stores the codes of a block, every fourth the scales of four blocks."""
     if block < config.k // BLOCK:
         codes = cute.make_rmem_tensor(DATA_WORDS, Uint32)
         codes[0], codes[1] = low, high

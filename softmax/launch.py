@@ -11,10 +11,9 @@ from warpspec.common import launch
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import MIB, VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
-from warpspec.softmax.plan import Plan, choose_plan
+from warpspec.softmax.plan import EMPTY, Plan, choose_plan
 from warpspec.softmax.problem import SoftmaxProblem
 
-EMPTY = -1  # what an unused word of a workspace holds
 # The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
 SIMULATED = replace(launch.SIMULATED[launch.SIMULATED_ARCH], sm_count=8, l2_bytes=1 * MIB)
 
@@ -45,13 +44,8 @@ _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def new_workspace(words: int, device: torch.device) -> torch.Tensor:
-    """``words`` Int64, all EMPTY."""
+    """A workspace of ``words`` Int64, all EMPTY."""
     return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
-
-
-def workspace_words(problem: SoftmaxProblem, plan: Plan) -> int:
-    """Words of the workspace of a plan with groups: a counter, and where groups are no clusters, a word a state."""
-    return 1 if plan.config.cluster else 1 + problem.rows * plan.group
 
 
 def workspace(words: int, device_index: int) -> torch.Tensor:
@@ -79,7 +73,7 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) 
     kernel = softmax_kernel.launcher(plan.config, target)
     if not plan.group:
         return kernel
-    words, device, groups, group = workspace_words(problem, plan), target.device, plan.groups, plan.group
+    words, device, groups, group = plan.workspace_words(problem.rows), target.device, plan.groups, plan.group
 
     def launch_groups(x: torch.Tensor, out: torch.Tensor) -> None:
         kernel(x, out, workspace(words, device), groups, group)
@@ -95,7 +89,7 @@ def run_sim(
     plan = plan or choose_plan(problem, target)
     if not plan.group:
         return softmax_kernel.run(plan.config, target, x, out, seed=seed)
-    words = new_workspace(workspace_words(problem, plan), x.device)
+    words = new_workspace(plan.workspace_words(problem.rows), x.device)
     report = softmax_kernel.run(plan.config, target, x, out, words, plan.groups, plan.group, seed=seed)
     assert (words == EMPTY).all(), "the workspace was not emptied"
     return report

@@ -70,12 +70,12 @@ def reference_of(maximum) -> Float32:
 
 
 def state_of(value, accurate: bool) -> tuple:
-    """State of one element."""
+    """The state of one element."""
     return Float32(value), exponential(value - reference_of(value), accurate)
 
 
 def join(first: tuple, second: tuple, accurate: bool) -> tuple:
-    """State of the union of two sets."""
+    """The state of the union of two sets."""
     maximum = cute.arch.fmax(first[0], second[0])
     reference = reference_of(maximum)
     total = first[1] * exponential(first[0] - reference, accurate)
@@ -128,12 +128,12 @@ class Powers:
         return cute.math.exp2(-rounding, fastmath=True)
 
     def of(self, x: Float32) -> Float32:
-        """The power, not corrected."""
+        """The power of x, not corrected."""
         return cute.math.exp2(cute.math.fma(x, self.factor, -self.offset), fastmath=True)
 
 
 def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
-    """State of a set of elements and of packed ``words`` (WORDS, ...) together."""
+    """The state of a set of elements and packed ``words`` (WORDS, ...) together."""
     values = as_float(words, dtype)
     if dtype == "float32":
         maximum = largest(values, state[0])
@@ -159,7 +159,7 @@ def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
 
 
 def sum_of(values: cute.Tensor) -> Float32:
-    """Of fp32 ``values``, a few chains of additions side by side."""
+    """The sum of fp32 ``values``, by a few chains of additions side by side."""
     chains = []
     for i in range(cute.size(values)):
         if i < CHAINS:

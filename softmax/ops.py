@@ -94,7 +94,7 @@ def _launch_cuda(x: torch.Tensor, out: torch.Tensor) -> Callable:
 
 
 def _run_sim(x: torch.Tensor, out: torch.Tensor) -> None:
-    """The sm_100a kernel in the simulator."""
+    """Run the sm_100a kernel in the simulator."""
     from warpspec.softmax import launch
 
     launch.run_sim(x, out)
@@ -102,7 +102,7 @@ def _run_sim(x: torch.Tensor, out: torch.Tensor) -> None:
 
 @torch.library.custom_op("warpspec::softmax", mutates_args=(), schema="(Tensor x, str backend) -> Tensor")
 def softmax_op(x, backend):
-    """``softmax`` into a new tensor."""
+    """``softmax`` as a new tensor."""
     return run(x, None, backend)
 
 
@@ -110,7 +110,7 @@ def softmax_op(x, backend):
     "warpspec::softmax_out", mutates_args=("out",), schema="(Tensor x, Tensor(a!) out, str backend) -> ()"
 )
 def softmax_out_op(x, out, backend):
-    """``softmax`` into out."""
+    """Write ``softmax`` into out."""
     run(x, out, backend)
 
 
@@ -131,7 +131,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, gradient):
-    """Of y = softmax(x): y (g - sum(g y)), by torch's own kernel."""
+    """The gradient of y = softmax(x), y (g - sum(g y)), by torch's own kernel."""
     (y,) = ctx.saved_tensors
     return torch._softmax_backward_data(gradient, y, -1, y.dtype), None
 

@@ -32,6 +32,7 @@ from warpspec.common.hardware import (
 from warpspec.common.launch import Target
 from warpspec.softmax.problem import SoftmaxProblem
 
+EMPTY = -1  # an unused word of a workspace: as two floats it is (NaN, NaN), which no state of a row is
 SMEM_BESIDE_DATA = 1536  # bytes that a CTA takes besides its data: states, barriers, the system's
 
 # Measured.
@@ -81,6 +82,10 @@ class Plan:
     group: int
     microseconds: float
 
+    def workspace_words(self, rows: int) -> int:
+        """Words of the workspace that groups need: a counter and, unless groups are clusters, one for each state."""
+        return 1 if self.config.cluster else 1 + rows * self.group
+
 
 @functools.lru_cache(maxsize=4096)
 def choose_plan(problem: SoftmaxProblem, target: Target) -> Plan:
@@ -118,7 +123,8 @@ def _clusters() -> tuple[int, ...]:
 
 
 def _memory_us(problem, target, *, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
-    """Time of the traffic. under_way: bytes that an SM waits for at once. reread: of x, read again from memory."""
+    """Time of the traffic. under_way: bytes that an SM waits for at once. reread: the part of x that is read again from
+    memory."""
     life = LIFE_US + share_bytes / SHARE_BYTES_PER_US + CLUSTER_LIFE_US * (cluster.bit_length() - 1)
     needed = life * MEMORY_BYTES_PER_US / 2 / target.sm_count
     microseconds = problem.bytes * (1 + reread / 2) / MEMORY_BYTES_PER_US
@@ -132,8 +138,8 @@ def _memory_us(problem, target, *, share_bytes, occupancy, under_way, cluster, r
 def _one_row_a_cta_us(
     problem, target, *, ctas, share_bytes, occupancy, under_way, cluster, batch=None, reread=0.0, extra=0.0
 ) -> float:
-    """Launches whose CTAs each take one share of one row. batch: bytes that a CTA loads at a time, where it is not
-    the whole share; it then does so twice. extra: microseconds."""
+    """Time of a launch whose CTAs each take one share of one row. batch: bytes that a CTA loads at a time, where it is
+    not the whole share; it then does so twice. extra: microseconds."""
     passes = 1 if batch is None else 2
     memory = _memory_us(
         problem,
@@ -228,7 +234,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
 
 
 def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
-    """Plan for resident shares: groups of CTAs that take one row after another."""
+    """The plan for resident shares: groups of CTAs take one row after another."""
     from warpspec.softmax.resident import ResidentConfig
 
     config = ResidentConfig(

@@ -40,12 +40,12 @@ class SoftmaxProblem:
 
     @property
     def bytes(self) -> int:
-        """Read and written, each once."""
+        """Bytes that are read and written, each once."""
         return 2 * self.rows * self.length * (4 if self.dtype == "float32" else 2)
 
     @classmethod
     def of(cls, x: torch.Tensor, out: torch.Tensor) -> SoftmaxProblem:
-        """Of matrices x and out (ROW, ELEMENT), rows contiguous."""
+        """The problem of matrices x and out (ROW, ELEMENT), rows contiguous."""
         rows, length = x.shape
         width = x.element_size()
         ends = x.data_ptr() | x.stride(0) * width | length * width

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.softmax.online import exponential, join, reference_of
+from warpspec.softmax.plan import EMPTY
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8
@@ -29,12 +30,12 @@ def warp_maximum(value, lanes: int) -> Float32:
 
 
 def warp_sum(value, lanes: int) -> Float32:
-    """Sum over a group of ``lanes`` threads, likewise."""
+    """Sum over a group of ``lanes`` threads (a power of two, at most a warp)."""
     return cute.arch.warp_reduction_sum(value, threads_in_group=min(lanes, WARP_THREADS))
 
 
 def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
-    """State of a group of ``lanes`` threads from theirs."""
+    """The state of a group of ``lanes`` threads, from each one's own."""
     maximum = warp_maximum(state[0], lanes)
     scaled = state[1] * exponential(state[0] - reference_of(maximum), accurate)
     return maximum, warp_sum(scaled, lanes)
@@ -42,7 +43,7 @@ def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
 
 @cute.jit
 def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
-    """State of the whole row from slots (STATE_WORDS, count) in shared memory, by a whole warp."""
+    """The state of the whole row from slots (STATE_WORDS, count) in shared memory, by a whole warp."""
     lane = cute.arch.lane_idx()
     maximum, total = read_slot(slots, lane, count)
     if cutlass.const_expr(count <= MOST_UNROLLED):
@@ -55,7 +56,7 @@ def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.C
 
 
 def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
-    """The state in a slot, that of no element past the last."""
+    """The state in a slot; past the last slot, that of no element."""
     inside = Boolean(slot < count)
     slot = Int32(cutlass.select_(inside, slot, 0))
     maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
@@ -66,7 +67,7 @@ def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
 def join_warps(
     state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ) -> tuple:
-    """State of a row that ``warps`` warps of the CTA share; called by all threads of the CTA.
+    """The state of a row that ``warps`` warps of the CTA share; called by all threads of the CTA.
 
     state: of the calling warp. slots: (STATE_WORDS, WARP, ROW) in shared memory, used once. row, warp: which
     row of the CTA's, which of the row's warps.
@@ -93,7 +94,7 @@ class ClusterReduction:
 
     @cute.jit
     def open(self, thread):
-        """Set up the mbarrier and tell the cluster. By all threads."""
+        """Set up the mbarrier and tell the cluster; called by all threads."""
         if thread == 0:
             cute.arch.mbarrier_init(self.full, 1)
             cute.arch.mbarrier_init_fence()
@@ -102,7 +103,7 @@ class ClusterReduction:
 
     @cute.jit
     def close(self, state: tuple, warp) -> tuple:
-        """Send the calling warp's state to every CTA, wait for all others': the whole row's state.
+        """Send the calling warp's state to every CTA and wait for all others'. Returns the whole row's state.
 
         A CTA waits for every write into its memory, so none can leave while one is under way.
         """
@@ -121,7 +122,7 @@ class ClusterReduction:
 def join_row(
     state: tuple, slots: cute.Tensor, reduction, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
-    """State of a row that is the whole CTA's, or cluster's, from every thread's; called by all threads, once.
+    """The state of a row that is the whole CTA's, or cluster's, from every thread's; called by all threads, once.
 
     slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the ClusterReduction of these slots, opened;
     None: no other CTA has a part of the row. warps: of a CTA.
@@ -155,7 +156,7 @@ class ClusterRounds:
 
     @cute.jit
     def open(self, thread):
-        """Set up the mbarriers, for all CTAs. By all threads."""
+        """Set up the mbarriers, for all CTAs; called by all threads."""
         if thread == 0:
             for buffer in cutlass.range_constexpr(BUFFERS):
                 cute.arch.mbarrier_init(self.full + buffer, 1)
@@ -167,7 +168,7 @@ class ClusterRounds:
 
     @cute.jit
     def publish(self, state: tuple, row, round_):
-        """Send the CTA's state to all CTAs of the cluster, itself too. By one warp."""
+        """Send the CTA's state to all CTAs of the cluster, itself too; called by one warp."""
         lane = cute.arch.lane_idx()
         buffer = round_ % BUFFERS
         if lane < self.cluster:
@@ -178,7 +179,7 @@ class ClusterRounds:
 
     @cute.jit
     def collect(self, row, round_, thread) -> tuple:
-        """State of the whole row, once all CTAs have sent theirs. By all threads that call it each round."""
+        """The state of the whole row, once all CTAs have sent theirs; called by the same threads each round."""
         buffer = round_ % BUFFERS
         cute.arch.mbarrier_wait(self.full + buffer, round_ // BUFFERS % 2)
         state = join_slots(self.slots[None, None, buffer], self.cluster, self.accurate)
@@ -187,10 +188,7 @@ class ClusterRounds:
         return state
 
     def finish(self, thread, threads):
-        """Nothing: a CTA has waited for all that was written into its memory."""
-
-
-EMPTY = -1  # a slot of the workspace that holds no state: as two floats it is (NaN, NaN), which no state is
+        """Do nothing: a CTA has waited for all that was written into its memory."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ class GridRounds:
     accurate: bool
 
     def open(self, thread):
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def _synchronize(self):
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.threads)
@@ -226,7 +224,7 @@ class GridRounds:
 
     @cute.jit
     def publish(self, state: tuple, row, round_):
-        """Write the CTA's state. By one warp."""
+        """Write the CTA's state; called by one warp."""
         if cute.arch.lane_idx() == 0:
             low = Int64(cutlass.Uint32(Float32(state[0]).bitcast(cutlass.Uint32)))
             high = Int64(cutlass.Uint32(Float32(state[1]).bitcast(cutlass.Uint32)))
@@ -234,7 +232,7 @@ class GridRounds:
 
     @cute.jit
     def collect(self, row, round_, thread) -> tuple:
-        """State of the whole row, once all CTAs of the group have written theirs."""
+        """The state of the whole row, once all CTAs of the group have written theirs."""
         warps = self.threads // WARP_THREADS
         state = (-Float32.inf, Float32(0.0))
         for peer in cutlass.range(thread, self.group, self.threads, unroll=1):
@@ -253,7 +251,8 @@ class GridRounds:
 
     @cute.jit
     def finish(self, thread, threads):
-        """The last CTA of the launch leaves the workspace as it was found. After the last ``collect``."""
+        """Leave the workspace as it was found, which the last CTA of the launch does; called after the last
+        ``collect``."""
         blocks, _, _ = cute.arch.grid_dim()
         if thread == 0:
             self.leader[0] = cute.arch.atomic_add(

@@ -78,7 +78,7 @@ class ResidentConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Of all chunks."""
+        """Bytes of shared memory that all chunks take."""
         return (self.resident + self.streaming) * self.chunk_size * VECTOR_BYTES
 
     @property
@@ -94,7 +94,7 @@ class ResidentConfig:
 
 @dataclass(frozen=True)
 class Share:
-    """What a CTA has of a row: ``size`` vectors from vector ``begin`` on."""
+    """The part of a row that a CTA has: ``size`` vectors from vector ``begin`` on."""
 
     row: RowSpan
     begin: Int32
@@ -207,7 +207,7 @@ def share_of(config: cutlass.Constexpr, x: cute.Tensor, row_index, group) -> Sha
 
 @cute.jit
 def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
-    """The load warp. Fills ``empty`` chunks, row after row in the order of use; streaming ones twice, backwards the
+    """The load warp. It fills ``empty`` chunks, row after row in the order of use; streaming ones twice, backwards the
     second time: what was read last is the likeliest to be in L2 still."""
     block, _, _ = cute.arch.block_idx()
     chunks = cut(config, x, group)
@@ -259,7 +259,7 @@ def consume(
     groups,
     group,
 ):
-    """All other warps. Read ``full`` chunks, each in both phases of a row, and hand them back ``empty``."""
+    """All other warps. They read ``full`` chunks, each in both phases of a row, and hand them back ``empty``."""
     dtype = config.dtype
     accurate = dtype == "float32"
     thread, _, _ = cute.arch.thread_idx()

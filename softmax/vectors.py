@@ -42,7 +42,7 @@ def elements(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Where a row lies: what every access of it needs.
+    """Where a row lies, which every access of it needs.
 
     address: of element 0, bytes. head, vectors, tail: elements, vectors, elements. The vectors start at
     ``first``, a 16-byte boundary.
@@ -57,7 +57,7 @@ class RowSpan:
 
 @cute.jit
 def row_span(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Constexpr) -> RowSpan:
-    """Row ``row`` of tensor (ROW, ELEMENT), its elements contiguous."""
+    """Where row ``row`` of tensor (ROW, ELEMENT), of contiguous elements, lies."""
     width, per_vector = WIDTHS[dtype], elements(dtype)
     length = tensor.shape[1]
     address = tensor.iterator.toint() + Int64(row) * Int64(tensor.stride[0]) * width
@@ -180,7 +180,7 @@ def forget(words: cute.Tensor) -> None:
 
 
 def store_vector(words: cute.Tensor, address, offset: int, present, piece_bytes: int, hint: str) -> None:
-    """words (WORDS) Int32 to ``address`` + ``offset`` where ``present``, in pieces of ``piece_bytes``."""
+    """Store words (WORDS) Int32 at ``address`` + ``offset`` where ``present``, in pieces of ``piece_bytes``."""
     kind, count = PIECES[piece_bytes]
     stores = []
     for start in range(0, VECTOR_BYTES, piece_bytes):
@@ -218,7 +218,8 @@ def blank(words: cute.Tensor, present, dtype: str) -> None:
 
 
 def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, policy: str = "normal") -> None:
-    """``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; multiples of 16.
+    """Copy ``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; both are multiples of
+    16.
 
     policy: how L2 shall treat them: "first" or "last" to be evicted, or "normal".
     """

@@ -199,14 +199,15 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
 
 
 def check_atoms(name: str, scales: torch.Tensor, rows: int, experts: int) -> None:
-    """Room for the scales of any distribution of the rows."""
+    """Raise ValueError unless the scales have room for any distribution of the rows."""
     needed = row_atoms_bound(rows, experts)
     if scales.shape[0] < needed:
         raise ValueError(f"{name}: {needed} atoms of rows needed for {rows} rows, got {scales.shape[0]}")
 
 
 def check_tensor(name, tensor, dtype, shape, device) -> None:
-    """dtype, shape (None: any extent), device, contiguity, and rows aligned for TMA and 16-byte stores."""
+    """Raise for another dtype (TypeError), shape (None: any extent) or device, for a tensor that is not contiguous and
+    for rows that are not aligned for TMA and 16-byte stores (ValueError)."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
         raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
     if tensor.dim() != len(shape) or any(

@@ -1,7 +1,6 @@
-"""From accumulators to outputs: global scales, bias, clamp, SwiGLU. One fp32 value at a time, in registers.
+"""From accumulators to outputs: global scales, bias, clamp, activation. One fp32 value at a time, in registers.
 
-"swiglu": silu(min(gate, limit)) * clamp(up, -limit, limit). "swiglu_oai": with the same clamps,
-gate * sigmoid(1.702 gate) * (up + 1). NaN goes through the clamps, as in torch.
+The activations are those of ``moe/activations.py``. NaN goes through the clamps, as in torch.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from warpspec.moe.activations import activation_named
+
 LOG2_E = math.log2(math.e)
-OAI_ALPHA = 1.702
 
 
 def scaled(pair, scales, biases) -> tuple[Float32, Float32]:
@@ -31,9 +31,9 @@ def gated(config, gate, up, limit) -> Float32:
     if config.has_limit:
         gate = cute.arch.fmin(gate, limit, nan=True)
         up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
-    if config.epilogue == "swiglu_oai":
-        return gate * sigmoid(gate, OAI_ALPHA) * (up + Float32(1.0))
-    return gate * sigmoid(gate, 1.0) * up
+    form = activation_named(config.epilogue)
+    weighted = gate * sigmoid(gate, form.slope)
+    return weighted * (up + Float32(form.shift)) if form.shift else weighted * up
 
 
 def sigmoid(x, slope: float) -> Float32:
@@ -42,6 +42,6 @@ def sigmoid(x, slope: float) -> Float32:
 
 
 def global_scales(config, operands, expert) -> tuple[Float32, Float32]:
-    """The weights' global scales: of gate and up; twice the same where there is one."""
+    """The weights' global scales, of gate and of up; the same twice where there is one."""
     last = cutlass.const_expr(1 if config.gated else 0)
     return operands.global_scale[expert, 0], operands.global_scale[expert, last]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from warpspec.common import tma, tmem
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.moe.activations import ACTIVATIONS
 
 CODES_PER_BYTE = 2
 INT32_BYTES = 4
@@ -26,13 +27,12 @@ RECORDS = 4  # tiles the scheduler may be ahead
 RECORD_FIELDS = 8  # Int32 each, two 16-byte vectors
 MIN_ACCUMULATOR_COLUMNS = 32
 
-INTERLEAVE = 8  # rows of gate, then as many of up
 # Accumulator columns (or lanes) of one block of outputs: 8 gate, 8 up, 8 gate, 8 up. A step of the epilogue where
 # tokens are lanes; where they are columns, a step is as many tokens as below, or all of a smaller tile.
 SWIGLU_COLUMNS = 2 * BLOCK
 STEP_TOKENS = 16
 
-EPILOGUES = ("linear", "swiglu", "swiglu_oai")
+EPILOGUES = ("linear", *ACTIVATIONS)
 OUTPUTS = ("bf16", "nvfp4")
 
 
@@ -53,12 +53,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a tile."""
+        """Tokens that a tile has."""
         return self.tile_n if self.swapped else MMA_ROWS * self.ctas
 
     @property
     def features(self) -> int:
-        """Rows of the weights of a tile."""
+        """Rows of the weights that a tile has."""
         return MMA_ROWS if self.swapped else self.tile_n
 
 
@@ -89,7 +89,7 @@ class GemmConfig:
         object.__setattr__(self, "stages", (MAX_SMEM_PER_CTA - self.fixed_bytes) // self.stage_bytes)
         assert self.stages >= 2
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
-        assert self.tmem_columns <= tmem.TMEM_COLUMNS
+        assert self.tmem_columns <= TMEM_COLUMNS
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
         assert self.tile_n % (MMA_N_UNIT * self.ctas) == 0
@@ -114,7 +114,7 @@ class GemmConfig:
 
     @property
     def gated(self) -> bool:
-        """Gate and up become one."""
+        """Whether gate and up become one."""
         return self.epilogue != "linear"
 
     @property
@@ -143,20 +143,16 @@ class GemmConfig:
     def threads(self) -> int:
         return 7 * WARP_THREADS
 
-    @property
-    def epilogue_threads(self) -> int:
-        return len(self.epilogue_warps) * WARP_THREADS
-
     # Tiles.
 
     @property
     def mma_tiler(self) -> tuple[int, int, int]:
-        """(M, N, K) of a stage, both CTAs together."""
+        """(M, N, K) that the MMAs of a stage have, both CTAs of a pair together."""
         return (MMA_ROWS * self.ctas, self.tile_n, K_TILE)
 
     @property
     def out_columns(self) -> int:
-        """Outputs of a token in a tile."""
+        """Outputs that a tile has of each token."""
         return self.shape.features // 2 if self.gated else self.shape.features
 
     @property
@@ -166,50 +162,50 @@ class GemmConfig:
 
     @property
     def weight_rows(self) -> int:
-        """Rows of weights that one CTA loads: of a pair, half."""
+        """Rows of weights that one CTA loads; each of a pair loads half."""
         return MMA_ROWS if self.swapped else self.tile_n // self.ctas
 
     @property
     def token_box(self) -> tuple[int, int]:
-        """(K bytes, ROW)."""
+        """(K bytes, ROW) that one load brings."""
         return (tma.ROW_BYTES, self.token_rows)
 
     @property
     def weight_box(self) -> tuple[int, int]:
-        """(K bytes, ROW)."""
+        """(K bytes, ROW) that one load brings."""
         return (tma.ROW_BYTES, self.weight_rows)
 
     @property
     def weight_atoms(self) -> int:
-        """Rows of scale atoms of a tile's weights: of all of N, also in each CTA of a pair."""
+        """Rows of scale atoms that a tile's weights have; each CTA of a pair loads those of all of N."""
         return -(-self.shape.features // ATOM_ROWS)
 
     @property
     def scale_words(self) -> int:
-        """Int32 of a scale atom."""
+        """Number of Int32 in a scale atom."""
         return ATOM_BYTES // INT32_BYTES
 
     @property
     def token_scale_box(self) -> tuple[int, int, int]:
-        """(Int32, K ATOM, ROW ATOM)."""
+        """(Int32, K ATOM, ROW ATOM) that one load brings."""
         return (self.scale_words, K_STEPS, 1)
 
     @property
     def weight_scale_box(self) -> tuple[int, int, int]:
-        """(Int32, K ATOM, ROW ATOM)."""
+        """(Int32, K ATOM, ROW ATOM) that one load brings."""
         return (self.scale_words, K_STEPS, self.weight_atoms)
 
     # Tensor memory, in 32-bit columns.
 
     @property
     def scale_columns(self) -> int:
-        """Of the scales of a stage: SCALE_COLUMNS for each K step and atom of rows."""
+        """Columns that the scales of a stage take: SCALE_COLUMNS for each K step and atom of rows."""
         return K_STEPS * SCALE_COLUMNS * (1 + self.weight_atoms)
 
     @property
     def accumulator_columns(self) -> int:
-        """From the first accumulator to the second: where two do not fit beside the scales, they overlap."""
-        beside_one = tmem.TMEM_COLUMNS - self.scale_columns - self.tile_n
+        """Columns from the first accumulator to the second: where two do not fit beside the scales, they overlap."""
+        beside_one = TMEM_COLUMNS - self.scale_columns - self.tile_n
         return min(max(self.tile_n, MIN_ACCUMULATOR_COLUMNS), beside_one)
 
     @property
@@ -230,7 +226,7 @@ class GemmConfig:
 
     @property
     def tmem_weight_scales(self) -> int:
-        """First column of the weights' scales: in a K step, the atoms of its rows side by side."""
+        """First column of the weights' scales. Those of a K step stand side by side, atom by atom."""
         return self.tmem_token_scales + K_STEPS * SCALE_COLUMNS
 
     @property
@@ -245,7 +241,7 @@ class GemmConfig:
 
     @property
     def token_bytes(self) -> int:
-        """Tokens of a stage; a multiple of the alignment, since rows come in eights."""
+        """Bytes of a stage's tokens: a multiple of the alignment, since rows come in eights."""
         return self.token_rows * tma.ROW_BYTES
 
     @property
@@ -275,12 +271,13 @@ class GemmConfig:
 
     @property
     def barrier_slots(self) -> int:
-        """mbarriers there is room for: with records and TMEM address, less than the alignment of what follows."""
+        """Number of mbarriers that there is room for. With the records and the TMEM address they take less than the
+        alignment of what follows."""
         return 64
 
     @property
     def output_bits(self) -> int:
-        """Of one output."""
+        """Bits that an output has."""
         return 4 if self.quantizes else 16
 
     @property
@@ -292,7 +289,7 @@ class GemmConfig:
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of them in the result."""
+        """Bytes that a segment takes in the result."""
         return self.segment_columns * self.output_bits // 8
 
     @property
@@ -307,22 +304,22 @@ class GemmConfig:
 
     @property
     def step_words(self) -> int:
-        """Int32 of them in the result."""
+        """Number of Int32 that the outputs of a step take in the result."""
         return self.step_outputs * self.output_bits // (8 * INT32_BYTES)
 
     @property
     def piece_words(self) -> int:
-        """Int32 of one store to global memory."""
+        """Number of Int32 in a piece: what one store writes to global memory."""
         return min(VECTOR_BYTES, self.segment_bytes) // INT32_BYTES
 
     @property
     def segment_pieces(self) -> int:
-        """Such stores of a segment."""
+        """Pieces that a segment is stored in."""
         return self.segment_bytes // (self.piece_words * INT32_BYTES)
 
     @property
     def piece_columns(self) -> int:
-        """Outputs of one."""
+        """Outputs that a piece has."""
         return self.segment_columns // self.segment_pieces
 
     @property
@@ -348,7 +345,7 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the stages."""
+        """Bytes of shared memory beside the stages."""
         return tma.TILE_ALIGNMENT + self.staging_bytes
 
     @property
@@ -390,7 +387,7 @@ class GemmConfig:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier of a CTA. full and empty: one use a K tile. record and accumulator: one use a tile."""
+        """Every mbarrier of a CTA. full and empty are used once a K tile, the others once a tile."""
         epilogue_warps = len(self.epilogue_warps)
         load, mma, schedule, epilogue = "load warp", "MMA warp", "scheduler warp", "epilogue warps"
         commit = f"{mma}, tcgen05.commit" + (" to both CTAs" if self.pair else "")

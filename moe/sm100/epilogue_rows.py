@@ -10,8 +10,9 @@ from warpspec.common import tmem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
 from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
+from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.config import ACCUMULATORS, INTERLEAVE, MMA_ROWS, SWIGLU_COLUMNS
+from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment
 
 COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs where gate and up become one
@@ -32,7 +33,7 @@ def rows_to_result(
     rank,
     tile,
 ):
-    """One accumulator [128 tokens, tile_n]: scaled, activated, converted, written. Releases it on the way."""
+    """Scale, activate, convert and write one accumulator [128 tokens, tile_n], and release it on the way."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
     own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # of this warp's 32; may be negative
@@ -108,7 +109,7 @@ def scale_and_bias(
 
 @cute.jit
 def bias_of(bias: cute.Tensor, expert, feature, features) -> cute.Tensor:
-    """(32) of features ``feature`` onwards; 0 past the last."""
+    """The bias (32) of features ``feature`` onwards; 0 past the last."""
     row = bias[expert, None]
     found = cute.make_rmem_tensor(COLUMNS, Float32)
     if feature + COLUMNS <= features:

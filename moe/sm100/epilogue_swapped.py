@@ -16,8 +16,8 @@ from warpspec.common import tmem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
+from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.config import INTERLEAVE
 from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
 
 CODE_BITS = 4
@@ -50,7 +50,7 @@ def columns_to_result(
     rank,
     tile,
 ):
-    """One accumulator [128 features, tile_n tokens]: scaled, activated, converted, written. Releases it on the way."""
+    """Scale, activate, convert and write one accumulator [128 features, tile_n tokens], and release it on the way."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
     feature = feature_of(config, operands, tile, warp, lane, features)
@@ -72,7 +72,7 @@ def columns_to_result(
             quantize_tokens(config, operands, result, values, staged, feature, first, tile, limit)
         elif cutlass.const_expr(config.gated):
             for token in cutlass.range_constexpr(0, count, 2):
-                output = exchange(config, values, token, feature.upper, limit)
+                output = paired_output(config, values, token, feature.upper, limit)
                 staged[feature.place, first + token + Int32(feature.upper)] = output.to(BFloat16)
         else:
             for token in cutlass.range_constexpr(count):
@@ -90,7 +90,8 @@ def token_scale(config, operands, feature, tile, token) -> Float32:
 
 @cute.jit
 def feature_of(config: cutlass.Constexpr, operands, tile, warp, lane, features) -> Feature:
-    """Of this thread, whose row of the weights may be past the last: then its scale is that of others, its bias 0."""
+    """This thread's feature. Its row of the weights may be past the last: then its scale is that of others, its bias
+    0."""
     upper = Boolean(lane // INTERLEAVE % 2 == 1)
     gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)
     bias = Float32(0.0)
@@ -109,10 +110,10 @@ def feature_of(config: cutlass.Constexpr, operands, tile, warp, lane, features) 
 
 @cute.jit
 def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged, feature, first, tile, limit):
-    """Two tokens at a time: outputs, the block's scale by an exchange across its lanes, codes by pairs of lanes."""
+    """Two tokens at a time: outputs, the block's scale by a reduction over its lanes, codes by pairs of lanes."""
     out_scale = operands.out_scale[tile.expert]
     for token in cutlass.range_constexpr(0, cute.size(values), 2):
-        output = exchange(config, values, token, feature.upper, limit)
+        output = paired_output(config, values, token, feature.upper, limit)
         amax = absolute(output)
         for distance in BLOCK_LANES:
             amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, distance), nan=True)
@@ -137,8 +138,9 @@ def staged_values(config, staging, warp) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
 
 
-def exchange(config, values, token: int, upper, limit) -> Float32:
-    """The output of this lane's feature pair: of ``token`` in the lower lanes, of the next token in the upper ones."""
+def paired_output(config, values, token: int, upper, limit) -> Float32:
+    """The output of this lane's pair of features, gate and up, one of which another lane has: of ``token`` in the lower
+    lanes, of the next token in the upper ones."""
     first, second = values[token], values[token + 1]
     sent = Float32(cutlass.select_(upper, first, second))
     received = cute.arch.shuffle_sync_bfly(sent, INTERLEAVE)

@@ -148,7 +148,7 @@ class GroupedGemm:
 
 @cute.jit
 def synchronize(config: cutlass.Constexpr):
-    """All threads of the CTA, or of both CTAs of a pair."""
+    """Synchronize all threads of the CTA, or of both CTAs of a pair."""
     if cutlass.const_expr(config.pair):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()

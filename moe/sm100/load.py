@@ -91,7 +91,7 @@ class Stages(NamedTuple):
 
 
 def make_stages(config, tokens, weights, token_scales, weight_scales) -> Stages:
-    """Of regions of shared memory, by their first byte."""
+    """The stages in regions of shared memory, which are given by their first byte."""
 
     def plain(base, box, size):
         layout = cute.append(

@@ -44,7 +44,7 @@ class Fragments(NamedTuple):
 
 
 def fragments(config, tokens, weights, token_scales, weight_scales, columns) -> Fragments:
-    """Of regions of shared memory, by their first byte, and tensor memory."""
+    """The fragments in regions of shared memory, which are given by their first byte, and in tensor memory."""
     tiled_mma = make_tiled_mma(config)
     mine = tiled_mma.get_slice(0)
     a_base, b_base = (weights, tokens) if config.swapped else (tokens, weights)
@@ -102,7 +102,7 @@ def mma(
 
 @cute.jit
 def wait_for_accumulator(config: cutlass.Constexpr, empty: cutlass.Constexpr, use):
-    """Until the use-th tile may have its accumulator: the epilogue has read the tile before the last, or, where
+    """Wait until the use-th tile may have its accumulator: the epilogue has read the tile before the last, or, where
     accumulators overlap, what this one shares with the last tile's."""
     if cutlass.const_expr(config.overlap == 0):
         empty.wait_previous(use)
@@ -112,7 +112,8 @@ def wait_for_accumulator(config: cutlass.Constexpr, empty: cutlass.Constexpr, us
 
 @cute.jit
 def copy_scales(config: cutlass.Constexpr, operands: cutlass.Constexpr, stage, atom_row):
-    """A stage's scales to tensor memory. Tokens that begin in the midst of an atom (swapped only) come to lane 0."""
+    """Copy a stage's scales to tensor memory. Tokens that begin in the midst of an atom (swapped only) come to lane
+    0."""
     with cute.arch.elect_one():
         tokens = operands.token_scales + stage * config.token_scale_bytes
         if cutlass.const_expr(config.swapped):
@@ -143,7 +144,7 @@ def multiply(
     steps,
     accumulate,
 ):
-    """One MMA for every K step of a stage that the problem has: the last stage may have fewer.
+    """Issue an MMA for every K step of a stage that the problem has: the last stage may have fewer.
 
     Scales of rows r, r + 1, ... of an atom, r a multiple of 32, begin r / 32 columns behind the atom's first. Only
     tokens can begin within an atom, and only as N.

@@ -50,7 +50,7 @@ class Records:
         return cls(channels["record_full"], channels["record_empty"], slots)
 
     def read(self, use) -> Tile:
-        """The use-th record, by a whole warp; its slot is released."""
+        """Read the use-th record and release its slot, by a whole warp."""
         self.full.wait(use)
         slot = self.slots[None, self.full.stage(use)]
         tile = Tile(*(slot[i] for i in range(len(Tile._fields))))
@@ -58,7 +58,7 @@ class Records:
         return tile
 
     def write(self, use, *fields) -> None:
-        """The use-th record, by a whole warp, once its slot is free."""
+        """Write the use-th record once its slot is free, by a whole warp."""
         self.empty.wait_previous(use)
         slot = self.slots[None, self.full.stage(use)]
         with cute.arch.elect_one():
@@ -69,7 +69,7 @@ class Records:
 
 @cute.jit
 def prefix_sum(value, lane) -> Int32:
-    """Sum of the lanes' values up to and with this one's."""
+    """The sum of the lanes' values up to this one's, which is included."""
     total = Int32(value)
     for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
         before = cute.arch.shuffle_sync_up(total, 1 << step)

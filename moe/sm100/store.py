@@ -35,7 +35,8 @@ class Result(NamedTuple):
 
 
 def make_result(config, data: cute.Tensor, scales, columns) -> Result:
-    """data: bf16 or uint8 [R, C], rows a multiple of 16 bytes. Host side."""
+    """The result that the epilogue writes into data, bf16 or uint8 [R, C] with rows of a multiple of 16 bytes. Host
+    side."""
     words = cute.make_tensor(
         cute.recast_ptr(data.iterator, dtype=Int32),
         cute.make_layout(
@@ -74,7 +75,7 @@ def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
 
 @cute.jit
 def write_segment(config: cutlass.Constexpr, staging, result, lane, first_row, rows, first_column):
-    """A staged segment to global memory, by the warp that staged it.
+    """Copy a staged segment to global memory, by the warp that staged it.
 
     staging: (WORD, PIECE, TOKEN). first_row: row of the result of the first staged token; rows: how many of them there
     are. first_column: output of the segment's first. What lies past a row's end is not written.
@@ -99,13 +100,14 @@ def scale_place(atom_row, column) -> tuple:
 
 
 def has_scale(result, atom, column) -> Boolean:
-    """There is such a place. No atom is too high unless the offsets are wrong, which must not reach other memory."""
+    """Whether there is such a place. No atom is too high unless the offsets are wrong, which must not reach other
+    memory."""
     return Boolean(column < result.scale_columns) & Boolean(atom < result.scales.shape[0])
 
 
 @cute.jit
 def write_scale(result, valid, atom, atom_row, column, code):
-    """One e4m3 code; 0 in the padding behind the last block, nothing behind the padding."""
+    """Write one e4m3 code; 0 in the padding behind the last block, nothing behind the padding."""
     if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
         inside = column < cute.ceil_div(result.columns, BLOCK)

@@ -100,13 +100,13 @@ class TopkConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM's registers must leave room for: they are given to warps, as many in each quarter of it."""
+        """CTAs that an SM's registers must leave room for. Every partition of it has as many warps."""
         warps = REGISTERS_PER_SM // (self.registers * WARP_THREADS) // SM_PARTITIONS * SM_PARTITIONS
         return warps // (self.threads // WARP_THREADS)
 
     @property
     def smem_carveout_percent(self) -> int:
-        """Of an SM's L1 and shared memory, what its resident CTAs take."""
+        """Percentage of an SM's L1 and shared memory that its resident CTAs take."""
         resident = min(self.ctas_per_sm, MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // self.threads)
         taken = resident * (self.smem_bytes + SMEM_RESERVED_PER_CTA)
         return min(100, -(-100 * taken // SMEM_PER_SM))
@@ -134,7 +134,7 @@ class TopkConfig:
 
     @property
     def list_size(self) -> int:
-        """Words of a list of candidates: its slots, and what closes it."""
+        """Words that a list of candidates has: its slots, and those that close it."""
         return self.slots + RANK_BATCH
 
     @property
@@ -149,8 +149,8 @@ class TopkConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Candidates of every warp, or group of lanes; streaming, in order, those of the row and of every CTA of the
-        cluster; statistics."""
+        """Bytes of shared memory: candidates of every warp, or group of lanes; where rows are streamed, those of the
+        row and of every CTA of the cluster, in order; statistics."""
         warps = self.warps * self.rows
         lists, words = 0, 4 * warps
         if not self.held:

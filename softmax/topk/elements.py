@@ -19,7 +19,7 @@ def floats(words: cute.Tensor, dtype: str) -> list:
 
 
 def largest(values: list) -> Float32:
-    """Their maximum, NaN if there is one."""
+    """The maximum of the values, NaN if one is."""
     return _tree(values, lambda a, b: cute.arch.fmax(a, b, nan=True))
 
 

@@ -138,7 +138,7 @@ def held_vectors(config, group: Group):
 
 
 def reaches(logit: Float32, threshold: Float32) -> Boolean:
-    """logit at or above ``threshold``, or either is NaN: one instruction."""
+    """Whether logit is at or above ``threshold`` or either is NaN, in one instruction."""
     return ~Boolean(logit < threshold)
 
 
@@ -149,7 +149,7 @@ def column_of(config, group: Group, i):
 
 
 def fetch(config, group: Group, column) -> Float32:
-    """The element of a column, from the cache."""
+    """The element of a column, read from the cache."""
     address = group.row.address + Int64(column) * WIDTHS[config.dtype]
     pointer = cute.make_ptr(TYPES[config.dtype], address, cute.AddressSpace.gmem)
     return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)

@@ -47,7 +47,7 @@ def bar_of(key: Int32) -> Float32:
 
 
 def passes(logit: Float32, bar: Float32) -> Boolean:
-    """logit above ``bar``, or either is NaN: one instruction."""
+    """Whether logit is above ``bar`` or either is NaN, in one instruction."""
     return ~Boolean(logit <= bar)
 
 
@@ -57,7 +57,7 @@ def candidate(logit: Float32, column: Int32) -> Uint64:
 
 
 def lowest_candidate(key: Int32) -> Uint64:
-    """At most every candidate of ``key``, above every candidate of a lower one."""
+    """A word that is at most every candidate of ``key`` and above every candidate of a lower one."""
     return Uint64(Uint32(key ^ SIGN)) << COLUMN_BITS
 
 

@@ -18,7 +18,7 @@ RANK_SHIFT = RANK_BATCH.bit_length() - 1
 
 
 def before(ballot: Int32) -> Int32:
-    """Lanes below this one that voted."""
+    """Number of lanes below this one that voted."""
     return cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt()))
 
 
