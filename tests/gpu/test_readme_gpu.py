@@ -1,4 +1,4 @@
-"""README.md's Python examples that need a GPU."""
+"""The Python examples of README.md and sim/README.md that need a GPU."""
 
 import pytest
 from readme import examples

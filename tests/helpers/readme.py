@@ -1,7 +1,6 @@
-"""The Python examples of README.md, for the tests that run them.
+"""The Python examples of README.md and sim/README.md, for the tests that run them.
 
-A word after ``python`` on an example's fence says how it runs: ``gpu`` needs one, ``raises=NAME`` ends with that
-exception. Without a word it runs on a CPU to its end. A checkpoint called ``...`` is a tiny gpt-oss.
+An example whose fence says ``python gpu`` needs one; the others run on a CPU.
 """
 
 from __future__ import annotations
@@ -11,48 +10,44 @@ import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "sim/README.md")
 FENCE = re.compile(r"^```python *(?P<words>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Example:
-    """line: of README.md, where the code begins. raises: name of the exception that ends it, or ""."""
+    """line: of the document, where the code begins."""
 
+    document: str
     line: int
     code: str
     needs_gpu: bool
-    raises: str
 
     @property
     def id(self) -> str:
-        return f"line-{self.line}"
+        return f"{self.document}:{self.line}"
 
     def run(self, folder: Path) -> dict:
-        """Run it as a file in an empty folder, which the DSL needs to find its source. Its global names."""
+        """Run it as a file of its own in ``folder``: the DSL reads a kernel's source. Returns its global names."""
         path = folder / "example.py"
-        path.write_text("\n" * (self.line - 1) + self.code)  # lines in a traceback are README.md's
-        try:
-            names = runpy.run_path(str(path))
-        except Exception as error:
-            if type(error).__name__ != self.raises:
-                raise
-            return {}
-        assert not self.raises, f"README.md:{self.line} ends without {self.raises}"
-        return names
+        path.write_text("\n" * (self.line - 1) + self.code)  # a traceback has the document's lines
+        return runpy.run_path(str(path))
 
 
 def examples() -> list[Example]:
-    """All of README.md. ValueError for a word that means nothing."""
-    text = README.read_text()
+    """All of the documents'. ValueError for a word that means nothing."""
+    return [
+        example for document in DOCUMENTS for example in examples_of(document, (ROOT / document).read_text())
+    ]
+
+
+def examples_of(document: str, text: str) -> list[Example]:
+    """Those of one document's text."""
     found = []
     for block in FENCE.finditer(text):
-        words = block["words"].split()
-        raises = "".join(word.removeprefix("raises=") for word in words if word.startswith("raises="))
-        if unknown := set(words) - {"gpu", f"raises={raises}"}:
-            raise ValueError(
-                f"README.md: {sorted(unknown)} after ```python, where gpu or raises=NAME may stand"
-            )
         line = text.count("\n", 0, block.start("code")) + 1
-        found.append(Example(line, block["code"], "gpu" in words, raises))
+        if block["words"] not in ("", "gpu"):
+            raise ValueError(f"{document}:{line}: ```python {block['words']}, where only gpu may follow")
+        found.append(Example(document, line, block["code"], block["words"] == "gpu"))
     return found
