@@ -3,9 +3,6 @@
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from suites import long
@@ -19,7 +16,6 @@ from warpspec.fmha.schedule import TileGrid, key_span
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
-ROOT = Path(__file__).parents[2]
 TILE_M = 128
 BAND = [
     dict(causal=causal, has_left=left, has_right=right)
@@ -226,9 +222,3 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
         ((columns, k), 1, rows // k, stages),
         ((across, depth), 0, k * depth, stage),
     )
-
-
-def test_the_document_has_the_current_budgets():
-    command = [sys.executable, ROOT / "scripts/print_budgets.py", "--check", ROOT / "docs/budgets.md"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
