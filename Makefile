@@ -1,5 +1,6 @@
 # `make demo` and `make test` need Python 3.11+ with venv, make and git; the rest is installed into .venv.
 PY := .venv/bin/python
+PYTEST := $(PY) -m pytest -q --progress
 WORKERS ?= 2
 # Threads inside a worker or a kernel's simulation would compete with the workers themselves.
 export OMP_NUM_THREADS ?= 1
@@ -18,13 +19,13 @@ demo: venv ## run the compiled Blackwell attention kernel on a gpt-oss layer in 
 	@$(PY) scripts/demo.py
 
 test: venv ## all tests that need no GPU and no patience (10 minutes on 2 cores, 17 the first time)
-	@$(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+	@$(PYTEST) -n $(WORKERS) --dist worksteal
 
 test-long: venv ## the tests marked long
-	@$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "long and not gpu"
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "long and not gpu"
 
 test-gpu: venv ## tests on the GPU of this machine (2 minutes on an H200 with 16 cores)
-	@$(PY) -m pytest -q -m gpu -n auto --maxprocesses 14 --dist worksteal
+	@$(PYTEST) -n auto --maxprocesses 14 --dist worksteal -m gpu tests/gpu
 
 bench: venv ## speed of the simulator on this machine
 	@$(PY) scripts/bench_sim.py

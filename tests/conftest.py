@@ -9,9 +9,22 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
+import pytest
 import torch
+from progress import Progress
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Examples that run a kernel in the simulator take seconds; the same ones every time, so CI cannot flicker.
 hypothesis.settings.register_profile("warpspec", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("warpspec")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--progress", action="store_true", help="one line that says how far the run is, no dots")
+
+
+@pytest.hookimpl(trylast=True)  # the terminal reporter is there by then
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist: the process that starts them reports
+    if config.getoption("progress") and not is_worker:
+        config.pluginmanager.register(Progress(config), "progress")

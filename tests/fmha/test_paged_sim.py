@@ -7,6 +7,7 @@ import simulate
 import torch
 from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from page_layouts import FAR, paged
+from suites import long, long_but
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
@@ -66,7 +67,7 @@ def assert_no_spills(config):
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", long_but((16, 128), PAGE_SIZES))
 def test_pages_give_the_dense_result(page_size):
     dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
     assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
@@ -76,8 +77,8 @@ def test_pages_give_the_dense_result(page_size):
 @pytest.mark.parametrize(
     "head_dim, page_size, shared_kv",
     [
-        (128, 32, False),
         (512, 16, True),
+        long(128, 32, False),
         pytest.param(128, 128, True, marks=pytest.mark.long),
         pytest.param(256, 64, False, marks=pytest.mark.long),
         pytest.param(512, 128, False, marks=pytest.mark.long),
@@ -140,7 +141,7 @@ def test_bias_over_pages(head_dim, page_size, shared_kv, bias_dtype):
 
 
 def test_no_pages_at_all():
-    _, pages = inputs(LENGTHS, 16, seq_q=3, heads_q=4, heads_kv=2)
+    _, pages = inputs(LENGTHS, 16, seq_q=3, heads_q=4, heads_kv=2, causal=True)
     nothing = {"k": pages["k"][:0], "v": pages["v"][:0], "kv_lengths": torch.zeros_like(pages["kv_lengths"])}
     state = attention(**{**pages, **nothing}, backend=BACKEND)
     assert (state.o == 0).all() and (state.row_max == -torch.inf).all() and (state.row_sum == 0).all()

@@ -3,11 +3,9 @@
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from suites import long
 
 from warpspec.common import tma
 from warpspec.common.compile import resources
@@ -18,7 +16,6 @@ from warpspec.fmha.schedule import TileGrid, key_span
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
-ROOT = Path(__file__).parents[2]
 TILE_M = 128
 BAND = [
     dict(causal=causal, has_left=left, has_right=right)
@@ -57,6 +54,13 @@ SHAPE_VARIANTS = [
 ]
 
 
+def is_simulated(config) -> bool:
+    """Whether a case of test_kernel_sim or test_head_dims_sim has this shape: they look for spills too."""
+    simulated = {(64, False), (64, True), (128, False), (256, True), (512, False), (512, True)}
+    first = (SHARED_SHAPES if config.shared_kv else SHAPES)[config.head_dim][0]
+    return (config.head_dim, config.shared_kv) in simulated and config.shape == first
+
+
 def label(config):
     changed = [
         f"{field.name}={getattr(config, field.name)}"
@@ -77,7 +81,8 @@ def check_resources(config):
     assert kernel.static_smem == 0
 
 
-@pytest.mark.parametrize("config", VARIANTS[::3], ids=label)
+# What runs in test_kernel_sim and test_head_dims_sim is looked at there: here a few others by default.
+@pytest.mark.parametrize("config", VARIANTS[4::11], ids=label)
 def test_compiles_without_spills(config):
     check_resources(config)
 
@@ -88,7 +93,9 @@ def test_every_variant_compiles_without_spills(config):
     check_resources(config)
 
 
-@pytest.mark.parametrize("config", SHAPE_VARIANTS[::2], ids=label)
+@pytest.mark.parametrize("config", [
+    long(config) if is_simulated(config) else config for config in SHAPE_VARIANTS[::2]
+], ids=label)  # fmt: skip
 def test_every_shape_compiles_without_spills(config):
     check_resources(config)
 
@@ -215,9 +222,3 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
         ((columns, k), 1, rows // k, stages),
         ((across, depth), 0, k * depth, stage),
     )
-
-
-def test_the_document_has_the_current_budgets():
-    command = [sys.executable, ROOT / "scripts/print_budgets.py", "--check", ROOT / "docs/budgets.md"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import paged
 from simulate import simulate_as
+from suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -39,11 +40,14 @@ CASES_OF_ITS_OWN = [
     Case("window", batch=2, seq_q=20, seq_k=300, heads_q=16, causal=True, window=(130, None), **LATENT),
     Case("state", seq_q=2, seq_k=200, heads_q=64, normalize=False, scale=-0.1, data="rising", **LATENT),
 ]
+# What the others have, in one kernel.
+WINDOW_STATE = Case(
+    "window-state", batch=2, seq_q=20, seq_k=300, heads_q=16, causal=True, window=(130, None), normalize=False,
+    scale=-0.1, data="rising", **LATENT,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.id, marks=[pytest.mark.long] * (case.id == "prefill")) for case in CASES_OF_ITS_OWN
-])  # fmt: skip
+@pytest.mark.parametrize("case", [*map(long, CASES_OF_ITS_OWN), WINDOW_STATE], ids=lambda case: case.id)
 def test_cases(simulate, case):
     simulate(case, num_splits=1)
 
@@ -81,9 +85,10 @@ def test_pages(monkeypatch, page_size):
     case = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
     dense = arguments(case)
     (pages,), table = paged((dense["k"],), case.kv_lengths, page_size)
-    expected = attention(**dense, backend="sim", num_splits=1)
-    paged_arguments = {**dense, "k": pages, "page_table": table}
-    assert attention(**paged_arguments, backend="sim", num_splits=1).equal(expected)
+    options = dict(return_lse=True, num_splits=1, backend="sim")
+    expected = attention(**dense, **options)
+    got = attention(**{**dense, "k": pages, "page_table": table}, **options)
+    assert all(one.equal(other) for one, other in zip(got, expected, strict=True))
 
 
 @pytest.mark.long
@@ -100,9 +105,14 @@ def test_bias(monkeypatch):
     assert (o[0, 1] == 0).all()
 
 
+def counted(keys: int, heads: int) -> Case:
+    """A decode step of one sequence, by the kernel of LENGTHS."""
+    return Case("count", seq_k=keys, heads_q=heads, kv_lengths=(keys,), sink=True, **LATENT)
+
+
 def test_every_product_is_computed_once(simulate):
     keys, heads = 256, 128
-    report = simulate(Case("count", seq_k=keys, heads_q=heads, **LATENT), num_splits=1)
+    report = simulate(counted(keys, heads), num_splits=1)
     assert report.launches[0].mma_flops == 2 * 2 * heads * keys * 512
     m_tiles, row = heads // 64, 2 * 512
     assert report.launches[0].tma_bytes_loaded == (heads + m_tiles * keys) * row
@@ -129,7 +139,7 @@ def boxes(monkeypatch):
 def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate, boxes):
     """All KV tiles but the first two, which are loaded at once: their boxes are asked for three times, for two M tiles
     and once before. A Q box is asked for once."""
-    report = simulate(Case("count", seq_k=5 * 64, heads_q=128, **LATENT), num_splits=1)
+    report = simulate(counted(5 * 64, 128), num_splits=1)
     assert report.launches[0].tma_bytes_prefetched == (5 - 2) * TILE_BYTES
     assert Counter(boxes.values()) == {1: 2 * 8, 2: 2 * 8, 3: 3 * 8}
 
@@ -152,9 +162,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", [
-    pytest.param(v, marks=[pytest.mark.long] * (v != "decode")) for v in VARIANTS
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_spills(variant):
     config = sm90.AttentionConfig(
         dtype="bfloat16", head_dim=512, shared_kv=True, shape=SHARED[512], **VARIANTS[variant]

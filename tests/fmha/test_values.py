@@ -78,15 +78,6 @@ def test_values_on_a_device_are_looked_at_in_debug_mode_only(monkeypatch):
         AttentionProblem.of(**arguments)
 
 
-@pytest.mark.gpu
-def test_values_on_a_gpu(monkeypatch):
-    monkeypatch.setenv(DEBUG_VARIABLE, "1")
-    q, pages = (torch.zeros(2, n, 1, 64, dtype=torch.bfloat16, device=CUDA) for n in (3, 16))
-    tensors = dict(kv_lengths=int32(20, 5).to(CUDA), page_table=int32([0, 2], [1, 0]).to(CUDA))
-    with pytest.raises(ValueError, match=r"^page_table: .*got 2 at index \[0, 1\]"):
-        attention(q, pages, **tensors, causal=True)
-
-
 @pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.long), True])
 def test_unchecked_values_read_nothing_out_of_bounds(paged):
     """The simulator would name the access. Lengths are clamped; a position only says which keys a row sees, and at

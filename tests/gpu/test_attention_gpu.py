@@ -8,6 +8,7 @@ from attention_cases import CASES, Case, arguments, check, poisoned_out, relativ
 from gpu_tensors import moved, on_gpu, random
 
 from warpspec.fmha import attention
+from warpspec.fmha.values import DEBUG_VARIABLE
 
 pytestmark = pytest.mark.gpu
 HEAD_DIMS = (64, 128, 256, 512)
@@ -131,3 +132,12 @@ def test_a_page_that_does_not_exist_reads_as_zeros(wrong):
     got = attention(q, k, k, kv_lengths=lengths, page_table=table)
     expected = attention(q, page, page, backend="reference")
     torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_wrong_values_are_named_in_debug_mode(monkeypatch):
+    monkeypatch.setenv(DEBUG_VARIABLE, "1")
+    q, pages = (torch.zeros(2, n, 1, 64, dtype=torch.bfloat16, device="cuda") for n in (3, 16))
+    values = dict(kv_lengths=torch.tensor([20, 5]), page_table=torch.tensor([[0, 2], [1, 0]]))
+    values = {name: value.int().cuda() for name, value in values.items()}
+    with pytest.raises(ValueError, match=r"^page_table: .*got 2 at index \[0, 1\]"):
+        attention(q, pages, **values, causal=True)

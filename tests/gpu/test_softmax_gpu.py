@@ -175,23 +175,3 @@ def test_length_limit():
     check(softmax(x), x)
     with pytest.raises(ValueError, match=r"^x: rows must have"):
         softmax(torch.empty(1, 2**25 + 1, device="cuda", dtype=torch.float16))
-
-
-def test_a_call_takes_little_cpu_time():
-    import time
-
-    from warpspec.softmax import softmax
-
-    x = torch.randn(128, 1024, device="cuda", dtype=torch.bfloat16)
-    for _ in range(10):
-        softmax(x)
-    best = min(_timed(softmax, x, time.perf_counter) for _ in range(20))
-    assert best < 15e-6, best
-
-
-def _timed(call, x, clock):
-    torch.cuda.synchronize()
-    start = clock()
-    for _ in range(100):
-        call(x)
-    return (clock() - start) / 100

@@ -7,6 +7,8 @@ bias, and two key sets merged. Weights are seeded and large enough that attentio
 sinks and compressed keys take a good part of it.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from model_pairs import (
@@ -20,6 +22,7 @@ from model_pairs import (
     tokens,
     with_attention,
 )
+from suites import long
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import warpspec.fmha.transformers
@@ -108,11 +111,17 @@ def logits_in_steps(model, ids: torch.Tensor, *ends: int) -> torch.Tensor:
 
 
 every_way = pytest.mark.parametrize("way", WAYS)
-one_layer = pytest.mark.parametrize(("backend", "way", "kind", "head_dim"), ONE_LAYER)
 
 
-@every_way
-@pytest.mark.parametrize(("heads", "length"), [(64, 300), (128, 140)])
+def one_layer(moved: Callable[[str, str], bool]):
+    """Parameters of a test of one layer. Of those simulated the long suite has what ``moved`` says of way and kind."""
+    cases = [long(*case) if case[0] == "sim" and moved(*case[1:3]) else case for case in ONE_LAYER]
+    return pytest.mark.parametrize(("backend", "way", "kind", "head_dim"), cases)
+
+
+@pytest.mark.parametrize(("heads", "length", "way"), [
+    (64, 300, "bias"), (128, 140, "key_sets"), long(64, 300, "key_sets"), long(128, 140, "bias"),
+])  # fmt: skip
 def test_prefill(heads, length, way):
     """300 positions: two heavily compressed keys, 75 of the other kind."""
     ids = tokens(1, length)
@@ -121,7 +130,7 @@ def test_prefill(heads, length, way):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@one_layer
+@one_layer(moved=lambda way, kind: (way, kind) == ("key_sets", HEAVY))
 def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     """One compressed key for 4 positions, none for 128."""
     model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, length)
@@ -129,16 +138,13 @@ def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("backend", "way", "kind", "head_dim"),
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] == "sim")) for case in ONE_LAYER],
-)
+@one_layer(moved=lambda way, kind: True)
 def test_prefill_of_one_layer_past_the_window(backend, way, kind, head_dim):
     """Just past the window and the first key that is compressed from 128."""
     test_prefill_of_one_layer(backend, way, kind, head_dim, length=131)
 
 
-@one_layer
+@one_layer(moved=lambda way, kind: way == "bias")
 def test_decode_of_one_layer(backend, way, kind, head_dim):
     """The window fills and the first key compressed from 128 appears. The prompt is the reference's."""
     model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
@@ -154,8 +160,10 @@ def test_decode_of_one_layer(backend, way, kind, head_dim):
     assert relative_error(*steps) <= ATTENTION_TOLERANCE
 
 
-@every_way
-@pytest.mark.parametrize(("heads", "batch", "start", "end"), [(64, 2, 124, 130), (128, 1, 253, 257)])
+@pytest.mark.parametrize(("heads", "batch", "start", "end", "way"), [
+    (64, 2, 124, 130, "key_sets"), (128, 1, 253, 257, "bias"),
+    long(64, 2, 124, 130, "bias"), long(128, 1, 253, 257, "key_sets"),
+])  # fmt: skip
 def test_decode_with_cache(heads, batch, start, end, way):
     """Single tokens against the cache; within the steps the window fills and compressed keys appear."""
     ids = tokens(batch, end)
@@ -176,7 +184,9 @@ def test_steps_of_several_tokens(way):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@pytest.mark.parametrize("ends", [(), (296, 297, 298, 299)], ids=["prefill", "decode"])
+@pytest.mark.parametrize("ends", [
+    pytest.param((), id="prefill", marks=pytest.mark.long), pytest.param((296, 297, 298, 299), id="decode"),
+])  # fmt: skip
 def test_selection_by_the_indexer(ends):
     """More compressed keys than the indexer lets a query see: its choice is in the mask.
 
@@ -195,7 +205,7 @@ def test_selection_is_refused_as_key_sets():
         model(tokens(1, 100))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", long("right")])
 def test_padded_batch(side):
     ids, mask = padded(side, (150, 97))
     with torch.no_grad():

@@ -18,6 +18,7 @@ from model_pairs import (
     tokens,
     with_attention,
 )
+from suites import long
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
 import warpspec.fmha.transformers
@@ -116,6 +117,7 @@ def test_padded_batch(pair, side):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
+@pytest.mark.parametrize("backend", ["reference", long("sim")], indirect=True)
 def test_generate_from_left_padded_prompts(pair):
     """generate() makes masks and caches its own way; it picks the tokens it picks with eager attention."""
     ids, mask = padded("left", (140, 100))

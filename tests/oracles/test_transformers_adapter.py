@@ -94,11 +94,17 @@ MASKS = {
         masking_utils.causal_mask_function,
         masking_utils.blockwise_overlay(torch.zeros(1, 8, dtype=torch.long)),
     ),
-    "packed": masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8)
+    "packed": masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 8))
     ),
     "custom": lambda batch, head, q, k: k <= q,
 }
+if hasattr(
+    masking_utils, "packed_sequence_compatibility_function"
+):  # transformers 5.17 has the first way only
+    MASKS["packed, positions start over"] = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.causal_mask_function, torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8)
+    )
 
 
 @pytest.mark.parametrize("kind", MASKS)

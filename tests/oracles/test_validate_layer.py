@@ -73,6 +73,7 @@ def test_deepseek_decode():
         assert layer.passed
 
 
+@pytest.mark.long
 def test_deepseek_pro():
     (layer,) = validated("--model", "deepseek-v4-pro", "--kind", "csa", "--seq", 12)
     assert layer.query_shape == (1, 128, 12, 512)

@@ -1,17 +1,13 @@
 """scripts/validate_layer.py --layer moe as a user runs it, at the models' real shapes with one or two experts."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import validate_layer
 from safetensors.torch import save_file
 from shared import moe_layer
-
-SCRIPT = Path(validate_layer.__file__)
 
 
 def validated(*arguments, backend="reference"):
@@ -23,17 +19,18 @@ def validated(*arguments, backend="reference"):
     return result
 
 
-def test_json():
-    command = [sys.executable, SCRIPT, "--layer", "moe", "--backend", "reference"]
-    command += ["--model", "gpt-oss-120b", "--experts", "1", "--seq", "3", "--batch", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_json(monkeypatch, capsys):
+    arguments = ["--layer", "moe", "--backend", "reference", "--model", "gpt-oss-120b", "--experts", "1"]
+    arguments += ["--seq", "3", "--batch", "2", "--json"]
+    monkeypatch.setattr(sys, "argv", ["validate_layer.py", *arguments])
+    assert validate_layer.main() == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
     assert result["passed"] is True and result["layer"] == "moe"
     (layer,) = result["layers"]
     assert layer["tokens"] == 6 and layer["rows_by_expert"] == [6]
     assert all(0 < error < 3e-3 for error in layer["gemm_2_error_by_expert"])
-    assert "experts of gpt-oss-120b" in done.stderr  # the readable form goes elsewhere
+    assert "experts of gpt-oss-120b" in printed.err  # the readable form goes elsewhere
 
 
 def test_shared_expert_and_decode():

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from softmax_cases import check, logits, matrix, untouched
+from suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.hardware import MIB, REGISTER_STEP
@@ -99,7 +100,7 @@ def test_rows_far_shorter_than_the_room_for_them(name):
 
 
 @pytest.mark.parametrize("name", ["warp", "cluster", "staged", "two-pass", "split"])
-@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("dtype", [FP32, long(FP16)])
 def test_special_values(name, dtype):
     """NaN, +inf, some -inf, only -inf, the ends of the number range; each in a row of its own, others unharmed."""
     rows, length = 6, 101
@@ -131,7 +132,7 @@ def test_a_warp_of_only_minus_infinity(name):
 
 
 @pytest.mark.parametrize("name", ["warp", "cluster", "staged", "two-pass", "split"])
-@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("dtype", [long(FP16), BF16])
 def test_one_element_far_above_the_others(name, dtype):
     """Anywhere in a vector: a maximum that misses it lets exponentials overflow."""
     rows, length = 11, 300

@@ -1,8 +1,11 @@
 """softmax_topk's kernel, compiled for both architectures, executed in the simulator: every way to divide a row."""
 
+import itertools
+
 import pytest
 import topk_cases as cases
 import torch
+from suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
@@ -61,8 +64,12 @@ def longest(config) -> int:
     return config.capacity * config.per_vector if config.held else 5000
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("arch", ARCHS)
+BY_TURNS = [(ARCHS[number % 2], way) for number, way in enumerate(WAYS)]
+
+
+@pytest.mark.parametrize(("arch", "way"), [
+    case if case in BY_TURNS else long(*case) for case in itertools.product(ARCHS, WAYS)
+])  # fmt: skip
 def test_every_way_to_divide_a_row(arch, way):
     """Rows off every boundary, some shorter than the warps that share them."""
     narrow = (torch.bfloat16, torch.float16)[list(WAYS).index(way) % 2]
