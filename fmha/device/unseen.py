@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common import tma
-from warpspec.fmha.device.bias import row_of, unit
+from warpspec.fmha.device.bias import power, row_of, unit
 from warpspec.fmha.device.pages import address_of
 from warpspec.fmha.features import WORD_BYTES
 
@@ -75,12 +75,11 @@ def recompute(
     scale_log2,
     values: cute.Tensor,
     columns: cutlass.Constexpr,
-    power: cutlass.Constexpr,
 ):
     """A thread's values (n) fp32 of a row become the sum over the keys the row sees of
     2**(scale_log2 * (q.k - reference)) v, in fp32.
 
-    columns: ``RowColumns``. power: of (score, bias, scale_log2), a score with its bias as a power of two.
+    columns: ``RowColumns``.
     """
     q = operands.q[place.batch, place.query, place.head, None]  # (D)
     vectors, part = list(zip(columns.registers, columns.numbers, strict=True)), columns.part

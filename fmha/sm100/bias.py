@@ -117,21 +117,10 @@ def add(
 
 
 def add_pair(scores: cute.Tensor, i: int, bias, scale_log2) -> None:
-    """scores[i], scores[i + 1] with their two values of bias; -inf by selection, for the score may be NaN.
-
-    Rounded to zero: the largest negative bias, which masks like to be made of, stays finite.
-    """
+    """scores[i], scores[i + 1] with their two values of bias: ``device.bias.power`` of a pair."""
     bias = tuple(value.to(Float32) for value in bias)
     scaled = cute.arch.mul_packed_f32x2((scores[i], scores[i + 1]), (scale_log2, scale_log2))
     sums = cute.arch.fma_packed_f32x2(bias, (Float32(LOG2_E), Float32(LOG2_E)), scaled, rnd="rz")
     for place in range(2):
         hidden = Boolean(bias[place] == -Float32.inf)
         scores[i + place] = Float32(cutlass.select_(hidden, -Float32.inf, sums[place]))
-
-
-def power(score, bias, scale_log2):
-    """One score with its bias as a power of two: for the path that sums a row again."""
-    pair = cute.make_rmem_tensor(2, Float32)
-    pair.fill(score)
-    add_pair(pair, 0, (bias, bias), scale_log2)
-    return pair[0]

@@ -11,7 +11,6 @@ from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, statistics
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.sm100 import bias
 
 
 @cute.jit
@@ -45,7 +44,7 @@ def epilogue(
         block = row.member * (config.o_columns // BLOCK) + part
         own = RowColumns((range(BLOCK),), (block,), whole_row)
         if (config.band or config.bias is not None) and place.in_range & tainted(values, own, row_sum):
-            recompute(config, row, place, operands, reference, scale_log2, values, own, bias.power)
+            recompute(config, row, place, operands, reference, scale_log2, values, own)
         if place.in_range:
             scale_or_zero(values, factor, empty)
             target = cute.local_tile(of_split(config, operands.o, tile, place), (BLOCK,), (block,))

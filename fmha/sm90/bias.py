@@ -1,19 +1,16 @@
 """Additive bias on wgmma's register fragments: every thread reads its own pairs of keys from global memory.
 
-Scores become powers of two, as in ``sm100.bias``, whose conventions these are.
+Scores become powers of two (``device.bias``).
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
-from warpspec.fmha.device.bias import TYPES
-from warpspec.fmha.device.softmax import LOG2_E
+from warpspec.fmha.device.bias import TYPES, power
 from warpspec.fmha.sm90.fragment import column, elements
-
-LARGEST = 2.0**127
 
 
 @cute.jit
@@ -40,12 +37,3 @@ def add(
         if cutlass.const_expr(not masked) or first_key + offset <= last:
             value[0] = start[offset]
         scores[i] = power(scores[i], value[0].to(Float32), scale_log2)
-
-
-def power(score, bias, scale_log2):
-    """One score with its bias; -inf by selection, for the score may be NaN. The largest finite biases, which masks like
-    to be made of, stay finite."""
-    scaled = cute.arch.fmax(bias * Float32(LOG2_E), Float32(-LARGEST), nan=True)
-    scaled = -cute.arch.fmax(-scaled, Float32(-LARGEST), nan=True)
-    hidden = Boolean(bias == -Float32.inf)
-    return Float32(cutlass.select_(hidden, -Float32.inf, score * scale_log2 + scaled))

@@ -12,7 +12,6 @@ from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, statistics
 from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.sm90 import bias
 from warpspec.fmha.sm90.consumer import flat
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.softmax import over_quad
@@ -52,7 +51,7 @@ def epilogue(work, state, operands, stage):
         if cutlass.const_expr(config.band or config.bias is not None):
             own = row_columns(config, o, r, row, work.part)
             if place.in_range & tainted(o, own, total):
-                recompute(config, row, place, operands, references[r], work.scale_log2, o, own, bias.power)
+                recompute(config, row, place, operands, references[r], work.scale_log2, o, own)
         if cutlass.const_expr(stage is not None):
             factors.append(factor)
             empties.append(empty)

@@ -1,0 +1,1 @@
+"""Attention on the device: code that every architecture's kernel runs."""
