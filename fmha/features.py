@@ -32,7 +32,8 @@ class KernelFeatures:
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
     partial results, one for each split of the keys, are written. page_size: keys of a page of K and V, 0 where they are
-    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. exact_maximum: O is
+    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q,
+    packed_k: requests' queries, keys stand one behind another. exact_maximum: O is
     rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
@@ -55,6 +56,8 @@ class KernelFeatures:
     bias: str | None = None
     bias_heads: bool = False
     bias_batches: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
     exact_maximum: bool = False
 
     def __post_init__(self):
@@ -159,6 +162,8 @@ def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
         "bias": dtype_name(problem.bias_dtype) if problem.has_bias else None,
         "bias_heads": problem.has_bias and problem.bias_heads,
         "bias_batches": problem.has_bias and problem.bias_batches,
+        "packed_q": problem.packed_q,
+        "packed_k": problem.packed_k,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
     }
 

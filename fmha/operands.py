@@ -14,8 +14,11 @@ class Operands(NamedTuple):
 
     q [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D], with a page_table [pages, page_size, Hkv, D]; o [B, Sq, Hq, D]; sink [Hq];
     kv_lengths, q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32; page_table [B, max_pages] int32; bias
-    [B or 1, Hq or 1, Sq, Sk]. o, lse, row_max and row_sum are written, the others are read. Where keys are split,
-    o, row_max and row_sum of the attention kernel have one more dimension in front, the splits.
+    [B or 1, Hq or 1, Sq, Sk]. Packed queries, T in all: q, o [1, T, Hq, D]; lse, row_max, row_sum [1, Hq, T];
+    cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
+
+    o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
+    attention kernel have one more dimension in front, the splits.
     """
 
     q: Any
@@ -30,6 +33,8 @@ class Operands(NamedTuple):
     row_sum: Any = None
     page_table: Any = None
     bias: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -42,7 +47,7 @@ INPUTS = tuple(name for name in Operands._fields if name not in OUTPUTS)
 
 
 class Options(NamedTuple):
-    """Arguments of ``warpspec.fmha.attention`` that are no tensors; its docstring says what they mean."""
+    """Arguments of ``attention`` and ``attention_varlen`` that are no tensors; their docstrings say what they mean."""
 
     scale: float | None = None
     causal: bool = False
@@ -51,3 +56,5 @@ class Options(NamedTuple):
     normalize: bool = True
     return_lse: bool = False
     num_splits: int | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None

@@ -31,7 +31,7 @@ SCHEMA = ", ".join(
     (
         *(f"Tensor{'' if name in ('q', 'k') else '?'} {name}" for name in INPUTS),
         "float? scale, bool causal, SymInt? window_left, SymInt? window_right, SymInt key_stride",
-        "bool normalize, bool return_lse, SymInt? num_splits, str backend",
+        "bool normalize, bool return_lse, SymInt? num_splits, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str backend",
     )
 )
 
@@ -141,7 +141,7 @@ def check_call(operands: Operands, options: Options, backend: str) -> Call:
 
 def run(call: Call, operands: Operands):
     """What a checked call computes: (o, stats), stats None where there are none. o is the operands' where given."""
-    q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias = operands
+    q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens = operands
     if o is None:
         o = torch.empty(call.o_shape, dtype=call.o_dtype, device=q.device)
     stats = None
@@ -178,9 +178,8 @@ def run(call: Call, operands: Operands):
         q_start = q_start.contiguous()
     if page_table is not None:
         page_table = page_table.contiguous()
-    call.prepared.run(
-        Operands(q, k, v, written, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
-    )
+    others = (sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens)
+    call.prepared.run(Operands(q, k, v, written, *others))
     return o, stats
 
 

@@ -60,6 +60,9 @@ class AttentionProblem:
     bias_rows: str | None = None  # "aligned" (for TMA), "contiguous" or "strided"
     has_kv_lengths: bool = False  # otherwise L = Sk for every batch row
     has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
+    packed_q: bool = False  # q is [1, T, Hq, D]; batch, seq_q: requests, most queries of one (a hint)
+    packed_k: bool = False  # k and v are [1, Tk, Hkv, D]; seq_k: most keys of a request (a hint)
+    total_q: int | None = None  # T, of packed queries
     page_size: int | None = None  # keys to a page; None: no page table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
 
@@ -115,7 +118,7 @@ class AttentionProblem:
         q, k, v, out = operands.q, operands.k, operands.v, operands.o
         sink, bias = operands.sink, operands.bias
         kv_lengths, q_start, page_table = operands.kv_lengths, operands.q_start, operands.page_table
-        scale, causal, window, key_stride, normalize, return_lse, num_splits = options
+        scale, causal, window, key_stride, normalize, return_lse, num_splits, *_ = options
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 _check_operand(name, tensor, q, memory)

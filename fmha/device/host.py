@@ -42,6 +42,8 @@ class AttentionHost:
         row_sum: cute.Tensor | None,
         page_table: cute.Tensor | None,
         bias: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
         scale_log2: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -54,7 +56,22 @@ class AttentionHost:
         scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most persistent CTAs
         to launch. section: of ``TileGrid.decode``. There must be at least one tile; ctas and section are at least 1.
         """
-        operands = Operands(q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias)
+        operands = Operands(
+            q,
+            k,
+            v,
+            o,
+            sink,
+            kv_lengths,
+            q_start,
+            lse,
+            row_max,
+            row_sum,
+            page_table,
+            bias,
+            cu_seqlens_q,
+            cu_seqlens_k,
+        )
         self.launch(operands, scale_log2, (window_left, window_right), ctas, section, stream)
 
     def loads(self, operands: Operands) -> list:
@@ -106,5 +123,7 @@ def fake_arguments(config: KernelFeatures) -> tuple:
         row_sum=None if config.normalize else fake_rows(fp32, 3 + partial),
         page_table=fake_rows(int32, 2) if config.page_size else None,
         bias=fake_rows(TYPES[config.bias], 4, alignment=config.bias_alignment) if config.bias else None,
+        cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
+        cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
     )
     return (*operands, 1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec.fmha import AttentionState, attention, merge
-from warpspec.fmha.operands import Operands
+from warpspec.fmha.operands import INPUTS, Operands
 from warpspec.fmha.ops import unobserved
 
 OPTIONS = {"causal": True, "window": (3, None), "backend": "reference"}
@@ -70,7 +70,9 @@ def test_out_compiles_and_is_written_in_place():
 
 def test_schemas_and_fake_implementations_are_right():
     arguments = list(inputs().values())
-    rest = (None, None, None, None, None, None, True, 3, None, 1, True, True, None, "reference")
+    others, window = (None,) * (len(INPUTS) - 3), (3, None)
+    options = (None, True, *window, 1, True, True, None, None, None)
+    rest = (*others, *options, "reference")
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.warpspec.fmha_forward, (*arguments, *rest), test_utils=checks)
     out = torch.empty_like(arguments[0])
