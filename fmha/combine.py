@@ -24,7 +24,8 @@ class CombineConfig:
 
     A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups
     share the splits of it (way w takes w, w + ways, ...) and add up through shared memory. dtype: of o. normalize: o is
-    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state.
+    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state. packed: queries past the
+    last request are left alone.
     """
 
     head_dim: int
@@ -33,6 +34,7 @@ class CombineConfig:
     normalize: bool = True
     has_sink: bool = False
     has_lse: bool = False
+    packed: bool = False
 
     def __post_init__(self):
         assert self.head_dim in HEAD_DIMS
@@ -99,6 +101,7 @@ def combine_arguments(config: CombineConfig) -> tuple:
         rows(o_types[config.dtype], 4),
         fake_rows(fp32, 3) if config.has_lse else None,
         *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
+        fake_rows(cutlass.Int32, 1) if config.packed else None,
     )
 
 
@@ -139,7 +142,7 @@ def combine_splits(
         has_sink=sink is not None,
         has_lse=lse is not None,
     )
-    return COMBINE.run(config, target or target_of(o.device), *tensors)
+    return COMBINE.run(config, target or target_of(o.device), *tensors, None)
 
 
 def _check(partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum) -> None:

@@ -64,6 +64,8 @@ class KernelFeatures:
         assert self.bias in (None, *BIAS_BYTES)
         assert self.page_size in (0, *PAGE_SIZES)
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
+        assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
+        assert not (self.packed_q and self.bias)
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
 
     @property
@@ -92,6 +94,16 @@ class KernelFeatures:
     def queries(self) -> int:
         """Queries of an M tile."""
         return self.row_groups * self.row_group_queries
+
+    @property
+    def longest_first(self) -> bool:
+        """Tiles with the most keys are done first: work grows with a row's position."""
+        return self.causal and not self.packed_q
+
+    @property
+    def ends_in_tile(self) -> bool:
+        """A KV tile may hold keys that are no row's: past the KV length, or another request's."""
+        return self.has_kv_lengths or self.packed_k
 
     @property
     def v_ring(self) -> str:

@@ -65,12 +65,12 @@ class Prepared(NamedTuple):
         with self.target.current():
             if self.combine is None:
                 return self.attention(*operands, *self.numbers)
-            partial = partial_results(self.problem, self.plan.splits)
+            partial = partial_results(operands.o, self.plan.splits)
             o, row_max, row_sum = partial
             parts = operands._replace(o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
             first = self.attention(*parts, *self.numbers)
             results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
-            second = self.combine(*partial, *results)
+            second = self.combine(*partial, *results, operands.cu_seqlens_q)
         if first is None:
             return None
         from warpspec import sim
@@ -101,6 +101,7 @@ def combine_config(problem: AttentionProblem, plan: Plan) -> CombineConfig:
         has_sink=problem.has_sink,
         has_lse=problem.return_lse,
         normalize=problem.normalize,
+        packed=problem.packed_q,
     )
 
 
@@ -114,13 +115,11 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
     return tuple(kernels)
 
 
-def partial_results(
-    problem: AttentionProblem, splits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def partial_results(o: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Workspace of split keys, fp32: o [S, B, Sq, Hq, D], row_max and row_sum [S, B, Hq, Sq]."""
-    rows, heads = (splits, problem.batch), problem.heads_q
-    kind = {"dtype": torch.float32, "device": problem.device}
+    batch, seq_q, heads, head_dim = o.shape
+    kind = {"dtype": torch.float32, "device": o.device}
     return (
-        torch.empty(*rows, problem.seq_q, heads, problem.head_dim, **kind),
-        *(torch.empty(*rows, heads, problem.seq_q, **kind) for _ in range(2)),
+        torch.empty(splits, batch, seq_q, heads, head_dim, **kind),
+        *(torch.empty(splits, batch, heads, seq_q, **kind) for _ in range(2)),
     )

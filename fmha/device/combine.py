@@ -41,19 +41,21 @@ class Combine:
         lse: cute.Tensor | None,
         row_max: cute.Tensor | None,
         row_sum: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
         stream: CUstream,
     ):
         """Host side.
 
         partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32. sink: [Hq]. o:
-        [B, Sq, Hq, D], D contiguous. lse, row_max, row_sum: [B, Hq, Sq] fp32. What the configuration lacks
-        is None. A programmatic dependent launch: the kernel starts once every CTA of the launch before has run
-        ``griddepcontrol.launch_dependents``, as the attention kernels' do at their start, or has ended; and it waits
-        for the end of that launch.
+        [B, Sq, Hq, D], D contiguous. lse, row_max, row_sum: [B, Hq, Sq] fp32. cu_seqlens_q: [requests + 1] int32. What
+        the configuration lacks is None. A programmatic dependent launch: the kernel starts once every CTA of the launch
+        before has run ``griddepcontrol.launch_dependents``, as the attention kernels' do at their start, or has ended;
+        and it waits for the end of that launch.
         """
         batch, seq_q, heads, _ = o.shape
         parts = batch * seq_q * heads * self.config.chunks
-        self.kernel(partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, parts).launch(
+        tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, cu_seqlens_q)
+        self.kernel(*tensors, parts).launch(
             grid=(cute.ceil_div(parts, self.config.parts), 1, 1),
             block=(THREADS, 1, 1),
             smem=self.config.smem_bytes,
@@ -64,7 +66,9 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, parts: Int32):
+    def kernel(
+        self, partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, cu_seqlens_q, parts: Int32
+    ):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -76,6 +80,8 @@ class Combine:
         _, seq_q, heads, _ = o.shape
         head, query, batch = row % heads, row // heads % seq_q, row // heads // seq_q
         column = chunk * config.lanes + lane  # in units of VECTOR
+        if cutlass.const_expr(config.packed):
+            in_range = in_range & Boolean(query < cu_seqlens_q[cute.size(cu_seqlens_q) - 1])
 
         cute.arch.griddepcontrol_wait()
         maxima = partial_max[None, batch, head, query]  # (SPLIT)

@@ -9,17 +9,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.fmha.device import packed
 from warpspec.fmha.features import KernelFeatures
 from warpspec.fmha.schedule import TileGrid, extent, place_in_round
 
 
-def grid_of(config: KernelFeatures, q: cute.Tensor, k: cute.Tensor, o: cute.Tensor) -> tuple:
+def grid_of(config: KernelFeatures, operands) -> tuple:
     """(``TileGrid`` of the M tiles, splits of each one's keys). Host side."""
-    batch, seq_q, heads_q, _ = q.shape
-    heads_kv = k.shape[2]
-    query_tiles = cute.ceil_div(seq_q, config.queries)
+    batch, seq_q, heads_q, _ = operands.q.shape
+    heads_kv = operands.k.shape[2]
+    if config.packed_q:
+        requests = cute.size(operands.cu_seqlens_q) - 1
+        query_tiles = packed.query_tiles(config.queries, seq_q, requests)
+    else:
+        query_tiles = cute.ceil_div(seq_q, config.queries)
     head_tiles = cute.ceil_div(heads_q // heads_kv, config.pack)
-    return TileGrid(query_tiles, head_tiles, heads_kv, batch), o.shape[0] if config.splits else 1
+    return TileGrid(query_tiles, head_tiles, heads_kv, batch), operands.o.shape[0] if config.splits else 1
 
 
 class Grid(NamedTuple):

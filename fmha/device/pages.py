@@ -12,6 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.fmha.device.packed import extent_of
+
 NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory is read
 
 
@@ -25,12 +27,15 @@ def page_or_none(config, operands, batch, slot, length) -> Int32:
     return Int32(cutlass.select_(Boolean(slot * config.page_size < length), page, Int32(NO_PAGE)))
 
 
-def address_of(config, operands, batch, key) -> tuple:
-    """((first index of k and v, row), exists) of a key within the KV length. Where its page does not exist
+def address_of(config, operands, request, key) -> tuple:
+    """((first index of k and v, row), exists) of a request's key within its KV length. Where its page does not exist
     the indices are those of a page that does."""
+    if config.packed_k:
+        first_key, _ = extent_of(operands.cu_seqlens_k, request, operands.k.shape[1])
+        return (0, first_key + key), Boolean(True)
     if not config.page_size:
-        return (batch, key), Boolean(True)
-    page = operands.page_table[batch, key // config.page_size]
+        return (request, key), Boolean(True)
+    page = operands.page_table[request, key // config.page_size]
     nearest = cutlass.max(cutlass.min(page, operands.k.shape[0] - 1), 0)
     return (nearest, key % config.page_size), Boolean(page == nearest)
 
@@ -41,13 +46,13 @@ def kv_places(config, operands, tile, kv_tile):
     Pages are read here, before the wait for the stage, so that their latency lies under it.
     """
     if not config.page_size:
-        return ((kv_tile, tile.batch),)
+        return ((kv_tile, tile.keys_batch),)
     first_key = kv_tile * config.tile_n
     slot, part = first_key // config.page_size, first_key % config.page_size // config.page_keys
     if config.tile_pages == 1:
-        return ((part, page_or_none(config, operands, tile.batch, slot, tile.length)),)
+        return ((part, page_or_none(config, operands, tile.request, slot, tile.length)),)
     lane = cute.arch.lane_idx()
-    return PagesByLane(page_or_none(config, operands, tile.batch, slot + lane, tile.length))
+    return PagesByLane(page_or_none(config, operands, tile.request, slot + lane, tile.length))
 
 
 @dataclass(frozen=True)

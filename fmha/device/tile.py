@@ -6,15 +6,15 @@ or a stack slot, for all of them, although they have different register budgets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Int32
 
-from warpspec.fmha.device.grid import extent
+from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.features import KernelFeatures
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.schedule import KeySpan, key_span
+from warpspec.fmha.schedule import KeySpan, extent, key_span
 
 INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
@@ -35,9 +35,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row belongs: batch row, KV head, query head, query. in_range: the problem has such a row."""
+    """Where a row belongs. batch, head, query: of q, o and the statistics. request, kv_head: of the keys. in_range: the
+    problem has such a row."""
 
-    batch: Int32
+    batch: Int32 | int
+    request: Int32
     kv_head: Int32
     head: Int32
     query: Int32
@@ -48,17 +50,22 @@ class Place:
 class Tile:
     """An M tile and the KV tiles that its rows meet.
 
-    query_tile, head_tile, kv_head, batch, split: its place in the grid. first_query: of the tile. start: position of
-    query 0. length: KV length of the batch row. group: query heads of a KV head. seq_q: queries of the batch row.
-    bounds: arguments of ``key_range``. span: the KV tiles.
+    query_tile, head_tile, kv_head, split: its place in the grid. batch: which row of q and o it belongs to, request:
+    which of the keys; they differ where queries are packed, which all stand in row 0. first_query: of the tile in its
+    request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k, with
+    packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of the
+    request. bounds: arguments of ``key_range``. span: the KV tiles.
     """
 
     config: KernelFeatures
     query_tile: Int32
     head_tile: Int32
     kv_head: Int32
-    batch: Int32
+    batch: Int32 | int
+    request: Int32
     first_query: Int32
+    first_row: Int32 | int
+    first_key: Int32 | int
     start: Int32
     length: Int32
     split: Int32
@@ -72,9 +79,19 @@ class Tile:
         """First query head of the tile."""
         return self.kv_head * self.group + self.head_tile * self.config.pack
 
+    @property
+    def keys_batch(self):
+        """Which row of k and v the keys stand in, where they are not paged."""
+        return 0 if self.config.packed_k else self.request
+
     def first_query_of(self, row_group):
-        """First query of a row group."""
+        """First query of a row group, in its request."""
         return self.first_query + row_group * self.config.row_group_queries
+
+    def first_row_of(self, row_group):
+        """First query of a row group, in its row of q."""
+        first = self.first_query_of(row_group)
+        return first + self.first_row if self.config.packed_q else first
 
     def row(self, index, member, row_group=0) -> Row:
         """A row and the keys it sees; an idle row gets the keys of the query it would be."""
@@ -93,7 +110,10 @@ class Tile:
         query = self.first_query_of(row_group) + index // config.pack
         inside = Boolean(head < self.group) & Boolean(query < self.seq_q)
         busy = Boolean(index < config.pack * config.row_group_queries)
-        return Place(self.batch, self.kv_head, self.kv_head * self.group + head, query, inside & busy)
+        if config.packed_q:
+            query = query + self.first_row
+        head = self.kv_head * self.group + head
+        return Place(self.batch, self.request, self.kv_head, head, query, inside & busy)
 
 
 def tile_at(config: KernelFeatures, operands, grid, window, index, section=None) -> Tile:
@@ -109,12 +129,20 @@ def tile_at(config: KernelFeatures, operands, grid, window, index, section=None)
     if cutlass.const_expr(config.splits):
         index, split = index // grid.splits, index % grid.splits
     query_tile, head_tile, kv_head, batch = grid.tiles(operands).decode(
-        index, longest_first=config.causal, section=section, minimum=cutlass.min
+        index, longest_first=config.longest_first, section=section, minimum=cutlass.min
     )
+    request, first_row, first_key = batch, 0, 0
+    if cutlass.const_expr(config.packed_q):
+        cu_seqlens, total = operands.cu_seqlens_q, seq_q
+        request, first_tile = request_of(cu_seqlens, query_tile, config.queries, total)
+        query_tile, batch = query_tile - first_tile, 0
+        first_row, seq_q = extent_of(cu_seqlens, request, total)
+    if cutlass.const_expr(config.packed_k):
+        first_key, length = extent_of(operands.cu_seqlens_k, request, length)
     if operands.kv_lengths is not None:
-        length = cutlass.max(cutlass.min(operands.kv_lengths[batch], length), 0)
+        length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
     # Where the last query stands at the last position by default; keys may each stand for several positions.
-    start = length - seq_q if operands.q_start is None else operands.q_start[batch]
+    start = length - seq_q if operands.q_start is None else operands.q_start[request]
     bounds = {
         "causal": config.causal,
         "left": window[0] if config.has_left else None,
@@ -124,20 +152,25 @@ def tile_at(config: KernelFeatures, operands, grid, window, index, section=None)
     first_query = query_tile * config.queries
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
     span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
+    if cutlass.const_expr(config.packed_q):  # a tile past its request's queries
+        some = Boolean(first_query < seq_q)
+        span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
     if cutlass.const_expr(config.splits):
         span = span.part(split, extent(grid.splits))
-    group = grid.heads_of_kv(operands)
     return Tile(
         config,
         query_tile,
         head_tile,
         kv_head,
         batch,
+        request,
         first_query,
+        first_row,
+        first_key,
         start,
         length,
         split,
-        group,
+        grid.heads_of_kv(operands),
         seq_q,
         bounds,
         span,

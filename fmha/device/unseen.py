@@ -87,7 +87,7 @@ def recompute(
         for i in registers:
             values[i] = Float32(0.0)
     for key in cutlass.range(Int32(row.first), row.end, unroll=1):
-        where, exists = address_of(config, operands, place.batch, key)
+        where, exists = address_of(config, operands, place.request, key)
         score = dot(config, q, operands.k[(*where, place.kv_head, None)])
         if cutlass.const_expr(config.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))

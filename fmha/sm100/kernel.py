@@ -30,7 +30,7 @@ class Attention(AttentionHost):
         loads = self.loads(operands)
         if config.bias_stages:
             loads.append(biases.make_load(config, operands.bias))
-        tiles, splits = grid_of(config, operands.q, operands.k, operands.o)
+        tiles, splits = grid_of(config, operands)
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),

@@ -15,7 +15,7 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     bases: shared memory regions."""
     # (D, HEAD, QUERY, BLOCK): this tile's, from its first head and query on
     q = coordinates[0][None, None, None, None, tile.batch]
-    q = cute.domain_offset((0, tile.first_head, tile.first_query, 0), q)
+    q = cute.domain_offset((0, tile.first_head, tile.first_row_of(0), 0), q)
     q_tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
     block_bytes = config.tile_m * tma.ROW_BYTES
     q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)
@@ -24,6 +24,8 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     for atom, tensor, base, _ in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
         # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
         tiles = tensor[None, None, None, tile.kv_head, None]
+        if config.packed_k:  # from the request's first key on
+            tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
         tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
         tiles = cute.group_modes(tiles, 3, 6)
         # A stage's boxes stand in it one after another: a block of D, in it the pages.

@@ -137,7 +137,7 @@ def tile_step(
     else:
         tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
     # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
-    if masked and (config.band or config.has_kv_lengths) and span.has_unseen(span.tile(step), config.tile_n):
+    if masked and (config.band or config.ends_in_tile) and span.has_unseen(span.tile(step), config.tile_n):
         full = channels[config.v_ring + "_full"]
         full.wait(step)
         stage = columns.v_smem + full.stage(step) * config.kv_tile_bytes

@@ -289,7 +289,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
-    if cutlass.const_expr(masked and (config.band or config.has_kv_lengths)):  # noqa: SIM102
+    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             barrier, threads = CLEAR_BARRIER, config.consumer_threads

@@ -125,11 +125,10 @@ class Attention(AttentionHost):
 
 def where_of(config, operands, ctas, section, window) -> Where:
     """What at most so many persistent CTAs need to find their tiles. Host side."""
-    q, k, o = operands.q, operands.k, operands.o
-    tiles, splits = grid_of(config, q, k, o)
+    tiles, splits = grid_of(config, operands)
     total = Int32(tiles.size * splits)
     if config.paired:
-        group = q.shape[2] // k.shape[2]
+        group = operands.q.shape[2] // operands.k.shape[2]
         grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, ctas))
         section = cute.FastDivmodDivisorV2(section)
     else:

@@ -33,7 +33,7 @@ class Source:
         config, coordinates = self.config, self.coordinates[0]
         # (D, HEAD, QUERY, BLOCK): from the row group's first head and query on
         q = coordinates[None, None, None, None, tile.batch]
-        q = cute.domain_offset((0, tile.first_head, tile.first_query_of(row_group), 0), q)
+        q = cute.domain_offset((0, tile.first_head, tile.first_row_of(row_group), 0), q)
         tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
         stages, block_bytes = config.row_groups * config.blocks, config.q_bytes // config.blocks
         shared = tma.shared_tiles(self.shared.q, self.dtype, config.q_box, stages, block_bytes)
@@ -44,6 +44,8 @@ class Source:
         config = self.config
         # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
         tiles = self.coordinates[1 + number][None, None, None, tile.kv_head, None]
+        if config.packed_k:  # from the request's first key on
+            tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
         tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
         tiles = cute.group_modes(tiles, 3, 6)
         # A stage's boxes stand in it one after another: a block of D, in it the pages.
