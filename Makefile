@@ -1,6 +1,6 @@
 # `make demo` and `make test` need Python 3.11+ with venv, make and git; the rest is installed into .venv.
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest -q --progress
+PYTEST := $(PY) -m pytest -q --progress -o console_output_style=classic
 WORKERS ?= 2
 # Threads inside a worker or a kernel's simulation would compete with the workers themselves.
 export OMP_NUM_THREADS ?= 1

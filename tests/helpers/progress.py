@@ -50,9 +50,9 @@ class Progress:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report):
-        """No letter and no word: the terminal reporter counts the test and prints nothing."""
-        category, _, _ = yield
-        return category, "", ""
+        """No letter to print for a test; the word stands in the summary of failures."""
+        category, _, word = yield
+        return category, "", word
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
