@@ -77,7 +77,9 @@ def test_expanded_dimensions_are_broadcast():
 
 
 def test_rows_that_the_bias_hides_whole():
-    arguments = inputs(264, BF16, sink=torch.randn(4))
+    arguments = inputs(
+        264, BF16, sink=torch.randn(4), causal=True, kv_lengths=torch.full((2,), 264, dtype=torch.int32)
+    )
     arguments["bias"][0, 1, 3] = -torch.inf
     arguments["bias"][1, :, 19] = -torch.inf
     arguments["bias"][1, 2, :19, 128:] = -torch.inf  # whole KV tiles, the first visited ones
@@ -111,7 +113,8 @@ def test_nan_at_keys_that_only_the_bias_hides(seq_k):
 @pytest.mark.parametrize("seq_k", [264, pytest.param(261, marks=pytest.mark.long)])
 def test_nan_bias_at_keys_that_are_hidden_anyway(seq_k):
     """Past the KV length and after the row's position."""
-    arguments = inputs(seq_k, BF16, causal=True, kv_lengths=torch.tensor([seq_k, 140], dtype=torch.int32))
+    lengths = torch.tensor([seq_k, 140], dtype=torch.int32)
+    arguments = inputs(seq_k, BF16, causal=True, kv_lengths=lengths, sink=torch.randn(4))
     for batch, length in enumerate((seq_k, 140)):
         for query in range(20):
             arguments["bias"][batch, :, query, length - 20 + query + 1 :] = torch.nan

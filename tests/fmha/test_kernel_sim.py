@@ -23,11 +23,9 @@ DEFAULT = (
     "causal-square", "causal-one-key", "scale-zero", "layout-packed", "data-equal",
     "three-tiles", "layout-bhsd",
     "one-tile-fp16", "data-creeping",
-    "sink", "layout-padded",
     "group-3-odd-queries",
     "decode-mqa-128",
     "scale-negative",
-    "shared-kv",
     "state-empty-rows",
     "lengths",
     "lengths-window",
@@ -42,6 +40,7 @@ SHARING = [
     replace(BY_ID["data-peaked"], heads_q=1),
     replace(BY_ID["data-outliers"], dtype=torch.bfloat16),
     replace(BY_ID["short-of-a-tile"], heads_q=1),
+    replace(BY_ID["layout-padded"], sink=False, causal=True),
 ]
 # fmt: on
 

@@ -77,7 +77,7 @@ def test_pages_give_the_dense_result(page_size):
 @pytest.mark.parametrize(
     "head_dim, page_size, shared_kv",
     [
-        (512, 16, True),
+        long(512, 16, True),
         long(128, 32, False),
         pytest.param(128, 128, True, marks=pytest.mark.long),
         pytest.param(256, 64, False, marks=pytest.mark.long),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import paged
+from peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
 from simulate import simulate_as
-from suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -40,14 +40,10 @@ CASES_OF_ITS_OWN = [
     Case("window", batch=2, seq_q=20, seq_k=300, heads_q=16, causal=True, window=(130, None), **LATENT),
     Case("state", seq_q=2, seq_k=200, heads_q=64, normalize=False, scale=-0.1, data="rising", **LATENT),
 ]
-# What the others have, in one kernel.
-WINDOW_STATE = Case(
-    "window-state", batch=2, seq_q=20, seq_k=300, heads_q=16, causal=True, window=(130, None), normalize=False,
-    scale=-0.1, data="rising", **LATENT,
-)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*map(long, CASES_OF_ITS_OWN), WINDOW_STATE], ids=lambda case: case.id)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES_OF_ITS_OWN, ids=lambda case: case.id)
 def test_cases(simulate, case):
     simulate(case, num_splits=1)
 
@@ -79,12 +75,33 @@ def test_every_case(simulate, case):
     simulate(replace(case, head_dim=512, shared_kv=True))
 
 
-@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.long)])
+@every_peak
+def test_as_exact_as_torch(monkeypatch, steps):
+    """With lengths and a sink that change nothing: by the kernel of LENGTHS."""
+    simulate_as(monkeypatch, "sm_90a")
+    sink, lengths = torch.full((HEADS,), -torch.inf), torch.tensor([KEYS], dtype=torch.int32)
+    check_as_exact_as_torch(steps, 512, shared_kv=True, sink=sink, kv_lengths=lengths, return_lse=True)
+
+
+PAGED = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
+
+
+def test_split_keys_through_pages(monkeypatch):
+    """Three parts of the keys, one of them empty in the shorter row."""
+    simulate_as(monkeypatch, "sm_90a")
+    dense = arguments(PAGED)
+    (pages,), table = paged((dense["k"],), PAGED.kv_lengths, 16)
+    options = dict(k=pages, page_table=table, num_splits=3, return_lse=True, out=poisoned_out(PAGED))
+    check(PAGED, attention(**{**dense, **options}, backend="sim"), dense)
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size", [16, 128])
 def test_pages(monkeypatch, page_size):
     simulate_as(monkeypatch, "sm_90a")
-    case = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
-    dense = arguments(case)
-    (pages,), table = paged((dense["k"],), case.kv_lengths, page_size)
+    dense = arguments(PAGED)
+    (pages,), table = paged((dense["k"],), PAGED.kv_lengths, page_size)
     options = dict(return_lse=True, num_splits=1, backend="sim")
     expected = attention(**dense, **options)
     got = attention(**{**dense, "k": pages, "page_table": table}, **options)

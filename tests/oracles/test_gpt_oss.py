@@ -23,7 +23,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
 import warpspec.fmha.transformers
 
-BACKENDS = ["reference", "sim"]
+BACKENDS = ["reference", long("sim")]  # padded batches and `make demo` are simulated by default
 
 
 def make_model(**changes) -> GptOssForCausalLM:
@@ -109,6 +109,7 @@ def test_decode_with_cache(pair):
     assert relative_error(*results) <= ATTENTION_TOLERANCE
 
 
+@pytest.mark.parametrize("backend", ["reference", "sim"], indirect=True)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(pair, side):
     ids, mask = padded(side, (150, 97))
@@ -117,7 +118,6 @@ def test_padded_batch(pair, side):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@pytest.mark.parametrize("backend", ["reference", long("sim")], indirect=True)
 def test_generate_from_left_padded_prompts(pair):
     """generate() makes masks and caches its own way; it picks the tokens it picks with eager attention."""
     ids, mask = padded("left", (140, 100))

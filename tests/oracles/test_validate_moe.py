@@ -60,6 +60,7 @@ def test_a_wrong_kernel_fails(monkeypatch):
     assert not any(verdicts.values()) and not result.passed
 
 
+@pytest.mark.long
 def test_in_the_simulator():
     result = validated("--experts", 1, "--seq", 2, backend="sim")
     assert [launch.local_bytes for launch in result.reports[0].launches] == [0] * 4
