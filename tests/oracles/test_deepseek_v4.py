@@ -7,8 +7,6 @@ bias, and two key sets merged. Weights are seeded and large enough that attentio
 sinks and compressed keys take a good part of it.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from model_pairs import (
@@ -113,10 +111,11 @@ def logits_in_steps(model, ids: torch.Tensor, *ends: int) -> torch.Tensor:
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def one_layer(moved: Callable[[str, str], bool]):
-    """Parameters of a test of one layer. Of those simulated the long suite has what ``moved`` says of way and kind."""
-    cases = [long(*case) if case[0] == "sim" and moved(*case[1:3]) else case for case in ONE_LAYER]
-    return pytest.mark.parametrize(("backend", "way", "kind", "head_dim"), cases)
+ONE_LAYER_NAMES = ("backend", "way", "kind", "head_dim")
+one_layer = pytest.mark.parametrize(ONE_LAYER_NAMES, ONE_LAYER)
+one_layer_simulated_in_long_suite = pytest.mark.parametrize(
+    ONE_LAYER_NAMES, [long(*case) if case[0] == "sim" else case for case in ONE_LAYER]
+)
 
 
 @pytest.mark.parametrize(("heads", "length", "way"), [
@@ -130,7 +129,7 @@ def test_prefill(heads, length, way):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@one_layer(moved=lambda way, kind: (way, kind) == ("key_sets", HEAVY))
+@one_layer
 def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     """One compressed key for 4 positions, none for 128."""
     model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, length)
@@ -138,13 +137,13 @@ def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@one_layer(moved=lambda way, kind: True)
+@one_layer_simulated_in_long_suite
 def test_prefill_of_one_layer_past_the_window(backend, way, kind, head_dim):
     """Just past the window and the first key that is compressed from 128."""
     test_prefill_of_one_layer(backend, way, kind, head_dim, length=131)
 
 
-@one_layer(moved=lambda way, kind: True)
+@one_layer_simulated_in_long_suite
 def test_decode_of_one_layer(backend, way, kind, head_dim):
     """The window fills and the first key compressed from 128 appears. The prompt is the reference's."""
     model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
