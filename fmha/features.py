@@ -33,7 +33,8 @@ class KernelFeatures:
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
     partial results, one for each split of the keys, are written. page_size: keys of a page of K and V, 0 where they are
     not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q,
-    packed_k: requests' queries, keys stand one behind another. exact_maximum: O is
+    packed_k: requests' queries, keys stand one behind another.
+    last_first: of packed queries, the last tiles are done first. exact_maximum: O is
     rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
@@ -58,6 +59,7 @@ class KernelFeatures:
     bias_batches: bool = False
     packed_q: bool = False
     packed_k: bool = False
+    last_first: bool = False
     exact_maximum: bool = False
 
     def __post_init__(self):
@@ -152,8 +154,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
-    """The fields of ``KernelFeatures`` for a problem. splits: for split KV, whose results are combined later."""
+def features(problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool) -> dict:
+    """The fields of ``KernelFeatures`` for a problem.
+
+    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later.
+    """
     return {
         "dtype": dtype_name(problem.dtype),
         "head_dim": problem.head_dim,
@@ -176,6 +181,7 @@ def features(problem: AttentionProblem, *, pack: int, splits: bool) -> dict:
         "bias_batches": problem.has_bias and problem.bias_batches,
         "packed_q": problem.packed_q,
         "packed_k": problem.packed_k,
+        "last_first": problem.packed_q and problem.seq_q > tile_m // pack,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
     }
 

@@ -1,10 +1,13 @@
 """Packed batches: which request, and which of its queries, a query tile of the launch belongs to.
 
 Requests' queries stand one behind another, and cu_seqlens_q says where each one's begin. The host knows their number B
-and their total T, not their lengths. So the grid has T // queries + B query tiles, and request b gets those from
-cu_seqlens_q[b] // queries + b up to where the next request's begin: enough for its queries, and at most one too many.
-The last query tile that begins no later than a given one is found by a search that a warp does together, 32 requests at
-a time.
+and their total T, not their lengths. So the grid has B + T // queries query tiles: the first of every request, and then
+further ones, of which request b gets those from cu_seqlens_q[b] // queries up to cu_seqlens_q[b + 1] // queries. That
+is enough for its queries; a tile that has none of them is idle. The request of a further tile is the last one that begins
+no later; a warp searches for it, 32 requests at a time.
+
+Where queries are many, tiles are done from the last to the first: a request's later queries see more keys, and what has
+few is left for the end. Where they are few (decode), most further tiles are idle and come last.
 
 Whatever cu_seqlens hold, nothing outside the tensors is touched: every entry is clamped to the queries or keys there
 are, and a length is never negative.
@@ -39,15 +42,26 @@ def extent_of(cu_seqlens: cute.Tensor, request, total) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def request_of(cu_seqlens: cute.Tensor, query_tile, queries: cutlass.Constexpr, total) -> tuple:
-    """(request, first query tile of it) of a query tile of the launch. By a whole warp."""
+def request_of(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> tuple:
+    """(request, query tile of it) of a query tile of the launch. By a whole warp."""
+    requests = Int32(cute.size(cu_seqlens) - 1)
+    request, query_tile = tile, Int32(0)
+    if tile >= requests:
+        request = begun_by(cu_seqlens, tile - requests, queries, total)
+        query_tile = 1 + tile - requests - entry(cu_seqlens, request, total) // queries
+    return request, query_tile
+
+
+@cute.jit
+def begun_by(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> Int32:
+    """The last request that begins in a tile of T queries, or before it. By a whole warp."""
     lane = cute.arch.lane_idx()
     low, count = Int32(0), Int32(cute.size(cu_seqlens) - 1)  # candidates
     for _ in cutlass.range(SEARCH_ROUNDS, unroll=1):
         step = (count + WARP_THREADS - 1) // WARP_THREADS
         probe = low + cutlass.min(lane * step, count - 1)
-        first_tile = entry(cu_seqlens, probe, total) // queries + probe
-        begun = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(first_tile <= query_tile)))
+        begins = Boolean(entry(cu_seqlens, probe, total) // queries <= tile)
+        begun = cute.arch.popc(cute.arch.vote_ballot_sync(begins))
         passed = cutlass.min(cutlass.max(begun - 1, 0) * step, count - 1)
         low, count = low + passed, cutlass.min(step, count - passed)
-    return low, entry(cu_seqlens, low, total) // queries + low
+    return low

@@ -134,8 +134,10 @@ def tile_at(config: KernelFeatures, operands, grid, window, index, section=None)
     request, first_row, first_key = batch, 0, 0
     if cutlass.const_expr(config.packed_q):
         cu_seqlens, total = operands.cu_seqlens_q, seq_q
-        request, first_tile = request_of(cu_seqlens, query_tile, config.queries, total)
-        query_tile, batch = query_tile - first_tile, 0
+        if cutlass.const_expr(config.last_first):
+            query_tile = extent(grid.query_tiles) - 1 - query_tile
+        request, query_tile = request_of(cu_seqlens, query_tile, config.queries, total)
+        batch = 0
         first_row, seq_q = extent_of(cu_seqlens, request, total)
     if cutlass.const_expr(config.packed_k):
         first_key, length = extent_of(operands.cu_seqlens_k, request, length)

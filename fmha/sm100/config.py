@@ -78,7 +78,7 @@ class AttentionConfig(KernelFeatures):
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
         shape = shape or shapes[problem.head_dim][0]
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
-        config = cls(**features(problem, pack=pack, splits=splits), shape=shape)
+        config = cls(**features(problem, pack=pack, tile_m=shape.tile_m, splits=splits), shape=shape)
         return config.with_bias(problem) if problem.has_bias else config
 
     def with_bias(self, problem: AttentionProblem) -> AttentionConfig:

@@ -66,7 +66,8 @@ class AttentionConfig(KernelFeatures):
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = choose_shape(problem, pack, splits)
-        return cls(**features(problem, pack=pack, splits=splits), shape=shape)
+        tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
+        return cls(**features(problem, pack=pack, tile_m=tile_m, splits=splits), shape=shape)
 
     @property
     def consumers(self) -> int:
