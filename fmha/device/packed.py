@@ -3,7 +3,7 @@
 Requests' queries stand one behind another, and cu_seqlens_q says where each one's begin. The host knows their number B
 and their total T, not their lengths. So the grid has B + T // queries query tiles: the first of every request, and then
 further ones, of which request b gets those from cu_seqlens_q[b] // queries up to cu_seqlens_q[b + 1] // queries. That
-is enough for its queries; a tile that has none of them is idle. The request of a further tile is the last one that begins
+is enough for its queries; a tile that has none of them is idle. The request of a further tile is the last that begins
 no later; a warp searches for it, 32 requests at a time.
 
 Where queries are many, tiles are done from the last to the first: a request's later queries see more keys, and what has
