@@ -34,7 +34,7 @@ class KernelFeatures:
     partial results, one for each split of the keys, are written. page_size: keys of a page of K and V, 0 where they are
     not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q,
     packed_k: requests' queries, keys stand one behind another.
-    last_first: of packed queries, the last tiles are done first. exact_maximum: O is
+    many_queries: some request of packed queries has more than a tile's, as far as the host knows. exact_maximum: O is
     rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
@@ -59,7 +59,7 @@ class KernelFeatures:
     bias_batches: bool = False
     packed_q: bool = False
     packed_k: bool = False
-    last_first: bool = False
+    many_queries: bool = False
     exact_maximum: bool = False
 
     def __post_init__(self):
@@ -98,9 +98,10 @@ class KernelFeatures:
         return self.row_groups * self.row_group_queries
 
     @property
-    def longest_first(self) -> bool:
-        """Tiles with the most keys are done first: work grows with a row's position."""
-        return self.causal and not self.packed_q
+    def last_first(self) -> bool:
+        """Query tiles are done from the last to the first, a tile of all heads at a time: work grows with a row's
+        position, or tiles of packed queries have their own order (``device.packed``)."""
+        return self.causal or self.packed_q
 
     @property
     def ends_in_tile(self) -> bool:
@@ -181,7 +182,7 @@ def features(problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool)
         "bias_batches": problem.has_bias and problem.bias_batches,
         "packed_q": problem.packed_q,
         "packed_k": problem.packed_k,
-        "last_first": problem.packed_q and problem.seq_q > tile_m // pack,
+        "many_queries": problem.packed_q and problem.seq_q > tile_m // pack,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
     }
 

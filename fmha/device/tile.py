@@ -128,13 +128,14 @@ def tile_at(config: KernelFeatures, operands, grid, window, index, section=None)
     split = Int32(0)
     if cutlass.const_expr(config.splits):
         index, split = index // grid.splits, index % grid.splits
+    section = None if config.packed_q else section
     query_tile, head_tile, kv_head, batch = grid.tiles(operands).decode(
-        index, longest_first=config.longest_first, section=section, minimum=cutlass.min
+        index, longest_first=config.last_first, section=section, minimum=cutlass.min
     )
     request, first_row, first_key = batch, 0, 0
     if cutlass.const_expr(config.packed_q):
         cu_seqlens, total = operands.cu_seqlens_q, seq_q
-        if cutlass.const_expr(config.last_first):
+        if cutlass.const_expr(not config.many_queries):
             query_tile = extent(grid.query_tiles) - 1 - query_tile
         request, query_tile = request_of(cu_seqlens, query_tile, config.queries, total)
         batch = 0

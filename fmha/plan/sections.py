@@ -37,7 +37,7 @@ def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int)
     head_tiles = -(-problem.group // config.pack)
     query_tiles = -(-problem.seq_q // config.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
-    if not config.longest_first:
+    if not config.causal or config.packed_q:
         return 1  # not read
     bounds = {
         "causal": True,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
+    MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
+    REGISTER_STEP,
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
@@ -53,7 +55,7 @@ class AttentionConfig(KernelFeatures):
         assert fits_pages(self.tile_n, self.page_size)
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
-        assert self.role_registers * self.shape.ctas_per_sm <= REGISTERS_PER_SM
+        assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
     @classmethod
@@ -140,6 +142,14 @@ class AttentionConfig(KernelFeatures):
     @property
     def consumer_threads(self) -> int:
         return self.consumers * WARPGROUP_THREADS
+
+    @property
+    def register_pool(self) -> int:
+        """Registers of a CTA: at launch every thread gets the same number, a multiple of REGISTER_STEP."""
+        per_thread = min(
+            REGISTERS_PER_SM // (self.shape.ctas_per_sm * self.threads), MAX_REGISTERS_PER_THREAD
+        )
+        return per_thread // REGISTER_STEP * REGISTER_STEP * self.threads
 
     @property
     def role_registers(self) -> int:

@@ -40,12 +40,6 @@ LONG = {128: Shape(3, 80, 2, 1, 160, 32)}  # others: PREFILL
 LONG_ROWS = 2048  # queries times heads that share a tile
 LONG_CAUSAL_ROWS = 8192  # a tile's keys that half of its rows do not see weigh, too
 LONG_TILES = 528  # four for each SM
-# Narrow windows: few KV tiles a query tile, so that a third consumer's rows mostly add keys that they do not see.
-NARROW = {**PREFILL, 64: Shape(2, 128, 4, 1, 240, 24)}
-NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
-# With a bias: its elements and addresses take registers, too.
-BIASED = {**NARROW, 64: Shape(3, 80, 4, 1, 160, 32), 128: Shape(2, 96, 3, 1, 240, 24)}
-BIASED_PAGES = {**NARROW, 128: Shape(2, 64, 3, 1, 240, 24)}  # the same for pages that do not fit those
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 2, 2, 208, 48),
@@ -53,6 +47,14 @@ DECODE = {
     256: Shape(1, 64, 3, 1, 240, 24),
     512: PREFILL[512],
 }
+# Narrow windows: few KV tiles a query tile, so that starts and ends weigh most: they lie under other CTAs' loops, and
+# tiles of few keys have few that no row sees.
+NARROW = {**PREFILL, 64: Shape(1, 64, 3, 3, 136, 24), 128: DECODE[128]}
+NARROW_KEYS = 512  # keys of a window up to which it counts as narrow
+# With a bias: its elements and addresses take registers, too.
+BIASED = {**NARROW, 64: Shape(3, 80, 4, 1, 160, 32), 128: Shape(2, 96, 3, 1, 240, 24)}
+# The same for pages that do not fit those.
+BIASED_PAGES = {**BIASED, 64: Shape(2, 128, 4, 1, 240, 24), 128: Shape(2, 64, 3, 1, 240, 24)}
 # The same with split keys, where an SM may have one CTA only.
 SPLIT = {**DECODE, 64: Shape(1, 128, 3, 2, 208, 48), 128: Shape(1, 64, 3, 2, 208, 48)}
 # K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many. Nothing else fits.
