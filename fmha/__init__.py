@@ -7,11 +7,11 @@ import torch
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
+from warpspec.fmha.checks import check_kinds, check_window, kind_of
 from warpspec.fmha.operands import Operands, Options
-from warpspec.fmha.problem import check_kinds, check_window
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 
-__all__ = ["AttentionState", "UnsupportedProblem", "attention", "merge"]
+__all__ = ["AttentionState", "UnsupportedProblem", "attention", "attention_varlen", "merge"]
 
 
 def attention(
@@ -91,15 +91,100 @@ def attention(
     """
     operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)
     options = Options(scale, causal, window, key_stride, normalize, return_lse, num_splits)
+    return _call(operands, options, backend)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    sink: torch.Tensor | None = None,
+    q_start: torch.Tensor | None = None,
+    key_stride: int = 1,
+    normalize: bool = True,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
+    """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
+
+    One call serves prefill, chunked prefill and decode together: request b is the n queries from
+    cu_seqlens_q[b] to cu_seqlens_q[b + 1] and its own L keys, packed likewise or in pages. The host reads no
+    lengths, so a CUDA graph of a call serves any lengths that its tensors come to hold, within their shapes.
+
+    Args:
+        q: [T, Hq, D], bf16 or fp16. Strides and alignment as of ``attention``.
+        k, v: [Tk, Hkv, D] with cu_seqlens_k, [pages, page_size, Hkv, D] with page_table; heads, D and v=None as
+            of ``attention``.
+        cu_seqlens_q: needed. [B + 1] int32, ascending, from 0 to at most T: where each request's queries begin,
+            and where the last one's end. Requests without queries are legal. Rows of q past the end belong to no
+            request.
+            Values of a CPU tensor are checked, those of a CUDA tensor as kv_lengths' of ``attention``: unchecked,
+            kernels neither read nor write outside the tensors.
+        max_seqlen_q: int >= 0, the most queries of a request. It steers how the work is cut; a wrong value costs
+            time, never the result.
+        cu_seqlens_k: [B + 1] int32, ascending, from 0 to at most Tk: where each request's keys begin and end.
+            Either this or page_table.
+        max_seqlen_k: int >= 0, the most keys of a request, likewise a hint; None: Tk, or all the keys that
+            page_table has room for (which may be many more than there are: give it).
+        page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
+        q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
+        scale, causal, window, sink, key_stride, normalize, num_splits, backend: as of ``attention``.
+        return_lse: also return lse.
+        out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
+            are left as they are.
+
+    Returns:
+        o [T, Hq, D] in q's dtype; with return_lse (o, lse), lse [Hq, T] fp32; with normalize=False an
+        AttentionState of o [T, Hq, D], row_max and row_sum [Hq, T], all fp32, which ``merge`` takes. What they
+        hold is said at ``attention``; rows that belong to no request hold anything. A request without keys gives
+        o = 0 and lse = -inf. NaN or Inf past a request's end reaches no row of it.
+
+    Raises:
+        As ``attention`` does.
+    """
+    if not isinstance(cu_seqlens_q, torch.Tensor):  # what tells packed queries from a rectangle
+        raise TypeError(f"cu_seqlens_q: must be a torch.Tensor, got {kind_of(cu_seqlens_q)}")
+    operands = Operands(
+        q,
+        k,
+        v,
+        out,
+        sink,
+        kv_lengths,
+        q_start,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    options = Options(
+        scale, causal, window, key_stride, normalize, return_lse, num_splits, max_seqlen_q, max_seqlen_k
+    )
+    return _call(operands, options, backend)
+
+
+def _call(operands: Operands, options: Options, backend):
+    """What ``attention`` and ``attention_varlen`` return."""
     key = ops.key_of(operands, options, backend)
     known = None if key is None else ops.recall(key, operands)
     if known is None:
         o, stats = _check_and_run(operands, options, backend, key)
     else:
         o, stats = ops.forward_known(known, operands)
-    if not normalize:
+    if not options.normalize:
         return AttentionState(o, stats[0], stats[1])
-    return (o, stats[0]) if return_lse else o
+    return (o, stats[0]) if options.return_lse else o
 
 
 def _check_and_run(operands: Operands, options: Options, backend, key):
@@ -135,8 +220,8 @@ def merge(
         sink: [Hq] floating or None: one more logit per row, counted once, natural units.
 
     Returns:
-        o [B, Sq, Hq, D] fp32, normalised; lse [B, Hq, Sq] fp32, sink not counted. A row that saw no key in
-        any state gives o = 0 and lse = -inf, with or without a sink.
+        o [B, Sq, Hq, D] fp32, normalised; lse [B, Hq, Sq] fp32, sink not counted; of packed states o [T, Hq, D]
+        and lse [Hq, T]. A row that saw no key in any state gives o = 0 and lse = -inf, with or without a sink.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -3,10 +3,12 @@ them alone."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.problem import AttentionProblem
 
 ELEMENT_BYTES = 2  # bf16 and fp16
@@ -14,7 +16,9 @@ FP32_BYTES = 4
 WORD_BYTES = 4  # of a register
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
-PAGE_SIZES = (16, 32, 64, 128)  # keys; a page's rows start where the 128-byte swizzle does, every 8 rows
+# Keys: a page holds a multiple of the first up to the second, or a multiple of the second, the most of a KV tile. So
+# the boxes that a tile is loaded in begin where the 128-byte swizzle does, every 8 rows, and are few.
+PAGE_STEP, PAGE_LARGE = 16, 128
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
 # stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
@@ -64,7 +68,7 @@ class KernelFeatures:
 
     def __post_init__(self):
         assert self.bias in (None, *BIAS_BYTES)
-        assert self.page_size in (0, *PAGE_SIZES)
+        assert not self.page_size or takes_pages(self.page_size)
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
         assert not (self.packed_q and self.bias)
@@ -130,17 +134,18 @@ class KernelFeatures:
 
     @property
     def page_keys(self) -> int:
-        """Keys of a KV tile that lie together in memory: all of them, or a page's."""
-        return min(self.page_size or self.tile_n, self.tile_n)
+        """Keys of a KV tile that lie together in memory wherever the tile begins: all of them, a page's, or a part's of
+        a page of which tiles are no multiple, nor it of tiles."""
+        return math.gcd(self.page_size, self.tile_n)
 
     @property
     def tile_pages(self) -> int:
-        """Pages that the keys of a KV tile come from."""
+        """Pages, or parts of pages, that the keys of a KV tile come from."""
         return self.tile_n // self.page_keys
 
     @property
     def kv_box(self) -> tuple[int, int, int]:
-        """(D, KEY, BLOCK) of a K or V load: a whole tile, or the keys of one page in one block of D."""
+        """(D, KEY, BLOCK) of a K or V load: a whole tile, or the keys of (a part of) one page in one block of D."""
         return (BLOCK, self.page_keys, self.blocks if self.tile_pages == 1 else 1)
 
     @property
@@ -148,6 +153,24 @@ class KernelFeatures:
         """(BLOCK, PAGE): loads of one K or V tile. Shared memory has a tile's pages side by side in each block
         of D, so a box of several blocks would leave no room between them for the other pages."""
         return (self.blocks // self.kv_box[2], self.tile_pages)
+
+
+def takes_pages(page_size: int) -> bool:
+    """Kernels read pages of so many keys."""
+    return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
+
+
+def check_page_size(kernel: str, page_size: int | None) -> None:
+    """Raise UnsupportedProblem, saying what is allowed, for pages that kernels do not read. None: there are none."""
+    if page_size is None or takes_pages(page_size):
+        return
+    advice = ""
+    if page_size < PAGE_STEP:
+        advice = f"; set the page size (block size) of the engine's KV cache to {PAGE_STEP} or more"
+    raise UnsupportedProblem(
+        f"{kernel} attention: page_size={page_size} is not supported: pages must hold a multiple of {PAGE_STEP} keys "
+        f"up to {PAGE_LARGE}, or a multiple of {PAGE_LARGE}{advice}"
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

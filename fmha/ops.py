@@ -1,8 +1,9 @@
-"""The torch operators behind ``attention``: checks, backend choice, outputs, one call of the backend.
+"""The torch operators behind ``attention`` and ``attention_varlen``: checks, backend choice, outputs, one call of the
+backend.
 
 Two operators, one implementation: ``warpspec::fmha_forward`` allocates o, ``warpspec::fmha_forward_out``
-writes the caller's. Both return ``stats``, fp32 [n, B, Hq, Sq]: nothing (n = 0), lse (n = 1), or row_max and
-row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled and eager calls raise the
+writes the caller's. Both return ``stats``, fp32 [n, B, Hq, Sq], packed [n, Hq, T]: nothing (n = 0), lse (n = 1), or
+row_max and row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled and eager calls raise the
 same.
 
 Where nothing would notice (``unobserved``) calls go past torch's dispatcher, which would take longer than all the rest
@@ -20,11 +21,12 @@ from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
 from warpspec.common.repeated import Remembered, backend_variable, signature, watched
 from warpspec.fmha import reference
+from warpspec.fmha.checks import check_apart, overlap, span_bytes
 from warpspec.fmha.launch import Prepared, check_supported, prepare
 from warpspec.fmha.operands import INPUTS, Operands, Options
-from warpspec.fmha.problem import AttentionProblem, check_apart, overlap, span_bytes
+from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.state import normalized_output
-from warpspec.fmha.values import debugging
+from warpspec.fmha.values import debugging, request_rows
 
 # The operators' arguments: INPUTS, then the options with the window's sides apart, then the backend.
 SCHEMA = ", ".join(
@@ -53,12 +55,20 @@ def unflat(arguments: tuple, out=None) -> tuple[Operands, Options, str]:
 
 def new_outputs(problem: AttentionProblem, operands: Operands):
     """(o, stats), uninitialised; o is the operands' where there is one."""
-    o = operands.q.new_empty(problem.o_shape, dtype=problem.o_dtype) if operands.o is None else operands.o
-    return o, new_stats(problem, operands.q)
+    q, o = operands.q, operands.o
+    if o is None:
+        o = q.new_empty(caller_shape(problem, problem.o_shape), dtype=problem.o_dtype)
+    return o, new_stats(problem, q)
 
 
 def new_stats(problem: AttentionProblem, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty((problem.stat_count, *problem.stat_shape), dtype=torch.float32)
+    shape = caller_shape(problem, problem.stat_shape)
+    return like.new_empty((problem.stat_count, *shape), dtype=torch.float32)
+
+
+def caller_shape(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape as the caller has it, of its shape as kernels have it: packed, without a batch of one."""
+    return shape[1:] if problem.packed_q else shape
 
 
 class Call(NamedTuple):
@@ -133,7 +143,7 @@ def check_call(operands: Operands, options: Options, backend: str) -> Call:
         regular=all(t is None or regular_strides(t) is t for t in (operands.q, operands.k, operands.v, out)),
         spans=tuple(0 if t is None else span_bytes(t) for t in operands.inputs.values()),
         out_span=0 if out is None else span_bytes(out),
-        o_shape=problem.o_shape,
+        o_shape=caller_shape(problem, problem.o_shape),
         o_dtype=problem.o_dtype,
         stat_count=problem.stat_count,
     )
@@ -151,20 +161,12 @@ def run(call: Call, operands: Operands):
         (lse,) = stats = new_stats(call.problem, q)
 
     if call.empty:
-        o.zero_()
+        clear(o, operands.cu_seqlens_q)
         for stat, value in ((lse, -torch.inf), (row_max, -torch.inf), (row_sum, 0.0)):
             if stat is not None:
                 stat.fill_(value)
         return o, stats
     v = k if v is None else v
-    if call.prepared is None:
-        state = reference.forward(call.problem, operands._replace(v=v))
-        o.copy_(normalized_output(state, sink) if call.problem.normalize else state.o)
-        for stat, value in ((lse, state.lse), (row_max, state.row_max), (row_sum, state.row_sum)):
-            if stat is not None:
-                stat.copy_(value)
-        return o, stats
-
     written = o
     if not call.regular:
         q, k, v, written = (regular_strides(tensor) for tensor in (q, k, v, o))
@@ -178,9 +180,42 @@ def run(call: Call, operands: Operands):
         q_start = q_start.contiguous()
     if page_table is not None:
         page_table = page_table.contiguous()
+    if call.problem.packed_q:
+        cu_seqlens = [None if starts is None else starts.contiguous() for starts in cu_seqlens]
+        q, written = q[None], written[None]
+        if call.problem.packed_k:
+            k, v = k[None], v[None]
+        lse, row_max, row_sum = (None if stat is None else stat[None] for stat in (lse, row_max, row_sum))
     others = (sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens)
-    call.prepared.run(Operands(q, k, v, written, *others))
+    record = Operands(q, k, v, written, *others)
+    if call.prepared is None:
+        run_reference(call.problem, record)
+    else:
+        call.prepared.run(record)
     return o, stats
+
+
+def run_reference(problem: AttentionProblem, operands: Operands):
+    """Write the outputs among the operands."""
+    state = reference.forward(problem, operands)
+    o = normalized_output(state, operands.sink) if problem.normalize else state.o
+    if problem.packed_q:
+        for rows in request_rows(operands.cu_seqlens_q, problem.total_q):
+            operands.o[:, rows].copy_(o[:, rows])
+    else:
+        operands.o.copy_(o)
+    for name in ("lse", "row_max", "row_sum"):
+        if getattr(operands, name) is not None:
+            getattr(operands, name).copy_(getattr(state, name))
+
+
+def clear(o: torch.Tensor, cu_seqlens_q: torch.Tensor | None):
+    """Zero the rows that belong to a batch row or request."""
+    if cu_seqlens_q is None:
+        o.zero_()
+    else:
+        row = torch.arange(len(o), device=o.device)
+        o.masked_fill_((row < cu_seqlens_q[-1])[:, None, None], 0)
 
 
 def forward_known(call: Call, operands: Operands):
@@ -242,9 +277,9 @@ def fmha_forward_out(*arguments):
 
 
 def no_stats(o: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns where no statistics are asked for: [0, B, Hq, Sq]."""
-    batch, seq_q, heads, _ = o.shape
-    return like.new_empty((0, batch, heads, seq_q), dtype=torch.float32)
+    """What an operator returns where no statistics are asked for: [0, B, Hq, Sq], packed [0, Hq, T]."""
+    *batch, rows, heads, _ = o.shape
+    return like.new_empty((0, *batch, heads, rows), dtype=torch.float32)
 
 
 @fmha_forward.register_fake

@@ -6,20 +6,61 @@ Nothing here is fast, and nothing is shared with the kernels but the visibility 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.state import AttentionState
+from warpspec.fmha.values import request_rows
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> AttentionState:
-    """The un-normalised state of a checked problem; v is given."""
-    q, k, v, bias = operands.q, operands.k, operands.v, operands.bias
-    o = torch.zeros(problem.o_shape, device=problem.device)
+    """The un-normalised state of a checked problem; v is given. Of packed queries, rows of no request are 0."""
+    return packed(problem, operands) if problem.packed_q else rectangle(problem, operands)
+
+
+def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
+    """The state of packed requests: that of each by itself."""
+    state = empty_state(problem)
+    keys = None
+    if problem.packed_k:
+        keys = request_rows(operands.cu_seqlens_k, operands.k.shape[1])
+    for b, rows in enumerate(request_rows(operands.cu_seqlens_q, problem.total_q)):
+        q_start = None if operands.q_start is None else operands.q_start[b : b + 1]
+        one = Operands(operands.q[:, rows], operands.k, operands.v, q_start=q_start)
+        if keys is not None:
+            one = one._replace(k=operands.k[:, keys[b]], v=operands.v[:, keys[b]])
+            seq_k = one.k.shape[1]
+        else:
+            seq_k = operands.page_table.shape[1] * problem.page_size
+            lengths = operands.kv_lengths[b : b + 1].clamp(0, seq_k)
+            used = -(-int(lengths) // problem.page_size)  # entries of the table that hold keys
+            seq_k = used * problem.page_size
+            one = one._replace(page_table=operands.page_table[b : b + 1, :used], kv_lengths=lengths)
+        sizes = {"batch": 1, "seq_q": one.q.shape[1], "seq_k": seq_k, "packed_q": False, "packed_k": False}
+        if 0 in (one.q.shape[1], seq_k):
+            continue
+        own = rectangle(replace(problem, **sizes), one)
+        state.o[:, rows] = own.o
+        state.row_max[..., rows], state.row_sum[..., rows] = own.row_max, own.row_sum
+    return state
+
+
+def empty_state(problem: AttentionProblem) -> AttentionState:
+    """The state of rows that see no key."""
     row_max = torch.full(problem.stat_shape, -torch.inf, device=problem.device)
-    row_sum = torch.zeros(problem.stat_shape, device=problem.device)
+    return AttentionState(
+        torch.zeros(problem.o_shape, device=problem.device), row_max, torch.zeros_like(row_max)
+    )
+
+
+def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
+    """The state of a problem with as many queries in each batch row."""
+    q, k, v, bias = operands.q, operands.k, operands.v, operands.bias
+    o, row_max, row_sum = state = empty_state(problem)
     seen = visible(problem, operands.kv_lengths, operands.q_start)  # [B, Sq, Sk]
     if operands.page_table is not None:
         k, v = (gather_pages(pages, operands.page_table) for pages in (k, v))  # [B, Sk, Hkv, D]
@@ -42,7 +83,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> AttentionState:
             weights = torch.where(head, torch.exp(logits - row_max[b, h, :, None]), 0.0)
             row_sum[b, h] = weights.sum(dim=1)
             o[b, :, h] = weighted_sum(weights, head, head_v)
-    return AttentionState(o, row_max, row_sum)
+    return state
 
 
 def weighted_sum(weights, seen, values) -> torch.Tensor:

@@ -17,6 +17,8 @@ class AttentionState(NamedTuple):
     row_max [B, Hq, Sq]: largest logit, -inf for a row that sees no key;
     row_sum [B, Hq, Sq]: sum of exp(logit - row_max), 0 for a row that sees no key.
 
+    Of packed queries: o [T, Hq, D], row_max and row_sum [Hq, T]; rows that belong to no request hold anything.
+
     A kernel's row_max may be any value the sums were taken against, not only the largest logit: everything
     below holds for it just the same.
     """
@@ -27,21 +29,26 @@ class AttentionState(NamedTuple):
 
     @property
     def lse(self) -> torch.Tensor:
-        """[B, Hq, Sq] fp32: ln(sum of exp(logit)), -inf for a row that sees no key."""
+        """[B, Hq, Sq] (packed: [Hq, T]) fp32: ln(sum of exp(logit)), -inf for a row that sees no key."""
         return torch.where(self.row_sum == 0, -torch.inf, self.row_sum.log() + self.row_max)
 
 
 def normalized_output(state: AttentionState, sink: torch.Tensor | None = None) -> torch.Tensor:
-    """o [B, Sq, Hq, D] fp32 of a state: divided by the row sum, to which the sink adds exp(sink - row_max).
+    """o fp32 of a state, of its shape: divided by the row sum, to which the sink adds exp(sink - row_max).
 
     sink: [Hq] floating or None. A row that sees no key gives 0, with or without a sink.
     """
     row_sum = state.row_sum
     if sink is not None:
         # Overflow to inf is right: a sink that far above every logit leaves nothing to the keys.
-        row_sum = row_sum + torch.exp(sink.float()[None, :, None] - state.row_max)
-    o = state.o / row_sum.transpose(1, 2)[..., None]
-    return torch.where((state.row_sum == 0).transpose(1, 2)[..., None], 0.0, o)
+        row_sum = row_sum + torch.exp(sink.float()[:, None] - state.row_max)
+    o = state.o / by_row(row_sum)
+    return torch.where(by_row(state.row_sum == 0), 0.0, o)
+
+
+def by_row(statistic: torch.Tensor) -> torch.Tensor:
+    """[..., Sq, Hq, 1] of [..., Hq, Sq]: to go with o."""
+    return statistic.transpose(-1, -2)[..., None]
 
 
 def combine(states: Sequence[AttentionState]) -> AttentionState:
@@ -52,7 +59,7 @@ def combine(states: Sequence[AttentionState]) -> AttentionState:
     base = torch.where(row_max == -torch.inf, 0.0, row_max)
     weights = [torch.exp(state.row_max - base) for state in states]  # [B, Hq, Sq]
     pairs = list(zip(states, weights, strict=True))
-    o = sum(state.o * weight.transpose(1, 2)[..., None] for state, weight in pairs)
+    o = sum(state.o * by_row(weight) for state, weight in pairs)
     row_sum = sum(state.row_sum * weight for state, weight in pairs)
     return AttentionState(o, row_max, row_sum)
 
@@ -80,19 +87,19 @@ def check_states(states, sink) -> None:
                 raise ValueError(f"{name} must be on state 0's {states[0].o.device}, got {tensor.device}")
     o, row_max, row_sum = states[0]
     if (
-        o.dim() != 4
-        or row_max.shape != (o.shape[0], o.shape[2], o.shape[1])
+        o.dim() not in (3, 4)
+        or row_max.shape != (*o.shape[:-3], o.shape[-2], o.shape[-3])
         or row_sum.shape != row_max.shape
     ):
         raise ValueError(
-            "states: shapes must be o [B, Sq, Hq, D], row_max and row_sum [B, Hq, Sq], "
-            f"got {list(o.shape)}, {list(row_max.shape)}, {list(row_sum.shape)}"
+            "states: shapes must be o [B, Sq, Hq, D], row_max and row_sum [B, Hq, Sq], or packed [T, Hq, D] and "
+            f"[Hq, T], got {list(o.shape)}, {list(row_max.shape)}, {list(row_sum.shape)}"
         )
     if sink is None:
         return
     if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
         raise TypeError(f"sink: must be a floating tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
-    if sink.shape != (o.shape[2],):
-        raise ValueError(f"sink: shape must be [Hq={o.shape[2]}], got {list(sink.shape)}")
+    if sink.shape != (o.shape[-2],):
+        raise ValueError(f"sink: shape must be [Hq={o.shape[-2]}], got {list(sink.shape)}")
     if sink.device != o.device:
         raise ValueError(f"sink: device must be the states' {o.device}, got {sink.device}")

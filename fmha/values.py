@@ -1,14 +1,18 @@
-"""Values held by the small tensors of a call: lengths, positions, page numbers.
+"""Values held by the small tensors of a call: lengths, positions, page numbers, where packed requests begin.
 
 Those of CPU tensors are always checked. Looking at a CUDA tensor's would stop the host until the device has caught
 up, which no call may do unasked: they are checked where the environment variable WARPSPEC_DEBUG is 1. Without it
 kernels read nothing out of bounds all the same: they clamp kv_lengths to 0..Sk, a page number out of range counts as
-a page of zeros, and a position only says which keys a row sees.
+a page of zeros, a position only says which keys a row sees, and the rows of a packed request are those within the
+tensor (``request_rows``).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -29,35 +33,64 @@ def are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or debugging()
 
 
-def check_values(kv_lengths, q_start, page_table, *, seq_k: int, pages: int, page_size: int | None) -> None:
+class _Check(NamedTuple):
+    """Where values of a tensor are wrong, and what is allowed there."""
+
+    name: str
+    tensor: torch.Tensor
+    wrong: torch.Tensor
+    allowed: str
+
+
+def check_values(
+    kv_lengths, q_start, page_table, *, seq_k: int, pages: int, page_size: int | None, starts: Sequence = ()
+) -> None:
     """Raise ValueError naming the argument, the value, where it stands and what is allowed.
 
     kv_lengths, q_start: int32 [B] or None. page_table: int32 [B, slots] or None; entries of pages wholly past the KV
     length may hold anything. All on one device, any: for CUDA tensors it waits for the device (so not while a CUDA
-    graph is captured). seq_k: Sk. pages, page_size: of k.
+    graph is captured). seq_k: Sk. pages, page_size: of k. starts: (name, cu_seqlens int32 [B + 1], rows of the packed
+    tensor, its name) of each cu_seqlens.
     """
-    checks = []  # (name, tensor, where it is wrong, what is allowed)
+    checks = []
     if kv_lengths is not None:
         wrong = (kv_lengths < 0) | (kv_lengths > seq_k)
-        checks.append(("kv_lengths", kv_lengths, wrong, f"0..{seq_k} (Sk)"))
+        checks.append(_Check("kv_lengths", kv_lengths, wrong, f"0..{seq_k} (Sk)"))
     if q_start is not None:
         wrong = (q_start < -POSITION_LIMIT) | (q_start > POSITION_LIMIT)
-        checks.append(("q_start", q_start, wrong, f"within +-{POSITION_LIMIT}"))
+        checks.append(_Check("q_start", q_start, wrong, f"within +-{POSITION_LIMIT}"))
     if page_table is not None:
         first_key = torch.arange(page_table.shape[1], device=page_table.device) * page_size
         used = first_key < kv_lengths[:, None]
         wrong = used & ((page_table < 0) | (page_table >= pages))
-        checks.append(("page_table", page_table, wrong, f"0..{pages - 1} (k has {pages} pages)"))
+        checks.append(_Check("page_table", page_table, wrong, f"0..{pages - 1} (k has {pages} pages)"))
+    for name, tensor, rows, packed in starts:
+        descends = torch.zeros_like(tensor, dtype=torch.bool)
+        descends[1:] = tensor[1:] < tensor[:-1]
+        begins = torch.zeros_like(descends)
+        begins[:1] = tensor[:1] != 0
+        checks += [
+            _Check(name, tensor, begins, "0 at first"),
+            _Check(name, tensor, descends, "in ascending order"),
+            _Check(name, tensor, tensor > rows, f"0..{rows} ({packed} has {rows} rows)"),
+        ]
     if not checks:
         return
     for found, (name, tensor, wrong, allowed) in zip(
-        torch.stack([wrong.any() for _, _, wrong, _ in checks]).tolist(), checks, strict=True
+        torch.stack([check.wrong.any() for check in checks]).tolist(), checks, strict=True
     ):
         if found:
             place = wrong.nonzero()[0].tolist()
             index = place[0] if len(place) == 1 else place
             entry = "" if len(place) == 1 else f", entry {place[1]}"
+            row = "" if name.startswith("cu_seqlens") else f" (batch row {place[0]}{entry})"
             raise ValueError(
-                f"{name}: values must be {allowed}, got {int(tensor[tuple(place)])} at index {index} "
-                f"(batch row {place[0]}{entry})"
+                f"{name}: values must be {allowed}, got {int(tensor[tuple(place)])} at index {index}{row}"
             )
+
+
+def request_rows(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
+    """The rows of each request of a packed tensor of so many: those within the tensor, where values went unchecked.
+    Waits for the device."""
+    found = cu_seqlens.clamp(0, rows).tolist()
+    return [slice(first, max(first, end)) for first, end in itertools.pairwise(found)]

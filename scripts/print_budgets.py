@@ -18,7 +18,7 @@ from shared.generated_tables import Section, main, table
 
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
 from warpspec.common.tmem import TMEM_COLUMNS
-from warpspec.fmha.features import BLOCK, PAGE_SIZES
+from warpspec.fmha.features import BLOCK
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
@@ -178,6 +178,9 @@ def _problem(head_dim, shared, bias_dtype) -> AttentionProblem:
     q, k = (torch.empty(1, 128, 1, head_dim, dtype=torch.bfloat16, device="meta") for _ in "qk")
     bias = torch.empty(1, 1, 128, 128, dtype=bias_dtype, device="meta")
     return AttentionProblem.of(q, k, None if shared else k, bias=bias, memory=False)
+
+
+PAGE_SIZES = (16, 32, 64, 128)  # keys; those that engines use
 
 
 def with_pages() -> str:

@@ -43,25 +43,31 @@ def address_of(config, operands, request, key) -> tuple:
 def kv_places(config, operands, tile, kv_tile):
     """Where each of a KV tile's boxes comes from, by page of the tile: (tile, batch), or (part of the page, page).
 
-    Pages are read here, before the wait for the stage, so that their latency lies under it.
+    A box holds ``config.page_keys`` keys, which lie in one page. Page numbers are read here, before the wait for the
+    stage, so that their latency lies under it.
     """
     if not config.page_size:
         return ((kv_tile, tile.keys_batch),)
-    first_key = kv_tile * config.tile_n
-    slot, part = first_key // config.page_size, first_key % config.page_size // config.page_keys
+    key, whole = kv_tile * config.tile_n, config.page_keys == config.page_size
+    if config.tile_pages > 1 and not whole:
+        key = key + cute.arch.lane_idx() * config.page_keys
+    slot, part = key // config.page_size, key % config.page_size // config.page_keys
     if config.tile_pages == 1:
         return ((part, page_or_none(config, operands, tile.request, slot, tile.length)),)
-    lane = cute.arch.lane_idx()
-    return PagesByLane(page_or_none(config, operands, tile.request, slot + lane, tile.length))
+    if whole:
+        slot, part = slot + cute.arch.lane_idx(), None
+    return PagesByLane(page_or_none(config, operands, tile.request, slot, tile.length), part)
 
 
 @dataclass(frozen=True)
 class PagesByLane:
-    """Places of a tile's pages: a lane of the load warp has one page number, so that they take one register, not one
-    each, and one load."""
+    """Places of a tile's boxes: a lane of the load warp has one page number, so that they take one register, not one
+    each, and one load. part: of the page, likewise; None where boxes are whole pages."""
 
     page: Int32
+    part: Int32 | None = None
 
     def __getitem__(self, index):
-        """The index-th page's (part of the page, page). By a whole warp."""
-        return 0, cute.arch.shuffle_sync(self.page, index)
+        """The index-th box's (part of the page, page). By a whole warp."""
+        part = 0 if self.part is None else cute.arch.shuffle_sync(self.part, index)
+        return part, cute.arch.shuffle_sync(self.page, index)

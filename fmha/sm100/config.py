@@ -26,8 +26,8 @@ from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
     FP32_BYTES,
-    PAGE_SIZES,
     KernelFeatures,
+    check_page_size,
     choose_pack,
     features,
 )
@@ -69,12 +69,9 @@ class AttentionConfig(KernelFeatures):
 
         shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
         """
-        for name, value, wrong in (
-            ("page_size", problem.page_size, problem.paged and problem.page_size not in PAGE_SIZES),
-            ("bias", "of strided rows", problem.bias_rows == "strided"),
-        ):
-            if wrong:
-                raise UnsupportedProblem(f"sm100 attention: {name}={value} is not supported")
+        check_page_size("sm100", problem.page_size)
+        if problem.bias_rows == "strided":
+            raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
         shape = shape or shapes[problem.head_dim][0]
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)

@@ -23,13 +23,13 @@ from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
     FP32_BYTES,
-    PAGE_SIZES,
     KernelFeatures,
+    check_page_size,
     choose_pack,
     features,
 )
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape, fits_pages
+from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
@@ -52,7 +52,6 @@ class AttentionConfig(KernelFeatures):
         assert 1 <= self.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
-        assert fits_pages(self.tile_n, self.page_size)
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
@@ -63,8 +62,7 @@ class AttentionConfig(KernelFeatures):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
-        if problem.paged and problem.page_size not in PAGE_SIZES:
-            raise UnsupportedProblem(f"sm90 attention: page_size={problem.page_size} is not supported")
+        check_page_size("sm90", problem.page_size)
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = choose_shape(problem, pack, splits)

@@ -69,17 +69,17 @@ def choose_shape(problem: AttentionProblem, pack: int, splits: bool) -> Shape:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:
         return (SPLIT if splits else DECODE)[dim]
-    found = (table[dim] for table in tables(problem, pack) if dim in table)
-    return next(shape for shape in found if fits_pages(shape.tile_n, problem.page_size))
+    found = [table[dim] for table in tables(problem, pack) if dim in table]
+    return next((shape for shape in found if fits_pages(shape.tile_n, problem.page_size)), found[-1])
 
 
 def fits_pages(keys: int, page_size: int | None) -> bool:
-    """A tile of so many keys consists of whole pages, or a page of whole tiles."""
+    """A tile of so many keys consists of whole pages, or a page of whole tiles, so that a tile takes few loads."""
     return not page_size or keys % page_size == 0 or page_size % keys == 0
 
 
 def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
-    """What suits many rows, best first; the tiles of the last fit all pages."""
+    """What suits many rows, best first."""
     left, right = problem.window_left, 0 if problem.causal else problem.window_right
     if problem.has_bias:
         yield BIASED

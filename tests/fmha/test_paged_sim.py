@@ -6,13 +6,12 @@ import pytest
 import simulate
 import torch
 from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
-from page_layouts import FAR, paged
+from page_layouts import FAR, PAGE_SIZES, paged
 from suites import long, long_but
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
-from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
@@ -67,7 +66,7 @@ def assert_no_spills(config):
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
 
 
-@pytest.mark.parametrize("page_size", long_but((16, 128), PAGE_SIZES))
+@pytest.mark.parametrize("page_size", long_but((16, 128, 80, 256), (*PAGE_SIZES, 48, 80, 96, 112, 256, 384)))
 def test_pages_give_the_dense_result(page_size):
     dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
     assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
@@ -147,10 +146,15 @@ def test_no_pages_at_all():
     assert (state.o == 0).all() and (state.row_max == -torch.inf).all() and (state.row_sum == 0).all()
 
 
-def test_page_sizes_that_are_not_supported_are_named():
-    _, pages = inputs((40,), 24, seq_q=1, heads_q=1)
-    with pytest.raises(UnsupportedProblem, match="page_size=24"):
-        attention(**pages, backend=BACKEND)
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("page_size, words", [
+    (1, "set the page size .* to 16 or more"), (8, "to 16 or more"), (24, "multiple of 16 keys up to 128"),
+    (144, "or a multiple of 128$"),
+])  # fmt: skip
+def test_page_sizes_that_are_not_supported_are_named(arch, page_size, words):
+    _, pages = inputs((40,), page_size, seq_q=1, heads_q=1)
+    with pytest.raises(UnsupportedProblem, match=f"page_size={page_size} is not supported.*{words}"):
+        simulate.plan_for(arch, **pages)
 
 
 @pytest.mark.long

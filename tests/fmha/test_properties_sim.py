@@ -24,10 +24,9 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_layouts import paged
+from page_layouts import PAGE_SIZES, paged
 
 from warpspec.fmha import attention
-from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.mask import visible
 from warpspec.fmha.problem import HEAD_DIMS, AttentionProblem
 
@@ -259,7 +258,7 @@ def kernels(draw, head_dim: int, page_size: int | None) -> Kernel:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page_size", (None, *PAGE_SIZES))
+@pytest.mark.parametrize("page_size", (None, *PAGE_SIZES, 48, 256))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @settings(max_examples=6)
 @given(data=st.data())

@@ -1,13 +1,15 @@
 """Which tile shape a problem gets on sm_90a (``fmha.sm90.shapes``). Plans only; nothing is compiled."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from page_layouts import PAGE_SIZES
 from simulate import plan_for
 
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha import sm90
-from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.sm90.shapes import (
     BIASED,
     BIASED_PAGES,
@@ -78,6 +80,19 @@ def test_every_problem_through_pages_has_a_shape_that_fits(d, page_size):
         assert fits_pages(config.tile_n, page_size)
 
 
-def test_a_shape_that_does_not_fit_the_pages_is_refused():
-    with pytest.raises(AssertionError):
-        sm90.AttentionConfig("bfloat16", head_dim=128, shape=LONG[128], page_size=64, has_kv_lengths=True)
+@pytest.mark.parametrize(("tile_n", "page_size", "keys"), [
+    (128, 16, 16), (128, 128, 128), (128, 384, 128), (128, 48, 16), (80, 64, 16), (80, 80, 80), (64, 112, 16),
+])  # fmt: skip
+def test_a_tile_is_read_in_boxes_that_lie_within_pages(tile_n, page_size, keys):
+    shape = replace(LONG[128], tile_n=tile_n)
+    config = sm90.AttentionConfig(
+        "bfloat16", head_dim=128, shape=shape, page_size=page_size, has_kv_lengths=True
+    )
+    assert (config.page_keys, config.tile_pages) == (keys, tile_n // keys)
+    assert config.kv_boxes[1] <= WARP_THREADS  # a lane has the page of each
+
+
+def test_pages_of_any_size_have_a_shape():
+    for page_size in (48, 80, 112, 256):
+        for seq_q in (1, 300, 8192):
+            plan(128, seq_q=seq_q, seq_k=page_size * 8, heads=(32, 8), page_size=page_size, causal=True)

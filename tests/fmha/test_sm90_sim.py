@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
-from page_layouts import paged
+from page_layouts import PAGE_SIZES, paged
 from simulate import plan_for, simulate_as
 from suites import long, long_but
 
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
-from warpspec.fmha.features import PAGE_SIZES
 from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import BIASED, BIASED_PAGES, DECODE, LONG, NARROW, PREFILL, SHARED, SPLIT
 
@@ -74,7 +73,7 @@ def test_the_shape_of_many_rows(always_long, name):
 
 
 @pytest.mark.parametrize(("head_dim", "page_size", "causal"), [
-    (256, 128, True),
+    (256, 128, True), (64, 48, True), (64, 384, False), (128, 112, True),
     *(pytest.param(*other, marks=pytest.mark.long) for other in itertools.product(PREFILL, PAGE_SIZES, (False, True))),
 ])  # fmt: skip
 def test_many_queries_through_pages(head_dim, page_size, causal):

@@ -6,6 +6,7 @@ import torch
 
 FAR = (-1, 2**31 - 1, -(2**31), 10**6)  # page numbers out of range, for slots that hold no key
 UNUSED_PAGES = 2
+PAGE_SIZES = (16, 32, 64, 128)  # keys; those that engines use, of which tiles are multiples
 
 
 def paged(

@@ -1,0 +1,253 @@
+"""Checks of single arguments of an attention call; each raises TypeError or ValueError naming the argument, what it was
+and what is allowed. Nothing is launched or written, and no argument is modified.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.values import POSITION_LIMIT
+
+HEAD_DIMS = (64, 128, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16)
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BIAS_DTYPES = (torch.bfloat16, torch.float32)
+SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
+
+
+def check_kinds(operands: Operands, options: Options) -> None:
+    """Raise TypeError for an argument that is not even the right kind of Python object.
+
+    Apart from the other checks because it comes before torch's dispatcher, which would complain in its own words.
+    """
+    for name, tensor in {**operands.inputs, "out": operands.o}.items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
+            raise TypeError(f"{name}: must be a torch.Tensor, got {kind_of(tensor)}")
+    for name in ("causal", "normalize", "return_lse"):
+        flag = getattr(options, name)
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: must be a bool, got {kind_of(flag)}")
+    needed = ("key_stride",) if operands.cu_seqlens_q is None else ("key_stride", "max_seqlen_q")
+    for name in ("key_stride", "num_splits", "max_seqlen_q", "max_seqlen_k"):
+        value = getattr(options, name)
+        if value is not None or name in needed:
+            check_is_int(name, value)
+    scale = options.scale
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale: must be a float, got {kind_of(scale)}")
+
+
+def check_window(window) -> tuple[int | None, int | None]:
+    """(left, right) of a window argument, (None, None) of None; TypeError or ValueError for anything else."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: must be (left, right), each None or an int, got {kind_of(window)}")
+    left, right = window
+    for side, reach in (("left", left), ("right", right)):
+        if reach is not None:
+            check_is_int(f"window {side}", reach)
+            check_within(f"window {side}", reach, 0, POSITION_LIMIT)
+    return left, right
+
+
+def check_is_int(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: must be an int, got {kind_of(value)}")
+
+
+def layout(name: str, operands: Operands) -> tuple[str, ...]:
+    """What the dimensions of q, k or v are."""
+    if operands.cu_seqlens_q is None:
+        return ("batch", "sequence", "heads", "head size")
+    if name == "q":
+        return ("rows", "heads", "head size")
+    return (
+        ("keys", "heads", "head size")
+        if operands.page_table is None
+        else ("pages", "keys", "heads", "head size")
+    )
+
+
+def check_operand(name, tensor, operands, memory):
+    """q, k or v: of one dtype and device, rows TMA can address."""
+    check_tensor(name, tensor, DTYPES, None)
+    q, dimensions = operands.q, layout(name, operands)
+    if tensor.dim() != len(dimensions):
+        raise ValueError(
+            f"{name}: must have {len(dimensions)} dimensions [{', '.join(dimensions)}], got {shape_of(tensor)}"
+        )
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name}: dtype must be q's, {q.dtype}, got {tensor.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name}: device must be q's, {q.device}, got {tensor.device}")
+    check_rows(name, tensor, memory)
+
+
+def check_heads(q, k):
+    """Head sizes and head counts that go together."""
+    heads_q, head_dim = q.shape[-2:]
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q: head size must be one of {HEAD_DIMS}, got {head_dim} (shape {shape_of(q)})")
+    if heads_q == 0:
+        raise ValueError(f"q: needs at least one head, got shape {shape_of(q)}")
+    heads_kv = k.shape[-2]
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"k: head size must be q's, {head_dim}, got {k.shape[-1]} (shape {shape_of(k)})")
+    if heads_kv == 0 or heads_q % heads_kv != 0:
+        raise ValueError(
+            f"k: head count must divide q's, {heads_q}, got {heads_kv} (shape {shape_of(k)}, q {shape_of(q)})"
+        )
+
+
+def check_rows(name, tensor, memory):
+    """Last dimension contiguous; address and every other stride a multiple of 16 bytes."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: last dimension must be contiguous, got strides {tuple(tensor.stride())}")
+    if tensor.numel() == 0:
+        return
+    for dim in range(tensor.dim() - 1):
+        step = tensor.stride(dim) * tensor.element_size()
+        if tensor.shape[dim] > 1 and step % TMA_ALIGNMENT != 0:
+            raise ValueError(
+                f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got a stride of {step} bytes in "
+                f"dimension {dim} (strides {tuple(tensor.stride())})"
+            )
+    if memory and tensor.data_ptr() % TMA_ALIGNMENT != 0:
+        raise ValueError(
+            f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got an address "
+            f"{tensor.data_ptr() % TMA_ALIGNMENT} bytes off (storage offset {tensor.storage_offset()})"
+        )
+
+
+def check_tensor(name, tensor, dtypes, device):
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: must be a strided tensor, got layout {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: device must be q's, {device}, got {tensor.device}")
+
+
+def check_scale(scale, head_dim):
+    if scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: must be finite, got {scale}")
+    return float(scale)
+
+
+def check_within(name, value, lowest, highest):
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name}: must be within {lowest}..{highest}, got {value}")
+
+
+def check_sink(sink, heads_q, device):
+    check_tensor("sink", sink, SINK_DTYPES, device)
+    if tuple(sink.shape) != (heads_q,):
+        raise ValueError(f"sink: shape must be [Hq={heads_q}], got {shape_of(sink)}")
+
+
+def check_bias(bias, full, device):
+    check_tensor("bias", bias, BIAS_DTYPES, device)
+    batch, heads_q, seq_q, seq_k = full
+    shape = tuple(bias.shape)
+    if (
+        len(shape) != 4
+        or shape[0] not in (1, batch)
+        or shape[1] not in (1, heads_q)
+        or shape[2:] != (seq_q, seq_k)
+    ):
+        raise ValueError(
+            f"bias: shape must be [B={batch} or 1, Hq={heads_q} or 1, Sq={seq_q}, Sk={seq_k}], "
+            f"got {shape_of(bias)}"
+        )
+
+
+def check_per_request(name, tensor, batch, device):
+    """int32 [B] or None: a value for each batch row or request."""
+    if tensor is None:
+        return
+    check_tensor(name, tensor, (torch.int32,), device)
+    if tuple(tensor.shape) != (batch,):
+        raise ValueError(f"{name}: shape must be [B={batch}], got {shape_of(tensor)}")
+
+
+def check_starts(name, tensor, device, batch=None) -> int:
+    """B of cu_seqlens, int32 [B + 1]. batch: what B must be, where that is known."""
+    check_tensor(name, tensor, (torch.int32,), device)
+    if tensor.dim() != 1 or tensor.shape[0] == 0 or batch not in (None, tensor.shape[0] - 1):
+        wanted = "[B + 1]" if batch is None else f"[B + 1 = {batch + 1}]"
+        raise ValueError(f"{name}: shape must be {wanted}, got {shape_of(tensor)}")
+    return tensor.shape[0] - 1
+
+
+def check_table(operands, batch) -> int:
+    """The page size of a call with a page table."""
+    k, page_table = operands.k, operands.page_table
+    check_tensor("page_table", page_table, (torch.int32,), operands.q.device)
+    if page_table.dim() != 2 or page_table.shape[0] != batch:
+        raise ValueError(f"page_table: shape must be [B={batch}, max_pages], got {shape_of(page_table)}")
+    if operands.kv_lengths is None:
+        raise ValueError("page_table: needs kv_lengths, got kv_lengths=None")
+    if k.shape[1] == 0:
+        raise ValueError(f"k: pages must hold at least one key, got shape {shape_of(k)}")
+    return k.shape[1]
+
+
+def check_out(operands, dtype, memory):
+    """out: of q's shape and device, no element twice in memory, apart from every input."""
+    q, out = operands.q, operands.o
+    check_tensor("out", out, (dtype,), q.device)
+    if out.shape != q.shape:
+        dimensions = "[T, Hq, D]" if q.dim() == 3 else "[B, Sq, Hq, D]"
+        raise ValueError(f"out: shape must be {dimensions} = {shape_of(q)}, got {shape_of(out)}")
+    check_rows("out", out, memory)
+    if out.numel() == 0:
+        return
+    # Dimensions in order of stride: each must step over all that the smaller ones span.
+    span = 0
+    for size, step in sorted(zip(out.shape, out.stride(), strict=True), key=lambda dim: dim[1]):
+        if size > 1:
+            if step <= span:
+                raise ValueError(
+                    f"out: elements must not overlap each other, got strides {tuple(out.stride())}"
+                )
+            span += (size - 1) * step
+    if memory:
+        check_apart(out, operands.inputs)
+
+
+def check_apart(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
+    """Raise ValueError where ``out`` shares addresses with another of a call's tensors, by name."""
+    for name, tensor in inputs.items():
+        if tensor is not None and overlap(out, span_bytes(out), tensor, span_bytes(tensor)):
+            raise ValueError(
+                f"out: must not overlap an input's memory, got one that shares addresses with {name}"
+            )
+
+
+def overlap(a: torch.Tensor, a_bytes: int, b: torch.Tensor, b_bytes: int) -> bool:
+    """Whether two tensors of so many bytes (``span_bytes``) share addresses."""
+    first, other = a.data_ptr(), b.data_ptr()
+    return a_bytes > 0 and b_bytes > 0 and first < other + b_bytes and other < first + a_bytes
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last; 0 where it has none."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def shape_of(tensor):
+    return list(tensor.shape)
+
+
+def kind_of(value):
+    return f"{value!r} ({type(value).__name__})"
