@@ -29,4 +29,9 @@ def run_unchecked(arguments: dict, *, o, arch: str = "sm_100a", **outputs) -> No
     tensors = {name: arguments.get(name) for name in Operands._fields if name != "o"} | outputs
     if tensors["v"] is None:
         tensors["v"] = tensors["k"]
-    launch.prepare(problem, SIMULATED[arch]).run(Operands(**tensors, o=o))
+    record = Operands(**tensors, o=o)
+    if problem.packed_q:
+        names = ("q", "o", "lse", "row_max", "row_sum", *(("k", "v") if problem.packed_k else ()))
+        rows = {name: getattr(record, name) for name in names}
+        record = record._replace(**{name: t if t is None else t[None] for name, t in rows.items()})
+    launch.prepare(problem, SIMULATED[arch]).run(record)

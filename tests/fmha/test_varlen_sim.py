@@ -1,0 +1,111 @@
+"""Packed batches on the kernels of both architectures, in the simulator, judged request by request."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from simulate import run_unchecked, simulate_as
+from suites import long_but
+from varlen_cases import Packed, random_batch
+
+from warpspec import sim
+from warpspec.fmha import attention_varlen
+from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.device import packed
+
+ARCHS = ("sm_90a", "sm_100a")
+MIXED = Packed(
+    "mixed", seq_q=(3, 0, 1, 70, 5), seq_k=(100, 20, 0, 170, 5), causal=True, sink=True, layout="interleaved"
+)
+PAGED = Packed(
+    "paged-window",
+    seq_q=(3, 0, 1, 70, 5),
+    seq_k=(100, 20, 33, 170, 300),
+    page_size=16,
+    window=(30, 0),
+    prefix=16,
+)
+DECODE = Packed(
+    "decode-splits", seq_q=(1,) * 40, seq_k=tuple(37 * i % 200 for i in range(40)), heads_q=8, head_dim=128,
+    page_size=32, num_splits=3, poisoned=(7,),
+)  # fmt: skip
+LATENT = Packed(
+    "latent", seq_q=(20, 1, 0, 4), seq_k=(70, 300, 5, 64), heads_q=16, heads_kv=1, head_dim=512, shared_kv=True,
+    causal=True,
+)  # fmt: skip
+STATE = Packed("state", seq_q=(150, 2), seq_k=(150, 260), heads_q=2, heads_kv=1, causal=True, normalize=False)
+CASES = [MIXED, PAGED, DECODE, LATENT, STATE]
+
+
+def run(batch: Packed, **changes) -> sim.SimReport:
+    """Run a batch into an output full of NaN, judge it, and return what the simulator reports."""
+    arguments = batch.arguments() | changes
+    result = attention_varlen(
+        **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
+    )
+    batch.check(result)
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+    return sim.last_report()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("batch", CASES, ids=lambda batch: batch.id)
+def test_cases(monkeypatch, arch, batch):
+    simulate_as(monkeypatch, arch)
+    run(batch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_wrong_hint_and_few_ctas_change_no_result(monkeypatch, arch):
+    """Requests of several tiles although the hint says one query; persistent CTAs that do many tiles each."""
+    simulate_as(monkeypatch, arch, sm_count=2, seed=1)
+    run(replace(MIXED, hint_q=1, hint_k=1))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_lengths_that_nobody_checked_touch_nothing_else(arch):
+    """Descending, negative and too large entries: memory outside the tensors is not touched (the simulator would say
+    so), and a request whose own entries are right gets its result."""
+    batch = replace(MIXED, sink=False, layout="plain")
+    arguments = batch.arguments()
+    inputs = {name: arguments[name] for name in ("q", "k", "v")}
+    q, k, v = (t.nan_to_num() for t in inputs.values())
+    o = torch.full_like(q, torch.nan)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
+    cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
+    arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
+    run_unchecked(arguments, o=o, arch=arch, lse=lse)
+    assert o[5:].isfinite().all()  # the first request has all rows from its first on
+
+
+@pytest.mark.parametrize("requests", [1, 2, 31, 33, 1100])
+def test_every_query_has_a_tile(requests):
+    """The arithmetic of the order of tiles, as the kernel does it, for lengths around a tile's queries."""
+    generator = torch.Generator().manual_seed(requests)
+    for queries in (1, 8, 128):
+        lengths = torch.randint(0, 2 * queries + 2, (requests,), generator=generator)
+        begins = [0, *lengths.cumsum(0).tolist()]
+        total = begins[-1] + 5
+        seen = set()
+        for tile in range(packed.query_tiles(queries, total, requests)):
+            request, number = tile, 0
+            if tile >= requests:
+                further = tile - requests
+                request = max(b for b in range(requests) if begins[b] // queries <= further)
+                number = 1 + further - begins[request] // queries
+            seen.add((request, number))
+        wanted = {(b, n) for b in range(requests) for n in range(-(-int(lengths[b]) // queries))}
+        assert wanted <= seen
+
+
+def test_the_combine_kernel_of_packed_queries_is_another():
+    plain = CombineConfig.of(64, 2)
+    other = CombineConfig.of(64, 2, packed=True)
+    assert COMBINE.compiled(plain, "sm_90a").artifacts.PTX != COMBINE.compiled(other, "sm_90a").artifacts.PTX
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("seed", long_but([100], range(100, 130)))
+def test_random_batches(monkeypatch, arch, seed):
+    simulate_as(monkeypatch, arch, seed=seed)
+    run(random_batch(seed))
