@@ -1,0 +1,333 @@
+"""flash-attn's functions by their names and arguments: code written for it runs by changing the import.
+
+    from warpspec.fmha.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Arguments by position are those of flash-attn 2; by name also those of flash-attn 3 and 4 and of engines: ``page_table``
+for ``block_table``; ``learnable_sink``, ``s_aux`` or ``sinks``; ``return_lse`` or ``return_softmax_lse``;
+``seqused_k``, ``num_splits``, ``out``. What may be given and does nothing here: NO_EFFECT. What is not done raises
+NotImplementedError with its name: UNSUPPORTED, and gradients. Errors of what reaches ``attention`` name its arguments.
+
+Differences from flash-attn: head sizes are 64, 128, 256 and 512; pages hold a multiple of 16 keys up to 128 or a
+multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Where lse is not asked for the result is
+out alone (flash-attn 4 returns a pair of it and None).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha.checks import check_tensor
+from warpspec.fmha.values import are_checked
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+# Other arguments: hints about speed, or about gradients, of which there are none.
+NO_EFFECT = ("deterministic", "pack_gqa", "sm_margin", "scheduler_metadata", "min_seqlen_k", "fa_version")
+# Other arguments, and the values that ask for nothing.
+UNSUPPORTED = {
+    **dict.fromkeys(("dropout_p", "softcap"), (None, 0.0)),
+    "attention_chunk": (None, 0),
+    **dict.fromkeys(
+        (
+            "alibi_slopes", "qv", "q_v", "q_descale", "k_descale", "v_descale", "score_mod", "score_mod_bwd",
+            "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd",
+            "gather_kv_indices", "seqused_q", "cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens",
+            "cache_batch_idx", "cache_leftpad",
+        ),
+        (None,),
+    ),
+}  # fmt: skip
+SINKS = ("learnable_sink", "s_aux", "sinks")  # names of one argument
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+    **others,
+):
+    """Attention of a rectangle of queries: ``warpspec.fmha.attention`` in flash-attn's words.
+
+    Args:
+        q, k, v: [B, Sq, Hq, D], [B, Sk, Hkv, D], bf16 or fp16.
+        softmax_scale: default D**-0.5.
+        causal: the last query sees the last key.
+        window_size: (left, right), -1 or None for unbounded.
+        return_attn_probs, return_lse: what is returned besides out.
+        num_splits: parts into which the keys are split; 0 lets the kernel choose.
+        out: [B, Sq, Hq, D], written and returned.
+        others: see the module; learnable_sink, s_aux or sinks: [Hq], one more logit per row.
+
+    Returns:
+        out [B, Sq, Hq, D]; with return_lse (out, lse), lse [B, Hq, Sq] fp32, to which a sink counts; with
+        return_attn_probs (out, lse, None), as flash-attn 2 does where nothing is dropped.
+
+    Raises:
+        NotImplementedError: naming an argument that asks for what is not done. TypeError, ValueError,
+        UnsupportedProblem: as ``attention`` does.
+    """
+    sink = _sink_of(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, **others)
+    options = _options(softmax_scale, causal, window_size, num_splits)
+    wants = return_attn_probs or return_lse
+    result = attention(*_plain(q, k, v), sink=sink, out=out, return_lse=wants, **options)
+    return _returned(result, wants, return_attn_probs, sink)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    page_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_softmax_lse: bool = False,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+    **others,
+):
+    """Attention of packed requests: ``warpspec.fmha.attention_varlen`` in flash-attn's words.
+
+    Args:
+        q: [T, Hq, D]; without cu_seqlens_q [B, Sq, Hq, D].
+        k, v: [Tk, Hkv, D] with cu_seqlens_k; [pages, page_size, Hkv, D] with a page table; without cu_seqlens_q
+            also [B, Sk, Hkv, D].
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32. With a page table and no seqused_k, the differences of
+            cu_seqlens_k are the numbers of keys.
+        max_seqlen_q, max_seqlen_k: hints; default T, and all the keys there may be. One that is a tensor is read,
+            which waits for its device.
+        block_table or page_table: [B, max_pages] int32.
+        seqused_k: [B] int32, keys of each request; not with packed keys.
+        The rest: as of ``flash_attn_func``; return_softmax_lse is another name of return_lse.
+
+    Returns:
+        out, (out, lse) or (out, lse, None) as ``flash_attn_func``; of packed queries out [T, Hq, D] and lse [Hq, T].
+
+    Raises:
+        As ``flash_attn_func`` does.
+    """
+    sink = _sink_of(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, **others)
+    options = _options(softmax_scale, causal, window_size, num_splits)
+    table = _one_of(block_table=block_table, page_table=page_table)
+    wants = return_attn_probs or return_lse or return_softmax_lse
+    q, k, v = _plain(q, k, v)
+    if seqused_k is not None and table is None and cu_seqlens_k is not None:
+        raise NotImplementedError(
+            "seqused_k: must be None with packed keys (cu_seqlens_k without a page table)"
+        )
+    if table is not None and seqused_k is None and cu_seqlens_k is not None:
+        seqused_k = cu_seqlens_k.diff()
+    options |= {"sink": sink, "out": out, "return_lse": wants, "page_table": table, "kv_lengths": seqused_k}
+    if cu_seqlens_q is None:
+        if cu_seqlens_k is not None and table is None:
+            raise NotImplementedError("cu_seqlens_q: must be given with packed keys (cu_seqlens_k), got None")
+        result = attention(q, k, v, **options)
+    else:
+        result = attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k=None if table is not None else cu_seqlens_k,
+            max_seqlen_q=len(q) if max_seqlen_q is None else operator.index(max_seqlen_q),
+            max_seqlen_k=None if max_seqlen_k is None else operator.index(max_seqlen_k),
+            **options,
+        )
+    return _returned(result, wants, return_attn_probs, sink)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float | None = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    **others,
+):
+    """Attention to a KV cache, to which new keys may be added first.
+
+    Args:
+        q: [B, Sq, Hq, D]; with cu_seqlens_q, which needs a page table, [T, Hq, D].
+        k_cache, v_cache: [B, Sk, Hkv, D], or [pages, page_size, Hkv, D] with a page table. Written where k and v
+            are given.
+        k, v: [B, n, Hkv, D], both or neither: written into the cache behind cache_seqlens keys, and seen by the
+            queries. The cache must have room for them: checked as kv_lengths of ``attention`` are, and unchecked an
+            error of the device.
+        cache_seqlens or seqused_k: keys in the cache (before k and v): int, or [B] int32; None: the cache is full.
+        block_table or page_table: [B, max_pages] int32.
+        The rest: as of ``flash_attn_varlen_func``; rotary_interleaved goes with rotary_cos and is not read.
+
+    Returns:
+        out, or with return_softmax_lse (or return_lse) (out, lse): as ``flash_attn_varlen_func``.
+
+    Raises:
+        As ``flash_attn_func`` does.
+    """
+    sink = _sink_of(
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        **others,
+    )
+    options = _options(softmax_scale, causal, window_size, num_splits)
+    table = _one_of(block_table=block_table, page_table=page_table)
+    lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
+    if isinstance(lengths, int):
+        batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    if (k is None) != (v is None):
+        raise ValueError("k: must be given with v, and v with k")
+    if k is not None:
+        if cu_seqlens_q is not None:
+            raise NotImplementedError("k: must be None with cu_seqlens_q")
+        if lengths is None:
+            raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
+        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            _check_new(name, new, cache, lengths, table)
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            _append(cache, new, lengths, table)
+        lengths = lengths + k.shape[1]
+    wants = return_softmax_lse or return_lse
+    options |= {"sink": sink, "out": out, "return_lse": wants, "page_table": table, "kv_lengths": lengths}
+    q, k_cache, v_cache = _plain(q, k_cache, v_cache)
+    if cu_seqlens_q is None:
+        result = attention(q, k_cache, v_cache, **options)
+    else:
+        if table is None:
+            raise NotImplementedError("cu_seqlens_q: needs a page table, got block_table=None")
+        most = len(q) if max_seqlen_q is None else operator.index(max_seqlen_q)
+        result = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=most, **options)
+    return _returned(result, wants, False, sink)
+
+
+def _check_new(name, new, cache, lengths, table) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless new keys or values can be written into a cache."""
+    check_tensor("cache_seqlens", lengths, (torch.int32,), cache.device)
+    check_tensor(name, new, (cache.dtype,), cache.device)
+    batch = len(lengths) if lengths.dim() == 1 else 0
+    if new.dim() != 4 or len(new) != batch or new.shape[2:] != cache.shape[2:]:
+        raise ValueError(
+            f"{name}: shape must be [B={batch}, n, Hkv={cache.shape[2]}, D={cache.shape[3]}], got {list(new.shape)}"
+        )
+    if are_checked(cache.device) and batch:
+        room = cache.shape[1] * (1 if table is None else table.shape[1]) - new.shape[1]
+        shortest, longest = map(int, lengths.aminmax())
+        if shortest < 0 or longest > room:
+            raise ValueError(
+                f"cache_seqlens: values must be 0..{room}, so that the cache has room for {new.shape[1]} new keys, "
+                f"got {shortest} to {longest}"
+            )
+
+
+def _append(
+    cache: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor | None
+) -> None:
+    """Write new [B, n, Hkv, D] into a cache behind each batch row's keys."""
+    position = lengths[:, None].long() + torch.arange(new.shape[1], device=new.device)  # [B, n]
+    if table is None:
+        cache[torch.arange(len(new), device=new.device)[:, None], position] = new
+    else:
+        page_size = cache.shape[1]
+        cache[table.long().gather(1, position // page_size), position % page_size] = new
+
+
+def _sink_of(**others) -> torch.Tensor | None:
+    """The sink among the other arguments of a call. Raises TypeError or NotImplementedError naming one that is unknown
+    or asks for what is not done."""
+    sink = _one_of(**{name: others.pop(name, None) for name in SINKS})
+    for name, value in others.items():
+        if name in NO_EFFECT:
+            continue
+        if name not in UNSUPPORTED:
+            raise TypeError(f"{name}: is not an argument of this function")
+        nothing = UNSUPPORTED[name]
+        if value is not None and (len(nothing) == 1 or value not in nothing):
+            shown = list(value.shape) if isinstance(value, torch.Tensor) else value
+            raise NotImplementedError(f"{name}: is not supported, must be {nothing[-1]}, got {shown}")
+    return sink
+
+
+def _one_of(**given):
+    """The value of one argument that goes by several names."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) > 1:
+        raise TypeError(
+            f"{next(iter(found))}: is the same argument as {', '.join(list(found)[1:])}; give one"
+        )
+    return next(iter(found.values()), None)
+
+
+def _options(softmax_scale, causal, window_size, num_splits) -> dict:
+    """Arguments of ``attention``."""
+    window = None
+    if window_size is not None and tuple(window_size) not in ((-1, -1), (None, None)):
+        window = tuple(None if reach == -1 else reach for reach in window_size)
+    # 0 lets the kernel choose
+    return {"scale": softmax_scale, "causal": causal, "window": window, "num_splits": num_splits or None}
+
+
+def _plain(*tensors: torch.Tensor) -> list:
+    """The tensors with contiguous last dimensions."""
+    return [t.contiguous() if isinstance(t, torch.Tensor) and t.stride(-1) != 1 else t for t in tensors]
+
+
+def _returned(result, wants_lse: bool, probabilities: bool, sink: torch.Tensor | None):
+    """What flash-attn returns. Its lse counts the sink, ``attention``'s does not."""
+    if not wants_lse:
+        return result
+    out, lse = result
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.float()[:, None])
+    return (out, lse, None) if probabilities else (out, lse)
