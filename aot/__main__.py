@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=CALLS,
         choices=CALLS,
-        help="how keys are told: not at all; lengths and positions; lengths and pages (default all)",
+        help="how requests are told apart: rows of a batch; lengths and positions; pages; packed (default all)",
     )
     parser.add_argument(
         "--page-sizes", nargs="+", type=int, default=PAGE_SIZES, help="keys of a page (default %(default)s)"

@@ -1,13 +1,13 @@
 """Which attention kernels a model's calls ask for.
 
-``MODELS`` says what a model's layers are, ``CALLS`` how engines pass the lengths. ``kernels`` plans calls of many sizes
-as ``warpspec.fmha`` plans them, and collects the configurations that come out.
+``MODELS`` says what a model's layers are, ``CALLS`` how engines tell requests apart. ``kernels`` plans calls of many
+sizes as ``warpspec.fmha`` plans them, and collects the configurations that come out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -61,9 +61,10 @@ MODELS = {
     "gemma-3-27b": Model(32, 16, 128, layers=(FULL, sliding(1024))),
 }
 
-# How the keys' number is told: not at all; by lengths and positions, as with padding or a cache of fixed size; by
-# lengths, with pages.
-CALLS = ("plain", "ranges", "paged")
+# How requests are told apart: as rows of a batch, all keys of each; some of them by lengths and positions, as with
+# padding or a cache of fixed size; keys in pages; queries and keys packed; queries packed and keys in pages.
+CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
+PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
 PAGE_SIZES = (16, 64)
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -89,7 +90,7 @@ def sizes() -> Iterator[Sizes]:
 
 def problems(model: Model, calls: Iterable[str], page_sizes: Iterable[int]) -> Iterator[AttentionProblem]:
     """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys, of paged calls."""
-    forms = [(call, page) for call in calls for page in (page_sizes if call == "paged" else (0,))]
+    forms = [(call, page) for call in calls for page in (page_sizes if call in PAGED else (0,))]
     for call, page_size in forms:
         for layer in model.layers:
             for size in sizes():
@@ -114,7 +115,7 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["q_start"] = per_batch
     if call == "ranges":
         options |= {"kv_lengths": per_batch, "q_start": per_batch}
-    if call == "paged":
+    if call in PAGED:
         pages = -(-seq_k // page_size)
         options |= {"kv_lengths": per_batch, "page_table": tensor(batch, pages, dtype=torch.int32)}
         k = tensor(batch * pages, page_size, model.heads_kv, model.head_dim)
@@ -124,7 +125,10 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["sink"] = tensor(model.heads_q)
     q = tensor(batch, seq_q, model.heads_q, model.head_dim)
     v = None if model.shared_kv else k.new_empty(k.shape)
-    return AttentionProblem.of(q, k, v, memory=False, **options)
+    found = AttentionProblem.of(q, k, v, memory=False, **options)
+    if call in PACKED:
+        return replace(found, packed_q=True, packed_k=call not in PAGED, total_q=batch * seq_q)
+    return found
 
 
 def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Kernel, Hashable]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from warpspec.aot import __main__ as aot
-from warpspec.aot.models import CALLS, MODELS, Sizes, kernels, problem, problems
+from warpspec.aot.models import CALLS, MODELS, PAGED, Sizes, kernels, problem, problems
 from warpspec.common import compile
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
@@ -43,7 +43,7 @@ def test_calls_of_other_sizes_find_their_kernels(name, arch):
         batch = draw.randint(1, min(256, max(32768 // seq_q, 1)))
         size = Sizes(batch, seq_q, seq_q + round(2 ** draw.uniform(0, 16)))
         layer, call = draw.choice(layers), draw.choice(CALLS)
-        found = problem(model, layer, size, call, page_size=16 if call == "paged" else 0)
+        found = problem(model, layer, size, call, page_size=16 if call in PAGED else 0)
         missing |= {(size, *item) for item in asked_for(found, target) if item not in ahead}
     assert not missing
 
