@@ -6,7 +6,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 
-.PHONY: help venv demo test test-long test-gpu bench lint format clean
+.PHONY: help venv demo test test-long test-gpu test-pins bench lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -26,6 +26,15 @@ test-long: venv ## the tests marked long
 
 test-gpu: venv ## tests on the GPU of this machine (2 minutes on an H200 with 16 cores)
 	@$(PYTEST) -n auto --maxprocesses 14 --dist worksteal -m gpu tests/gpu
+
+# Every family of kernels, the compiler's and the simulator's edges. Engines pin DSL 4.8.0 and tvm-ffi 0.1.11.
+PIN_TESTS := tests/common tests/softmax tests/sim/test_host.py tests/sim/test_arguments.py \
+	$(addprefix tests/moe/test_,grouped_gemm_sim.py quantize_rows.py unpermute.py) \
+	$(addprefix tests/fmha/test_,sm90_sim.py kernel_sim.py combine.py)
+
+test-pins: ## part of the tests with the oldest compiler allowed, in .venv-pins (6 minutes on 2 cores, plus its set-up)
+	@sh scripts/bootstrap.sh --pins
+	@.venv-pins/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(PIN_TESTS)
 
 bench: venv ## speed of the simulator on this machine
 	@$(PY) scripts/bench_sim.py

@@ -1,7 +1,8 @@
-"""Compiling CuTe DSL host functions: one compilation per configuration and process, nothing left in the cwd.
+"""Compiling CuTe DSL host functions: one compilation per configuration, nothing left in the cwd.
 
-``compile_cached`` returns what ``cute.compile`` returns, with ``artifacts.PTX`` (str) and ``artifacts.CUBIN``
-(bytes) filled in and line information kept, which is what the simulator needs. No GPU is needed.
+``compile_cached`` returns what ``cute.compile`` returns, or what stands for it (``kernel_cache``), with
+``artifacts.PTX`` (str) and ``artifacts.CUBIN`` (bytes) filled in and line information kept, which is what the simulator
+needs. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable
 
+from warpspec.common import kernel_cache
 from warpspec.common.cubin import KernelResources, parse_cubin
 
 # Option of ``cute.compile``: the result is called with CUDA torch tensors, on their current stream, at about a
@@ -20,13 +22,16 @@ _compiled: dict[tuple[str, str, Hashable], object] = {}
 _lock = threading.RLock()  # the DSL traces through global state: one compilation at a time
 
 
-def compile_cached(key: Hashable, build: Callable[[], tuple], *, arch: str, options: str = ""):
+def compile_cached(
+    key: Hashable, build: Callable[[], tuple], *, arch: str, options: str = "", on_disk: bool = False
+):
     """The compiled host function for ``key`` and ``arch``, compiled on first use in this process.
 
     key: hashable, must say everything that changes the generated code. build: called on a miss, returns
     (host function, arguments...), the arguments being fake tensors
     (``cutlass.cute.runtime.make_fake_tensor``) or values of their kind. arch: "sm_100a", "sm_90a". options:
-    further options of ``cute.compile``.
+    further options of ``cute.compile``. on_disk: it is looked for and kept on disk too (``kernel_cache``): only for
+    keys that ``kernel_cache.name_of`` has words for, and host functions of this package, whose sources it knows.
 
     Raises what the DSL raises; a failed compilation is not remembered.
     """
@@ -34,14 +39,26 @@ def compile_cached(key: Hashable, build: Callable[[], tuple], *, arch: str, opti
     if cache_key not in _compiled:
         with _lock:
             if cache_key not in _compiled:
-                _compiled[cache_key] = compile_host(*build(), arch=arch, options=options)
+
+                def make():
+                    return compile_host(*build(), arch=arch, options=options)
+
+                if on_disk:
+                    native = TVM_FFI in options
+                    name = kernel_cache.name_of(key, arch=arch, options=options, native=native)
+                    _compiled[cache_key] = kernel_cache.find_or_make(name, make, native=native)
+                else:
+                    _compiled[cache_key] = make()
     return _compiled[cache_key]
 
 
-def compile_kernel(key: Hashable, build: Callable[[], tuple], *, arch: str, native: bool):
+def compile_kernel(
+    key: Hashable, build: Callable[[], tuple], *, arch: str, native: bool, on_disk: bool = False
+):
     """``compile_cached`` of a host function whose last argument is the stream, which ``build`` leaves out.
 
     native: called with CUDA torch tensors, without a stream: on their current one. Otherwise for the simulator.
+    on_disk: see there.
     """
 
     def with_stream():
@@ -49,7 +66,8 @@ def compile_kernel(key: Hashable, build: Callable[[], tuple], *, arch: str, nati
 
         return (*build(), make_fake_stream(use_tvm_ffi_env_stream=native))
 
-    return compile_cached((key, native), with_stream, arch=arch, options=TVM_FFI if native else "")
+    options = TVM_FFI if native else ""
+    return compile_cached((key, native), with_stream, arch=arch, options=options, on_disk=on_disk)
 
 
 def fake_rows(dtype, rank: int, last: int | None = None, *, alignment: int | None = None):

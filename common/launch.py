@@ -1,4 +1,4 @@
-"""Running a kernel: compiled once a configuration, called on CUDA tensors or in the simulator.
+"""Running a kernel: compiled once a configuration, kept on disk, called on CUDA tensors or in the simulator.
 
 A ``Kernel`` is a family of kernels, one for each configuration; a ``Target`` is where one of them runs. ``Kernel.run``
 does all of a call. Whoever calls often keeps ``Kernel.launcher``'s function instead: natively this is the compiled
@@ -71,7 +71,8 @@ def target_of(device: torch.device) -> Target:
 
 
 class Kernel:
-    """A family of kernels, each compiled for one configuration on first use in the process.
+    """A family of kernels, each compiled for one configuration on first use. Those of warpspec are kept on disk for
+    other processes (``kernel_cache``); of a family that others define, no process knows whether its source has changed.
 
     name: of the family, no other's. build: makes of a configuration, which is hashable and says everything that changes
     the code, the host function and its arguments but the last, the stream: fake tensors (``compile.fake_rows``) and
@@ -80,11 +81,13 @@ class Kernel:
 
     def __init__(self, name: str, build: Callable[[Hashable], tuple]):
         self.name, self.build = name, build
+        self.on_disk = build.__module__.startswith("warpspec.")
 
     def compiled(self, config: Hashable, arch: str, *, native: bool = False):
         """What ``cute.compile`` makes of the configuration, with ``artifacts``. Needs no GPU. native: see
         ``compile_kernel``. Raises what the DSL raises."""
-        return compile_kernel((self.name, config), lambda: self.build(config), arch=arch, native=native)
+        key = (self.name, config)
+        return compile_kernel(key, lambda: self.build(config), arch=arch, native=native, on_disk=self.on_disk)
 
     def launcher(self, config: Hashable, target: Target, *, seed: int = 0) -> Callable:
         """A function that launches the kernel; compiled before this returns.

@@ -88,15 +88,15 @@ def prepare(problem: AttentionProblem, target: Target, seed: int = 0) -> Prepare
     attention = architecture(target.arch).ATTENTION.launcher(found.config, target, seed=seed)
     combine = None
     if found.splits > 1:
-        combine = COMBINE.launcher(combine_config(problem, found), target, seed=seed)
+        combine = COMBINE.launcher(combine_config(problem, found.splits), target, seed=seed)
     return Prepared(problem, target, found, launch_numbers(problem, found), attention, combine)
 
 
-def combine_config(problem: AttentionProblem, plan: Plan) -> CombineConfig:
-    """The combine kernel of a problem whose keys are split."""
+def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
+    """The combine kernel of a problem whose keys are split into so many parts."""
     return CombineConfig.of(
         problem.head_dim,
-        plan.splits,
+        splits,
         dtype=dtype_name(problem.o_dtype),
         has_sink=problem.has_sink,
         has_lse=problem.return_lse,
@@ -110,7 +110,7 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
     found = plan(problem, target)
     kernels = [architecture(target.arch).ATTENTION.compiled(found.config, target.arch, native=target.native)]
     if found.splits > 1:
-        config = combine_config(problem, found)
+        config = combine_config(problem, found.splits)
         kernels.append(COMBINE.compiled(config, target.arch, native=target.native))
     return tuple(kernels)
 

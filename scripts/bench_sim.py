@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from warpspec import sim
+from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.runtime import execute
 
@@ -115,7 +116,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as cache
     ):  # so that translation is measured, not read from the user's cache
-        os.environ["WARPSPEC_CACHE"] = cache
+        os.environ[CACHE_VARIABLE] = cache
         rows = {name: micro(*kind) for name, kind in KINDS.items()}
         rows[f"attention D 64, {options.heads} heads x {options.length}, causal"] = attention(
             options.heads, options.length

@@ -4,6 +4,9 @@ Does nothing when .venv carries the stamp of the present pyproject.toml and cons
 installs torch first (its build decides how much is downloaded), then warpspec, editable, with the rest under
 constraints.txt. While pip works, one status line says what it is at.
 
+With --pins it fills .venv-pins instead, for `make test-pins`: the compiler has the lowest versions that
+pyproject.toml allows, which serving engines pin.
+
 TORCH_INDEX: package index for torch, "" for pip's default. Unset: see `torch_source`.
 """
 
@@ -20,7 +23,9 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+PINS = "--pins" in sys.argv[1:]
+COMPILER = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+VENV = ROOT / (".venv-pins" if PINS else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "warpspec.stamp"
 LOG = VENV / "bootstrap.log"
@@ -36,6 +41,15 @@ def stamp() -> str:
     for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
+
+
+def lowest_versions() -> list[str]:
+    """constraints.txt, line by line, with the lowest versions of the compiler that pyproject.toml allows."""
+    allowed = (ROOT / "pyproject.toml").read_text()
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lowest = {name: re.search(name + r"(?:\[\w+\])?>=([\d.]+)", allowed)[1] for name in COMPILER}
+    others = [line for line in lines if not line.startswith(COMPILER)]
+    return others + [f"{name}=={version}" for name, version in lowest.items()]
 
 
 def torch_source() -> list[str]:
@@ -123,13 +137,16 @@ def main() -> None:
     if STAMP.exists() and STAMP.read_text() == stamp():
         return
     if not PYTHON.exists():
-        print(f"warpspec: creating .venv with Python {platform.python_version()}", flush=True)
+        print(f"warpspec: creating {VENV.name} with Python {platform.python_version()}", flush=True)
         venv.create(VENV, with_pip=True)
     check = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
     if subprocess.run([PYTHON, "-c", check], stderr=subprocess.DEVNULL, check=False).returncode != 0:
         sys.exit(f"warpspec: {VENV} has no pip, or a Python before 3.11; remove it and try again")
     LOG.unlink(missing_ok=True)
     constraints = ["-c", "constraints.txt"]
+    if PINS:
+        (VENV / "constraints.txt").write_text("\n".join(lowest_versions()))
+        constraints = ["-c", str(VENV / "constraints.txt")]
     install("1/3 torch", *torch_source(), *constraints, TORCH_PIN)
     install("2/3 build tools", *constraints, "setuptools>=77")
     install("3/3 warpspec and its dependencies", *constraints, "--no-build-isolation", "-e", ".[dev]")

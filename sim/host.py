@@ -2,15 +2,13 @@
 
 `HostModule.of(compiled).call(args, on_launch)` stages the tensors, packs the arguments, runs the compiled
 host code and hands every kernel launch it makes to `on_launch`. LLVM (llvmlite) loads the object that the DSL
-exports; the CUDA runtime it calls is `cuda_runtime`.
+exports (`warpspec.common.host_function`); the CUDA runtime it calls is `cuda_runtime`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
-import itertools
 import re
 import struct
 import threading
@@ -19,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import llvmlite.binding as llvm
 from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError
-from cutlass.cutlass_dsl import CuTeDSL
 
+from warpspec.common.host_function import PREFIX, HostFunction
 from warpspec.sim import cuda_tensor_map  # noqa: F401  (registers its entry point)
 from warpspec.sim.arguments import PackedArguments, Value, flatten, plain, takes_stream
 from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
@@ -37,7 +35,6 @@ OBJECT_SECTION = struct.Struct("<IIQQQQIIQQ")
 SYMBOL_TABLE = 2  # section type SHT_SYMTAB
 LINKER_SYMBOLS = ("", "_GLOBAL_OFFSET_TABLE_")
 
-_prefixes = itertools.count()
 _modules: weakref.WeakKeyDictionary[object, HostModule] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
@@ -63,21 +60,11 @@ def undefined_symbols(image: bytes) -> list[str]:
 HOST_ONLY_TARGET = "sm_100a"  # whose device attributes a function without kernels would see
 
 
-@functools.cache
-def _load_dsl_runtime() -> None:
-    """Make the DSL's runtime library visible to its object exporter, which resolves symbols in the process.
-
-    The DSL loads it itself only when it compiles for the machine it is on; without a GPU that is sm_100a, and
-    the export of a function compiled for sm_90a would fail.
-    """
-    for path in CuTeDSL._get_dsl().get_shared_libs():
-        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-
-
 class HostModule:
     """A compiled function's host code, loaded. Raises HostError for what the simulator cannot run.
 
-    ptx: the text of its kernels; target: as in `.target` (sm_90a, sm_100a); name: the host function's.
+    ptx: the text of its kernels; target: as in `.target` (sm_90a, sm_100a); name: the host function's. compiled: what
+    `cute.compile` returned, or a `HostFunction`.
     """
 
     @classmethod
@@ -90,19 +77,18 @@ class HostModule:
             return module
 
     def __init__(self, compiled: object):
-        _require_native(compiled)
-        self.ptx: str = _require_ptx(compiled) if compiled.has_gpu_module else ""
+        if not isinstance(compiled, HostFunction):
+            _require_native(compiled)
+            compiled = _host_function(compiled)
+        self.host = compiled
+        self.name: str = compiled.name
+        self.ptx: str = _require_ptx(compiled) if compiled.has_kernels else ""
         self.target: str = _target(self.ptx) if self.ptx else HOST_ONLY_TARGET
-        self.name: str = compiled.function_name
         self.slots = slots(compiled)
-        self._execution_args = compiled.execution_args
-        cubin = compiled.artifacts.CUBIN
-        self.session = Session(device_of(self.target), cubin)
-        self._prefix = f"warpspec{next(_prefixes)}"
-        _load_dsl_runtime()
-        self._engine = _load(_export(compiled, self._prefix))
-        self._entry = self._function(f"_mlir_{self._prefix}__mlir_ciface_{self.name}")
-        if compiled.has_gpu_module:
+        self.session = Session(device_of(self.target), compiled.artifacts.CUBIN)
+        self._engine = _load(self.host.code)
+        self._entry = self._function(f"_mlir_{PREFIX}__mlir_ciface_{self.name}")
+        if compiled.has_kernels:
             self._load_kernels()
 
     def _function(self, name: str) -> Callable[[ctypes.Array], None]:
@@ -115,10 +101,8 @@ class HostModule:
         """What the generated header's Kernel_Module_Load does: load the library, look up each kernel."""
         library, result, device = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32(0)
         indirect = ctypes.pointer(ctypes.pointer(library))
-        self._call(
-            self._function(f"_mlir_{self._prefix}_cuda_init"), [indirect, ctypes.pointer(result)], result
-        )
-        load = self._function(f"_mlir_{self._prefix}_cuda_load_to_device")
+        self._call(self._function(f"_mlir_{PREFIX}_cuda_init"), [indirect, ctypes.pointer(result)], result)
+        load = self._function(f"_mlir_{PREFIX}_cuda_load_to_device")
         self._call(load, [indirect, ctypes.pointer(device), ctypes.pointer(result)], result)
         self._library = library
 
@@ -171,12 +155,9 @@ class HostModule:
 
     def _bind(self, args: Sequence[object], kwargs: dict[str, object]) -> list[Value]:
         """Flattened arguments in signature order."""
-        execution = self._execution_args
-        parameters = execution.signature.parameters
+        parameters = {p.name: p for p in self.host.parameters}
         if len(args) > len(parameters):
-            constexpr = [
-                a["argument_name"] for a in execution.get_constexpr_args() if a["argument_name"] != "self"
-            ]
+            constexpr = self.host.fixed
             fixed = f"; {', '.join(constexpr)} were fixed when it was compiled" if constexpr else ""
             names = ", ".join(parameters)
             raise HostError(
@@ -189,16 +170,16 @@ class HostModule:
                 raise HostError(f"argument `{name}`: {reason}")
             bound[name] = value
         values: list[Value] = []
-        for parameter, was_none in zip(parameters.values(), execution._compiled_with_none, strict=True):
+        for parameter in self.host.parameters:
             value = bound.get(parameter.name, parameter.default)
-            if value is parameter.empty and takes_stream(parameter.annotation):
+            if value is inspect.Parameter.empty and takes_stream(parameter.annotation):
                 value = None  # every stream is the same here; tvm-ffi callers leave theirs out
-            if value is parameter.empty:
+            if value is inspect.Parameter.empty:
                 raise HostError(f"argument `{parameter.name}` is missing")
-            if was_none is True and value is not None:
+            if parameter.was_none is True and value is not None:
                 raise HostError(f"argument `{parameter.name}`: {plain(value)}; it was None when compiled")
             found = list(flatten(parameter.name, value, parameter.annotation))
-            if was_none is False and value is None and not found:
+            if parameter.was_none is False and value is None and not found:
                 raise HostError(f"argument `{parameter.name}`: None; it was not None when compiled")
             values += found
         return values
@@ -217,12 +198,12 @@ def _require_native(compiled: object) -> None:
         )
 
 
-def _require_ptx(compiled) -> str:
-    ptx = compiled.artifacts.PTX if compiled.artifacts is not None else None
+def _require_ptx(host: HostFunction) -> str:
+    ptx = host.artifacts.PTX
     if not ptx:
-        raise HostError(f"{compiled.function_name} was compiled without its PTX; use {COMPILE_OPTIONS}")
+        raise HostError(f"{host.name} was compiled without its PTX; use {COMPILE_OPTIONS}")
     if "\n" not in ptx:  # the DSL keeps the path of a file that it could not read
-        raise HostError(f"the DSL has not written the PTX of {compiled.function_name} to {ptx}")
+        raise HostError(f"the DSL has not written the PTX of {host.name} to {ptx}")
     return ptx
 
 
@@ -233,20 +214,11 @@ def _target(ptx: str) -> str:
     return target
 
 
-def _export(compiled, prefix: str) -> bytes:
-    """The compiled function as a host object file.
-
-    The DSL pickles the Python signature into it, which not all default values (CUstream's) and annotations
-    survive; nothing here reads that copy, so an empty signature stands in.
-    """
-    execution = compiled.execution_args
-    signature, execution.signature = execution.signature, inspect.Signature()
+def _host_function(compiled) -> HostFunction:
     try:
-        return compiled.dump_to_object(prefix)
+        return HostFunction.of(compiled)
     except (DSLBaseError, DSLRuntimeError, RuntimeError) as error:
         raise HostError(f"the DSL does not export {compiled.function_name}: {error}") from error
-    finally:
-        execution.signature = signature
 
 
 def _load(image: bytes) -> llvm.ExecutionEngine:

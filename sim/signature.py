@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from warpspec.common.argument_types import argument_types
+from warpspec.common.host_function import HostFunction
 from warpspec.sim.errors import HostError
 
 # Bits of an element, by MLIR name.
@@ -159,22 +159,14 @@ def _extents(text: str) -> tuple[Extent, ...]:
     return tuple(extents)
 
 
-def slots(compiled) -> tuple[Slot, ...]:
-    """The argument slots of `compiled`'s host function, in order."""
-    name = compiled.function_name
-    function_type = None
-    for op in compiled.ir_module.body.operations:
-        if op.operation.name == "llvm.func" and op.attributes["sym_name"].value == name:
-            function_type = str(op.attributes["function_type"])
-            break
-    if function_type is None:
-        raise HostError(f"the compiled module has no host function {name}")
-    layouts = _llvm_inputs(function_type)
-    recorded = argument_types(compiled)
+def slots(host: HostFunction) -> tuple[Slot, ...]:
+    """The argument slots of a host function, in order."""
+    layouts = _llvm_inputs(host.function_type)
+    recorded = host.argument_types
     types = [parse_argument_type(t) for t in recorded] if recorded is not None else [None] * len(layouts)
     if len(types) != len(layouts):
         raise HostError(
-            f"{name}: {len(types)} argument types recorded, {len(layouts)} argument slots compiled"
+            f"{host.name}: {len(types)} argument types recorded, {len(layouts)} argument slots compiled"
         )
     return tuple(
         Slot(layout.size, tuple(layout.leaves), kind, layout.tensor_counts())

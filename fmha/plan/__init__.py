@@ -42,12 +42,20 @@ def make_plan(config_class: type, problem: AttentionProblem, target: Target) -> 
 
     Raises UnsupportedProblem naming what the kernel does not do.
     """
+    config, splits = choose_config(config_class, problem, target)
+    ctas = target.sm_count * config.shape.ctas_per_sm
+    return Plan(config, splits, ctas, choose_section(problem, config, ctas))
+
+
+def choose_config(
+    config_class: type, problem: AttentionProblem, target: Target
+) -> tuple[KernelFeatures, int]:
+    """The kernel of a problem's plan, and into how many parts the keys are split. As ``make_plan``."""
     config = config_class.of(problem)
     splits = problem.num_splits or best_splits(config, problem, target)
     if splits > 1:
         config = config_class.of(problem, splits=True)
-    ctas = target.sm_count * config.shape.ctas_per_sm
-    return Plan(config, splits, ctas, choose_section(problem, config, ctas))
+    return config, splits
 
 
 def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Target) -> int:

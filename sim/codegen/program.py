@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
-import os
-import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +12,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import numpy as np
 
+from warpspec.common.disk_cache import DiskCache
 from warpspec.sim import cfg
 from warpspec.sim.codegen import control
 from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
@@ -24,7 +22,7 @@ from warpspec.sim.instruction import Instr, Kernel, Mem, Not, Pair, PtxModule, R
 from warpspec.sim.memory import SHARED_BASE_OFFSET
 from warpspec.sim.registry import Control, Family, find, row_of
 
-OBJECT_CACHE_LIMIT = 2 << 30  # bytes kept in the cache folder
+OBJECTS = DiskCache("sim", limit=2 << 30)
 
 
 def _shape(operand) -> str:
@@ -198,16 +196,11 @@ class Program:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def _object_code(self) -> bytes:
-        path = _cache_folder() / f"{self._object_key()}.o"
-        try:
-            code = path.read_bytes()
-            os.utime(path)
-            return code
-        except FileNotFoundError:  # not made yet, or dropped by another process
-            pass
-        module = llvm.parse_assembly(self._text())
-        code = _target_machine().emit_object(module)
-        _store(path, code)
+        name = f"{self._object_key()}.o"
+        code = OBJECTS.read(name)
+        if code is None:
+            code = _target_machine().emit_object(llvm.parse_assembly(self._text()))
+            OBJECTS.write(name, code)
         return code
 
     def _text(self) -> str:
@@ -279,29 +272,3 @@ def _generator_version() -> str:
     folder = Path(__file__).parent
     sources = [*sorted(folder.glob("*.py")), folder.parent / "cfg.py", folder.parent / "memory.py"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
-
-
-def _cache_folder() -> Path:
-    """WARPSPEC_CACHE, else the user's cache folder."""
-    root = os.environ.get("WARPSPEC_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "warpspec"
-    )
-    folder = Path(root) / "sim"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _store(path: Path, code: bytes) -> None:
-    """Write atomically; drop the least recently used objects beyond the limit."""
-    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
-    part.write_bytes(code)
-    part.replace(path)
-    objects = []
-    for item in path.parent.glob("*.o"):
-        with contextlib.suppress(FileNotFoundError):  # dropped by another process
-            objects.append((item.stat(), item))
-    total = 0
-    for stat, item in sorted(objects, key=lambda found: found[0].st_mtime, reverse=True):
-        total += stat.st_size
-        if total > OBJECT_CACHE_LIMIT:
-            item.unlink(missing_ok=True)

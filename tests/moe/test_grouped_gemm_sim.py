@@ -9,6 +9,7 @@ import torch
 from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
 
 from warpspec.common import compile, pipeline
+from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
 from warpspec.common.nvfp4 import unswizzle_scales
@@ -222,6 +223,7 @@ def test_a_forgotten_wait_shows(monkeypatch, name):
         return channels | {name: Silent(channels[name].base, channels[name].stages)}
 
     monkeypatch.setattr(compile, "_compiled", {})
+    monkeypatch.setenv(CACHE_VARIABLE, "")  # nobody else wants this kernel
     monkeypatch.setattr(kernel, "init_barriers", without)
     shown = 0
     for seed in range(8):

@@ -97,6 +97,14 @@ def test_torch_source(bootstrap, monkeypatch):
     assert bootstrap.torch_source() == []
 
 
+def test_pins_are_the_lowest_versions_that_are_allowed(bootstrap):
+    """Everything else stays as constraints.txt has it."""
+    lowest, usual = bootstrap.lowest_versions(), (ROOT / "constraints.txt").read_text().splitlines()
+    assert {"nvidia-cutlass-dsl==4.8.0", "apache-tvm-ffi==0.1.11", bootstrap.TORCH_PIN} <= set(lowest)
+    assert not any(name in line for line in set(lowest) & set(usual) for name in bootstrap.COMPILER)
+    assert len(set(usual) - set(lowest)) == sum(line.startswith(bootstrap.COMPILER) for line in usual)
+
+
 def test_nothing_is_installed_while_the_stamp_is_right(bootstrap, monkeypatch):
     monkeypatch.setattr(bootstrap, "PYTHON", Path("/nonexistent"))
     bootstrap.STAMP.write_text(bootstrap.stamp())

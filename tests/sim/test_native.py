@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from ptx_launch import launch
 
+from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.sim import runtime
 from warpspec.sim.codegen.program import Program
 
@@ -168,7 +169,7 @@ def python_only(monkeypatch):
 
 @pytest.mark.parametrize("family", ["INTEGER", "COMPARE", "FLOAT", "CONVERT"])
 def test_native_code_agrees_with_the_python_handlers(family, python_only, tmp_path, monkeypatch):
-    monkeypatch.setenv("WARPSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     lines = globals()[family]
     arrays = inputs(seed=len(lines))
     native = run(lines, arrays)

@@ -1,0 +1,75 @@
+"""Compile a model's attention kernels ahead: ``python -m warpspec.aot --arch sm_90a --model gpt-oss-120b``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from warpspec.aot.models import CALLS, MODELS, PAGE_SIZES, kernels, problems
+from warpspec.aot.workers import compile_all
+from warpspec.common.disk_cache import CACHE_VARIABLE
+from warpspec.common.hardware import GPUS
+from warpspec.common.kernel_cache import CACHE
+from warpspec.common.launch import Target
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m warpspec.aot",
+        description="Compile the attention kernels of a model and keep them in the cache folder. Needs no GPU.",
+    )
+    parser.add_argument(
+        "--model", action="append", default=[], choices=sorted(MODELS), help="may be repeated"
+    )
+    parser.add_argument("--arch", default="sm_90a", choices=sorted(GPUS), help="target (default %(default)s)")
+    parser.add_argument(
+        "--sm-count", type=int, help="SMs of the GPU, where not as many as an H200's or B200's"
+    )
+    parser.add_argument(
+        "--calls",
+        nargs="+",
+        default=CALLS,
+        choices=CALLS,
+        help="how requests are told apart: rows of a batch; lengths and positions; pages; packed (default all)",
+    )
+    parser.add_argument(
+        "--page-sizes", nargs="+", type=int, default=PAGE_SIZES, help="keys of a page (default %(default)s)"
+    )
+    parser.add_argument("--cache", metavar="DIR", help=f"folder to keep them in (default: {CACHE_VARIABLE})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a CPU)")
+    parser.add_argument(
+        "--list", action="store_true", help="only list the models, or with --model the kernels, one a line"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if not options.model:
+        for name, model in MODELS.items():
+            print(f"{name:20}{model.heads_q} query heads, {model.heads_kv} KV, D {model.head_dim}")
+        return 0 if options.list else parser().error("--model: name one, or several, of these")
+    if options.cache is not None:
+        os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)
+    gpu = GPUS[options.arch]
+    target = Target(options.arch, device=0, sm_count=options.sm_count or gpu.sm_count, l2_bytes=gpu.l2_bytes)
+    wanted = dict.fromkeys(
+        item
+        for name in options.model
+        for item in kernels(problems(MODELS[name], options.calls, options.page_sizes), target)
+    )
+    if options.list:
+        for kernel, config in wanted:
+            print(kernel.name, config)
+        return 0
+    if CACHE.folder is None:
+        parser().error(f"--cache: needed, {CACHE_VARIABLE} is empty")
+    print(f"{len(wanted)} kernels for {options.arch} into {CACHE.folder}")
+    failed = compile_all(list(wanted), options.arch, options.jobs)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Which attention kernels a model's calls ask for.
+
+``MODELS`` says what a model's layers are, ``CALLS`` how engines tell requests apart. ``kernels`` plans calls of many
+sizes as ``warpspec.fmha`` plans them, and collects the configurations that come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from warpspec.common.launch import Kernel, Target
+from warpspec.fmha.combine import COMBINE
+from warpspec.fmha.launch import architecture, combine_config
+from warpspec.fmha.plan import choose_config
+from warpspec.fmha.problem import AttentionProblem
+
+FULL = {}
+
+
+def sliding(keys: int) -> dict:
+    """A layer whose queries see so many keys, their own among them."""
+    return {"window": (keys - 1, 0)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's attention. layers: options of ``attention`` for each kind of layer. sink: rows have sinks. shared_kv: V
+    is K. strides: positions that one compressed key stands for, of each kind of layer that has such keys beside its
+    own."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    layers: tuple[dict, ...] = (FULL,)
+    sink: bool = False
+    shared_kv: bool = False
+    strides: tuple[int, ...] = ()
+
+
+GPT_OSS = Model(64, 8, 64, layers=(FULL, sliding(128)), sink=True)
+DEEPSEEK_V4 = {"layers": (sliding(128),), "sink": True, "shared_kv": True, "strides": (4, 128)}
+
+MODELS = {
+    "gpt-oss-20b": GPT_OSS,
+    "gpt-oss-120b": GPT_OSS,
+    "deepseek-v4-flash": Model(64, 1, 512, **DEEPSEEK_V4),
+    "deepseek-v4-pro": Model(128, 1, 512, **DEEPSEEK_V4),
+    "llama-3-8b": Model(32, 8, 128),
+    "llama-3-70b": Model(64, 8, 128),
+    "mistral-7b": Model(32, 8, 128),
+    "qwen3-8b": Model(32, 8, 128),
+    "qwen3-32b": Model(64, 8, 128),
+    "qwen3-30b-a3b": Model(32, 4, 128),
+    "qwen3-235b-a22b": Model(64, 4, 128),
+    "gemma-3-4b": Model(8, 4, 256, layers=(FULL, sliding(1024))),
+    "gemma-3-12b": Model(16, 8, 256, layers=(FULL, sliding(1024))),
+    "gemma-3-27b": Model(32, 16, 128, layers=(FULL, sliding(1024))),
+}
+
+# How requests are told apart: as rows of a batch, all keys of each; some of them by lengths and positions, as with
+# padding or a cache of fixed size; keys in pages; queries and keys packed; queries packed and keys in pages.
+CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
+PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
+PAGE_SIZES = (16, 64)
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DECODE_QUERIES = (1, 2, 4, 8)  # more than one: speculated
+PREFILL_QUERIES = (16, 32, 64, 128, 256, 1024, 4096, 16384)
+KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+MOST_QUERIES = 65536  # of a batch
+
+
+class Sizes(NamedTuple):
+    batch: int
+    seq_q: int
+    seq_k: int
+
+
+def sizes() -> Iterator[Sizes]:
+    """Sizes of calls: decoding, speculative decoding, prefill with and without keys before it."""
+    for seq_q in (*DECODE_QUERIES, *PREFILL_QUERIES):
+        for batch in BATCHES:
+            if batch * seq_q <= MOST_QUERIES:
+                yield from (Sizes(batch, seq_q, seq_k) for seq_k in (seq_q, *KEYS) if seq_k >= seq_q)
+
+
+def problems(model: Model, calls: Iterable[str], page_sizes: Iterable[int]) -> Iterator[AttentionProblem]:
+    """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys, of paged calls."""
+    forms = [(call, page) for call in calls for page in (page_sizes if call in PAGED else (0,))]
+    for call, page_size in forms:
+        for layer in model.layers:
+            for size in sizes():
+                yield problem(model, layer, size, call, page_size)
+        for stride in model.strides:  # keys of both kinds, each a part of the result
+            for size in sizes():
+                for part in (*model.layers, {"key_stride": stride}):
+                    yield problem(model, part | {"normalize": False}, size, call, page_size)
+
+
+def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -> AttentionProblem:
+    """The problem of one call, in bf16. layer: options of ``attention``."""
+    batch, seq_q, seq_k = size
+
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    per_batch = tensor(batch, dtype=torch.int32)
+    options = dict(layer, causal=True)
+    if "key_stride" in layer:
+        seq_k = max(seq_k // layer["key_stride"], 1)
+        options["q_start"] = per_batch
+    if call == "ranges":
+        options |= {"kv_lengths": per_batch, "q_start": per_batch}
+    if call in PAGED:
+        pages = -(-seq_k // page_size)
+        options |= {"kv_lengths": per_batch, "page_table": tensor(batch, pages, dtype=torch.int32)}
+        k = tensor(batch * pages, page_size, model.heads_kv, model.head_dim)
+    else:
+        k = tensor(batch, seq_k, model.heads_kv, model.head_dim)
+    if model.sink and options.get("normalize", True):
+        options["sink"] = tensor(model.heads_q)
+    q = tensor(batch, seq_q, model.heads_q, model.head_dim)
+    v = None if model.shared_kv else k.new_empty(k.shape)
+    found = AttentionProblem.of(q, k, v, memory=False, **options)
+    if call in PACKED:
+        return replace(found, packed_q=True, packed_k=call not in PAGED, total_q=batch * seq_q)
+    return found
+
+
+def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Kernel, Hashable]]:
+    """The kernels, each with its configuration, that a target's calls of these problems run; each once.
+
+    Raises UnsupportedProblem naming what the target's kernel does not do.
+    """
+    package = architecture(target.arch)
+    wanted: dict[tuple[Kernel, Hashable], None] = {}
+    for problem in found:
+        config, splits = choose_config(package.AttentionConfig, problem, target)
+        wanted[package.ATTENTION, config] = None
+        if splits > 1:
+            wanted[COMBINE, combine_config(problem, splits)] = None
+    return list(wanted)

@@ -1,0 +1,57 @@
+"""Compiling many kernels in several processes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+
+from warpspec.common.launch import Kernel
+
+
+def compile_ahead(kernel: Kernel, config: Hashable, arch: str) -> float:
+    """Compile and keep a kernel; seconds it took.
+
+    Raises what the DSL raises, and RuntimeWarning where what was compiled cannot be kept.
+    """
+    warnings.simplefilter("error", RuntimeWarning)
+    start = time.monotonic()
+    kernel.compiled(config, arch, native=True)
+    return time.monotonic() - start
+
+
+class Progress:
+    """One line: how many kernels of how many, for how long, and the last one. Without a terminal, a line for each."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.terminal = sys.stdout.isatty()
+
+    def step(self, text: str) -> None:
+        self.done += 1
+        bar = "#" * (20 * self.done // self.total)
+        line = f"[{bar:20}] {self.done}/{self.total}  {time.monotonic() - self.start:.0f} s  {text}"
+        if not self.terminal:
+            print(line, flush=True)
+            return
+        width = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{line[: width - 1]}", end="\n" if self.done == self.total else "", flush=True)
+
+
+def compile_all(wanted: Sequence[tuple[Kernel, Hashable]], arch: str, jobs: int) -> int:
+    """Compile kernels in so many processes; how many failed, which is said on stderr."""
+    progress, failed = Progress(len(wanted)), 0
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        pending = {pool.submit(compile_ahead, *item, arch): item for item in wanted}
+        for future in as_completed(pending):
+            kernel, config = pending[future]
+            error = future.exception()
+            progress.step(f"{kernel.name} {'failed' if error else f'{future.result():.1f} s'}")
+            if error is not None:
+                failed += 1
+                print(f"\n{kernel.name} {config}: {type(error).__name__}: {error}", file=sys.stderr)
+    return failed

@@ -1,0 +1,184 @@
+"""Files that spare later processes a compilation, in the user's cache folder.
+
+The environment variable WARPSPEC_CACHE_DIR names the folder; by default it is ``warpspec`` in ``$XDG_CACHE_HOME`` or
+``~/.cache``. Set but empty, it turns caching off. The variable is read at every access.
+
+Any number of processes may share the folder, on one machine or over a network. What stands in it is code that will run:
+a folder that somebody else owns, or may write to, is refused with a warning. Nothing here raises for a folder that
+cannot be read or written or for a file that is damaged: such a file is absent, and there is a RuntimeWarning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+CACHE_VARIABLE = "WARPSPEC_CACHE_DIR"
+MAGIC = b"warpspec"  # what a file begins with; the SHA-256 of its name and content follows
+HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+LOCK_SECONDS = 300  # that a process waits for another one's compilation before it compiles for itself
+POLL_SECONDS = 0.05
+ABANDONED_SECONDS = 3600  # after which an unfinished file is nobody's
+PART_SUFFIX, LOCK_SUFFIX = ".part", ".lock"
+
+
+def cache_folder() -> Path | None:
+    """The folder that all caches have sub-folders in; None where caching is off."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "warpspec"
+
+
+class DiskCache:
+    """Contents by name in a sub-folder of the cache folder.
+
+    limit: bytes that the sub-folder may hold; the least recently used files beyond it go.
+    """
+
+    def __init__(self, name: str, limit: int):
+        self.name, self.limit = name, limit
+
+    @property
+    def folder(self) -> Path | None:
+        """The sub-folder; None where caching is off. It need not exist."""
+        root = cache_folder()
+        return None if root is None else root / self.name
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a name; None where there is none."""
+        folder = self.folder
+        if folder is None:
+            return None
+        path = folder / name
+        try:
+            if not _is_trusted(folder):
+                return None
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            _warn(f"{path} cannot be read: {error}")
+            return None
+        content = data[HEADER_BYTES:]
+        if data[:HEADER_BYTES] != _header(name, content):
+            _warn(f"{path} is damaged or not ours; it is made again")
+            return None
+        with contextlib.suppress(OSError):  # a folder of somebody who does not drop by age
+            os.utime(path)
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Keep a content, at once or not at all, and drop the least recently used ones beyond the limit."""
+        folder = self.folder
+        if folder is None:
+            return
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_trusted(folder):
+                return
+            descriptor, part = tempfile.mkstemp(suffix=PART_SUFFIX, dir=folder)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(_header(name, content))
+                    file.write(content)
+                os.replace(part, folder / name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
+                raise
+        except OSError as error:
+            _warn(f"nothing is kept in {folder}: {error}. {CACHE_VARIABLE} names another folder")
+            return
+        with contextlib.suppress(OSError):  # another process has been quicker
+            self._drop_beyond_limit(folder)
+
+    def _drop_beyond_limit(self, folder: Path) -> None:
+        now, total, found = time.time(), 0, []
+        for entry in os.scandir(folder):
+            if entry.name.endswith(LOCK_SUFFIX):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # dropped by another process
+                status = entry.stat()
+                if not entry.name.endswith(PART_SUFFIX):
+                    found.append((status.st_mtime, status.st_size, entry.path))
+                elif now - status.st_mtime > ABANDONED_SECONDS:
+                    os.unlink(entry.path)
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > self.limit:
+                Path(path).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def making(self, name: str, seconds: float = LOCK_SECONDS) -> Iterator[bool]:
+        """A context in which no other process makes this content, and whether it was waited for one that did.
+
+        A few names share a lock. After so many seconds, and where the folder or its file system has no locks, the
+        context is entered all the same: what is made twice is the same.
+        """
+        with contextlib.ExitStack() as stack:
+            waited = False
+            try:
+                descriptor = self._open_lock(name)
+                if descriptor is not None:
+                    stack.callback(os.close, descriptor)  # which also unlocks it
+                    waited = _lock(descriptor, time.monotonic() + seconds)
+            except OSError:
+                pass
+            yield waited
+
+    def _open_lock(self, name: str) -> int | None:
+        folder = self.folder
+        if folder is None:
+            return None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / (hashlib.sha256(name.encode()).hexdigest()[:2] + LOCK_SUFFIX)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _lock(descriptor: int, deadline: float) -> bool:
+    """Take a lock, or give up at the deadline; whether another process had it first."""
+    waited = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return waited
+        except BlockingIOError:
+            waited = True
+            if time.monotonic() > deadline:
+                return waited
+            time.sleep(POLL_SECONDS)
+
+
+def _header(name: str, content: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Whether nobody but this user and root can have written what is in the folder; a warning where not."""
+    status = os.stat(folder)
+    if status.st_uid not in (0, os.geteuid()):
+        _warn(
+            f"{folder} belongs to user {status.st_uid}: code in it is not run. {CACHE_VARIABLE} names another"
+        )
+        return False
+    if status.st_mode & WRITABLE_BY_OTHERS:
+        _warn(
+            f"{folder} may be written by others (mode {stat.S_IMODE(status.st_mode):o}): code in it is not run. "
+            f"`chmod go-w` allows it, or {CACHE_VARIABLE} names another"
+        )
+        return False
+    return True
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"warpspec cache: {text}", RuntimeWarning, stacklevel=3)
