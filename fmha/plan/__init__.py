@@ -19,10 +19,6 @@ from warpspec.fmha.problem import AttentionProblem
 # A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
 
-# Decode of rows whose lengths the host does not know: least bytes of K and V in a part of the longest row, most parts.
-PART_BYTES = 512 << 10
-MOST_PARTS = 8
-
 
 class Plan(NamedTuple):
     """How a problem is computed on a target.
@@ -70,7 +66,7 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         causal=problem.causal and plain,
     )
     query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
-    best = choose_splits(
+    return choose_splits(
         m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
         kv_tiles=kv_tiles,
         rows=problem.batch * problem.seq_q * problem.heads_q,
@@ -81,11 +77,6 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         sm_count=target.sm_count,
         ctas_per_sm=config.shape.ctas_per_sm,
     )
-    if query_tiles > 1 or not (problem.has_kv_lengths or problem.packed_k):
-        return best
-    # Lengths may differ: short parts let CTAs that are done early take from the long rows.
-    key_bytes = kv_tiles * config.kv_tile_bytes * len(config.rings)
-    return max(best, min(key_bytes // PART_BYTES, MOST_PARTS))
 
 
 def launch_numbers(problem: AttentionProblem, plan: Plan) -> tuple:
