@@ -132,8 +132,8 @@ def attention_varlen(
             request.
             Values of a CPU tensor are checked, those of a CUDA tensor as kv_lengths' of ``attention``: unchecked,
             kernels neither read nor write outside the tensors.
-        max_seqlen_q: int >= 0, the most queries of a request. It steers how the work is cut; a wrong value costs
-            time, never the result.
+        max_seqlen_q: int >= 0, the most queries of a request. It steers how the work is cut and in what order sums
+            are taken; a wrong value costs time, never more than rounding of the result.
         cu_seqlens_k: [B + 1] int32, ascending, from 0 to at most Tk: where each request's keys begin and end.
             Either this or page_table.
         max_seqlen_k: int >= 0, the most keys of a request, likewise a hint; None: Tk, or all the keys that

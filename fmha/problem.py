@@ -41,13 +41,14 @@ class AttentionProblem:
 
     With it a kernel gets the tensors the problem was made from: q, k and v (k again where shared) with TMA's
     alignment, sink as contiguous fp32, kv_lengths and q_start contiguous, and outputs of the shapes below to
-    write completely: o, lse with return_lse, row_max and row_sum without normalize. Which keys a row sees is
-    ``mask.key_range``. Where ``is_empty``, no kernel is called.
+    write: o, lse with return_lse, row_max and row_sum without normalize. Every row of o is written, of packed
+    queries those that belong to a request and no other. Which keys a row sees is ``mask.key_range``. Where
+    ``is_empty``, no kernel is called.
     """
 
-    batch: int  # B >= 0
-    seq_q: int  # Sq >= 0
-    seq_k: int  # Sk >= 0; with a page table max_pages * page_size
+    batch: int  # B >= 0; of packed queries, requests
+    seq_q: int  # Sq >= 0; of packed queries max_seqlen_q, a hint
+    seq_k: int  # Sk >= 0; with a page table max_pages * page_size; of packed queries max_seqlen_k if given, a hint
     heads_q: int  # Hq >= 1, a multiple of heads_kv; query head h reads KV head h // group
     heads_kv: int  # Hkv >= 1
     head_dim: int  # D, one of HEAD_DIMS, of q, k and v alike
@@ -69,8 +70,8 @@ class AttentionProblem:
     bias_rows: str | None = None  # "aligned" (for TMA), "contiguous" or "strided"
     has_kv_lengths: bool = False  # otherwise L = Sk for every batch row
     has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
-    packed_q: bool = False  # q is [1, T, Hq, D]; batch, seq_q: requests, most queries of one (a hint)
-    packed_k: bool = False  # k and v are [1, Tk, Hkv, D]; seq_k: most keys of a request (a hint)
+    packed_q: bool = False  # q is [1, T, Hq, D], cu_seqlens_q says which rows are whose
+    packed_k: bool = False  # k and v are [1, Tk, Hkv, D], likewise
     # T, of packed queries. Problems that differ in it alone are equal, so that one plan serves them.
     total_q: int | None = field(default=None, compare=False)
     page_size: int | None = None  # keys to a page; None: no page table
@@ -197,8 +198,10 @@ def _check_values(operands: Operands) -> None:
     """``check_values`` of a call."""
     q, k, page_table = operands.q, operands.k, operands.page_table
     page_size = None if page_table is None else k.shape[1]
-    named = (("cu_seqlens_q", q, "q"), ("cu_seqlens_k", k, "k"))
-    starts = [(name, getattr(operands, name), len(t), packed) for name, t, packed in named]
+    starts = (
+        ("cu_seqlens_q", operands.cu_seqlens_q, len(q), "q"),
+        ("cu_seqlens_k", operands.cu_seqlens_k, len(k), "k"),
+    )
     check_values(
         operands.kv_lengths,
         operands.q_start,
@@ -206,7 +209,7 @@ def _check_values(operands: Operands) -> None:
         seq_k=k.shape[1] if page_table is None else page_table.shape[1] * page_size,
         pages=k.shape[0],
         page_size=page_size,
-        starts=[start for start in starts if start[1] is not None],
+        starts=[(name, tensor, rows, packed) for name, tensor, rows, packed in starts if tensor is not None],
     )
 
 

@@ -40,9 +40,10 @@ def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
             used = -(-int(lengths) // problem.page_size)  # entries of the table that hold keys
             seq_k = used * problem.page_size
             one = one._replace(page_table=operands.page_table[b : b + 1, :used], kv_lengths=lengths)
-        sizes = {"batch": 1, "seq_q": one.q.shape[1], "seq_k": seq_k, "packed_q": False, "packed_k": False}
-        if 0 in (one.q.shape[1], seq_k):
+        seq_q = one.q.shape[1]
+        if seq_q == 0 or seq_k == 0:
             continue
+        sizes = {"batch": 1, "seq_q": seq_q, "seq_k": seq_k, "packed_q": False, "packed_k": False}
         own = rectangle(replace(problem, **sizes), one)
         state.o[:, rows] = own.o
         state.row_max[..., rows], state.row_sum[..., rows] = own.row_max, own.row_sum
