@@ -7,7 +7,7 @@ sizes as ``warpspec.fmha`` plans them, and collects the configurations that come
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.launch import architecture, combine_config
 from warpspec.fmha.plan import choose_config
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.values import POSITION_LIMIT
 
 FULL = {}
 
@@ -102,7 +103,7 @@ def problems(model: Model, calls: Iterable[str], page_sizes: Iterable[int]) -> I
 
 
 def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -> AttentionProblem:
-    """The problem of one call, in bf16. layer: options of ``attention``."""
+    """The problem of one call, in bf16. layer: options of ``attention`` or, of packed calls, ``attention_varlen``."""
     batch, seq_q, seq_k = size
 
     def tensor(*shape, dtype=torch.bfloat16):
@@ -115,20 +116,23 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["q_start"] = per_batch
     if call == "ranges":
         options |= {"kv_lengths": per_batch, "q_start": per_batch}
+    packed = call in PACKED
     if call in PAGED:
         pages = -(-seq_k // page_size)
         options |= {"kv_lengths": per_batch, "page_table": tensor(batch, pages, dtype=torch.int32)}
-        k = tensor(batch * pages, page_size, model.heads_kv, model.head_dim)
+        key_rows = (batch * pages, page_size)
     else:
-        k = tensor(batch, seq_k, model.heads_kv, model.head_dim)
+        key_rows = (min(batch * seq_k, POSITION_LIMIT),) if packed else (batch, seq_k)
+    if packed:
+        starts = tensor(batch + 1, dtype=torch.int32)
+        options |= {"cu_seqlens_q": starts, "max_seqlen_q": seq_q, "max_seqlen_k": seq_k}
+        options["cu_seqlens_k"] = None if call in PAGED else starts
     if model.sink and options.get("normalize", True):
         options["sink"] = tensor(model.heads_q)
-    q = tensor(batch, seq_q, model.heads_q, model.head_dim)
+    q = tensor(*((batch * seq_q,) if packed else (batch, seq_q)), model.heads_q, model.head_dim)
+    k = tensor(*key_rows, model.heads_kv, model.head_dim)
     v = None if model.shared_kv else k.new_empty(k.shape)
-    found = AttentionProblem.of(q, k, v, memory=False, **options)
-    if call in PACKED:
-        return replace(found, packed_q=True, packed_k=call not in PAGED, total_q=batch * seq_q)
-    return found
+    return AttentionProblem.of(q, k, v, memory=False, **options)
 
 
 def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Kernel, Hashable]]:

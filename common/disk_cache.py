@@ -54,6 +54,11 @@ class DiskCache:
         root = cache_folder()
         return None if root is None else root / self.name
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a file of this name, whatever is in it."""
+        folder = self.folder
+        return folder is not None and os.path.exists(folder / name)
+
     def read(self, name: str) -> bytes | None:
         """The content of a name; None where there is none."""
         folder = self.folder
@@ -120,7 +125,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def making(self, name: str, seconds: float = LOCK_SECONDS) -> Iterator[bool]:
-        """A context in which no other process makes this content, and whether it was waited for one that did.
+        """A context in which no other process makes this content, and whether another one was waited for.
 
         A few names share a lock. After so many seconds, and where the folder or its file system has no locks, the
         context is entered all the same: what is made twice is the same.

@@ -134,11 +134,13 @@ def find_or_make(name: str, make: Callable[[], object], *, native: bool):
     """
     if CACHE.folder is None:
         return make()
+    was_there = name in CACHE  # damaged, or for another CPU, where it is not found
     found = _find(name, native)
     if found is not None:
         return found
     with CACHE.making(name) as waited:
-        found = _find(name, native) if waited else None
+        if waited or not was_there:  # another process may have kept it meanwhile
+            found = _find(name, native)
         return _keep(name, make(), native) if found is None else found
 
 
