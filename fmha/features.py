@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.problem import AttentionProblem
 
 ELEMENT_BYTES = 2  # bf16 and fp16
@@ -19,6 +20,10 @@ BLOCK = 64  # elements of D that stand side by side in shared memory: one span o
 # Keys: a page holds a multiple of the first up to the second, or a multiple of the second, the most of a KV tile. So
 # the boxes that a tile is loaded in begin where the 128-byte swizzle does, every 8 rows, and are few.
 PAGE_STEP, PAGE_LARGE = 16, 128
+
+# A packed request is found by a warp, 32 candidates at a time (``device.packed``).
+SEARCH_ROUNDS = 3
+MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
 # stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
@@ -158,6 +163,14 @@ class KernelFeatures:
 def takes_pages(page_size: int) -> bool:
     """Kernels read pages of so many keys."""
     return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
+
+
+def check_requests(kernel: str, problem: AttentionProblem) -> None:
+    """Raise UnsupportedProblem for more packed requests than kernels search through."""
+    if problem.packed_q and problem.batch > MOST_REQUESTS:
+        raise UnsupportedProblem(
+            f"{kernel} attention: cu_seqlens_q: at most {MOST_REQUESTS} requests are supported, got {problem.batch}"
+        )
 
 
 def check_page_size(kernel: str, page_size: int | None) -> None:

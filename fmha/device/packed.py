@@ -20,9 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
-
-SEARCH_ROUNDS = 3  # each leaves one 32nd of the requests
-MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
+from warpspec.fmha.features import SEARCH_ROUNDS
 
 
 def query_tiles(queries: int, total, requests):

@@ -28,6 +28,7 @@ from warpspec.fmha.features import (
     FP32_BYTES,
     KernelFeatures,
     check_page_size,
+    check_requests,
     choose_pack,
     features,
 )
@@ -70,6 +71,7 @@ class AttentionConfig(KernelFeatures):
         shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
         """
         check_page_size("sm100", problem.page_size)
+        check_requests("sm100", problem)
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
@@ -187,8 +189,8 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def recompute_elements(self) -> int:
-        """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time."""
-        return BLOCK
+        """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time: with more it spills."""
+        return 32
 
     @property
     def bias_alignment(self) -> int | None:

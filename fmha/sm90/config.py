@@ -25,6 +25,7 @@ from warpspec.fmha.features import (
     FP32_BYTES,
     KernelFeatures,
     check_page_size,
+    check_requests,
     choose_pack,
     features,
 )
@@ -63,6 +64,7 @@ class AttentionConfig(KernelFeatures):
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
+        check_requests("sm90", problem)
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = choose_shape(problem, pack, splits)

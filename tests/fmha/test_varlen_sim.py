@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulate import run_unchecked, simulate_as
+from simulate import plan_for, run_unchecked, simulate_as
 from suites import long_but
 from varlen_cases import Packed, random_batch
 
 from warpspec import sim
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention_varlen
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.device import packed
+from warpspec.fmha.features import MOST_REQUESTS
 
 ARCHS = ("sm_90a", "sm_100a")
 MIXED = Packed(
@@ -96,6 +98,14 @@ def test_every_query_has_a_tile(requests):
             seen.add((request, number))
         wanted = {(b, n) for b in range(requests) for n in range(-(-int(lengths[b]) // queries))}
         assert wanted <= seen
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_more_requests_than_are_searched_through_are_refused(arch):
+    starts = torch.zeros(MOST_REQUESTS + 2, dtype=torch.int32)
+    q, k = torch.zeros(4, 2, 64, dtype=torch.bfloat16), torch.zeros(4, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedProblem, match=f"cu_seqlens_q: at most {MOST_REQUESTS}"):
+        plan_for(arch, q=q, k=k, v=k, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=1)
 
 
 def test_the_combine_kernel_of_packed_queries_is_another():
