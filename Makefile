@@ -32,7 +32,7 @@ PIN_TESTS := tests/common tests/softmax tests/sim/test_host.py tests/sim/test_ar
 	$(addprefix tests/moe/test_,grouped_gemm_sim.py quantize_rows.py unpermute.py) \
 	$(addprefix tests/fmha/test_,sm90_sim.py kernel_sim.py combine.py)
 
-test-pins: ## part of the tests with the oldest compiler allowed, in .venv-pins (6 minutes on 2 cores, plus its set-up)
+test-pins: ## part of the tests with the oldest compiler allowed, in .venv-pins (about 8 minutes on 2 cores, plus its set-up)
 	@sh scripts/bootstrap.sh --pins
 	@.venv-pins/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(PIN_TESTS)
 
