@@ -27,7 +27,8 @@ import torch
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
-from warpspec.fmha.problem import HEAD_DIMS, AttentionProblem
+from warpspec.fmha.checks import HEAD_DIMS
+from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 

@@ -148,6 +148,7 @@ class Row:
 
 
 TWO_64 = several(2, (128, 160, 176), (2, 4))
+SMALL_64 = [Shape(1, keys, 3 if keys < 96 else 2, 3, 136, 24) for keys in (64, 80, 96)]  # three CTAs an SM
 THREE_64 = several(3, (64, 80, 96, 112, 128), (2, 4), (160, 32))
 TWO_128 = several(2, (64, 80, 96, 112, 128, 144), (2, 3))
 THREE_128 = several(3, (64, 80), (2,), (160, 32))
@@ -162,7 +163,7 @@ ROWS = [
     Row("LONG", 128, prefill(8, 32, 2048, 128, causal=False), [*TWO_128, *THREE_128]),
     Row("PREFILL", 256, prefill(2, 16, 8192, 256), TWO_256),
     Row("PREFILL", 256, prefill(8, 16, 2048, 256), TWO_256),
-    Row("NARROW", 64, prefill(2, 32, 8192, 64, window=128), [*several(2, (64, 128), (2, 4)), *THREE_64]),
+    Row("NARROW", 64, prefill(2, 32, 8192, 64, window=128), [*several(2, (64, 128), (2, 4)), *THREE_64, *SMALL_64]),
     Row("NARROW", 128, prefill(2, 32, 8192, 128, window=128), several(2, (64, 96, 128), (2, 3))),
     Row("NARROW", 256, prefill(2, 16, 8192, 256, window=128), TWO_256),
     Row("BIASED", 64, prefill(1, 32, 4096, 64, causal=False, bias=True), [*TWO_64, *THREE_64]),

@@ -230,9 +230,9 @@ def test_launched_behind_another_kernel_of_one_host_function():
             values[split, 0, block, 0, thread] = 2 * values[split, 0, block, 0, thread]
 
     @cute.jit
-    def host(o, row_max, row_sum, sink, out, lse, out_max, out_sum, stream: CUstream):
+    def host(o, row_max, row_sum, sink, out, lse, out_max, out_sum, starts, stream: CUstream):
         double(o).launch(grid=(o.shape[2], 1, 1), block=(o.shape[4], 1, 1), stream=stream)
-        Combine(config)(o, row_max, row_sum, sink, out, lse, out_max, out_sum, stream)
+        Combine(config)(o, row_max, row_sum, sink, out, lse, out_max, out_sum, starts, stream)
 
     compiled = compile_kernel(
         "test_combine",
@@ -243,7 +243,7 @@ def test_launched_behind_another_kernel_of_one_host_function():
     o, row_max, row_sum = partials(2, 1, 3, 1, 64, empty=0)
     state = expected(2 * o, row_max, row_sum)
     got = AttentionState(unwritten(1, 3, 1, 64), unwritten(1, 1, 3), unwritten(1, 1, 3))
-    report = sim.run(compiled, o, row_max, row_sum, None, got.o, None, got.row_max, got.row_sum, None)
+    report = sim.run(compiled, o, row_max, row_sum, None, got.o, None, got.row_max, got.row_sum, None, None)
     assert len(report.launches) == 2
     for mine, reference in zip(got, state, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-5)

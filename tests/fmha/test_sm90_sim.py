@@ -103,7 +103,9 @@ def test_persistent_ctas_take_several_tiles(monkeypatch, seed):
     simulate_as(monkeypatch, "sm_90a", sm_count=2, seed=seed)
     result = attention(**inputs, out=out, return_lse=True, backend="sim", num_splits=1)
     check(case, result, inputs)
-    assert sim.last_report().launches[0].grid == (2, 1, 1)
+    config = plan_for("sm_90a", **inputs).config
+    assert sim.last_report().launches[0].grid == (2 * config.shape.ctas_per_sm, 1, 1)
+    assert sim.last_report().launches[0].grid[0] < 2 * -(-150 * 2 // config.tile_m)
 
 
 @pytest.mark.parametrize("head_dim", [64, long(128), long(512)])  # of 512 test_sm90_pair has one with pages

@@ -24,7 +24,7 @@ def test_a_workload_takes_its_table(monkeypatch):
     for row in tune.ROWS:
         other = replace(row.present, kv_stages=row.present.kv_stages - 1)
         if row.table == "SHARED":  # nothing else is allowed
-            other = replace(row.present, producer_registers=32)
+            other = replace(row.present, consumer_registers=232)
         monkeypatch.setitem(getattr(shapes, row.table), row.dim, other)
         config, splits, *_ = tune.launch.plan(row.workload.problem(), tune.TARGET)
         assert config.shape is other, f"{row.table} {row.dim}"
