@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 from page_layouts import PAGE_SIZES, paged
 
 from warpspec.fmha import attention
+from warpspec.fmha.checks import HEAD_DIMS
 from warpspec.fmha.mask import visible
-from warpspec.fmha.problem import HEAD_DIMS, AttentionProblem
+from warpspec.fmha.problem import AttentionProblem
 
 DATA = ("normal", "rising", "falling", "equal", "peaked", "outliers", "poisoned-tail")
 FEW_QUERIES = 8  # of decode: a kernel of its own

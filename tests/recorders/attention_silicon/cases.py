@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from attention_cases import Case, arguments
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, launch
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90 import shapes
+from warpspec.fmha.sm90.shapes import Shape
 
 SEED = 7
 
@@ -22,12 +26,14 @@ SEED = 7
 @dataclass(frozen=True)
 class Recorded:
     """One call. num_splits: as in ``attention``. page_size: K and V are cut into pages of it, which lie in another
-    order. bias: dtype of a bias of its own for every head, with hidden keys."""
+    order. bias: dtype of a bias of its own for every head, with hidden keys. shape: of a narrow window, instead of what
+    ``shapes.NARROW`` has: the kernel that was recorded."""
 
     case: Case
     num_splits: int | None = 1
     page_size: int | None = None
     bias: torch.dtype | None = None
+    shape: Shape | None = None
 
     @property
     def name(self) -> str:
@@ -57,9 +63,19 @@ class Recorded:
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in self.inputs.items()
         }
-        result = attention(**inputs)
+        with self.recorded_shape():
+            result = attention(**inputs)
         names = ("o", "lse") if self.case.normalize else ("o", "row_max", "row_sum")
         return {name: bits(tensor.cpu()) for name, tensor in zip(names, result, strict=True)}
+
+    @contextmanager
+    def recorded_shape(self):
+        """Plans give the case its shape, and remember nothing of it."""
+        table = {} if self.shape is None else {self.case.head_dim: self.shape}
+        launch.prepare.cache_clear()
+        with mock.patch.dict(shapes.NARROW, table):
+            yield
+        launch.prepare.cache_clear()
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -75,7 +91,8 @@ class Recorded:
 
     def kernel_digest(self) -> str:
         """Over the PTX of the kernel, and of split keys' second one, but for where in the source it comes from."""
-        kernels = launch.compiled(AttentionProblem.of(**self.inputs), SIMULATED["sm_90a"])
+        with self.recorded_shape():
+            kernels = launch.compiled(AttentionProblem.of(**self.inputs), SIMULATED["sm_90a"])
         ptx = "".join(kernel.artifacts.PTX for kernel in kernels)
         ptx = re.sub(r"//.*", "", ptx)
         code = [
@@ -115,7 +132,8 @@ SHARED = Case("shared-kv", seq_q=3, seq_k=150, heads_q=16, heads_kv=1, shared_kv
 
 CASES = [
     *(Recorded(replace(PREFILL, head_dim=dim)) for dim in (64, 128, 256)),
-    *(Recorded(replace(WINDOW, head_dim=dim)) for dim in (64, 128)),
+    Recorded(replace(WINDOW, head_dim=64), shape=Shape(2, 128, 4, 1, 240, 24)),
+    Recorded(replace(WINDOW, head_dim=128), shape=Shape(2, 128, 2, 1, 240, 24)),
     *(Recorded(replace(DECODE, id="splits", head_dim=dim), num_splits=3) for dim in (64, 128)),
     Recorded(replace(DECODE, id="pages-of-16", head_dim=64), page_size=16),
     Recorded(replace(DECODE, id="pages-of-64", head_dim=128), page_size=64),
