@@ -49,7 +49,6 @@ class Prepared(NamedTuple):
     among the attention kernel's arguments.
     """
 
-    problem: AttentionProblem
     target: Target
     plan: Plan
     numbers: tuple
@@ -60,7 +59,7 @@ class Prepared(NamedTuple):
         """Launch on the tensors' device and its current stream; no synchronisation. Writes o and, where given, lse,
         row_max and row_sum. Returns the simulator's ``SimReport``, natively None.
 
-        operands: of the problem, as ``AttentionProblem`` promises them; v is given.
+        operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
         """
         with self.target.current():
             if self.combine is None:
@@ -89,7 +88,7 @@ def prepare(problem: AttentionProblem, target: Target, seed: int = 0) -> Prepare
     combine = None
     if found.splits > 1:
         combine = COMBINE.launcher(combine_config(problem, found.splits), target, seed=seed)
-    return Prepared(problem, target, found, launch_numbers(problem, found), attention, combine)
+    return Prepared(target, found, launch_numbers(problem, found), attention, combine)
 
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:

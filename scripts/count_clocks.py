@@ -19,10 +19,10 @@ import re
 import sys
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 from unittest import mock
 
 import torch
+from shared import generated_tables
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
@@ -204,17 +204,7 @@ def share(shape) -> str:
 
 def markdown(head_dims=HEAD_DIMS, polynomial_every=None) -> str:
     header = ("D", "keys", "rows x keys", "P in", "by polynomial", *UNITS, "binds")
-    lines = [header, ("---",) * len(header), *rows(head_dims, polynomial_every)]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def replaced(text: str, generated: str) -> str:
-    """``text`` with what lies between its markers replaced. SystemExit where it has none."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"no lines {BEGIN!r} and {END!r} in the file")
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
+    return generated_tables.table(header, rows(head_dims, polynomial_every))
 
 
 def main(arguments=None) -> int:
@@ -225,21 +215,10 @@ def main(arguments=None) -> int:
     parser.add_argument(
         "--polynomial-every", type=Fraction, metavar="PAIRS", help="one of so many pairs; 0: none"
     )
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument("--check", type=Path, metavar="FILE")
-    target.add_argument("--write", type=Path, metavar="FILE")
+    generated_tables.add_file_options(parser)
     options = parser.parse_args(arguments)
     generated = markdown(options.head_dim, options.polynomial_every)
-    if options.write:
-        options.write.write_text(replaced(options.write.read_text(), generated))
-    elif options.check:
-        text = options.check.read_text()
-        if replaced(text, generated) != text:
-            print(f"{options.check} is stale: run scripts/count_clocks.py --write {options.check}")
-            return 1
-    else:
-        print(generated)
-    return 0
+    return generated_tables.deliver(options, "scripts/count_clocks.py", [(BEGIN, END, generated)])
 
 
 if __name__ == "__main__":

@@ -32,11 +32,19 @@ def main(description: str, script: str, sections: Callable[[], list[Section]], a
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_file_options(parser)
+    return deliver(parser.parse_args(arguments), script, sections())
+
+
+def add_file_options(parser: argparse.ArgumentParser) -> None:
+    """--check FILE and --write FILE, for ``deliver``."""
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--check", type=Path, metavar="FILE")
     target.add_argument("--write", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
-    made = sections()
+
+
+def deliver(options: argparse.Namespace, script: str, made: list[Section]) -> int:
+    """Print the sections, or write or check them in a file, as the options say. Returns the exit status."""
     if options.write:
         options.write.write_text(replaced(options.write.read_text(), made))
     elif options.check:

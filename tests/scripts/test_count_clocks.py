@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import count_clocks
 import pytest
+from shared import generated_tables
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.sm100.config import AttentionConfig
@@ -97,4 +98,4 @@ def test_table_stands_between_its_markers(monkeypatch, tmp_path):
     assert "| a table |" in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     with pytest.raises(SystemExit):
-        count_clocks.replaced("no markers", "table")
+        generated_tables.replaced("no markers", [(count_clocks.BEGIN, count_clocks.END, "table")])
