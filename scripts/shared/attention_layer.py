@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
 
-from warpspec.fmha.transformers import additive_mask
+from warpspec.engines.transformers import additive_mask
 
 SINK_RANGE = (-2.0, 8.0)  # seeded sinks: from one with no weight to one that outweighs the keys
 CAPTURE = "capture"  # name of the attention function that takes the operands

@@ -5,7 +5,7 @@ from copy import deepcopy
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import warpspec.fmha.transformers
+import warpspec.engines.transformers
 
 ATTENTION_TOLERANCE = (
     4e-3  # on logits, relative, when nothing but attention is bf16: that of attention itself
@@ -30,13 +30,13 @@ def register_in_fp32_model(name: str, backend: str, compressed: str = "bias") ->
     def forward(module, query, key, value, attention_mask, **arguments):
         k = key.bfloat16()
         v = k if value is key else value.bfloat16()  # a shared tensor stays one
-        o, _ = warpspec.fmha.transformers.attention_forward(
+        o, _ = warpspec.engines.transformers.attention_forward(
             module, query.bfloat16(), k, v, attention_mask, backend=backend, **arguments
         )
         return o.float(), None
 
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, warpspec.fmha.transformers.mask_maker(compressed))
+    AttentionMaskInterface.register(name, warpspec.engines.transformers.mask_maker(compressed))
 
 
 def relative_error(got, expected) -> float:

@@ -23,7 +23,7 @@ from model_pairs import (
 from suites import long
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-import warpspec.fmha.transformers
+import warpspec.engines.transformers
 from warpspec.common.errors import UnsupportedProblem
 
 SLIDING = "sliding_attention"
@@ -232,7 +232,7 @@ def test_generate(way):
 def test_bf16_model(way):
     """As a user has it: the whole model in bf16, our attention registered by its public name."""
     name = f"warpspec_reference_{way}"
-    warpspec.fmha.transformers.register(name, backend="reference", compressed=way)
+    warpspec.engines.transformers.register(name, backend="reference", compressed=way)
     model, ids = make_model(), tokens(1, 200)
     with torch.no_grad():
         ours, eager, exact = (

@@ -21,7 +21,7 @@ from model_pairs import (
 from suites import long
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
-import warpspec.fmha.transformers
+import warpspec.engines.transformers
 
 BACKENDS = ["reference", long("sim")]  # padded batches and `make demo` are simulated by default
 
@@ -83,7 +83,7 @@ def test_prefill(pair):
 
 def test_bf16_model(backend):
     """As a user has it: the whole model in bf16, our attention registered by its public name."""
-    warpspec.fmha.transformers.register(f"warpspec_{backend}", backend=backend)
+    warpspec.engines.transformers.register(f"warpspec_{backend}", backend=backend)
     model, ids = make_model(), tokens(1, 200)
     with torch.no_grad():
         ours, eager, exact = (

@@ -7,7 +7,7 @@ import torch
 from transformers import GptOssConfig, masking_utils
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha.transformers import attention_forward, key_ranges, key_set_sizes, register
+from warpspec.engines.transformers import attention_forward, key_ranges, key_set_sizes, register
 
 LAYER = SimpleNamespace(is_causal=True)
 

@@ -1,0 +1,78 @@
+"""What engines have in common: where the keys of a batch lie, windows, and checks that name the engine's setting.
+
+Engines keep keys and values in slots, one a token and layer. A page is page_size slots, one behind another. Requests
+are known by cu_seqlens: those of request b are cu_seqlens[b] to cu_seqlens[b + 1] of the tensor in question.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.errors import UnsupportedProblem
+
+HEAD_DIMS = (64, 128, 256, 512)
+DTYPES = (torch.bfloat16, torch.float16)
+SMALLEST_PAGE = 16
+LARGE_PAGE = 128  # above, pages are whole multiples of it
+
+
+def check_page_size(page_size: int, setting: str) -> None:
+    """Raise UnsupportedProblem unless pages of this many keys can be read; `setting` is how the engine calls it."""
+    small = SMALLEST_PAGE <= page_size <= LARGE_PAGE and page_size % SMALLEST_PAGE == 0
+    if not (small or (page_size > 0 and page_size % LARGE_PAGE == 0)):
+        raise UnsupportedProblem(
+            f"{setting}: must be a multiple of {SMALLEST_PAGE} up to {LARGE_PAGE}, or a multiple of {LARGE_PAGE}, "
+            f"got {page_size}; set it to 16, 32, 64 or 128"
+        )
+
+
+def check_head_size(head_dim: int, engine: str) -> None:
+    """Raise UnsupportedProblem unless heads of this size can be computed; `engine`: what to say about it."""
+    if head_dim not in HEAD_DIMS:
+        raise UnsupportedProblem(
+            f"head size: must be {', '.join(map(str, HEAD_DIMS))}, got {head_dim}; {engine}"
+        )
+
+
+def check_dtype(dtype: torch.dtype, setting: str) -> None:
+    """Raise UnsupportedProblem unless the dtype is one of attention's; `setting` is how the engine calls it."""
+    if dtype not in DTYPES:
+        raise UnsupportedProblem(f"{setting}: must be bfloat16 or float16, got {dtype}; set it to bfloat16")
+
+
+def pages_of(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[pages, page_size, Hkv, D], a view of slots [pages * page_size (or more), Hkv, D]."""
+    return slots[: len(slots) // page_size * page_size].unflatten(0, (-1, page_size))
+
+
+def page_table(slots: torch.Tensor, cu_seqlens: torch.Tensor, page_size: int, most_keys: int) -> torch.Tensor:
+    """The page table of requests whose keys' slots are listed.
+
+    Args:
+        slots: [N] integer, N >= 1: where each key lies, requests one behind another. A request's keys lie in order in
+            its pages, from the beginning of the first one.
+        cu_seqlens: [B + 1] int32.
+        most_keys: the most keys of a request, known to the host.
+
+    Returns:
+        [B, pages of most_keys] int32. Entries past a request's end hold some page that exists.
+    """
+    width = max(1, -(-most_keys // page_size))
+    first_of_page = torch.arange(0, width * page_size, page_size, device=slots.device, dtype=cu_seqlens.dtype)
+    index = (cu_seqlens[:-1, None] + first_of_page).clamp_(max=len(slots) - 1)
+    return (slots[index] // page_size).int()
+
+
+def slots_of_last(table: torch.Tensor, kv_lengths: torch.Tensor, page_size: int, trash: int) -> torch.Tensor:
+    """[B] int64: the slot of each request's last key; `trash` for requests without keys."""
+    last = (kv_lengths - 1).clamp_(min=0).long()
+    page = table.gather(1, (last // page_size)[:, None])[:, 0].long()
+    return torch.where(kv_lengths > 0, page * page_size + last % page_size, trash)
+
+
+def window_left(sliding_window: int | None, counts_own: bool) -> tuple[int, int] | None:
+    """`attention`'s window of an engine's sliding window; whether that counts the query's own position. None or a
+    number that is not positive is no window."""
+    if sliding_window is None or sliding_window <= 0:
+        return None
+    return (sliding_window - counts_own, 0)

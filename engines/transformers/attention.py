@@ -1,0 +1,262 @@
+"""One attention function and mask functions for transformers' models, with dynamic and static KV caches.
+
+Handled: causal and causal sliding-window layers, attention sinks, grouped and shared KV heads, dynamic and
+static KV caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed
+keys. Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed
+sequences, bidirectional, chunked and block-wise masks, soft caps, position biases, `output_attentions`. There
+is no backward pass. As with transformers' flash attention, results of padding rows are undefined.
+
+Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to those of the sliding window after
+the model has made its mask. `mask_maker(compressed)` chooses between two ways through them. (Other layers
+of that model are handed the same mask.)
+
+"bias": the mask is an additive tensor, which the layer extends by its compressed keys' columns; all keys are
+one set, the mask its bias. Does all that the model does: padding, selection by the indexer.
+
+"key_sets": window keys and compressed keys are two sets, the first with `window`, the second with
+`key_stride`, combined with `merge`. There is no mask in memory, and tiles of keys that no query sees are not
+visited. Refused: padding, and more compressed keys than the indexer selects (up to there it selects every one
+in the past). Queries stand where the cache says, at the model's default position_ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import masking_utils
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha import attention, merge
+
+# Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
+UNSUPPORTED_ARGUMENTS = ("softcap", "head_mask", "position_bias", "cache", "output_attentions")
+RANGES_DTYPE = torch.int32  # tells a mask of `key_ranges` from
+SIZES_DTYPE = torch.int8  # one of `key_set_sizes`; additive ones are floating
+BIAS_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    backend: str = "auto",
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function.
+
+    query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor where a layer shares them;
+    attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk], which then
+    says all about who sees whom, as in eager attention; s_aux [Hq]: sink logits; sliding_window counts the
+    row's own position. Returns ([B, Sq, Hq, D], None).
+    """
+    if dropout:
+        raise UnsupportedProblem(f"dropout: must be 0, got {dropout}")
+    for name in UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise UnsupportedProblem(f"{name}: not supported, got {type(kwargs[name]).__name__}")
+    q, k = query.transpose(1, 2), key.transpose(1, 2)  # [B, S, H, D]
+    v = None if value is key else value.transpose(1, 2)
+    options = dict(scale=scaling, backend=backend)
+
+    if attention_mask is not None and attention_mask.is_floating_point():
+        return attention(q, k, v, sink=s_aux, bias=_bias(attention_mask, q, k), **options), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None and not causal:
+        raise UnsupportedProblem("attention_mask: needs a causal layer, got is_causal=False")
+    compressor = getattr(module, "compressor", None)
+    if attention_mask is not None and attention_mask.dtype == SIZES_DTYPE:
+        return _key_sets(compressor, q, k, v, attention_mask, sliding_window, s_aux, options), None
+    if compressor is not None:
+        raise UnsupportedProblem(
+            "attention_mask: a layer with compressed keys needs the mask that register() makes for its "
+            f"model, got {'None' if attention_mask is None else attention_mask.dtype}"
+        )
+    ranges = {}
+    if attention_mask is not None:
+        first, q_start, kv_lengths = _columns(attention_mask, k.shape[0])
+        if first is not None:
+            k, v = _shift(k, first), None if v is None else _shift(v, first)
+        ranges = {"q_start": q_start, "kv_lengths": kv_lengths}
+    window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+    return attention(q, k, v, causal=bool(causal), window=window, sink=s_aux, **options, **ranges), None
+
+
+def mask_maker(compressed: str = "bias"):
+    """transformers' mask function; for models with compressed keys the one that `compressed` names."""
+    ways = {"bias": additive_mask, "key_sets": key_set_sizes}
+    if compressed not in ways:
+        raise ValueError(f"compressed: must be one of {', '.join(ways)}, got {compressed!r}")
+
+    def make(*args, config=None, **kwargs):
+        appends_keys = bool(getattr(config, "compress_rates", None))
+        return (ways[compressed] if appends_keys else key_ranges)(*args, **kwargs)
+
+    return make
+
+
+def key_ranges(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function=masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor | None:
+    """transformers' mask function: which keys exist, and where the queries stand among them.
+
+    Query i has position q_offset + i, key j position kv_offset + j; attention_mask [B, positions], bool or
+    None, is False at padding. Returns None where the queries are the last of the keys and nothing is padding;
+    otherwise int32 [B, 1, 1, 2 or 3] with (q_start, kv_length[, first]) as `attention` takes them, counted
+    from the row's first key that is no padding; first is there only if some row has one. Four dimensions
+    because transformers hands on masks of that rank as they are.
+    """
+    if not _is_causal_mask(mask_function):
+        raise UnsupportedProblem(
+            "mask: only causal and causal sliding-window masks are supported, not packed sequences, chunked, "
+            "block-wise, bidirectional or custom masks"
+        )
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length].bool()
+    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if last and (padding is None or bool(padding.all())):
+        return None
+
+    q_start = torch.as_tensor(q_offset - kv_offset, device=device).expand(batch_size)
+    if padding is None:
+        columns = [q_start, torch.full_like(q_start, kv_length)]
+    else:
+        lengths = padding.sum(dim=1)
+        first = padding.int().argmax(dim=1)
+        index = torch.arange(kv_length, device=padding.device)
+        if not torch.equal(padding, (index >= first[:, None]) & (index < (first + lengths)[:, None])):
+            raise UnsupportedProblem(
+                "attention_mask: must be padding before or after a row's tokens, not between"
+            )
+        columns = [q_start - first, lengths, first] if bool(first.any()) else [q_start, lengths]
+    return torch.stack(columns, dim=1).to(RANGES_DTYPE)[:, None, None, :]
+
+
+def additive_mask(*args, dtype: torch.dtype = torch.float32, **kwargs) -> torch.Tensor:
+    """transformers' mask function for "bias": [B, 1, Sq, Sk], 0 or -inf (not a large negative number)."""
+    kwargs |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    seen = masking_utils.sdpa_mask(*args, **kwargs)
+    mask = torch.zeros(seen.shape, dtype=dtype if dtype in BIAS_DTYPES else torch.float32, device=seen.device)
+    return mask.masked_fill_(~seen, -torch.inf)
+
+
+def key_set_sizes(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor:
+    """transformers' mask function for "key_sets": a tensor of one byte whose shape is the message.
+
+    Shape [B, 1, W, W + P]: W keys of the window, P positions so far. The last dimension is no shorter than
+    window and compressed keys together, so that the layer hands the mask on instead of extending it; sizes,
+    not values, because reading a value would make the host wait for the device.
+    """
+    if key_ranges(batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **kwargs) is not None:
+        raise UnsupportedProblem(
+            "attention_mask: padding and static caches need compressed='bias' in a model with compressed keys"
+        )
+    size = torch.zeros((), dtype=SIZES_DTYPE, device=device)
+    return size.expand(batch_size, 1, kv_length, kv_length + q_offset + q_length)
+
+
+def _is_causal_mask(mask_function) -> bool:
+    """Whether it is transformers' causal mask, or that with a sliding window.
+
+    transformers composes masks of closures; those made by one function share its code object.
+    """
+    causal = masking_utils.causal_mask_function
+    if mask_function is causal:
+        return True
+    sliding = masking_utils.sliding_window_causal_mask_function(1)
+    if getattr(mask_function, "__code__", None) is not sliding.__code__:
+        return False
+    (parts,) = (cell.cell_contents for cell in mask_function.__closure__)
+    overlay = masking_utils.sliding_window_overlay(1).__code__
+    return all(part is causal or getattr(part, "__code__", None) is overlay for part in parts)
+
+
+def _bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """An additive mask as `attention` takes it."""
+    (batch, rows, heads, _), keys = q.shape, k.shape[1]
+    if (
+        mask.dim() != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1] not in (1, heads)
+        or mask.shape[2:] != (rows, keys)
+    ):
+        raise UnsupportedProblem(
+            f"attention_mask: an additive mask must be [B={batch} or 1, Hq={heads} or 1, Sq={rows}, "
+            f"Sk={keys}], got {tuple(mask.shape)}"
+        )
+    return mask if mask.dtype in BIAS_DTYPES else mask.float()
+
+
+def _key_sets(compressor, q, k, v, sizes, sliding_window, sink, options) -> torch.Tensor:
+    """Attention over the window's keys and the compressed keys behind them, as two sets: [B, Sq, Hq, D]."""
+    (batch, rows), window_keys = q.shape[:2], sizes.shape[2]
+    past = sizes.shape[3] - window_keys - rows  # position of the first query
+    of_window = dict(causal=True, window=(sliding_window - 1, 0), **options)
+    if k.shape[1] == window_keys:
+        return attention(q, k, v, sink=sink, **of_window)
+
+    stride, entries = compressor.compress_rate, k.shape[1] - window_keys
+    if entries != (past + rows) // stride:
+        raise UnsupportedProblem(
+            f"key: {entries} compressed keys cannot be one for {stride} of {past + rows} positions"
+        )
+    indexer = getattr(compressor, "indexer", None)
+    if indexer is not None and entries > indexer.index_topk:
+        raise UnsupportedProblem(
+            f"key: the indexer selects {indexer.index_topk} of {entries} compressed keys a query, which "
+            "needs compressed='bias'"
+        )
+    of_compressed = dict(
+        causal=True,
+        key_stride=stride,
+        q_start=torch.full((batch,), past, dtype=torch.int32, device=q.device),
+        **options,
+    )
+    sets = ((slice(None, window_keys), of_window), (slice(window_keys, None), of_compressed))
+    states = [
+        attention(q, k[:, keys], None if v is None else v[:, keys], normalize=False, **arguments)
+        for keys, arguments in sets
+    ]
+    o, _ = merge(states, sink=sink)
+    return o.to(q.dtype)
+
+
+def _columns(mask: torch.Tensor, batch: int):
+    """(first or None, q_start, kv_lengths), each int32 [B], of a mask made by `key_ranges`."""
+    if mask.dtype != RANGES_DTYPE or mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.shape[0] != batch:
+        raise UnsupportedProblem(
+            "attention_mask: must be the [batch, positions] padding mask or an additive, floating-point one; "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    columns = [column.contiguous() for column in mask[:, 0, 0].unbind(dim=1)]
+    return (columns[2] if len(columns) == 3 else None), columns[0], columns[1]
+
+
+def _shift(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Copy of [B, S, H, D] whose row b begins at its key first[b]; its last key fills the end."""
+    index = torch.arange(tensor.shape[1], device=tensor.device) + first[:, None]
+    index = index.clamp(max=tensor.shape[1] - 1).long()
+    return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], index]

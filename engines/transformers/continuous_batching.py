@@ -1,0 +1,291 @@
+"""Attention for transformers' continuous batching (`model.generate_batch`), 5.17 and later.
+
+The engine packs the queries of all requests of a step into one row and keeps keys in a paged cache. It hands over
+slots: where new keys go, and where a request's keys are read. Layers without a window read pages as they lie, where
+transformers' own functions gather all keys first; layers with one keep a ring of slots, which is gathered (it is
+short). Steps that only decode come with a page table, which the engine fills for implementations it knows as flash
+attention: `prepare_continuous_batching` makes ours one of them.
+
+Before the first layer of a kind, its page table or indices are made; the kind's other layers use them again. All is
+done on the device, so that a step can be a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import AttentionInterface, modeling_flash_attention_utils
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.engines import keys
+from warpspec.fmha import attention, attention_varlen, flash_attn
+
+# transformers looks for "flash" in a name before it does without masks, and for a 2 or 3 behind it before it fills
+# page tables.
+NAME = "warpspec_flash2"
+PAGE_SETTING = "page_size (of ContinuousBatchingConfig; block_size before transformers 5.18)"
+UNSUPPORTED_ARGUMENTS = ("softcap", "head_mask", "position_bias", "output_attentions")
+
+
+def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", name: str = NAME) -> None:
+    """Make `model.generate_batch` and the model's continuous-batching managers compute attention with
+    `warpspec.fmha`.
+
+    The model's attention implementation becomes `name`, which must have "flash" in it, and a 2 or 3 behind that for
+    page tables in steps that only decode; `model.set_attn_implementation` sets another one.
+
+    Raises:
+        UnsupportedProblem: the model's head size or dtype. ValueError: name.
+    """
+    if "flash" not in name:
+        raise ValueError(f'name: must have "flash" in it, or the engine refuses it, got {name!r}')
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys.check_head_size(head_dim, "choose another attn_implementation for this model")
+    keys.check_dtype(model.dtype, "dtype (of from_pretrained)")
+    forward = partial(paged_attention_forward, backend=backend)
+    for full_name in (name, f"paged|{name}"):
+        AttentionInterface.register(full_name, forward)
+        OUR_NAMES.add(full_name)
+    _offer_flash_functions()
+    for part in model.modules():
+        allowed = getattr(part, "_compatible_flash_implementations", None)
+        if allowed is not None and name not in allowed:
+            part._compatible_flash_implementations = [*allowed, name]  # of this model, not of its class
+    model.set_attn_implementation(name)
+
+
+OUR_NAMES: set[str] = set()
+
+
+def _offer_flash_functions() -> None:
+    """Have transformers find our functions where it looks for those of an implementation with "flash" in its name.
+
+    It asks whether there is a function for page tables; `paged_attention_forward` is what runs.
+    """
+    theirs = modeling_flash_attention_utils._lazy_imports
+    if getattr(theirs, "of_warpspec", False):
+        return
+
+    def lazy_imports(implementation, *args, **kwargs):
+        if implementation not in OUR_NAMES:
+            return theirs(implementation, *args, **kwargs)
+        functions = (
+            flash_attn.flash_attn_func,
+            flash_attn.flash_attn_varlen_func,
+            flash_attn.flash_attn_with_kvcache,
+        )
+        padding = modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input
+        return (*functions, *padding)
+
+    lazy_imports.of_warpspec = True
+    modeling_flash_attention_utils._lazy_imports = lazy_imports
+
+
+@torch.compiler.disable  # views of the cache, and state that goes from layer to layer
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    cache=None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | dict[str, torch.Tensor] | None = None,
+    block_table: torch.Tensor | None = None,
+    read_index: list[torch.Tensor] | None = None,
+    write_index: list[torch.Tensor] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    backend: str = "auto",
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function with a paged cache.
+
+    query [1, Hq, T, D], key and value [1, Hkv, T, D]: the new tokens of all requests; the rest is what continuous
+    batching hands over: requests' queries and keys in cu_seq_lens_q and _k, slots to write and read of each group of
+    layers, or page tables [groups, B, pages] where every request has one query. Returns ([1, T, Hq, D], None); rows
+    that belong to no request hold anything.
+    """
+    if cache is None:
+        raise UnsupportedProblem(
+            "cache: this attention is for continuous batching (generate_batch); for a plain forward or generate(), "
+            "register() and set_attn_implementation('warpspec')"
+        )
+    if dropout:
+        raise UnsupportedProblem(f"dropout: must be 0, got {dropout}")
+    for argument in UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(argument) is not None and kwargs[argument] is not False:
+            raise UnsupportedProblem(f"{argument}: not supported, got {type(kwargs[argument]).__name__}")
+    layer = _layer_of(cache, module.layer_idx)
+    if layer.page_size is not None:
+        keys.check_page_size(layer.page_size, PAGE_SETTING)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+    step = _Step(
+        cu_seqlens_q=cu_seq_lens_q,
+        cu_seqlens_k=_of_kind(cu_seq_lens_k, layer.kind),
+        max_seqlen_q=kwargs.get("max_length_q", kwargs.get("max_seqlen_q")),
+        max_seqlen_k=_of_kind(kwargs.get("max_length_k", kwargs.get("max_seqlen_k")), layer.kind),
+        table=None if block_table is None else block_table[layer.group],
+        read=None if read_index is None else read_index[layer.group],
+        write=None if write_index is None else write_index[layer.group],
+    )
+    options = dict(scale=scaling, sink=s_aux, backend=backend)
+    window = keys.window_left(sliding_window if layer.window else None, counts_own=True)
+    if block_table is not None:
+        return _decode(layer, step, q, k, v, options)[None], None
+    packed = dict(causal=True, window=window, max_seqlen_q=step.max_seqlen_q, **options)
+    if step.read.numel() == 0:  # no request has keys in the cache
+        layer.write(step.write, k, v)
+        keys_are = dict(cu_seqlens_k=step.cu_seqlens_k, max_seqlen_k=step.max_seqlen_k)
+    elif layer.window:
+        k, v = _with_ring(layer, step, k, v)
+        keys_are = dict(cu_seqlens_k=step.cu_seqlens_k, max_seqlen_k=step.max_seqlen_k)
+    else:
+        layer.write(step.write, k, v)
+        table, lengths = layer.once_a_step(lambda: _table(layer, step))
+        k, v = layer.pages
+        keys_are = dict(page_table=table, kv_lengths=lengths, max_seqlen_k=step.max_seqlen_k)
+    return attention_varlen(q, k, v, step.cu_seqlens_q, **keys_are, **packed)[None], None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the engine says of a step, for the layers of one kind."""
+
+    cu_seqlens_q: torch.Tensor  # [B + 1]
+    cu_seqlens_k: torch.Tensor  # [B + 1]; of layers with a window, keys inside it and new ones
+    max_seqlen_q: int
+    max_seqlen_k: int
+    table: torch.Tensor | None  # [B, pages]
+    read: torch.Tensor | None  # [keys]: their slots; in layers with a window new keys have a mark instead
+    write: torch.Tensor | None  # [T]: slots of the new keys
+
+
+def _decode(layer: _Layer, step: _Step, q, k, v, options) -> torch.Tensor:
+    """Attention of one query a request, [B, Hq, D]; key and value of each are written first."""
+
+    def places():
+        lengths = step.cu_seqlens_k.diff().int()
+        return lengths, keys.slots_of_last(step.table, lengths, layer.page_size, layer.trash)
+
+    lengths, slots = layer.once_a_step(places)
+    layer.write(slots, k, v)
+    key_pages, value_pages = layer.pages
+    pages = dict(page_table=step.table, kv_lengths=lengths)
+    return attention(q[:, None], key_pages, value_pages, **pages, **options)[:, 0]
+
+
+def _table(layer: _Layer, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page table, lengths) of the requests' keys."""
+    table = keys.page_table(step.read, step.cu_seqlens_k, layer.page_size, step.max_seqlen_k)
+    return table, step.cu_seqlens_k.diff().int()
+
+
+def _with_ring(layer: _Layer, step: _Step, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, values), packed [keys, Hkv, D]: those of the window, which are read before new ones overwrite them, and
+    behind each request's the new ones."""
+    places = layer.once_a_step(lambda: _places_of_new(step))
+    packed = []
+    for slots, new in zip(layer.slots, (k, v), strict=True):
+        both = new.new_empty(len(step.read) + 1, *new.shape[1:])  # one row more, for tokens of no request
+        torch.index_select(slots, 0, step.read, out=both[:-1])
+        packed.append(both.index_copy_(0, places, new)[:-1])
+    layer.write(step.write, k, v)
+    return packed[0], packed[1]
+
+
+def _places_of_new(step: _Step) -> torch.Tensor:
+    """[T] int64: where the new keys stand among a step's keys of the window; the last row for those of no request."""
+    cu_q, cu_k = step.cu_seqlens_q, step.cu_seqlens_k
+    token = torch.arange(len(step.write), device=cu_q.device, dtype=cu_q.dtype)
+    request = torch.searchsorted(cu_q[1:].contiguous(), token, right=True)
+    of_batch = request < len(cu_q) - 1
+    end = (request + 1).clamp_(max=len(cu_q) - 1)
+    place = cu_k[end] - cu_q[end] + token
+    return torch.where(of_batch, place, len(step.read)).long()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's part of the engine's cache."""
+
+    kind: str  # "full_attention" or "sliding_attention"
+    group: int  # of layers that share indices
+    is_first: bool  # of its group
+    page_size: int | None  # None: a ring, not read in pages
+    slots: tuple[torch.Tensor, torch.Tensor]  # of keys and values, each [slots, Hkv, D]
+    pages: tuple[torch.Tensor, torch.Tensor] | None  # the same, [pages, page_size, Hkv, D]
+    trash: int  # a slot that is written and never read
+    shared: dict  # what `once_a_step` made, by group
+
+    @property
+    def window(self) -> bool:
+        return self.kind == "sliding_attention"
+
+    def write(self, places, k, v) -> None:
+        for slots, new in zip(self.slots, (k, v), strict=True):
+            slots.index_copy_(0, places, new)
+
+    def once_a_step(self, make):
+        """What `make` returned in the first layer of the group."""
+        if self.is_first:
+            self.shared[self.group] = make()
+        return self.shared[self.group]
+
+
+_shared: WeakKeyDictionary = WeakKeyDictionary()  # cache: what its layers share
+
+
+def _layer_of(cache, index: int) -> _Layer:
+    shared = _shared.setdefault(cache, {})
+    known = shared.setdefault("layers", {})
+    if index not in known:
+        make = _layer_of_allocator if hasattr(cache, "layer_to_allocator") else _layer_of_groups
+        known[index] = make(cache, index, shared)
+    return known[index]
+
+
+def _layer_of_allocator(cache, index: int, shared: dict) -> _Layer:
+    """Of transformers 5.23: an allocator for each kind of layers, pages of keys and values in turns."""
+    allocator = cache.layer_to_allocator[index]
+    is_full = allocator.layer_type == "full_attention"
+    slots = allocator._kv_token_views[index]
+    return _Layer(
+        kind=allocator.layer_type,
+        group=allocator.index,
+        is_first=index == min(allocator.layer_indices),
+        page_size=allocator.tokens_per_page if is_full else None,
+        slots=slots,
+        pages=allocator.get_cache_for_block_table(index) if is_full else None,
+        trash=allocator.write_trash_index,
+        shared=shared,
+    )
+
+
+def _layer_of_groups(cache, index: int, shared: dict) -> _Layer:
+    """Of transformers 5.17: groups of equally many layers, one tensor of slots for each layer of a group."""
+    group, of_group = cache.layer_index_to_group_indices[index]
+    slots = cache.key_cache[of_group], cache.value_cache[of_group]
+    is_full = cache.sliding_windows[index] == 1
+    return _Layer(
+        kind="full_attention" if is_full else "sliding_attention",
+        group=group,
+        is_first=of_group == 0,
+        page_size=cache.block_size if is_full else None,
+        slots=slots,
+        pages=tuple(keys.pages_of(tensor, cache.block_size) for tensor in slots) if is_full else None,
+        trash=cache.write_trash_index,
+        shared=shared,
+    )
+
+
+def _of_kind(value, kind: str):
+    """A value that may be a dictionary by kind of layer."""
+    return value[kind] if isinstance(value, dict) else value
