@@ -139,7 +139,7 @@ def test_what_cannot_be_served_is_refused_with_the_setting():
         engine.prepare_continuous_batching(model)
     model = make_model("llama")
     model.config.head_dim = 96
-    with pytest.raises(UnsupportedProblem, match="head size.*96"):
+    with pytest.raises(UnsupportedProblem, match=r"head size.*96"):
         engine.prepare_continuous_batching(model)
     model.config.head_dim = 64
     engine.prepare_continuous_batching(model, backend="reference")
