@@ -1,0 +1,101 @@
+"""Times of the latent caches' kernels on a GPU, in CUDA graphs.
+
+    python scripts/bench_latent.py [--only insert compress ...]
+
+One line a shape: microseconds, and what is reached of memory's or the tensor cores' speed. Inputs rotate through more
+memory than L2 holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from shared.gpu_bench import graph_time, header, rotation, table
+
+from warpspec.cache import DEEPSEEK_V4_FLASH, LatentPool, StateCache, compress, insert_window, rope_table
+
+POSITIONS = 65536
+INSERTED = [(1, 64), (128, 64), (128, 128), (8192, 64)]  # (tokens, query heads)
+COMPRESSED = [
+    ("csa", 128, 1),
+    ("csa", 1, 8192),
+    ("hca", 128, 1),
+    ("hca", 1, 8192),
+]  # (kind, requests, tokens of each)
+
+
+def angles() -> torch.Tensor:
+    return rope_table(1e4 ** (-torch.arange(32, device="cuda") / 32), POSITIONS)
+
+
+def random_bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def bench_insert() -> str:
+    """Queries and keys of new tokens: bytes read and written once, over the time."""
+    cos_sin, weight, rows = angles(), torch.ones(512, device="cuda"), []
+    for tokens, heads in INSERTED:
+        bytes_moved = tokens * (heads * 2 * 1024 + 1024 + 584)
+        pool = LatentPool.empty(-(-tokens // 64) * 2, 64, "v4-fp8", device="cuda")
+        slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
+
+        def make(_, tokens=tokens, heads=heads):
+            return random_bf16(tokens, heads, 512), random_bf16(tokens, 512), torch.empty(0)
+
+        def call(q, kv, _, pool=pool, slots=slots):
+            insert_window(q, kv, cos_sin, slots, weight=weight, pool=pool, slots=slots, out=q)
+
+        microseconds = graph_time(call, rotation(make, bytes_moved))
+        rows.append((tokens, heads, microseconds, bytes_moved / microseconds * 1e-6))
+    return table(("tokens", "heads", "us", "TB/s"), rows)
+
+
+def bench_compress() -> str:
+    """New tokens' projections to entries."""
+    cos_sin, weight, rows = angles(), torch.ones(512, device="cuda"), []
+    for kind, requests, count in COMPRESSED:
+        state = StateCache(DEEPSEEK_V4_FLASH, kind, requests, device="cuda")
+        width, tokens = state.tail.series * 512, requests * count
+        ape = torch.randn(state.tail.stride, width, device="cuda")
+        pool = LatentPool.empty(-(-tokens // 64), 64, "v4-fp8", device="cuda")
+        slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
+        batch = dict(
+            tail=state.tail,
+            requests=torch.arange(requests, dtype=torch.int32, device="cuda"),
+            starts=torch.full(
+                (requests,), 0 if count > 1 else state.tail.stride - 1, dtype=torch.int32, device="cuda"
+            ),
+            cu_seqlens=torch.arange(0, tokens + 1, count, dtype=torch.int32, device="cuda"),
+            pool=pool,
+            slots=slots,
+        )
+        state.tail.progress.fill_(int(batch["starts"][0]))
+        bytes_moved = tokens * 2 * width * 4
+
+        def make(_, shape=(tokens, 2, width)):
+            return (torch.randn(shape, device="cuda"),)
+
+        def call(content_gate, ape=ape, batch=batch):
+            compress(content_gate, ape, weight, cos_sin, **batch)
+
+        microseconds = graph_time(call, rotation(make, bytes_moved))
+        rows.append((kind, requests, count, microseconds, bytes_moved / microseconds * 1e-6))
+    return table(("kind", "requests", "tokens", "us", "TB/s"), rows)
+
+
+BENCHES = {"insert": bench_insert, "compress": bench_compress}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
+    chosen = parser.parse_args().only
+    print(header())
+    for name in chosen:
+        print(f"\n{name}: {BENCHES[name].__doc__.splitlines()[0]}\n{BENCHES[name]()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
