@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass.cute as cute
+from cutlass import Int16
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 ROW_BYTES = 128  # one row of a tile: the span of the 128-byte swizzle
@@ -50,18 +51,25 @@ def shared_tiles(
 
 
 def make_load(
-    tensor: cute.Tensor, box: tuple[int, ...], *, swizzled: bool = True, pair: bool = False
+    tensor: cute.Tensor,
+    box: tuple[int, ...],
+    *,
+    swizzled: bool = True,
+    pair: bool = False,
+    multicast: bool = False,
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
     """Descriptor that loads boxes of ``tensor`` (D, rows..., rest...). Host side.
 
     box: (D, rows...). Returns the copy atom that carries the descriptor and the tensor of TMA coordinates.
     The extents of ``tensor`` bound each load: what lies outside arrives as zeros. swizzled: for a row of ROW_BYTES;
     else the box lands as it is. pair: bytes complete on the mbarrier of the even CTA of the pair (cta_group::2).
+    multicast: loads name the CTAs of the cluster that the box goes to, with its bytes' completion, at the same place.
     """
     if swizzled and box[0] * tensor.element_type.width // 8 != ROW_BYTES:
         raise ValueError(f"a row must be {ROW_BYTES} bytes, got {box[0]} of {tensor.element_type}")
     padded = box + (1,) * (cute.rank(tensor) - len(box))
-    op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE)
+    kind = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast else cpasync.CopyBulkTensorTileG2SOp
+    op = kind(tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE)
     layout = swizzled_layout(padded) if swizzled else cute.make_layout(padded)
     return cpasync.make_tiled_tma_atom(op, tensor, layout, padded)
 
@@ -90,9 +98,14 @@ class TileRing:
         )
         return cls(atom, shared, tiles)
 
-    def load(self, tile, stage, mbarrier: cute.Pointer) -> None:
-        """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. By a whole warp."""
-        cute.copy(self.atom, self.tiles[None, tile], self.shared[None, stage], tma_bar_ptr=mbarrier)
+    def load(self, tile, stage, mbarrier: cute.Pointer, ctas=None) -> None:
+        """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. By a whole warp.
+
+        ctas: of a multicast atom, a bit for each CTA of the cluster that gets the tile, into its own stage and mbarrier.
+        """
+        options = {} if ctas is None else {"mcast_mask": Int16(ctas)}
+        source, target = self.tiles[None, tile], self.shared[None, stage]
+        cute.copy(self.atom, source, target, tma_bar_ptr=mbarrier, **options)
 
     def prefetch(self, tile) -> None:
         """Bring one tile into L2, without waiting. By a whole warp, whose lanes ask for the same: one request, for the

@@ -1,0 +1,264 @@
+"""What one kernel of a Swap-FFN step is compiled for: phase, tiles, budgets, barriers. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from warpspec.common import tma, tmem
+from warpspec.common.hardware import (
+    MAX_SMEM_PER_CTA,
+    REGISTERS_PER_SM,
+    TMEM_COLUMNS,
+    VECTOR_BYTES,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+)
+from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+
+ELEMENT_BYTES = 2  # bf16
+FP32_BYTES = 4
+
+# Phases. The rows phases come before every FFN step and after the last: they make the vectors x, from the token
+# ("first"), else from the partial sums of the step before, exchange them with banks ("first" and "swap", not "rows"),
+# and leave 1 / RMS. Then the two products of an FFN step, and the three steps of the collapse. "fused" is all of them.
+ROWS_PHASES = ("first", "swap", "rows")
+GEMM_PHASES = ("up", "down")
+COLLAPSE_PHASES = ("pool", "basis", "decode")
+PHASES = (*ROWS_PHASES, *GEMM_PHASES, *COLLAPSE_PHASES, "fused")
+
+TILE_M = 128  # rows of a tile, and of the counters that phases wait for
+K_TILE = tma.ROW_BYTES // ELEMENT_BYTES  # of K to a stage: one span of the 128-byte swizzle
+
+# The threads that do rows and collapse phases: those of both consumers where the kernel is fused.
+CONSUMERS = 2
+THREADS = CONSUMERS * WARPGROUP_THREADS
+WARPS = THREADS // WARP_THREADS
+GROUP_ROWS = 4  # rows that these threads work on at a time
+ROW_THREADS = THREADS // GROUP_ROWS
+ROW_WARPS = ROW_THREADS // WARP_THREADS
+VECTOR = VECTOR_BYTES // FP32_BYTES  # neighbouring columns of a thread
+
+ROUTER_WIDTH = 64  # z: 8 outputs for each warp, N of one mma.sync
+ROUTER_CHUNK = 32  # of K, which a quad loads as 16 bytes each
+TERMS = 2  # bf16 numbers whose sum is the product of two bf16 numbers
+TERM_PADDING = 32  # bf16 between rows of terms, so that their reads meet all banks
+SLOTS = 8  # of the collapse
+POOL_COLUMNS = 8  # bf16 of a 16-byte load: columns of x that a CTA pools at a time
+OUTPUTS = 4  # requests whose sums of the collapse are added up at a time
+
+BARRIER_BYTES = 256
+SCRATCH_ALIGNMENT = 128
+
+# Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
+TILE_COUNTERS = ("rows", "up", "down")
+GRID_COUNTERS = ("pooled", "summed", "finished")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of both products and the cluster that shares their loads.
+
+    up_n: columns of gate and up, half of them of each. down_n: columns of x. cluster_m: CTAs of neighbouring row tiles,
+    which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. stages: of
+    the ring.
+    """
+
+    up_n: int = 256
+    down_n: int = 128
+    cluster_m: int = 2
+    cluster_n: int = 2
+    stages: int = 4
+
+    @property
+    def cluster(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    def __str__(self):
+        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n} {self.stages} stages"
+
+
+@dataclass(frozen=True)
+class SwapConfig:
+    """Compile-time shape of one kernel.
+
+    arch: "sm90" or "sm100", of the GEMM phases. phase: of PHASES. d_model: D. splits: parts of d_ff whose partial sums
+    a rows phase adds up; what "down" is cut into is the launch's. residual: x is added to an FFN step's result. eps: of
+    the norms. forced, recorded: the router's decisions are given; are written.
+    """
+
+    arch: str
+    phase: str
+    d_model: int
+    tiles: Tiles = field(default_factory=Tiles)
+    splits: int = 1
+    residual: bool = False
+    eps: float = 1e-6
+    forced: bool = False
+    recorded: bool = False
+
+    def __post_init__(self):
+        assert self.phase in PHASES and self.arch in ("sm90", "sm100")
+        assert self.d_model % (ROW_THREADS * VECTOR) == 0
+        assert not (self.fused and self.arch == "sm100")
+        if self.multiplies:
+            tiles = self.tiles
+            assert tiles.stages >= 2
+            for columns in (tiles.up_n, tiles.down_n):
+                assert columns % (8 * tiles.cluster_m) == 0 and columns <= 256
+            assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, tiles)
+            assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
+            assert self.arch == "sm100" or self.role_registers <= REGISTERS_PER_SM
+            assert self.arch == "sm90" or tiles.cluster == 1
+            assert self.accumulator_columns <= TMEM_COLUMNS
+
+    @property
+    def fused(self) -> bool:
+        return self.phase == "fused"
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the kernel has products, and so a load warp and a ring."""
+        return self.fused or self.phase in GEMM_PHASES
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The product phases of the kernel."""
+        return tuple(phase for phase in GEMM_PHASES if self.fused or self.phase == phase)
+
+    @property
+    def routes(self) -> bool:
+        """Whether the kernel has the router."""
+        return self.phase in ("first", "swap", "fused")
+
+    # Threads and registers.
+
+    @property
+    def threads(self) -> int:
+        if not self.multiplies:
+            return THREADS
+        return 6 * WARP_THREADS if self.arch == "sm100" else THREADS + WARPGROUP_THREADS
+
+    @property
+    def load_warp(self) -> int:
+        return 5 if self.arch == "sm100" else WARPS
+
+    @property
+    def mma_warp(self) -> int:
+        """sm100."""
+        return 4
+
+    @property
+    def consumer_registers(self) -> int:
+        return 232
+
+    @property
+    def producer_registers(self) -> int:
+        return 40
+
+    @property
+    def role_registers(self) -> int:
+        return THREADS * self.consumer_registers + WARPGROUP_THREADS * self.producer_registers
+
+    # The ring: in each stage a tile of activations and a tile of weights.
+
+    def columns(self, phase: str) -> int:
+        """N of a product's tile."""
+        return self.tiles.up_n if phase == "up" else self.tiles.down_n
+
+    @property
+    def a_bytes(self) -> int:
+        return TILE_M * tma.ROW_BYTES
+
+    @property
+    def b_bytes(self) -> int:
+        """Room of a stage for weights."""
+        if self.fused:
+            return max(self.columns(phase) for phase in GEMM_PHASES) * tma.ROW_BYTES
+        return self.columns(self.phase) * tma.ROW_BYTES
+
+    def a_box(self) -> tuple[int, int]:
+        """(K, ROW) of one load: this CTA's part of a tile that cluster_n CTAs share."""
+        return (K_TILE, TILE_M // self.tiles.cluster_n)
+
+    def b_box(self, phase: str) -> tuple[int, int]:
+        """(K, COLUMN) of one load: this CTA's part of a tile that cluster_m CTAs share."""
+        return (K_TILE, self.columns(phase) // self.tiles.cluster_m)
+
+    def stage_bytes(self, phase: str) -> int:
+        """What arrives in a stage."""
+        return self.a_bytes + self.columns(phase) * tma.ROW_BYTES
+
+    @property
+    def sharers(self) -> int:
+        """CTAs that write into each other's stage, this one among them."""
+        return self.tiles.cluster_m + self.tiles.cluster_n - 1
+
+    # Tensor memory (sm100): two accumulators.
+
+    @property
+    def accumulator_columns(self) -> int:
+        if self.arch == "sm90":
+            return 0
+        return tmem.allocation(self.columns(self.phase))
+
+    # Shared memory.
+
+    @property
+    def term_pitch(self) -> int:
+        """bf16 from row to row of the terms."""
+        return self.d_model + TERM_PADDING
+
+    @property
+    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """(region, bytes, what stands in it), in order."""
+        rows = GROUP_ROWS * TERMS
+        stages = self.tiles.stages if self.multiplies else 0
+        terms = rows * self.term_pitch * ELEMENT_BYTES if self.routes else 0
+        z = GROUP_ROWS * ROUTER_WIDTH * FP32_BYTES if self.routes else 0
+        return (
+            ("barriers", BARRIER_BYTES if self.multiplies else 0, "mbarriers and the TMEM address"),
+            ("activations", stages * self.a_bytes, f"{stages} x [{TILE_M}, {K_TILE}], 128-byte swizzle"),
+            ("weights", stages * self.b_bytes if stages else 0, f"{stages} stages, 128-byte swizzle"),
+            ("terms", terms, f"[{rows}, {self.d_model}] of normalised rows, each number as two bf16"),
+            ("z", z, f"[{GROUP_ROWS}, {ROUTER_WIDTH}] fp32, before 1 / RMS"),
+            ("sums", self.sums_bytes, "what warps add up: of rows, or of the collapse"),
+        )
+
+    @property
+    def sums_bytes(self) -> int:
+        """For the collapse, a pooled tile of each warp."""
+        if self.fused or self.phase in COLLAPSE_PHASES:
+            return WARPS * SLOTS * POOL_COLUMNS * FP32_BYTES
+        return 0 if self.multiplies else 2 * WARPS * FP32_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """With the room that alignment may take."""
+        found = sum(-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for _, size, _ in self.smem_regions)
+        return found + (tma.TILE_ALIGNMENT if self.multiplies else 0)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Every mbarrier: who arrives, how often, who waits, what then holds."""
+        stages = self.tiles.stages
+        load = "load warp, expect_tx + TMA bytes"
+        if self.arch == "sm100":
+            return (
+                Barrier("full", stages, 1, load, "MMA warp", "activations and weights of a K tile are here"),
+                Barrier("empty", stages, 1, "MMA warp, commit", "load warp", "the MMAs have read them"),
+                Barrier("accumulator_full", 1, 1, "MMA warp, commit", "epilogue", "a tile is summed up"),
+                Barrier("accumulator_empty", 1, 4, "epilogue, a warp", "MMA warp", "it has been read"),
+            )
+        loads = "load warps of the CTA and of those that share its tiles, expect_tx + TMA bytes"
+        arrivals = WARPS * self.sharers
+        return (
+            Barrier("full", stages, 1, loads, "consumers", "activations and weights of a K tile are here"),
+            Barrier(
+                "empty",
+                stages,
+                arrivals,
+                "consumers of the CTAs that this one loads for, a thread a warp",
+                "load warp",
+                "all of them have read the stage",
+            ),
+        )

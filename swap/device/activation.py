@@ -1,0 +1,19 @@
+"""SiLU and SwiGLU in fp32."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+LOG2_E = math.log2(math.e)
+
+
+def silu(x) -> Float32:
+    """x / (1 + exp(-x))."""
+    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+
+
+def swiglu(gate, up) -> Float32:
+    return silu(gate) * up

@@ -1,0 +1,86 @@
+"""What orders phases: in the fused kernel counters in global memory, else the kernels' order.
+
+The fused kernel counts, for each tile of TILE_M rows, what has been done of every phase since the launch began. A phase
+waits for the tile it reads, never for the grid; every CTA goes through the phases in the same order, and all CTAs are
+resident (the launch is cooperative), so someone always gets on. What a phase writes over was read by a phase that the
+counters it waits for imply:
+
+    rows (step t) waits for down (t - 1), down (t) for up (t), up (t) for rows (t), all of the same row tile
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, THREADS, TILE_COUNTERS, TILE_M
+
+CONSUMER_BARRIER = 1  # named barrier of the THREADS threads
+
+
+class Flow(NamedTuple):
+    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x."""
+
+    counters: cute.Tensor | None
+    row_tiles: Int32
+
+    def tile(self, phase: str, row_tile) -> cute.Pointer:
+        return self.counters.iterator + (TILE_COUNTERS.index(phase) * self.row_tiles + row_tile)
+
+    def grid(self, name: str) -> cute.Pointer:
+        return self.counters.iterator + (len(TILE_COUNTERS) * self.row_tiles + GRID_COUNTERS.index(name))
+
+
+def synchronize() -> None:
+    """Among the threads that do rows, epilogues and the collapse."""
+    cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=THREADS)
+
+
+def groups_of(rows, row_tile) -> Int32:
+    """Groups of GROUP_ROWS rows in a row tile."""
+    return Int32((cutlass.min(rows - row_tile * TILE_M, TILE_M) + GROUP_ROWS - 1) // GROUP_ROWS)
+
+
+@cute.jit
+def reached(counter: cute.Pointer, target) -> Int32:
+    """Whether as much has been counted, 0 or 1; what was written before is then visible to this thread."""
+    return Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu") >= target)
+
+
+@cute.jit
+def wait_for(counter: cute.Pointer, target):
+    """Wait, one thread, until as much has been counted."""
+    while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < target:
+        pass
+
+
+@cute.jit
+def wait_together(counter: cute.Pointer, target, thread):
+    """``wait_for``, for all threads of ``synchronize``."""
+    if thread == 0:
+        wait_for(counter, target)
+    synchronize()
+
+
+@cute.jit
+def count(counter: cute.Pointer, thread):
+    """All threads of ``synchronize`` have done one more, and what they wrote is visible to whoever sees the count, to
+    its TMA loads too."""
+    cute.arch.fence_proxy("async.global")
+    synchronize()
+    if thread == 0:
+        cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def finish(flow, thread):
+    """The last CTA of the launch leaves zeros. Called once no CTA waits any more but for this one's counts."""
+    blocks, _, _ = cute.arch.grid_dim()
+    if thread == 0:
+        before = cute.arch.atomic_add(flow.grid("finished"), Int32(1), sem="acq_rel", scope="gpu")
+        if Int32(before) == blocks - 1:
+            for i in cutlass.range(cute.size(flow.counters), unroll=1):
+                flow.counters[i] = Int32(0)

@@ -1,0 +1,75 @@
+"""Which tiles a cluster does in a product phase, and in which order.
+
+A piece of work is a tile of each of the cluster's CTAs: cluster_m neighbouring row tiles, cluster_n neighbouring column
+tiles, one split of K. Pieces are numbered row tiles first, so that clusters which run at the same time share rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.swap.config import K_TILE, TILE_M
+
+
+class Piece(NamedTuple):
+    """A CTA's tile. row_tile may lie past the last row tile. first, count: of K tiles."""
+
+    row_tile: Int32
+    column_tile: Int32
+    split: Int32
+    first: Int32
+    count: Int32
+
+
+class Work(NamedTuple):
+    """Pieces of a product. cluster: this one's number, whose pieces are cluster, cluster + clusters, ... rank_m, rank_n:
+    of this CTA."""
+
+    pieces: Int32
+    column_groups: Int32
+    splits: Int32
+    k_tiles: Int32
+    cluster: Int32
+    clusters: Int32
+    rank_m: Int32
+    rank_n: Int32
+
+    @classmethod
+    def of(cls, config, ops, phase: str) -> Work:
+        tiles = config.tiles
+        rows, k = (ops.vectors if phase == "up" else ops.hidden).shape
+        columns = ops.w13.shape[0] if phase == "up" else ops.w2.shape[0]
+        splits = 1 if phase == "up" else ops.partial.shape[0]
+        row_groups = cute.ceil_div(rows, TILE_M * tiles.cluster_m)
+        column_groups = columns // (config.columns(phase) * tiles.cluster_n)
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        rank = block % tiles.cluster
+        return cls(
+            Int32(row_groups * column_groups * splits),
+            Int32(column_groups),
+            Int32(splits),
+            Int32(k // K_TILE),
+            block // tiles.cluster,
+            blocks // tiles.cluster,
+            rank % tiles.cluster_m,
+            rank // tiles.cluster_m,
+        )
+
+    def piece(self, config, index) -> Piece:
+        tiles = config.tiles
+        row_group, inner = index // (self.column_groups * self.splits), index % (
+            self.column_groups * self.splits
+        )
+        split = inner // self.column_groups
+        first, end = (split * self.k_tiles // self.splits, (split + 1) * self.k_tiles // self.splits)
+        return Piece(
+            row_group * tiles.cluster_m + self.rank_m,
+            inner % self.column_groups * tiles.cluster_n + self.rank_n,
+            split,
+            first,
+            end - first,
+        )

@@ -1,0 +1,55 @@
+"""The unfused peer: a decode step in torch operations, weights, activations and state in bf16.
+
+What a model without this package runs; ``scripts/bench_swap_ffn.py`` times it eager, captured in a CUDA graph and under
+torch.compile. It never waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+from warpspec.swap.reference import lanes, pack_lanes
+from warpspec.swap.weights import SwapFFNWeights
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """bf16 -> bf16, mean and root in fp32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def swap(x, ram, map_, w: SwapFFNWeights, forced=None):
+    """The router and the exchange, in place in ram and map_. Returns the new x. forced: (gate, logical)."""
+    z = rms_norm(x, w["router_norm"], w.eps) @ w["router_w"].T
+    gate = z @ w["swap_w"] + w["swap_b"] > 0
+    logical = (z @ w["bank_w"] + w["bank_b"]).argmax(-1)
+    if forced is not None:
+        gate, logical = forced
+    lanes_ = lanes(map_)
+    physical = lanes_.gather(-1, logical[..., None])
+    index = physical[..., None].expand(*physical.shape, x.shape[-1])
+    read = ram.gather(2, index)[:, :, 0]
+    ram.scatter_(2, index, torch.where(gate[..., None], x, read)[:, :, None])
+    moved = lanes_.scatter(-1, logical[..., None], lanes_[..., :1])
+    moved = torch.cat([physical, moved[..., 1:]], dim=-1)
+    map_.copy_(torch.where(gate, pack_lanes(moved), map_))
+    return torch.where(gate[..., None], read, x)
+
+
+def ffn(x: torch.Tensor, w: SwapFFNWeights) -> torch.Tensor:
+    n = rms_norm(x, w["ffn_norm"], w.eps)
+    return (silu(n @ w["w1"].T) * (n @ w["w3"].T)) @ w["w2"].T
+
+
+def decode(x, ram, map_, w: SwapFFNWeights, *, events: int, k_ffn: int, residual: bool, forced=None):
+    """delta [B, D] bf16; ram and map_ are changed in place. Arguments as of ``reference.decode``."""
+    x = x[:, None] * w.core_scale.to(x.dtype) + w.core_shift.to(x.dtype)
+    for event in range(events):
+        taken = None if forced is None else (forced[0][event], forced[1][event])
+        x = swap(x, ram, map_, w, taken)
+        for _ in range(k_ffn):
+            x = ffn(x, w) + x if residual else ffn(x, w)
+    pooled = torch.einsum("ck,bcd->bkd", w.core_alpha.to(x.dtype), x)
+    s = torch.einsum("krd,bkd->br", w["basis"], pooled)
+    return silu(s) @ w["decoder"].T

@@ -1,0 +1,223 @@
+"""Running a checked decode step: plan, compile, launch; as a chain of kernels or as one, on a GPU or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import Kernel, Target
+from warpspec.swap.config import (
+    GRID_COUNTERS,
+    GROUP_ROWS,
+    PHASES,
+    POOL_COLUMNS,
+    ROUTER_WIDTH,
+    SLOTS,
+    TILE_COUNTERS,
+    TILE_M,
+    WARPS,
+    SwapConfig,
+    Tiles,
+)
+from warpspec.swap.operands import TAKEN, Operands
+from warpspec.swap.problem import SwapProblem
+from warpspec.swap.weights import SwapFFNWeights
+
+D_MODELS = (256, 512, 768, 1024)  # that kernels are compiled for
+CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
+
+
+def _host_and_arguments(config: SwapConfig) -> tuple:
+    from warpspec.swap.device.host import host_and_arguments
+
+    return host_and_arguments(config)
+
+
+SWAP = Kernel("swap", _host_and_arguments)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host decides for a problem on a target.
+
+    fused: one kernel, else a chain. tiles: of both products. splits: parts of K that the down product is cut into.
+    ctas: of a kernel with products, at most.
+    """
+
+    fused: bool
+    tiles: Tiles
+    splits: int
+    ctas: int
+
+
+def check_supported(problem: SwapProblem) -> None:
+    """Raise UnsupportedProblem, naming the constraint, for a problem that no kernel runs."""
+    for name, value, allowed in (
+        ("d_model", problem.d_model, D_MODELS),
+        ("d_router", problem.d_router, (ROUTER_WIDTH,)),
+        ("collapse_k", problem.collapse_k, (SLOTS,)),
+    ):
+        if value not in allowed:
+            raise UnsupportedProblem(f"{name}: kernels take {' or '.join(map(str, allowed))}, got {value}")
+
+
+def make_plan(problem: SwapProblem, target: Target) -> Plan:
+    """The plan for a problem that kernels run."""
+    tiles = Tiles() if target.major == 9 else Tiles(cluster_m=1, cluster_n=1)
+    ctas = target.sm_count // tiles.cluster * tiles.cluster
+    row_tiles = -(-problem.rows // TILE_M)
+    units = row_tiles * (problem.d_model // tiles.down_n)
+    splits = max(1, min(8, ctas // units))
+    return Plan(fused=target.major == 9, tiles=tiles, splits=splits, ctas=ctas)
+
+
+class Step:
+    """A problem ready to run on a target: ``Step(problem, target, plan)``, then ``run`` as often as wanted.
+
+    forced, recorded: the router's decisions are given, or written, for tests. seed: of the simulator.
+    """
+
+    def __init__(
+        self,
+        problem: SwapProblem,
+        target: Target,
+        plan: Plan | None = None,
+        *,
+        forced: bool = False,
+        recorded: bool = False,
+        seed: int = 0,
+    ):
+        check_supported(problem)
+        self.problem, self.target = problem, target
+        self.plan = plan or make_plan(problem, target)
+        self.forced, self.recorded = forced, recorded
+        phases = ("fused",) if self.plan.fused else PHASES[:-1]
+        self.launchers = {
+            phase: SWAP.launcher(self.config(phase), target, seed=seed)
+            for phase in phases
+            if phase != "swap" or problem.events > 1
+        }
+
+    def config(self, phase: str) -> SwapConfig:
+        """What a phase's kernel is compiled for."""
+        plan, routes = self.plan, phase in ("first", "swap", "fused")
+        sums = phase in ("swap", "rows", "fused")
+        return SwapConfig(
+            arch="sm90" if self.target.major == 9 else "sm100",
+            phase=phase,
+            d_model=self.problem.d_model,
+            tiles=plan.tiles if phase in ("up", "down", "fused") else Tiles(),
+            splits=plan.splits if sums else 1,
+            residual=self.problem.residual and sums,
+            eps=self.problem.eps,
+            forced=self.forced and routes,
+            recorded=self.recorded and routes,
+        )
+
+    def ctas(self, phase: str) -> int:
+        """CTAs of a phase's grid."""
+        problem, plan = self.problem, self.plan
+        if phase == "fused":
+            return plan.ctas
+        if phase in ("up", "down"):
+            tiles = plan.tiles
+            groups = -(-problem.rows // (TILE_M * tiles.cluster_m))
+            columns = 2 * problem.d_ff if phase == "up" else problem.d_model
+            pieces = groups * (columns // (self.config(phase).columns(phase) * tiles.cluster_n))
+            pieces *= plan.splits if phase == "down" else 1
+            return min(pieces * tiles.cluster, plan.ctas)
+        most = {
+            "pool": problem.batch * problem.d_model // POOL_COLUMNS,
+            "basis": problem.collapse_r,
+            "decode": -(-problem.d_model // WARPS),
+        }.get(phase, -(-problem.rows // GROUP_ROWS))
+        return min(most, CTAS_PER_SM_SMALL * self.target.sm_count)
+
+    def operands(self, x, ram, map_, w: SwapFFNWeights, delta, forced=None, recorded=None, margins=None):
+        """All tensors of a call: the caller's, the weights', and what stands between phases, made here."""
+        p, plan = self.problem, self.plan
+
+        def empty(*shape, dtype=torch.float32):
+            return torch.empty(*shape, dtype=dtype, device=x.device)
+
+        return Operands(
+            x=x,
+            core_scale=w.core_scale,
+            core_shift=w.core_shift,
+            core_alpha=w.core_alpha,
+            **{name: w[name] for name in ("router_norm", "router_w", "swap_w", "swap_b", "bank_w", "bank_b")},
+            w13=w.w13,
+            w2=w.w2,
+            basis=w["basis"],
+            decoder=w["decoder"],
+            ram=ram.view(p.rows, *ram.shape[2:]),
+            map=map_.view(p.rows),
+            vectors=empty(p.rows, p.d_model, dtype=torch.bfloat16),
+            inverse=empty(p.rows),
+            hidden=empty(p.rows, p.d_ff, dtype=torch.bfloat16),
+            partial=empty(plan.splits, p.rows, p.d_model),
+            pooled=empty(p.batch, p.collapse_k, p.d_model),
+            summed=empty(p.batch, p.collapse_r),
+            delta=delta,
+            counters=self.counters(x.device) if plan.fused else None,
+            forced=forced,
+            recorded=recorded,
+            margins=margins,
+        )
+
+    def counters(self, device: torch.device) -> torch.Tensor:
+        """Zeros, which the fused kernel leaves as it finds them: one for each stream, which runs its launches one after
+        another. A launch captured into a graph gets its own, which the graph fills at every replay."""
+        row_tiles = -(-self.problem.rows // TILE_M)
+        words = len(TILE_COUNTERS) * row_tiles + len(GRID_COUNTERS)
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return torch.zeros(words, dtype=torch.int32, device=device)
+        key = (device.index, torch.cuda.current_stream(device).cuda_stream, words)
+        if key not in _counters:
+            _counters[key] = torch.zeros(words, dtype=torch.int32, device=device)
+        return _counters[key]
+
+    def launch(self, phase: str, operands: Operands, event: int = 0):
+        """Launch one phase's kernel. Returns the simulator's report, natively None."""
+        taken = {name: getattr(operands, name) for name in TAKEN[phase]}
+        if phase in ("first", "swap", "fused"):
+            taken |= {name: getattr(operands, name) for name in ("forced", "recorded", "margins")}
+        numbers = (self.ctas(phase), event, self.problem.ffn_steps, self.problem.k_ffn)
+        return self.launchers[phase](*Operands(**taken), *numbers)
+
+    def phases(self):
+        """(phase, event) of every launch, in order."""
+        if self.plan.fused:
+            return [("fused", 0)]
+        found = []
+        for event in range(self.problem.events):
+            for step in range(self.problem.k_ffn):
+                rows = "rows" if step else "swap" if event else "first"
+                found += [(rows, event), ("up", event), ("down", event)]
+        return [*found, ("rows", 0), ("pool", 0), ("basis", 0), ("decode", 0)]
+
+    def run(self, operands: Operands):
+        """All launches, on the tensors' device and its current stream; no synchronisation. Returns the simulator's
+        ``SimReport``, natively None."""
+        with self.target.current():
+            reports = [self.launch(phase, operands, event) for phase, event in self.phases()]
+        if reports[0] is None:
+            return None
+        from warpspec import sim
+
+        total = reports[0]
+        for report in reports[1:]:
+            total = total + report
+        return sim.remember(total)
+
+
+_counters: dict[tuple, torch.Tensor] = {}
+
+
+@lru_cache(maxsize=256)
+def prepare(problem: SwapProblem, target: Target) -> Step:
+    """The step of a problem, compiled; one that was prepared before is found again."""
+    return Step(problem, target)

@@ -1,0 +1,117 @@
+"""A decode step's arguments, checked once. ``SwapProblem`` has every size and switch, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.swap.reference import lanes
+from warpspec.swap.weights import BANKS, SwapFFNWeights, SwapState
+
+MOST_ROWS = 1 << 20  # B * C: row numbers times d_model stay 32-bit
+
+
+@dataclass(frozen=True)
+class SwapProblem:
+    """batch: requests. cores, d_model, d_ff (padded), d_router, collapse_k, collapse_r: of the weights. events, k_ffn,
+    residual, eps: of the call and the weights. device: of all tensors."""
+
+    batch: int
+    cores: int
+    d_model: int
+    d_ff: int
+    d_router: int
+    collapse_k: int
+    collapse_r: int
+    events: int
+    k_ffn: int
+    residual: bool
+    eps: float
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        """Vectors under way: one for each request and core."""
+        return self.batch * self.cores
+
+    @property
+    def ffn_steps(self) -> int:
+        return self.events * self.k_ffn
+
+    @property
+    def flops(self) -> int:
+        """Of the FFN's products, which are nearly all."""
+        return self.ffn_steps * self.rows * 3 * 2 * self.d_ff * self.d_model
+
+    @classmethod
+    def check(
+        cls,
+        x,
+        state,
+        weights,
+        *,
+        events=8,
+        k_ffn=2,
+        residual=False,
+        values: bool = True,
+        memory: bool = True,
+    ) -> SwapProblem:
+        """Raises TypeError or ValueError naming the argument, what it is and what is allowed.
+
+        values: also check that maps are permutations, for CPU tensors (a GPU would have to be waited for; any map is
+        safe there). memory: False for tensors without storage.
+        """
+        if not isinstance(weights, SwapFFNWeights):
+            raise TypeError(f"weights: must be SwapFFNWeights, got {type(weights).__name__}")
+        if not isinstance(state, SwapState):
+            raise TypeError(f"state: must be a SwapState, got {type(state).__name__}")
+        for name, number in (("events", events), ("k_ffn", k_ffn)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name}: must be an int, got {number!r}")
+            if number < 1:
+                raise ValueError(f"{name}: must be at least 1, got {number}")
+        if not isinstance(residual, bool):
+            raise TypeError(f"residual: must be a bool, got {residual!r}")
+        cores, d_model = weights.cores, weights.d_model
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+            raise TypeError(f"x: must be a bf16 tensor, got {getattr(x, 'dtype', x)!r}")
+        if x.dim() != 2 or x.shape[1] != d_model:
+            raise ValueError(f"x: shape must be [B, {d_model}], got {list(x.shape)}")
+        batch = x.shape[0]
+        if batch * cores > MOST_ROWS:
+            raise ValueError(f"x: B times cores must be at most {MOST_ROWS}, got {batch} times {cores}")
+        for name, tensor, dtype, shape in (
+            ("state.ram", state.ram, torch.bfloat16, (batch, cores, BANKS, d_model)),
+            ("state.map", state.map, torch.uint8, (batch, cores)),
+        ):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+                raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+            if tensor.shape != shape:
+                raise ValueError(f"{name}: shape must be {list(shape)}, got {list(tensor.shape)}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: must be contiguous, got strides {tensor.stride()}")
+        for name, tensor in (("state.ram", state.ram), ("state.map", state.map), ("weights", weights)):
+            if tensor.device != x.device:
+                raise ValueError(f"{name}: must be on x's device, {x.device}, got {tensor.device}")
+        if memory and state.ram.numel() and state.ram.data_ptr() % VECTOR_BYTES:
+            raise ValueError(f"state.ram: must be aligned to {VECTOR_BYTES} bytes")
+        if values and memory and x.device.type == "cpu":
+            ordered = lanes(state.map).sort(-1).values
+            if not (ordered == torch.arange(BANKS)).all():
+                raise ValueError("state.map: lanes must be a permutation of 0..3 in every map")
+        return cls(
+            batch=batch,
+            cores=cores,
+            d_model=d_model,
+            d_ff=weights.d_ff_padded,
+            d_router=weights.d_router,
+            collapse_k=weights.collapse_k,
+            collapse_r=weights.collapse_r,
+            events=events,
+            k_ffn=k_ffn,
+            residual=residual,
+            eps=weights.eps,
+            device=x.device,
+        )

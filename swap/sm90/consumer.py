@@ -1,0 +1,173 @@
+"""The consumers: two warpgroups, 64 rows each of a tile, products on wgmma and their epilogues."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.wgmma import (
+    COLUMNS,
+    PAIR,
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARP_ROWS,
+    WARPGROUP_ROWS,
+    flat,
+    multiply,
+    transpose,
+)
+from warpspec.swap.config import ELEMENT_BYTES, K_TILE, TILE_M
+from warpspec.swap.device.activation import swiglu
+from warpspec.swap.device.flow import count
+
+ONE_WARPGROUP = (1, 1, 1)
+VECTOR = VECTOR_BYTES // ELEMENT_BYTES
+
+
+def make_mma(config, phase: str) -> cute.TiledMma:
+    """D [64, N] = A [64, K] B [N, K]^T: both operands from shared memory, K contiguous."""
+    major = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, (WARPGROUP_ROWS, config.columns(phase))
+    )
+
+
+def operands_of(config, phase: str, a_base, b_base, consumer) -> tuple:
+    """a, b (MMA, MMA_M or MMA_N, MMA_K, STAGE): descriptors of the ring's stages. consumer: which 64 rows of A."""
+    mma, columns, stages = make_mma(config, phase), config.columns(phase), config.tiles.stages
+    tiler = (WARPGROUP_ROWS, columns, K_TILE)
+
+    def shared(base, layout, stage_bytes):
+        first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
+        first = first[None, None, 0]
+        ring = cute.make_layout(stages, stride=stage_bytes // ELEMENT_BYTES)
+        return cute.make_tensor(first.iterator, cute.append(first.layout, ring))
+
+    a_base = (a_base + consumer * WARPGROUP_ROWS * tma.ROW_BYTES).align(tma.TILE_ALIGNMENT)
+    row_major = LayoutEnum.ROW_MAJOR
+    a = shared(a_base, hopper.make_smem_layout_a(row_major, tiler, BFloat16, 1), config.a_bytes)
+    b = shared(b_base, hopper.make_smem_layout_b(row_major, tiler, BFloat16, 1), config.b_bytes)
+    mine = mma.get_slice(0)
+    return mma.make_fragment_A(mine.partition_A(a)), mma.make_fragment_B(mine.partition_B(b))
+
+
+@cute.jit
+def product_phase(
+    config: cutlass.Constexpr,
+    phase: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    bases: cutlass.Constexpr,
+    work,
+    ops,
+    flow,
+    thread,
+    use,
+) -> Int32:
+    """All tiles of this CTA in a product phase. Returns the stages used so far, ``use`` before.
+
+    bases: of activations and weights in shared memory. Consumes full, produces empty, one arrival a warp in every CTA
+    that loads for this one. Fused, produces the row tile's counts of the phase.
+    """
+    consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+    a, b = operands_of(config, phase, *bases, consumer)
+    mma = make_mma(config, phase)
+    fragment = cute.make_rmem_tensor(
+        mma.partition_shape_C((WARPGROUP_ROWS, config.columns(phase))), Float32
+    )
+    for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
+        piece = work.piece(config, index)
+        for k_tile in cutlass.range(piece.count, unroll=1):
+            channels["full"].wait(use + k_tile)
+            stage = channels["full"].stage(use + k_tile)
+            multiply(
+                mma, fragment, a[None, None, None, stage], b[None, None, None, stage], Boolean(k_tile > 0)
+            )
+            if k_tile > 0:
+                warpgroup.wait_group(1)
+                release(config, channels["empty"], work, use + k_tile - 1)
+        warpgroup.wait_group(0)
+        release(config, channels["empty"], work, use + piece.count - 1)
+        use += piece.count
+        row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
+        row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
+        if cutlass.const_expr(phase == "up"):
+            store_hidden(config, ops, flat(fragment), row, piece, thread % QUAD)
+        else:
+            store_partial(config, ops, flat(fragment), row, piece, thread % QUAD)
+        if cutlass.const_expr(config.fused):  # noqa: SIM102
+            if piece.row_tile < flow.row_tiles:
+                count(flow.tile(phase, piece.row_tile), thread)
+    return use
+
+
+@cute.jit
+def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
+    """The warp has read a stage: tell the load warps that write into it, a lane each."""
+    tiles = config.tiles
+    if cutlass.const_expr(tiles.cluster == 1):
+        empty.arrive_warp(use)
+    else:
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        # First the CTAs of this column, then the others of this row.
+        in_column = lane < tiles.cluster_m
+        other = lane - tiles.cluster_m
+        other += Int32(other >= work.rank_n)
+        rank = work.rank_n * tiles.cluster_m + lane if in_column else other * tiles.cluster_m + work.rank_m
+        if lane < config.sharers:
+            empty.arrive_in(rank, use)
+
+
+@cute.jit
+def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, row, piece, member):
+    """silu(gate) * up in bf16, 16 bytes a store. sums: 8 columns of gate, 8 of up, in turn, before 1 / RMS of the row.
+
+    row: the thread's first. member: of the quad, whose threads swap words so that each stores 8 columns.
+    """
+    blocks = config.tiles.up_n // COLUMNS // 2  # of outputs
+    first = piece.column_tile * (config.tiles.up_n // 2 // VECTOR)
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        at = row + r * ROW_DISTANCE
+        in_range = Boolean(at < ops.hidden.shape[0])
+        inverse = Float32(0.0)
+        if in_range:  # written by other CTAs of this launch where it is fused: past L1
+            inverse = cute.arch.load(ops.inverse.iterator + at, Float32, sem="relaxed", scope="gpu")
+        target = ops.hidden[at, None]
+        for block in cutlass.range_constexpr(0, blocks, QUAD):
+            words = []
+            for i in cutlass.range_constexpr(QUAD):
+                pair = cute.make_rmem_tensor(PAIR, BFloat16)
+                for j in cutlass.range_constexpr(PAIR):
+                    gate = ((block + i) * 2 * THREAD_ROWS + r) * PAIR + j
+                    up = gate + THREAD_ROWS * PAIR
+                    pair[j] = swiglu(sums[gate] * inverse, sums[up] * inverse).to(BFloat16)
+                words.append(cute.recast_tensor(pair, Int32)[0])
+            moved = transpose(words, member)
+            if in_range:
+                vector = cute.make_rmem_tensor(QUAD, Int32)
+                for i in cutlass.range_constexpr(QUAD):
+                    vector[i] = moved[i]
+                part = cute.local_tile(target, (VECTOR,), (first + block + member,))
+                cute.autovec_copy(cute.recast_tensor(vector, BFloat16), part)
+
+
+@cute.jit
+def store_partial(config: cutlass.Constexpr, ops, sums: cute.Tensor, row, piece, member):
+    """The split's sums in fp32, pairs of columns: 32 bytes a quad."""
+    first = piece.column_tile * (config.tiles.down_n // PAIR)
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        at = row + r * ROW_DISTANCE
+        if at < ops.hidden.shape[0]:
+            target = ops.partial[piece.split, at, None]
+            for block in cutlass.range_constexpr(config.tiles.down_n // COLUMNS):
+                pair = cute.make_rmem_tensor(PAIR, Float32)
+                for j in cutlass.range_constexpr(PAIR):
+                    pair[j] = sums[(block * THREAD_ROWS + r) * PAIR + j]
+                cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (first + block * QUAD + member,)))

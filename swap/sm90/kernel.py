@@ -1,0 +1,147 @@
+"""Kernels for sm_90a: one product phase, or the whole step.
+
+ARCHITECTURE.md, "Swap-FFN", has the picture.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32
+
+from warpspec.common import tma
+from warpspec.common.pipeline import init_barriers
+from warpspec.swap.config import BARRIER_BYTES, GEMM_PHASES, TILE_M
+from warpspec.swap.device.collapse import basis, decode, pool
+from warpspec.swap.device.flow import Flow, finish
+from warpspec.swap.device.host import SwapHost
+from warpspec.swap.device.load import Loads, drain, load_phase, make_sources
+from warpspec.swap.device.phase import make_scratch
+from warpspec.swap.device.rows import rows_phase
+from warpspec.swap.device.work import Work
+from warpspec.swap.sm90.consumer import product_phase
+
+# Of an SM's L1 and shared memory, all it can have as shared memory: the ring fills it.
+SMEM_CARVEOUT_PERCENT = 100
+
+
+class Products(SwapHost):
+    """The kernel of a product phase, or the fused one."""
+
+    def launch(self, ops, ctas, event, steps, k_ffn, stream):
+        """Host side. ctas: whole clusters. Fused, a cooperative launch: it fails where not all CTAs are resident at
+        once. A product phase is a programmatic dependent launch."""
+        config = self.config
+        self.kernel(ops, make_sources(config, ops), steps, k_ffn).launch(
+            grid=(ctas, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.tiles.cluster, 1, 1),
+            cooperative=config.fused,
+            use_pdl=not config.fused,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, ops, sources, steps, k_ffn):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # 1. Shared memory: barriers, the ring, what rows and collapse phases need.
+        smem = cutlass.memory.SmemAllocator()
+        stages = config.tiles.stages
+        barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
+        a_base = smem.allocate(stages * config.a_bytes, byte_alignment=tma.TILE_ALIGNMENT)
+        b_base = smem.allocate(stages * config.b_bytes, byte_alignment=tma.TILE_ALIGNMENT)
+        scratch = make_scratch(config, smem) if cutlass.const_expr(config.fused) else None
+        channels = init_barriers(config.barriers, barriers)
+        if warp == config.load_warp:
+            for pair in sources:
+                for source in pair:
+                    cute.nvgpu.cpasync.prefetch_descriptor(source.atom)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if cutlass.const_expr(not config.fused):
+            cute.arch.griddepcontrol_launch_dependents()
+
+        # 2. Roles.
+        rows = ops.vectors.shape[0] if cutlass.const_expr(config.fused) else 0
+        flow = Flow(ops.counters, Int32(cute.ceil_div(rows, TILE_M)))
+        works = {phase: Work.of(config, ops, phase) for phase in config.products}
+        bases = (a_base, b_base)
+        if warp >= config.load_warp:
+            cute.arch.setmaxregister_decrease(config.producer_registers)
+            if warp == config.load_warp:
+                loads = {
+                    phase: Loads.make(config, phase, pair, *bases, BFloat16, works[phase])
+                    for phase, pair in zip(config.products, sources, strict=True)
+                }
+                load(config, channels, loads, works, ops, flow, steps)
+        else:
+            cute.arch.setmaxregister_increase(config.consumer_registers)
+            place = (thread, block, blocks)
+            if cutlass.const_expr(config.fused):
+                consume(config, channels, bases, works, ops, scratch, flow, place, steps, k_ffn)
+            else:
+                cute.arch.griddepcontrol_wait()
+                phase = config.phase
+                product_phase(config, phase, channels, bases, works[phase], ops, flow, thread, Int32(0))
+
+        # 3. No CTA leaves while others may arrive at its barriers or write into its stages.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+@cute.jit
+def load(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, loads: cutlass.Constexpr, works: cutlass.Constexpr, ops, flow, steps
+):
+    """The load warp: the phase's tiles, or those of both products of every FFN step."""
+    use = Int32(0)
+    if cutlass.const_expr(config.fused):
+        for step in cutlass.range(steps, unroll=1):
+            for phase in GEMM_PHASES:
+                use = load_phase(
+                    config, phase, channels, loads[phase], works[phase], ops, flow, step, use
+                )
+    else:
+        phase = config.phase
+        use = load_phase(
+            config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), use
+        )
+    drain(config, channels, use)
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    bases: cutlass.Constexpr,
+    works: cutlass.Constexpr,
+    ops,
+    scratch: cutlass.Constexpr,
+    flow,
+    place,
+    steps,
+    k_ffn,
+):
+    """Both consumers of the fused kernel: every phase in order."""
+    thread = place[0]
+    use = Int32(0)
+    rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0))
+    for step in cutlass.range(steps, unroll=1):
+        use = product_phase(config, "up", channels, bases, works["up"], ops, flow, thread, use)
+        use = product_phase(config, "down", channels, bases, works["down"], ops, flow, thread, use)
+        done = step + 1
+        if (done % k_ffn == 0) & (done < steps):
+            rows_phase(config, "swap", ops, scratch, flow, place, done // k_ffn, done)
+        else:
+            rows_phase(config, "rows", ops, scratch, flow, place, Int32(0), done)
+    pool(config, ops, scratch.sums, flow, place, steps)
+    basis(config, ops, scratch.sums, flow, place)
+    decode(config, ops, flow, place)
+    finish(flow, thread)

@@ -1,0 +1,189 @@
+"""Weights and state of a Swap-FFN block.
+
+Names and shapes of the weights, all of nn.Linear's orientation unless said otherwise: D d_model, F d_ff, C cores, E
+width of a core's embedding, Z d_router, K slots of the collapse, R rank of the collapse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+BANKS = 4  # a stream map has four lanes of two bits
+LANE_BITS = 2
+IDENTITY_MAP = 0b11_10_01_00  # lane i holds bank i
+
+# name -> dimensions
+SHAPES = {
+    "core_embed": "CE",
+    "core_scale.weight": "DE",
+    "core_scale.bias": "D",
+    "core_shift.weight": "DE",
+    "core_shift.bias": "D",
+    "core_alpha.weight": "KE",
+    "core_alpha.bias": "K",
+    "router_norm": "D",
+    "router_w": "ZD",
+    "swap_w": "Z",
+    "swap_b": "1",
+    "bank_w": "Z4",  # z . bank_w
+    "bank_b": "4",
+    "ffn_norm": "D",
+    "w1": "FD",
+    "w3": "FD",
+    "w2": "DF",
+    "basis": "KRD",
+    "decoder": "DR",
+}
+
+INTERLEAVE = 8  # rows of w1, then as many of w3: gate and up of a feature come to the same thread
+FEATURE_TILE = 256  # d_ff is padded to a multiple of it
+
+
+@dataclass(frozen=True, eq=False)
+class SwapFFNWeights:
+    """The weights of one block, and what is derived from them once. Make one with ``from_tensors``.
+
+    tensors: by the names of ``SHAPES``, bf16, contiguous. eps: of both RMS norms.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    eps: float = 1e-6
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, eps: float = 1e-6) -> SwapFFNWeights:
+        """Take a block's weights by name; floating tensors of any dtype become bf16. Shapes: ``SHAPES``.
+
+        Raises KeyError for a missing or unknown name, TypeError for what is no floating tensor, ValueError for a wrong
+        shape, a device other than core_embed's, or an eps that is not positive.
+        """
+        missing, unknown = SHAPES.keys() - tensors.keys(), tensors.keys() - SHAPES.keys()
+        if missing or unknown:
+            raise KeyError(f"tensors: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        if not eps > 0:
+            raise ValueError(f"eps: must be positive, got {eps}")
+        sizes, found = {"1": 1, "4": BANKS}, {}
+        for name, dimensions in SHAPES.items():
+            tensor = tensors[name]
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                raise TypeError(f"{name}: must be a floating tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+            wanted = [sizes.get(d, d) for d in dimensions]
+            fits = tensor.dim() == len(wanted) and all(
+                size > 0 and (isinstance(want, str) or want == size)
+                for want, size in zip(wanted, tensor.shape, strict=True)
+            )
+            if not fits:
+                raise ValueError(f"{name}: shape must be {wanted}, got {list(tensor.shape)}")
+            device = tensors["core_embed"].device
+            if tensor.device != device:
+                raise ValueError(f"{name}: must be on core_embed's device, {device}, got {tensor.device}")
+            sizes |= zip(dimensions, tensor.shape, strict=True)
+            found[name] = tensor.detach().to(torch.bfloat16).contiguous()
+        return cls(found, eps)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    @property
+    def device(self) -> torch.device:
+        return self["core_embed"].device
+
+    @property
+    def cores(self) -> int:
+        return self["core_embed"].shape[0]
+
+    @property
+    def d_model(self) -> int:
+        return self["w1"].shape[1]
+
+    @property
+    def d_ff(self) -> int:
+        return self["w1"].shape[0]
+
+    @property
+    def d_router(self) -> int:
+        return self["router_w"].shape[0]
+
+    @property
+    def collapse_k(self) -> int:
+        return self["basis"].shape[0]
+
+    @property
+    def collapse_r(self) -> int:
+        return self["basis"].shape[1]
+
+    # Derived once, constant until the weights change.
+
+    @cached_property
+    def core_scale(self) -> torch.Tensor:
+        """fp32 [C, D]: 1 + Linear(core_embed)."""
+        return 1.0 + self._linear("core_scale")
+
+    @cached_property
+    def core_shift(self) -> torch.Tensor:
+        """fp32 [C, D]: Linear(core_embed)."""
+        return self._linear("core_shift")
+
+    @cached_property
+    def core_alpha(self) -> torch.Tensor:
+        """fp32 [C, K]: softmax of Linear(core_embed) over the K slots of the collapse, for each core by itself."""
+        return torch.softmax(self._linear("core_alpha"), dim=-1)
+
+    def _linear(self, name: str) -> torch.Tensor:
+        weight, bias = self[f"{name}.weight"].float(), self[f"{name}.bias"].float()
+        return self["core_embed"].float() @ weight.T + bias
+
+    @property
+    def d_ff_padded(self) -> int:
+        """d_ff in whole tiles of FEATURE_TILE; the features beyond d_ff have no weight."""
+        return -(-self.d_ff // FEATURE_TILE) * FEATURE_TILE
+
+    @cached_property
+    def w13(self) -> torch.Tensor:
+        """bf16 [2 d_ff_padded, D]: w1 and w3 times ffn_norm, rounded once; 8 rows of w1 and 8 of w3 in turn."""
+        gate, up = (self._padded(self[name].float() * self["ffn_norm"].float()) for name in ("w1", "w3"))
+        blocks = torch.stack([t.view(-1, INTERLEAVE, self.d_model) for t in (gate, up)], dim=1)
+        return blocks.reshape(-1, self.d_model).to(torch.bfloat16).contiguous()
+
+    @cached_property
+    def w2(self) -> torch.Tensor:
+        """bf16 [D, d_ff_padded]."""
+        return self._padded(self["w2"].T).T.contiguous()
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [F, ...] with rows of zeros up to d_ff_padded."""
+        return torch.cat([rows, rows.new_zeros(self.d_ff_padded - self.d_ff, rows.shape[1])])
+
+    def prepare(self) -> SwapFFNWeights:
+        """Derive everything now, which the first call does otherwise. Returns the weights themselves."""
+        for name in PREPARED:
+            getattr(self, name)
+        return self
+
+
+PREPARED = ("core_scale", "core_shift", "core_alpha", "w13", "w2")
+
+
+@dataclass(frozen=True, eq=False)
+class SwapState:
+    """What a block keeps from token to token.
+
+    ram: bf16 [B, C, 4, D], four banks of a vector for each core. map: uint8 [B, C], four lanes of two bits: bits 2 i
+    and 2 i + 1 say which physical bank stands under logical bank i. A map is a permutation and stays one.
+    """
+
+    ram: torch.Tensor
+    map: torch.Tensor
+
+    @classmethod
+    def initial(cls, batch: int, weights: SwapFFNWeights) -> SwapState:
+        """Banks of zeros, every bank under its own number."""
+        shape, device = (batch, weights.cores), weights.device
+        ram = torch.zeros(*shape, BANKS, weights.d_model, dtype=torch.bfloat16, device=device)
+        return cls(ram, torch.full(shape, IDENTITY_MAP, dtype=torch.uint8, device=device))
+
+    def clone(self) -> SwapState:
+        return SwapState(self.ram.clone(), self.map.clone())
