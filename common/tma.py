@@ -101,7 +101,7 @@ class TileRing:
     def load(self, tile, stage, mbarrier: cute.Pointer, ctas=None) -> None:
         """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. By a whole warp.
 
-        ctas: of a multicast atom, a bit for each CTA of the cluster that gets the tile, into its own stage and mbarrier.
+        ctas: of a multicast atom, a bit for each CTA of the cluster that gets the tile, in its own stage and mbarrier.
         """
         options = {} if ctas is None else {"mcast_mask": Int16(ctas)}
         source, target = self.tiles[None, tile], self.shared[None, stage]

@@ -66,7 +66,7 @@ class Tiles:
     up_n: int = 256
     down_n: int = 128
     cluster_m: int = 2
-    cluster_n: int = 2
+    cluster_n: int = 1
     stages: int = 4
 
     @property

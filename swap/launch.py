@@ -64,9 +64,9 @@ def check_supported(problem: SwapProblem) -> None:
             raise UnsupportedProblem(f"{name}: kernels take {' or '.join(map(str, allowed))}, got {value}")
 
 
-def make_plan(problem: SwapProblem, target: Target) -> Plan:
-    """The plan for a problem that kernels run."""
-    tiles = Tiles() if target.major == 9 else Tiles(cluster_m=1, cluster_n=1)
+def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) -> Plan:
+    """The plan for a problem that kernels run. tiles: instead of the chosen ones."""
+    tiles = tiles or (Tiles() if target.major == 9 else Tiles(cluster_m=1, cluster_n=1))
     ctas = target.sm_count // tiles.cluster * tiles.cluster
     row_tiles = -(-problem.rows // TILE_M)
     units = row_tiles * (problem.d_model // tiles.down_n)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+
 class Operands(NamedTuple):
     """R rows: vectors of all requests and cores, row b * C + c. F: d_ff, padded. Z: d_router; K, S: slots and rank of
     the collapse.
 
     x, delta: bf16 [B, D]. core_scale, core_shift: fp32 [C, D]. core_alpha: fp32 [C, K]. router_norm [D], router_w
-    [Z, D], swap_w [Z], swap_b [1], bank_w [Z, 4], bank_b [4], basis [K, S, D], decoder [D, S]: bf16. w13: bf16 [2 F, D],
-    w2: bf16 [D, F]. ram: bf16 [R, 4, D]. map: uint8 [R].
+    [Z, D], swap_w [Z], swap_b [1], bank_w [Z, 4], bank_b [4], basis [K, S, D], decoder [D, S]: bf16. w13: bf16
+    [2 F, D], w2: bf16 [D, F]. ram: bf16 [R, 4, D]. map: uint8 [R].
 
     Between phases: vectors: bf16 [R, D]. inverse: fp32 [R], 1 / RMS of the vectors. hidden: bf16 [R, F]. partial: fp32
     [splits, R, D]. pooled: fp32 [B, K, D]. summed: fp32 [B, S]. counters: of ``flow``.

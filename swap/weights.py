@@ -69,7 +69,9 @@ class SwapFFNWeights:
         for name, dimensions in SHAPES.items():
             tensor = tensors[name]
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-                raise TypeError(f"{name}: must be a floating tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+                raise TypeError(
+                    f"{name}: must be a floating tensor, got {getattr(tensor, 'dtype', tensor)!r}"
+                )
             wanted = [sizes.get(d, d) for d in dimensions]
             fits = tensor.dim() == len(wanted) and all(
                 size > 0 and (isinstance(want, str) or want == size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.swap.config import (

@@ -49,8 +49,9 @@ def columns_first(matrix: cute.Tensor) -> cute.Tensor:
 
 
 class Loads(NamedTuple):
-    """How a CTA fills stages in one phase. a, b: rings of its parts; a_parts, b_parts: boxes to a stage; a_mask, b_mask:
-    the CTAs that a part goes to, None where there is only this one."""
+    """How a CTA fills stages in one phase. a, b: rings of its parts; a_parts, b_parts: boxes that a stage has room for;
+    a_share, b_share: parts of a tile; a_mask, b_mask: the CTAs that a part goes to, None where there is only this one.
+    rank_m, rank_n: of this CTA in its cluster."""
 
     a: tma.TileRing
     b: tma.TileRing
@@ -119,8 +120,8 @@ def load_phase(
 ) -> Int32:
     """Fill the ring for all tiles of a product phase. Returns the stages filled so far, ``use`` before.
 
-    step: FFN steps done. Produces full, consumes empty. What activations wait for: in the fused kernel the row tile's counts of the phase before, else the end of the
-    kernel before.
+    step: FFN steps done. Produces full, consumes empty. Activations wait for the row tile's counts of the phase before in
+    the fused kernel, else for the end of the kernel before.
     """
     full, empty = channels["full"], channels["empty"]
     stage_bytes = config.stage_bytes(phase)

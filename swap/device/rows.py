@@ -2,8 +2,8 @@
 
 Two warps have a row, a thread of them neighbouring columns, VECTOR at a time. The router's z is a product on mma.sync:
 its A rows are the four rows in two terms each, for a vector's number times its norm weight, both bf16, is exactly the
-sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z, whose weights it
-keeps in registers: they are loaded before the phase waits for what it reads.
+sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z; half of
+their weights stay in registers, loaded before the phase waits for what it reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warpspec.swap.config import (
     VECTOR,
     WARPS,
 )
-from warpspec.swap.device.flow import count, groups_of, synchronize, wait_together
+from warpspec.swap.device.flow import count, synchronize, wait_together
 from warpspec.swap.weights import BANKS, LANE_BITS
 
 WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
@@ -93,7 +93,7 @@ def rows_phase(
     thread, cta, ctas = place
     rows = ops.vectors.shape[0]
     routes = cutlass.const_expr(kind != "rows")
-    router = load_router(config, ops, thread) if routes else None
+    router = load_router(config, ops, thread, range(early_chunks(config))) if routes else None
     if cutlass.const_expr(not config.fused):
         cute.arch.griddepcontrol_wait()
     for group in cutlass.range(cta, cute.ceil_div(rows, GROUP_ROWS), ctas, unroll=1):
@@ -201,17 +201,22 @@ def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor, inverse):
 # The router and the exchange.
 
 
+def early_chunks(config) -> int:
+    """Chunks of the router's weights that are kept in registers. The others come when the partial sums of a group have
+    been added up: registers have no room for both."""
+    return config.d_model // ROUTER_CHUNK // 4
+
+
 @cute.jit
-def load_router(config: cutlass.Constexpr, ops, thread) -> cute.Tensor:
-    """(WORDS, CHUNK) Int32: a thread's part of the router's weights, of output lane / 4 of the warp's eight. They are
-    constant: no phase need be waited for."""
+def load_router(config: cutlass.Constexpr, ops, thread, chunks: cutlass.Constexpr) -> cute.Tensor:
+    """(WORDS, CHUNK) Int32: a thread's part of some chunks of the router's weights, of output lane / 4 of the warp's
+    eight. They are constant: no phase need be waited for."""
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    chunks = config.d_model // ROUTER_CHUNK
-    words = cute.make_rmem_tensor((WORDS, chunks), Int32)
+    words = cute.make_rmem_tensor((WORDS, len(chunks)), Int32)
     row = ops.router_w[warp * MMA_N + lane // QUAD, None]
-    for chunk in cutlass.range_constexpr(chunks):
-        source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
-        cute.autovec_copy(source, cute.recast_tensor(words[None, chunk], BFloat16))
+    for i in cutlass.range_constexpr(len(chunks)):
+        source = cute.local_tile(row, (2 * WORDS,), (chunks[i] * QUAD + lane % QUAD,))
+        cute.autovec_copy(source, cute.recast_tensor(words[None, i], BFloat16))
     return words
 
 
@@ -219,10 +224,11 @@ def load_router(config: cutlass.Constexpr, ops, thread) -> cute.Tensor:
 def exchange(config: cutlass.Constexpr, ops, scratch, router, at, thread, values, total, event) -> Float32:
     """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. Returns
     the sum of squares of what ``values`` are then. All threads call it, after ``row_sum`` into buffer 0."""
+    late = load_router(config, ops, thread, range(early_chunks(config), config.d_model // ROUTER_CHUNK))
     write_terms(config, ops, scratch, at, values)
     map_ = Int32(ops.map[at.row])
     synchronize()
-    multiply_router(config, scratch, router, thread)
+    multiply_router(config, scratch, (router, late), thread)
     synchronize()
     gate, logical = decide(ops, scratch, at, inverse_rms(config, total), event)
     physical = map_ >> (logical * LANE_BITS) & (BANKS - 1)
@@ -259,7 +265,7 @@ def write_terms(config: cutlass.Constexpr, ops, scratch, at, values: cute.Tensor
 
 
 @cute.jit
-def multiply_router(config: cutlass.Constexpr, scratch, router: cute.Tensor, thread):
+def multiply_router(config: cutlass.Constexpr, scratch, router: tuple, thread):
     """z before 1 / RMS, eight outputs a warp.
 
     K is permuted in every chunk of 32, alike for both operands, so that a thread's 8 numbers of it lie together.
@@ -268,13 +274,15 @@ def multiply_router(config: cutlass.Constexpr, scratch, router: cute.Tensor, thr
     sums = [[Float32(0.0)] * 4 for _ in range(2)]
     zero = Int32(0)
     row = scratch.terms[None, lane // QUAD]
+    early = early_chunks(config)
     for chunk in cutlass.range_constexpr(config.d_model // ROUTER_CHUNK):
+        weights = router[chunk >= early][None, chunk if chunk < early else chunk - early]
         words = cute.make_rmem_tensor(WORDS, Int32)
         source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
         cute.autovec_copy(source, cute.recast_tensor(words, BFloat16))
         for half in cutlass.range_constexpr(2):
             a = (words[2 * half], zero, words[2 * half + 1], zero)  # rows 8 to 15 of A are zeros
-            b = (router[2 * half, chunk], router[2 * half + 1, chunk])
+            b = (weights[2 * half], weights[2 * half + 1])
             sums[half] = cute.arch.inline_ptx(
                 ROUTER_MMA, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums[half]]
             )

@@ -25,8 +25,8 @@ class Piece(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pieces of a product. cluster: this one's number, whose pieces are cluster, cluster + clusters, ... rank_m, rank_n:
-    of this CTA."""
+    """Pieces of a product. cluster: this one's number; its pieces are cluster, cluster + clusters, ... rank_m, rank_n: of
+    this CTA."""
 
     pieces: Int32
     column_groups: Int32
@@ -61,8 +61,9 @@ class Work(NamedTuple):
 
     def piece(self, config, index) -> Piece:
         tiles = config.tiles
-        row_group, inner = index // (self.column_groups * self.splits), index % (
-            self.column_groups * self.splits
+        row_group, inner = (
+            index // (self.column_groups * self.splits),
+            index % (self.column_groups * self.splits),
         )
         split = inner // self.column_groups
         first, end = (split * self.k_tiles // self.splits, (split + 1) * self.k_tiles // self.splits)

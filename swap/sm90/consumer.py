@@ -78,9 +78,7 @@ def product_phase(
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
     a, b = operands_of(config, phase, *bases, consumer)
     mma = make_mma(config, phase)
-    fragment = cute.make_rmem_tensor(
-        mma.partition_shape_C((WARPGROUP_ROWS, config.columns(phase))), Float32
-    )
+    fragment = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.columns(phase))), Float32)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
         for k_tile in cutlass.range(piece.count, unroll=1):

@@ -98,21 +98,23 @@ class Products(SwapHost):
 
 @cute.jit
 def load(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, loads: cutlass.Constexpr, works: cutlass.Constexpr, ops, flow, steps
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    loads: cutlass.Constexpr,
+    works: cutlass.Constexpr,
+    ops,
+    flow,
+    steps,
 ):
     """The load warp: the phase's tiles, or those of both products of every FFN step."""
     use = Int32(0)
     if cutlass.const_expr(config.fused):
         for step in cutlass.range(steps, unroll=1):
             for phase in GEMM_PHASES:
-                use = load_phase(
-                    config, phase, channels, loads[phase], works[phase], ops, flow, step, use
-                )
+                use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, step, use)
     else:
         phase = config.phase
-        use = load_phase(
-            config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), use
-        )
+        use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), use)
     drain(config, channels, use)
 
 
