@@ -193,7 +193,7 @@ class SwapConfig:
         """CTAs that write into each other's stage, this one among them."""
         return self.tiles.cluster_m + self.tiles.cluster_n - 1
 
-    # Tensor memory (sm100): two accumulators.
+    # Tensor memory (sm100): one accumulator.
 
     @property
     def accumulator_columns(self) -> int:

@@ -120,8 +120,8 @@ def load_phase(
 ) -> Int32:
     """Fill the ring for all tiles of a product phase. Returns the stages filled so far, ``use`` before.
 
-    step: FFN steps done. Produces full, consumes empty. Activations wait for the row tile's counts of the phase before in
-    the fused kernel, else for the end of the kernel before.
+    step: FFN steps done. Produces full, consumes empty. Activations wait for the row tile's counts of the phase
+    before in the fused kernel, else for the end of the kernel before.
     """
     full, empty = channels["full"], channels["empty"]
     stage_bytes = config.stage_bytes(phase)

@@ -25,8 +25,8 @@ class Piece(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pieces of a product. cluster: this one's number; its pieces are cluster, cluster + clusters, ... rank_m, rank_n: of
-    this CTA."""
+    """Pieces of a product. cluster: this one's number; its pieces are cluster, cluster + clusters, ... rank_m, rank_n:
+    of this CTA."""
 
     pieces: Int32
     column_groups: Int32

@@ -1,0 +1,1 @@
+"""The products for sm_100a."""

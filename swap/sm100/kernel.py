@@ -1,0 +1,80 @@
+"""The kernel of one product phase for sm_100a: host side, storage, role dispatch."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+
+from warpspec.common import tma
+from warpspec.common.pipeline import init_barriers
+from warpspec.swap.config import BARRIER_BYTES
+from warpspec.swap.device.flow import Flow
+from warpspec.swap.device.host import SwapHost
+from warpspec.swap.device.load import Loads, drain, load_phase, make_sources
+from warpspec.swap.device.work import Work
+from warpspec.swap.sm100.epilogue import epilogue
+from warpspec.swap.sm100.mma import fragments, mma
+
+SMEM_CARVEOUT_PERCENT = 100
+EPILOGUE_WARPS = 4
+
+
+class Products(SwapHost):
+    """The kernel of a product phase."""
+
+    def launch(self, ops, ctas, event, steps, k_ffn, stream):
+        """Host side. A programmatic dependent launch: it waits for the end of the kernel before it."""
+        config = self.config
+        self.kernel(ops, make_sources(config, ops)).launch(
+            grid=(ctas, 1, 1),
+            block=(config.threads, 1, 1),
+            use_pdl=True,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, ops, sources):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # 1. Shared memory: barriers, the TMEM address, the ring.
+        smem = cutlass.memory.SmemAllocator()
+        stages = config.tiles.stages
+        barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
+        tmem_address = smem.allocate_array(Int32, 1)
+        a_base = smem.allocate(stages * config.a_bytes, byte_alignment=tma.TILE_ALIGNMENT)
+        b_base = smem.allocate(stages * config.b_bytes, byte_alignment=tma.TILE_ALIGNMENT)
+        channels = init_barriers(config.barriers, barriers)
+
+        # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
+        if warp == 0:
+            cute.arch.alloc_tmem(config.accumulator_columns, tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == config.load_warp:
+            for source in sources[0]:
+                cute.nvgpu.cpasync.prefetch_descriptor(source.atom)
+        cute.arch.sync_threads()
+        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # 3. Roles.
+        work = Work.of(config, ops, config.phase)
+        if warp < EPILOGUE_WARPS:
+            cute.arch.griddepcontrol_wait()
+            epilogue(config, channels, columns, work, ops, thread)
+        if warp == config.mma_warp:
+            mma(config, channels, fragments(config, a_base, b_base, columns), work)
+        if warp == config.load_warp:
+            loads = Loads.make(config, config.phase, sources[0], a_base, b_base, BFloat16, work)
+            flow = Flow(None, Int32(0))
+            use = load_phase(config, config.phase, channels, loads, work, ops, flow, Int32(0), Int32(0))
+            drain(config, channels, use)
+
+        # 4. The accumulator has been read.
+        cute.arch.sync_threads()
+        if warp == 0:
+            cute.arch.dealloc_tmem(columns, config.accumulator_columns)
