@@ -165,8 +165,19 @@ class SwapFFNWeights:
             getattr(self, name)
         return self
 
+    def flatten(self) -> list[torch.Tensor]:
+        """All tensors, as an operator takes them: those of SHAPES, then what is derived."""
+        return [*(self[name] for name in SHAPES), *(getattr(self, name) for name in PREPARED)]
+
 
 PREPARED = ("core_scale", "core_shift", "core_alpha", "w13", "w2")
+
+
+def unflatten(tensors: list[torch.Tensor], eps: float) -> SwapFFNWeights:
+    """The weights that ``flatten`` made a list of."""
+    weights = SwapFFNWeights(dict(zip(SHAPES, tensors[: len(SHAPES)], strict=True)), eps)
+    weights.__dict__.update(zip(PREPARED, tensors[len(SHAPES) :], strict=True))
+    return weights
 
 
 @dataclass(frozen=True, eq=False)

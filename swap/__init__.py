@@ -1,0 +1,65 @@
+"""Swap-FFN: a block that exchanges vectors with banks of memory, decoded token by token."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.backend import refuse_tangents
+from warpspec.swap import ops
+from warpspec.swap.problem import SwapProblem
+from warpspec.swap.weights import SwapFFNWeights, SwapState
+
+__all__ = ["SwapFFNWeights", "SwapState", "swap_ffn_decode"]
+
+
+def swap_ffn_decode(
+    x: torch.Tensor,
+    state: SwapState,
+    weights: SwapFFNWeights,
+    *,
+    events: int = 8,
+    k_ffn: int = 2,
+    residual: bool = False,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, SwapState]:
+    """One token of each of B requests through a Swap-FFN block: (delta, new state).
+
+    x: bf16 [B, D], the tokens. state: ``SwapState`` of the B requests. weights: ``SwapFFNWeights``. All on one device.
+
+    Every core c of a request begins with x * core_scale[c] + core_shift[c]. Each of ``events`` events then does
+
+    - a swap: z = router_w . n of the RMS-normalised vector n. Where sigmoid(z . swap_w + swap_b) > 0.5, the vector and
+      the physical bank that the core's map has under the logical bank argmax(z . bank_w + bank_b) change places, and so
+      do lane 0 and the selected lane of the map. Of equal scores the lowest bank wins.
+    - ``k_ffn`` FFN steps: w2 . (silu(w1 . n) * (w3 . n)) of the RMS-normalised vector n becomes the vector, or is added
+      to it where ``residual``.
+
+    The collapse pools the cores, pooled[k] = sum over c of core_alpha[c, k] x[c], where core_alpha is a softmax over
+    the K slots; s = sum over k of basis[k] . pooled[k]; delta = decoder . silu(s). ``reference.decode`` is the
+    definition.
+
+    delta: bf16 [B, D]. The state comes back as a new one, or, with ``in_place``, is changed and returned itself.
+
+    Arithmetic is fp32 of bf16 weights and vectors. What rounds differently may decide differently: a gate or bank whose
+    margin is within rounding. Results are bitwise repeatable; their bits depend on B, which decides how sums are split,
+    and not on what other requests hold.
+
+    backend: "sm100", "sm90", "sim", "reference" or "auto" (README). Kernels take D 256, 512, 768 or 1024, d_router 64,
+    K 8, any d_ff (padded to whole tiles), any number of cores; others raise UnsupportedProblem. On sm_90a a step is one
+    cooperative launch, which raises if the GPU has no room for all of its CTAs at once; safe in CUDA graphs once it has
+    been called. No gradients: arguments that require them raise NotImplementedError.
+
+    Raises TypeError or ValueError naming a bad argument, before anything is launched or written.
+    """
+    SwapProblem.check(
+        x, state, weights, events=events, k_ffn=k_ffn, residual=residual, values=False, memory=False
+    )
+    refuse_tangents(x=x, ram=state.ram)
+    if torch.is_grad_enabled() and (x.requires_grad or state.ram.requires_grad):
+        raise NotImplementedError("swap_ffn_decode: gradients are not implemented (forward only)")
+    if not in_place:
+        state = state.clone()
+    tensors = weights.flatten()
+    delta = ops.swap_ffn(x, state.ram, state.map, tensors, weights.eps, events, k_ffn, residual, backend)
+    return delta, state

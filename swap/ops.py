@@ -1,0 +1,52 @@
+"""The torch operator behind ``swap_ffn_decode``: checks, backend choice, the step.
+
+Weights travel as a list of tensors; ``weights.unflatten`` puts them together again. Checks run inside, on real tensors,
+so compiled and eager calls raise the same.
+"""
+
+import torch
+
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import target_of
+from warpspec.swap import reference
+from warpspec.swap.problem import SwapProblem
+from warpspec.swap.weights import SwapState, unflatten
+
+SCHEMA = (
+    "(Tensor x, Tensor(a!) ram, Tensor(b!) map, Tensor[] weights, float eps, SymInt events, SymInt k_ffn, "
+    "bool residual, str backend) -> Tensor"
+)
+
+
+def checked(x, ram, map_, tensors, eps, events, k_ffn, residual, *, memory: bool):
+    """(problem, weights) of the operator's arguments."""
+    weights = unflatten(tensors, eps)
+    options = dict(events=events, k_ffn=k_ffn, residual=residual)
+    return SwapProblem.check(x, SwapState(ram, map_), weights, **options, memory=memory), weights
+
+
+@torch.library.custom_op("warpspec::swap_ffn", mutates_args=("ram", "map"), schema=SCHEMA)
+def swap_ffn(x, ram, map, weights, eps, events, k_ffn, residual, backend):
+    """delta of a step; ram and map are changed in place."""
+    problem, w = checked(x, ram, map, weights, eps, events, k_ffn, residual, memory=True)
+    backend = resolve_backend(backend, problem.device)
+    if problem.rows == 0:
+        return torch.empty_like(x)
+    if backend == "reference":
+        options = dict(events=events, k_ffn=k_ffn, residual=residual)
+        delta, new_ram, new_map, _ = reference.decode(x, ram, map, w, **options)
+        ram.copy_(new_ram)
+        map.copy_(new_map)
+        return delta.to(x.dtype)
+    from warpspec.swap import launch
+
+    delta = torch.empty(problem.batch, problem.d_model, dtype=x.dtype, device=x.device)
+    step = launch.prepare(problem, target_of(x.device))
+    step.run(step.operands(x.contiguous(), ram, map, w, delta))
+    return delta
+
+
+@swap_ffn.register_fake
+def _(x, ram, map, weights, eps, events, k_ffn, residual, backend):
+    checked(x, ram, map, weights, eps, events, k_ffn, residual, memory=False)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,110 @@
+"""Small Swap-FFN steps, and how a kernel's is run and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from shared.swap_inputs import random_call, random_weights
+
+from warpspec.common.launch import SIMULATED, Target, target_of
+from warpspec.swap import eager, launch, reference
+from warpspec.swap.config import Tiles
+from warpspec.swap.problem import SwapProblem
+from warpspec.swap.weights import SwapFFNWeights, SwapState
+
+SMALL = dict(cores=100, d_model=256, d_ff=300, collapse_r=20)
+OF_UNFUSED = 1.25  # an error may be so many times the unfused bf16 step's
+ALONE = Tiles(cluster_m=1, cluster_n=1)
+
+
+@dataclass
+class Result:
+    """What a run left: delta, state, the decisions that the router would have taken and their margins; the report."""
+
+    delta: torch.Tensor
+    state: SwapState
+    gate: torch.Tensor
+    logical: torch.Tensor
+    margins: torch.Tensor
+    report: object
+
+
+def small(batch=1, *, seed=0, device="cpu", **sizes) -> tuple[torch.Tensor, SwapState, SwapFFNWeights]:
+    weights = random_weights(**SMALL | sizes, seed=seed, device=device)
+    return *random_call(weights, batch, seed=seed + 1), weights
+
+
+def make_plan(arch: str, *, fused=False, tiles: Tiles | None = None, splits=2, ctas=8) -> launch.Plan:
+    return launch.Plan(fused, tiles or (Tiles() if arch == "sm_90a" else ALONE), splits, ctas)
+
+
+def word(decisions) -> torch.Tensor:
+    """The router's decisions as kernels take them, uint8 [events, rows]."""
+    gate, logical = decisions[:2]
+    return (gate.int() * 4 + logical).to(torch.uint8).flatten(1)
+
+
+def run(x, state, weights, call, plan, target: Target | None = None, *, forced=None, seed=0) -> Result:
+    """A step under a plan, in buffers that are NaN before it. forced: the reference's ``Decisions``."""
+    problem = SwapProblem.check(x, state, weights, **call)
+    target = target or target_of(x.device)
+    step = launch.Step(problem, target, plan, forced=forced is not None, recorded=True, seed=seed)
+    state, delta = state.clone(), torch.full_like(x, torch.nan)
+    recorded = torch.full((problem.events, problem.rows), 255, dtype=torch.uint8, device=x.device)
+    margins = torch.full((problem.events, problem.rows, 2), torch.nan, device=x.device)
+    words = None if forced is None else word(forced)
+    operands = step.operands(x, state.ram, state.map, weights, delta, words, recorded, margins)
+    for name in ("vectors", "inverse", "hidden", "partial", "pooled", "summed"):
+        getattr(operands, name).fill_(torch.nan)
+    report = step.run(operands)
+    if operands.counters is not None:
+        assert not operands.counters.any(), "the counters were not left at zero"
+    shape = (problem.events, *state.map.shape)
+    recorded = recorded.view(shape)
+    return Result(delta, state, recorded >= 4, recorded.long() % 4, margins.view(*shape, 2), report)
+
+
+def simulated(arch: str, **changes) -> Target:
+    return replace(SIMULATED[arch], **changes)
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+def reference_of(x, state, weights, call, forced=None):
+    """(delta, SwapState in fp32, decisions)."""
+    delta, ram, map_, made = reference.decode(x, state.ram, state.map, weights, **call, forced=forced)
+    return delta, SwapState(ram, map_), made
+
+
+def unfused(x, state, weights, call, forced):
+    state = state.clone()
+    return eager.decode(x, state.ram, state.map, weights, **call, forced=forced[:2]), state
+
+
+def check_forced(x, state, weights, call, plan, target=None, *, seed=0) -> Result:
+    """Under the reference's decisions: no worse than OF_UNFUSED times the unfused step; maps and what never moved are
+    exact; the router's own view of every vector close to the reference's."""
+    delta, wanted, made = reference_of(x, state, weights, call)
+    own, peer = unfused(x, state, weights, call, made)
+    got = run(x, state, weights, call, plan, target, forced=made, seed=seed)
+    assert error(got.delta, delta) <= OF_UNFUSED * error(own, delta), (
+        error(got.delta, delta),
+        error(own, delta),
+    )
+    for b in range(len(x)):  # each request by itself
+        assert error(got.state.ram[b], wanted.ram[b]) <= OF_UNFUSED * error(peer.ram[b], wanted.ram[b])
+    assert torch.equal(got.state.map, wanted.map)
+    still = wanted.ram == state.ram.float()
+    assert still.float().mean() > 0.1, "the case moves everything"
+    assert torch.equal(got.state.ram[still], state.ram[still])
+    # A decision that differs from the reference's must have had a margin within rounding.
+    logits, margins = got.margins.unbind(-1)
+    wrong = got.gate != made.gate
+    assert wrong.float().mean() < 0.05 and (made.gate_logit[wrong].abs() < 0.1).all()
+    wrong = got.logical != made.logical
+    assert wrong.float().mean() < 0.05 and (made.margin[wrong] < 0.1).all()
+    assert error(logits, made.gate_logit) < 0.05 and error(margins, made.margin) < 0.05
+    return got

@@ -1,0 +1,99 @@
+"""The kernels of both architectures in the simulator, as a chain and as one, against the reference."""
+
+import pytest
+import torch
+from swap_cases import SMALL, check_forced, error, make_plan, reference_of, run, simulated, small
+
+from warpspec.swap import launch, swap_ffn_decode
+from warpspec.swap.config import SwapConfig, Tiles
+from warpspec.swap.problem import SwapProblem
+
+CALL = dict(events=2, k_ffn=2, residual=False)
+SM90, SM100 = simulated("sm_90a"), simulated("sm_100a")
+
+
+def test_fused_and_chain_on_sm90():
+    """The same bits; two requests, a last row tile of 72 rows, an odd d_ff; four CTAs share weights in pairs."""
+    case = *small(2), CALL
+    chain = check_forced(*case, make_plan("sm_90a"), SM90)
+    fused = check_forced(*case, make_plan("sm_90a", fused=True), SM90, seed=3)
+    assert torch.equal(chain.delta, fused.delta) and torch.equal(chain.state.ram, fused.state.ram)
+    assert torch.equal(chain.margins, fused.margins)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "splits", "ctas"),
+    [
+        (Tiles(cluster_m=2, cluster_n=2, stages=3), 3, 8),
+        pytest.param(Tiles(cluster_m=1, cluster_n=2), 1, 4, marks=pytest.mark.long),
+        pytest.param(Tiles(down_n=256), 2, 2, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_tiles_and_clusters_on_sm90(tiles, splits, ctas):
+    """Few CTAs, so that each has several tiles of a phase; a residual."""
+    x, state, w = small(1, cores=140)
+    plan = make_plan("sm_90a", fused=True, tiles=tiles, splits=splits, ctas=ctas)
+    check_forced(x, state, w, dict(events=2, k_ffn=1, residual=True), plan, SM90)
+
+
+def test_chain_on_sm100():
+    """Under the reference's decisions; then the public call, which runs the same kernels under its own."""
+    x, state, w = small(1)
+    check_forced(x, state, w, CALL, make_plan("sm_100a"), SM100, seed=5)
+    problem = SwapProblem.check(x, state, w, **CALL)
+    got = run(x, state, w, CALL, launch.make_plan(problem, SM100), SM100)
+    delta, new = swap_ffn_decode(x, state, w, events=2, backend="sim")
+    assert torch.equal(delta, got.delta) and torch.equal(new.ram, got.state.ram)
+    assert torch.equal(new.map, got.state.map)
+
+
+def test_hidden_nan_stays_in_its_core():
+    """A NaN in one core's banks reaches that core's vector, if it reads them, and through the collapse its request."""
+    x, state, w = small(2, cores=36)
+    call = dict(events=1, k_ffn=1, residual=False)
+    clean = run(x, state, w, call, make_plan("sm_90a", fused=True), SM90)
+    bank = state.ram[0, 7]
+    bank.fill_(torch.nan)
+    got = run(x, state, w, call, make_plan("sm_90a", fused=True), SM90)
+    assert torch.equal(got.delta[1], clean.delta[1]) and torch.equal(got.state.ram[1], clean.state.ram[1])
+    others = [core for core in range(36) if core != 7]
+    assert torch.equal(got.state.ram[0, others], clean.state.ram[0, others])
+    assert got.delta[0].isnan().any() == clean.gate[0, 0, 7].item()
+
+
+def test_one_core_and_equal_scores():
+    """One row; bank scores that are all the same take bank 0, an open gate everywhere."""
+    x, state, w = small(1, cores=1, d_ff=8)
+    tensors = dict(w.tensors) | {
+        "bank_w": torch.zeros(64, 4),
+        "bank_b": torch.ones(4),
+        "swap_b": torch.full((1,), 99.0),
+    }
+    w = type(w).from_tensors(tensors)
+    call = dict(events=2, k_ffn=1, residual=False)
+    delta, new, made = reference_of(x, state, w, call)
+    assert made.gate.all() and not made.logical.any()
+    got = run(x, state, w, call, make_plan("sm_90a", fused=True, ctas=2), SM90)
+    assert got.gate.all() and not got.logical.any() and error(got.delta, delta) < 2e-2
+    assert torch.equal(got.state.map, new.map)
+
+
+def test_budgets_and_spills():
+    """Real sizes: no product phase spills, and every kernel fits."""
+    from warpspec.common.compile import resources
+
+    for arch, sm in (("sm_90a", "sm90"), ("sm_100a", "sm100")):
+        tiles = Tiles() if sm == "sm90" else Tiles(cluster_m=1)
+        for phase in ("up", "down"):
+            config = SwapConfig(arch=sm, phase=phase, d_model=1024, tiles=tiles)
+            (found,) = resources(launch.SWAP.compiled(config, arch)).values()
+            assert found.local_bytes == 0, (arch, phase, found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fused", [False, True])
+def test_d_model_1024(seed, fused):
+    x, state, w = small(1, seed=seed, **SMALL | dict(d_model=1024, cores=60, collapse_r=224))
+    plan = make_plan("sm_90a", fused=fused, splits=4, ctas=12)
+    check_forced(x, state, w, dict(events=2, k_ffn=2, residual=True), plan, SM90, seed=seed)
