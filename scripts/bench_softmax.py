@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from shared import gpu_bench
+from shared.row_peers import softmax_peers, torch_softmax
 
 from warpspec.common.launch import target_of
 
@@ -38,7 +39,6 @@ SHAPES = (
 DTYPES = (torch.float16, torch.bfloat16)
 PLOT_ELEMENTS = 2**26
 PLOT_LENGTHS = tuple(4**i for i in range(4, 13))
-QUACK_MOST = 2**20  # elements of a row: at 2**23 its launch is refused, at 2**25 it does not finish compiling
 LAUNCH_BOUND_US = 25.0  # below, the time in a CUDA graph is measured too
 HOST_LIMIT_US = 15.0  # of CPU time for a call of softmax(x)
 EQUAL_US, EQUAL = 10.0, 0.95  # under so many microseconds, this much of a peer's speed counts as equal
@@ -49,24 +49,12 @@ OURS = "warpspec"
 PEERS = ("torch", "QuACK", "torch.compile")
 
 
-def torch_softmax(x):
-    return torch.softmax(x, -1)
-
-
 def candidates(shape: tuple[int, int]) -> dict:
     """Name -> function of x, those that apply."""
     from warpspec.softmax import softmax
 
-    found = {OURS: softmax, "torch": torch_softmax}
-    if shape[1] % 8 == 0 and shape[1] <= QUACK_MOST:
-        try:
-            from quack.softmax import softmax_fwd
-
-            found["QuACK"] = softmax_fwd
-        except ImportError:
-            pass
-    found["torch.compile"] = torch.compile(torch_softmax, dynamic=False)
-    return found
+    compiled = torch.compile(torch_softmax, dynamic=False)
+    return {OURS: softmax, **softmax_peers(shape[1]), "torch.compile": compiled}
 
 
 def strategies(shape: tuple[int, int], dtype: torch.dtype) -> dict:

@@ -21,6 +21,7 @@ import time
 
 import torch
 from shared import gpu_bench
+from shared.row_peers import topk_peers
 
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Target, target_of
@@ -45,28 +46,11 @@ MORE_SHAPES = (
 )
 # A router's logits have just been written: these are also measured on one set of inputs, which the L2 holds.
 RESIDENT_SHAPES = ((8192, 384, 6, torch.float32, 8.0),)
-QUACK_LENGTH = 4096  # longest row it takes
 RANDOM_SHAPES, RANDOM_SEED, RANDOM_ELEMENTS = 6, 20261122, 2**26
 VARIANTS = 5  # ways to divide a row that are timed: those that the model likes best, and the chosen one
 VARIANTS_ROUNDS, VARIANTS_ROUND_MS, VARIANTS_REPLAYS = 2, 3.0, 3
 CHECKED_ROWS = 256
 TOLERANCE = 1e-6
-
-
-def power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
-def peers(length: int, k: int) -> dict:
-    """name -> call(logits, probs, indices), which may leave the outputs alone."""
-    calls = {"torch": lambda x, *_: torch.topk(torch.softmax(x, -1, dtype=torch.float32), k)}
-    if length <= QUACK_LENGTH and power_of_two(length) and power_of_two(k):
-        try:
-            from quack.topk import topk
-        except ImportError:
-            return calls
-        calls["quack"] = lambda x, *_: topk(x, k, softmax=True)
-    return calls
 
 
 def check(logits, probs, indices, k: int) -> None:
@@ -95,17 +79,18 @@ def measure(shape, bandwidth: float, resident: bool = False) -> list:
     rows, length, k, dtype, bar = shape
     sets = inputs(rows, length, k, dtype)[: 1 if resident else None]
     check(sets[0][0], *softmax_topk(sets[0][0], k), k)
-    calls = {"ours": lambda x, *_: softmax_topk(x, k), **peers(length, k)}
+    calls = {"ours": lambda x, *_: softmax_topk(x, k)}
+    calls |= {peer: lambda x, *_, call=call: call(x) for peer, call in topk_peers(length, k).items()}
     events = gpu_bench.gpu_times(calls, sets)
     graph = {name: gpu_bench.graph_time(call, sets) for name, call in calls.items()}
     host = gpu_bench.host_time(calls["ours"], sets)
     floor = rows * (length * dtype.itemsize + k * 8) / bandwidth * 1e-6
-    bar = events.get("quack") if bar is None else bar
+    bar = events.get("QuACK") if bar is None else bar
     name = f"{rows} x {length} k{k} {str(dtype).removeprefix('torch.')}{' in L2' if resident else ''}"
     best = min(value for peer, value in events.items() if peer != "ours")
     return [
-        *(name, events["ours"], graph["ours"], events["torch"], graph["torch"], events.get("quack")),
-        *(graph.get("quack"), floor, bar, best / events["ours"], host),
+        *(name, events["ours"], graph["ours"], events["torch"], graph["torch"], events.get("QuACK")),
+        *(graph.get("QuACK"), floor, bar, best / events["ours"], host),
     ]
 
 

@@ -24,6 +24,8 @@ CALLS_AHEAD = 200  # calls queued while the GPU sleeps; the launch queue holds a
 SLEEP_CLOCKS_PER_CALL = 100_000  # about 50 us of the GPU's clock: longer than any candidate's host cost
 MOST_SLEEP_CLOCKS = 20_000_000  # about 10 ms
 GRAPH_CALLS = 32  # in one captured graph
+GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # of one graph of ``graph_times``
+WELL_BEHIND = 2.0  # times as slow as the fastest
 SHORT_ROUNDS = {"rounds": 20, "round_ms": 4.0}  # of gpu_times
 COPY_BYTES = 4 << 30  # of the copy that measures bandwidth: read once and written once
 
@@ -107,6 +109,15 @@ def graph_time(
 
     Raises what capturing raises for a call that cannot be captured.
     """
+    graph = captured(call, inputs, calls)
+    return statistics.median(_event_times(graph.replay, [()], replays)) / calls
+
+
+def captured(call: Callable, inputs: Sequence[tuple], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls, call(*inputs[i]) with i going round, that has run once.
+
+    Raises what capturing raises for a call that cannot be captured.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -118,7 +129,33 @@ def graph_time(
         for i in range(calls):
             call(*inputs[i % len(inputs)])
     graph.replay()
-    return statistics.median(_event_times(graph.replay, [()], replays)) / calls
+    torch.cuda.synchronize()
+    return graph
+
+
+def graph_times(
+    candidates: dict[str, Callable], inputs: Sequence[tuple], *, rounds: int = 9, round_ms: float = 4.0
+) -> dict[str, float]:
+    """Median microseconds of a call of each candidate inside a CUDA graph of calls on all the inputs, in turn.
+
+    Those well behind the fastest are timed by themselves, in fewer rounds. Raises what capturing raises.
+    """
+    graphs, rough = {}, {}
+    for name, call in candidates.items():
+        call(*inputs[0])
+        rough[name] = statistics.median(_event_times(call, inputs, 5))
+    for name, call in candidates.items():
+        calls = max(len(inputs), min(MOST_GRAPH_CALLS, -(-GRAPH_US // rough[name])))
+        calls = int(max(1, min(calls, MOST_GRAPH_US // rough[name])))
+        graphs[name] = (captured(call, inputs, calls), calls)
+    near = [name for name in graphs if rough[name] < WELL_BEHIND * min(rough.values())]
+    behind = [name for name in graphs if name not in near]
+    times = {}
+    for names, how in ((near, (rounds, round_ms)), (behind, (1, round_ms))):
+        if names:
+            replays = {name: graphs[name][0].replay for name in names}
+            times |= gpu_times(replays, [()], rounds=how[0], round_ms=how[1])
+    return {name: times[name] / graphs[name][1] for name in candidates}
 
 
 def host_time(call: Callable, inputs: Sequence[tuple], *, calls: int = 100, rounds: int = 20) -> float:

@@ -1,0 +1,371 @@
+"""Attention, softmax and top-k at many shapes that engines send, against every peer that runs them, on this GPU.
+
+    python scripts/bench_sweep.py [--seed N] [--shapes N] [--only KIND ...]   shapes drawn at random
+    python scripts/bench_sweep.py --quick                                    a few of each kind
+    python scripts/bench_sweep.py --cliffs                                   the fixed table of shapes that were slow
+    python scripts/bench_sweep.py --cases FILE                               shapes, or results, of a JSON file
+    python scripts/bench_sweep.py --list                                     the shapes; needs no GPU
+
+A ratio is the best peer's time over ours: above 1 we are faster. The bytes' time is what a call must move (of K and V
+what some query sees) at a copy's bandwidth; our share of it is printed for calls over 100 MB whose arithmetic takes
+less. Times are of calls in CUDA graphs (``gpu_bench.graph_times``) on inputs that together exceed the L2. A peer whose
+result is not ours is not counted.
+
+Processes without a GPU compile what the shapes need, ours and the peers', into disk caches. One process times the
+shapes whose kernels are there. A call that hangs or takes the process down costs its time: the process is started
+again, and the shape timed without that candidate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import torch
+from shared import gpu_bench, sweep_calls, sweep_report
+from shared.sweep_calls import OURS
+from shared.sweep_shapes import (
+    KINDS,
+    MOST_BYTES,
+    Shape,
+    cliffs,
+    draw_shapes,
+    from_json,
+    to_json,
+)
+
+from warpspec.aot.workers import Progress, compile_ahead
+from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import Target, target_of
+
+SHAPES, QUICK, SEED = 128, 20, 20261122
+SECONDS = 200.0  # in which shapes are begun
+SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
+START_SECONDS = 90.0  # of a process
+DIFFERENT = 1e-2  # relative difference that no rounding to bf16 explains
+SETS_BYTES = 2 * MOST_BYTES  # of all inputs that a shape goes round
+CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4", "QUACK_CACHE_DIR": "quack"}
+
+
+# Compiling. Worker processes do not see the GPU.
+
+
+@contextlib.contextmanager
+def blind(target: Target) -> Iterator[None]:
+    """A context in which processes are started that compile for the target and see no GPU."""
+    number = target.arch.removeprefix("sm_").removesuffix("a")
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUTE_DSL_ARCH": target.arch,
+        "FLASH_ATTENTION_ARCH": number,
+        "FLASH_ATTENTION_NUM_SMS": str(target.sm_count),
+        "QUACK_ARCH": number,
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def quiet() -> None:
+    """A worker process begins."""
+    warnings.simplefilter("ignore")  # of peers'
+    torch.set_num_threads(1)
+
+
+def compile_peers(shapes: Sequence[Shape]) -> None:
+    """Of shapes that may share a kernel: one after another, so that a kernel is compiled once."""
+    for shape in shapes:
+        try:
+            sweep_calls.compile_peer(shape)
+        except Exception as error:  # timing it will say what is wrong
+            print(f"compiling a peer's kernel: {shape.name}: {one_line(error)}", file=sys.stderr)
+
+
+def start_compiling(
+    pool: ProcessPoolExecutor, shapes: Sequence[Shape], target: Target
+) -> dict[Shape, list[Future]]:
+    """What each shape waits for."""
+    waits, ours, peers = defaultdict(list), defaultdict(list), defaultdict(list)
+    for shape in shapes:
+        waits[shape] = []
+        try:
+            for item in sweep_calls.our_kernels(shape, target):
+                ours[item].append(shape)
+        except UnsupportedProblem:
+            pass  # timing it will say so
+        key = sweep_calls.peer_kernel(shape)
+        if key is not None:
+            peers[key].append(shape)
+    jobs = [((compile_ahead, *item, target.arch), users) for item, users in ours.items()]
+    jobs += [((compile_peers, users), users) for users in peers.values()]
+    place = {shape: i for i, shape in enumerate(shapes)}
+    with blind(target):
+        for job, users in sorted(jobs, key=lambda job: min(place[shape] for shape in job[1])):
+            future = pool.submit(*job)
+            for shape in users:
+                waits[shape].append(future)
+    return waits
+
+
+# Timing, in a process of its own.
+
+
+def serve(connection) -> None:
+    """Times shapes as they arrive. Says which candidate it is at, then the result."""
+    warnings.simplefilter("ignore")
+    torch.cuda.init()
+    torch.empty(1, device="cuda")
+    sweep_calls.flash_attention()
+    connection.send(("ready", None))
+    while True:
+        fields, without = connection.recv()
+        shape = from_json(fields)
+        result = sweep_report.result_of(shape) | {"missing": dict(without)}
+        try:
+            with torch.inference_mode():
+                measure(shape, result, lambda name: connection.send(("at", name)))
+        except Exception as error:
+            result["missing"][OURS] = one_line(error)
+        torch.cuda.empty_cache()
+        connection.send(("result", result))
+
+
+def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
+    """Fills in times, errors and missing. at: called with a candidate before it does anything that may fail."""
+    at(OURS)
+    sets = min(gpu_sets(shape), gpu_bench.MOST_GRAPH_CALLS // 2)
+    inputs = [(sweep_calls.inputs(shape, seed),) for seed in range(sets)]
+    calls = {OURS: sweep_calls.ours(shape)}
+    expected = calls[OURS](*inputs[0])
+    torch.cuda.synchronize()
+    for name, call in sweep_calls.peers(shape).items():
+        if name in result["missing"]:
+            continue
+        at(name)
+        try:
+            error = difference(call(*inputs[0]), expected)
+            gpu_bench.captured(call, inputs, 1)
+        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as refused:
+            result["missing"][name] = one_line(refused)
+            check_device()
+            continue
+        result["errors"][name] = error
+        if error <= DIFFERENT:
+            calls[name] = call
+        else:
+            result["missing"][name] = f"computes something else: relative difference {error:.1e}"
+    del expected
+    at(OURS)
+    limited = shape.flops / sweep_report.FLOPS_US > shape.bytes / sweep_report.BYTES_US
+    rounds = gpu_bench.SHORT_ROUNDS if limited else {}
+    result["times"] = gpu_bench.graph_times(calls, inputs, **rounds)
+
+
+def gpu_sets(shape: Shape) -> int:
+    """Sets of inputs that together exceed the L2 but not SETS_BYTES."""
+    wanted = gpu_bench.L2_MULTIPLES * torch.cuda.get_device_properties(0).L2_cache_size
+    return max(1, min(-(-wanted // shape.bytes), int(SETS_BYTES // shape.held_bytes)))
+
+
+def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    """Relative; NaN where either has one."""
+    assert theirs.shape == ours.shape, f"shape {list(theirs.shape)}, ours {list(ours.shape)}"
+    exact = ours.float()
+    return float((theirs.float() - exact).norm() / exact.norm())
+
+
+def check_device() -> None:
+    """End the process where the GPU does not answer any more: nothing that follows would mean anything."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        os._exit(1)
+
+
+class Timer:
+    """The process that times."""
+
+    def __init__(self):
+        self.context = multiprocessing.get_context("spawn")
+        self.process = None
+
+    def start(self) -> None:
+        self.connection, far = self.context.Pipe()
+        self.process = self.context.Process(target=serve, args=(far,), daemon=True)
+        self.process.start()
+        far.close()
+        self._message(START_SECONDS)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+    def _message(self, seconds: float):
+        """(what, value) from the process. Raises EOFError where it has ended, TimeoutError where it says nothing."""
+        if not self.connection.poll(seconds):
+            raise TimeoutError
+        return self.connection.recv()
+
+    def time(self, shape: Shape) -> dict:
+        """The result. A candidate that takes the process down is left out, and the rest timed again."""
+        missing = {}
+        while True:
+            at = OURS
+            try:
+                if self.process is None:
+                    self.start()
+                self.connection.send((to_json(shape), missing))
+                while True:
+                    what, value = self._message(SHAPE_SECONDS)
+                    if what == "result":
+                        return value
+                    at = value
+            except (EOFError, OSError) as error:
+                hung = isinstance(error, TimeoutError)
+                self.stop()
+                missing[at] = f"nothing for {SHAPE_SECONDS:.0f} s" if hung else "ended the process"
+                if at == OURS:
+                    return sweep_report.result_of(shape) | {"missing": missing}
+
+
+# All of it.
+
+
+def sweep(shapes: Sequence[Shape], workers: int, seconds: float) -> list[dict]:
+    """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said."""
+    start, target = time.monotonic(), target_of(torch.device("cuda", 0))
+    progress, results = Progress(len(shapes)), {}
+    timer = Timer()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
+    try:
+        waits = start_compiling(pool, shapes, target)
+        left = list(shapes)
+        while left and time.monotonic() - start < seconds:
+            ready = [shape for shape in left if all(future.done() for future in waits[shape])]
+            if not ready:
+                time.sleep(0.05)
+                continue
+            shape = ready[0]
+            left.remove(shape)
+            result = timer.time(shape)
+            for future in waits[shape]:
+                if future.exception() is not None and not isinstance(future.exception(), BrokenProcessPool):
+                    result["missing"].setdefault("compiling", one_line(future.exception()))
+            results[shape] = result
+            progress.step(line(result))
+    finally:
+        timer.stop()
+        pool.shutdown(wait=False, cancel_futures=True)
+    if left:
+        print(f"{len(left)} shapes left out after {seconds:.0f} s (--seconds)", flush=True)
+    return [results[shape] for shape in shapes if shape in results]
+
+
+def line(result: dict) -> str:
+    """A result for the progress bar."""
+    found = sweep_report.ratio(result)
+    ours = result["times"].get(OURS)
+    text = "FAILED" if ours is None else f"{ours:.1f} us"
+    if found is not None:
+        text += f", {found:.2f} of {sweep_report.best_peer(result)}"
+    return f"{result['kind']} {result['name']}: {text}"
+
+
+def one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def shapes_of(options) -> list[Shape]:
+    """What the options ask for."""
+    if options.cases:
+        found = json.loads(options.cases.read_text())
+        items = found["results"] if isinstance(found, dict) else found
+        shapes = [from_json(item.get("shape", item)) for item in items]
+    elif options.cliffs:
+        shapes = cliffs()
+    else:
+        return draw_shapes(QUICK if options.quick else options.shapes, options.seed, tuple(options.only))
+    return list(dict.fromkeys(shape for shape in shapes if shape.kind in options.only))
+
+
+def interleaved(shapes: Sequence[Shape]) -> list[Shape]:
+    """Kinds in turn, so that a run that ends early has some of each."""
+    kinds = defaultdict(list)
+    for shape in shapes:
+        kinds[shape.kind].append(shape)
+    turns = itertools.zip_longest(*kinds.values())
+    return [shape for turn in turns for shape in turn if shape is not None]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help="of the shapes (default %(default)s)")
+    parser.add_argument("--shapes", type=int, default=SHAPES, help="how many (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} shapes")
+    parser.add_argument("--cliffs", action="store_true", help="the fixed table")
+    parser.add_argument("--cases", type=Path, metavar="FILE", help="shapes, or results of --json")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of shapes")
+    parser.add_argument("--list", action="store_true", help="print the shapes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after so many")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that compile")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    shapes = shapes_of(options)
+    if options.list:
+        for shape in shapes:
+            print(f"{shape.kind:12} {shape.name}  {shape.bytes / 1e6:.1f} MB")
+        return
+    if not torch.cuda.is_available():
+        sys.exit("bench_sweep.py needs an NVIDIA GPU (--list, which prints the shapes, does not)")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = cache_folder() or Path(
+            temporary
+        )  # peers' kernels beside ours; for one run where caching is off
+        os.environ[CACHE_VARIABLE] = str(folder)
+        os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+        for variable, name in CACHES.items():
+            os.environ.setdefault(variable, str(folder / name))
+        print(gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")), flush=True)
+        if sweep_calls.flash_attention() is None:
+            print("flash-attn-4 is not installed: ratios are against the other peers")
+        results = sweep(interleaved(shapes), options.workers, options.seconds)
+    print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
+    if options.json:
+        about = {"header": gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")), "seed": options.seed}
+        options.json.write_text(json.dumps(about | {"results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Calls of a shape of ``sweep_shapes``: its tensors, ours and the peers' functions of them, and what these compile.
+
+Ours is called as an engine calls it, a peer as its documentation says for such a batch. On meta tensors the same code
+finds the kernels that we need, on fake tensors those of flash-attn-4.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Hashable
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from warpspec.aot.models import PACKED, PAGED, kernels
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.launch import Kernel, Target
+from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.softmax import softmax, softmax_topk
+
+from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
+from .sweep_shapes import AttentionShape, RowShape, Shape
+
+OURS, FLASH, CUDNN, SDPA = "warpspec", "flash-attn-4", "cuDNN", "SDPA"
+DTYPE = torch.bfloat16
+FLASH_MOST_DIM = 256  # of a head, on sm_90
+
+
+def flash_attention() -> SimpleNamespace | None:
+    """flash-attn-4's functions ``dense`` and ``varlen``, or None where it is not installed."""
+    try:
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    except ImportError:
+        return None
+    return SimpleNamespace(dense=flash_attn_func, varlen=flash_attn_varlen_func)
+
+
+# Tensors.
+
+
+def attention_inputs(
+    shape: AttentionShape, device: str, seed: int = 0, *, values: bool = True
+) -> SimpleNamespace:
+    """q, k, v (None where V is K) and the options of our call. values: random ones, and pages in random order."""
+    draw = random.Random(seed)
+
+    def tensor(*sizes):
+        make = torch.randn if values else torch.empty
+        return make(sizes, dtype=DTYPE, device=device)
+
+    def integers(found):
+        if values:
+            return torch.tensor(found, dtype=torch.int32, device=device)
+        sizes = (len(found), len(found[0])) if isinstance(found[0], list) else (len(found),)
+        return torch.empty(sizes, dtype=torch.int32, device=device)
+
+    options = {"causal": shape.causal}
+    if shape.window is not None:
+        options["window"] = (shape.window - 1, 0)
+    if shape.sink:
+        options["sink"] = tensor(shape.heads_q)
+    if shape.form in PAGED:
+        counts = [-(-keys // shape.page_size) for keys in shape.keys]
+        pages = list(range(sum(counts)))
+        draw.shuffle(pages)
+        taken = iter(pages)
+        table = [[next(taken) for _ in range(n)] + [0] * (max(counts) - n) for n in counts]
+        options["page_table"] = integers(table)
+        key_rows = (len(pages), shape.page_size)
+    elif shape.form == "packed":
+        options["cu_seqlens_k"] = integers(starts(shape.keys))
+        key_rows = (sum(shape.keys),)
+    else:
+        key_rows = (shape.batch, max(shape.keys))
+    if shape.form in (*PAGED, "ranges"):
+        options["kv_lengths"] = integers(shape.keys)
+    if shape.form in PACKED:
+        options["cu_seqlens_q"] = integers(starts(shape.queries))
+        options["max_seqlen_q"], options["max_seqlen_k"] = max(shape.queries), max(shape.keys)
+        query_rows = (sum(shape.queries),)
+    else:
+        query_rows = (shape.batch, shape.queries[0])
+    q = tensor(*query_rows, shape.heads_q, shape.head_dim)
+    k = tensor(*key_rows, shape.heads_kv, shape.head_dim)
+    v = None if shape.shared_kv else tensor(*key_rows, shape.heads_kv, shape.head_dim)
+    return SimpleNamespace(q=q, k=k, v=v, options=options)
+
+
+def starts(lengths: tuple[int, ...]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+def row_inputs(shape: RowShape) -> torch.Tensor:
+    return torch.randn(shape.rows, shape.length, device="cuda").to(getattr(torch, shape.dtype))
+
+
+def inputs(shape: Shape, seed: int = 0):
+    """On the GPU, of one call."""
+    if isinstance(shape, RowShape):
+        return row_inputs(shape)
+    return attention_inputs(shape, "cuda", seed)
+
+
+# Calls: functions of ``inputs``.
+
+
+def ours(shape: Shape) -> Callable:
+    """To the tensor that peers' results are compared with."""
+    if isinstance(shape, RowShape):
+        if shape.k:
+            return lambda x: softmax_topk(x, shape.k, renormalize=shape.renormalize)[0]
+        return softmax
+    function = attention_varlen if shape.form in PACKED else attention
+    return lambda x: function(x.q, x.k, x.v, **x.options)
+
+
+def peers(shape: Shape) -> dict[str, Callable]:
+    """Name -> function of the same inputs to the same tensor: those that are installed and may run the shape."""
+    if isinstance(shape, RowShape):
+        if shape.k:
+            found = topk_peers(shape.length, shape.k, shape.renormalize)
+            if not shape.renormalize:
+                found.pop(QUACK, None)  # computes something else
+            return {name: lambda x, call=call: call(x)[0] for name, call in found.items()}
+        return softmax_peers(shape.length)
+    if shape.shared_kv:
+        return {SDPA: sdpa_shared}
+    found = {}
+    flash = flash_attention()
+    if flash is not None and shape.head_dim <= FLASH_MOST_DIM:
+        found[FLASH] = lambda x: flash_call(flash, shape, x)
+    if shape.form == "plain" and shape.window is None and not shape.sink:
+        if shape.queries == shape.keys or shape.queries[0] == 1 or not shape.causal:
+            found[CUDNN] = lambda x: sdpa(shape, x, SDPBackend.CUDNN_ATTENTION)
+        found[SDPA] = lambda x: sdpa(shape, x, SDPBackend.FLASH_ATTENTION)
+    return found
+
+
+def flash_call(flash: SimpleNamespace, shape: AttentionShape, x: SimpleNamespace) -> torch.Tensor:
+    options = x.options
+    common = {"causal": shape.causal, "learnable_sink": options.get("sink")}
+    common["window_size"] = options.get("window", (None, None))
+    if shape.form == "plain":
+        return result_of(flash.dense(x.q, x.k, x.v, **common))
+    named = {
+        "cu_seqlens_q": "cu_seqlens_q",
+        "cu_seqlens_k": "cu_seqlens_k",
+        "max_seqlen_q": "max_seqlen_q",
+        "seqused_k": "kv_lengths",
+        "page_table": "page_table",
+    }
+    common |= {theirs: options[name] for theirs, name in named.items() if name in options}
+    return result_of(flash.varlen(x.q, x.k, x.v, max_seqlen_k=max(shape.keys), **common))
+
+
+def result_of(found):
+    """The result, without what some versions return beside it."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+def sdpa(shape: AttentionShape, x: SimpleNamespace, backend: SDPBackend) -> torch.Tensor:
+    heads_first = [tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v)]
+    options = {"enable_gqa": shape.group > 1}
+    if shape.causal and shape.queries[0] > 1:
+        if shape.queries == shape.keys:
+            options["is_causal"] = True
+        else:
+            from torch.nn.attention.bias import causal_lower_right
+
+            options["attn_mask"] = causal_lower_right(shape.queries[0], shape.keys[0])
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+
+
+def sdpa_shared(x: SimpleNamespace) -> torch.Tensor:
+    """Heads are so many queries: nothing here is causal."""
+    batch, queries, heads, dim = x.q.shape
+    keys = x.k.transpose(1, 2)
+    out = scaled_dot_product_attention(x.q.view(batch, 1, queries * heads, dim), keys, keys)
+    return out.view(batch, queries, heads, dim)
+
+
+# What is compiled.
+
+
+def our_kernels(shape: Shape, target: Target) -> list[tuple[Kernel, Hashable]]:
+    """The kernels, each with its configuration, that our call runs on a target. Needs no GPU.
+
+    Raises UnsupportedProblem naming what the kernel does not do.
+    """
+    if isinstance(shape, AttentionShape):
+        x = attention_inputs(shape, "meta", values=False)
+        return kernels([AttentionProblem.of(x.q, x.k, x.v, memory=False, **x.options)], target)
+    edges = shape.length * getattr(torch, shape.dtype).itemsize % VECTOR_BYTES != 0
+    if shape.k:
+        from warpspec.softmax.topk.launch import topk_kernel
+        from warpspec.softmax.topk.plan import choose_config
+
+        numbers = (shape.rows, shape.length, shape.k, shape.dtype, edges, shape.renormalize)
+        return [(topk_kernel, choose_config(*numbers, target.sm_count))]
+    from warpspec.softmax.launch import softmax_kernel
+    from warpspec.softmax.plan import choose_plan
+    from warpspec.softmax.problem import SoftmaxProblem
+
+    problem = SoftmaxProblem(shape.rows, shape.length, shape.dtype, aligned=not edges)
+    return [(softmax_kernel, choose_plan(problem, target).config)]
+
+
+def peer_kernel(shape: Shape) -> Hashable | None:
+    """Equal for shapes that may share a peer's kernel; None for one that compiles nothing. Imports nothing."""
+    if isinstance(shape, RowShape):
+        taken = (
+            quack_topk(shape.length, shape.k) and shape.renormalize
+            if shape.k
+            else quack_softmax(shape.length)
+        )
+        return (QUACK, shape.kind, shape.length, shape.dtype, shape.k) if taken else None
+    if shape.head_dim > FLASH_MOST_DIM or find_spec("flash_attn") is None:
+        return None
+    pages = "whole tiles" if shape.page_size % 128 == 0 else "any"
+    form = (shape.form, pages if shape.page_size else None)
+    return (FLASH, shape.head_dim, shape.group, *form, shape.window is None, shape.sink, shape.causal)
+
+
+def compile_peer(shape: Shape) -> None:
+    """Compile the peer's kernel for a shape into the peer's own disk cache. Needs no GPU.
+
+    Raises what the peer raises.
+    """
+    if isinstance(shape, AttentionShape):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(), torch.no_grad():
+            flash_call(flash_attention(), shape, attention_inputs(shape, "cuda", values=False))
+        return
+    from quack.cute_dsl_utils import torch2cute_dtype_map
+
+    dtype = torch2cute_dtype_map[getattr(torch, shape.dtype)]
+    if shape.k:
+        from quack.topk import TopK
+
+        TopK.compile(dtype, shape.length, shape.k, True)
+    else:
+        from quack.softmax import Softmax
+
+        Softmax.compile(dtype, dtype, shape.length)

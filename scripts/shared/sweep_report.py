@@ -1,0 +1,157 @@
+"""What a sweep found: ratios, shares of the bytes' time, tables. Plain Python.
+
+A result is a dictionary, as it is written to JSON: shape (``sweep_shapes.to_json``), name, kind, bytes, flops, times
+(microseconds by candidate, ours among them unless the shape failed), errors (relative, of the peers that were
+compared), missing (why a candidate has no time).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .gpu_bench import table
+from .sweep_calls import OURS
+from .sweep_shapes import KINDS, Shape, to_json
+
+BYTES_US = 4.25e6  # bytes a microsecond that a copy reads and writes on an H200
+FLOPS_US = 687e6  # FLOP a microsecond of a large matrix product there
+LARGE_BYTES = 100e6
+LEVEL, MEAN, SHARE = 0.97, 1.08, 0.90  # wanted: of every shape, of the geometric mean, of the bytes' time
+WORST = 10
+
+
+def result_of(shape: Shape) -> dict:
+    """Without times."""
+    return {
+        "shape": to_json(shape),
+        "kind": shape.kind,
+        "name": shape.name,
+        "bytes": shape.bytes,
+        "flops": shape.flops,
+        "times": {},
+        "errors": {},
+        "missing": {},
+    }
+
+
+def best_peer(result: dict) -> str | None:
+    """The fastest peer that computes the same."""
+    peers = [name for name in result["times"] if name != OURS]
+    return min(peers, key=result["times"].get) if peers and OURS in result["times"] else None
+
+
+def ratio(result: dict) -> float | None:
+    """The best peer's time over ours; None without a peer."""
+    peer = best_peer(result)
+    return None if peer is None else result["times"][peer] / result["times"][OURS]
+
+
+def bytes_us(result: dict) -> float:
+    return result["bytes"] / BYTES_US
+
+
+def share(result: dict) -> float | None:
+    """The bytes' time over ours, of a call that moves much and whose arithmetic takes less time."""
+    much = result["bytes"] > LARGE_BYTES and result["flops"] / FLOPS_US < bytes_us(result)
+    return bytes_us(result) / result["times"][OURS] if much and OURS in result["times"] else None
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def suspicious(result: dict) -> bool:
+    """Peers were compared, and none has our result: ours may be the wrong one."""
+    return bool(result["errors"]) and best_peer(result) is None
+
+
+COLUMNS = ("kind", "shape", f"{OURS} us", "best peer", "us", "ratio", "bytes us", "share")
+
+
+def cells(result: dict) -> list:
+    peer = best_peer(result)
+    return [
+        *(result["kind"], result["name"], result["times"].get(OURS), peer),
+        *(result["times"].get(peer), ratio(result), bytes_us(result), share(result)),
+    ]
+
+
+def every_table(results: Sequence[dict], markdown: bool = False) -> str:
+    """A line for each shape, with every peer."""
+    names = sorted({name for result in results for name in result["times"]} - {OURS})
+    rows = [
+        [*cells(result)[:3], *(result["times"].get(name) for name in names), *cells(result)[5:]]
+        for result in results
+    ]
+    columns = (*COLUMNS[:3], *(f"{name} us" for name in names), *COLUMNS[5:])
+    return table(columns, rows, markdown=markdown)
+
+
+def worst(results: Sequence[dict], value) -> list[dict]:
+    """The results with the least values, those without one left out."""
+    return sorted((result for result in results if value(result) is not None), key=value)[:WORST]
+
+
+def kinds_table(results: Sequence[dict], markdown: bool = False) -> str:
+    """By kind, and of all: geometric mean of the ratios, the least one, how many are below LEVEL; likewise shares."""
+    rows = []
+    present = [kind for kind in KINDS if any(result["kind"] == kind for result in results)]
+    for kind in (*present, "all"):
+        chosen = [result for result in results if kind in ("all", result["kind"])]
+        ratios = [found for found in map(ratio, chosen) if found is not None]
+        shares = [found for found in map(share, chosen) if found is not None]
+        below = sum(value < LEVEL for value in ratios)
+        rows.append(
+            [
+                *(kind, len(chosen), len(ratios), geometric_mean(ratios), min(ratios, default=None)),
+                f"{below} ({below / len(ratios):.0%})" if ratios else None,
+                *(len(shares), min(shares, default=None), sum(value < SHARE for value in shares)),
+            ]
+        )
+    columns = ("kind", "shapes", "with a peer", "mean ratio", "least", f"below {LEVEL}")
+    columns += ("large", "least share", f"below {SHARE}")
+    return table(columns, rows, markdown=markdown)
+
+
+def verdict(results: Sequence[dict]) -> str:
+    """What is wanted, and whether it is so."""
+    ratios = [found for found in map(ratio, results) if found is not None]
+    shares = [found for found in map(share, results) if found is not None]
+    below, mean = sum(value < LEVEL for value in ratios), geometric_mean(ratios)
+    lines = []
+    if ratios:
+        lines.append(f"{below} of {len(ratios)} shapes below {LEVEL} of the best peer (wanted: none)")
+        lines.append(f"geometric mean of the ratios {mean:.3f} (wanted: {MEAN})")
+    if shares:
+        short = sum(value < SHARE for value in shares)
+        lines.append(
+            f"{short} of {len(shares)} calls over {LARGE_BYTES / 1e6:.0f} MB below {SHARE:.0%} of the bytes' time "
+            "(wanted: none)"
+        )
+    return "\n".join(lines)
+
+
+def problems(results: Sequence[dict]) -> list[str]:
+    """Candidates without a time, and results that no peer shares."""
+    lines = []
+    for result in results:
+        place = f"{result['kind']} {result['name']}"
+        lines += [f"{place}: {name}: {why}" for name, why in result["missing"].items()]
+        if suspicious(result):
+            lines.append(f"{place}: NO PEER HAS OUR RESULT")
+    return lines
+
+
+def report(results: Sequence[dict], markdown: bool = False) -> str:
+    """All tables; the worst shapes and what is wanted last."""
+    parts = [every_table(results, markdown)]
+    found = problems(results)
+    if found:
+        parts.append("\n".join(("without a time:", *found)))
+    for title, value in (("worst ratios", ratio), ("worst shares of the bytes' time", share)):
+        rows = [cells(result) for result in worst(results, value)]
+        if rows:
+            parts.append(f"{title}\n{table(COLUMNS, rows, markdown=markdown)}")
+    parts += [kinds_table(results, markdown), verdict(results)]
+    return "\n\n".join(parts)
