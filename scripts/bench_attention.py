@@ -1,10 +1,11 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|decode|paged|shared|host ...] [--markdown] [--png FILE]
+    python scripts/bench_attention.py [--only prefill|decode|paged|varlen|shared|host ...] [--markdown] [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill, torch's SDPA for decode and for K and V in one tensor. A ratio is the peer's time over ours:
-above 1 we are faster. host: CPU time of a call from Python.
+above 1 we are faster. varlen: packed requests, and others of different lengths, in CUDA graphs. host: CPU time of a
+call from Python.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from shared import gpu_bench
+from shared import gpu_bench, sweep_calls, sweep_report, sweep_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -49,15 +50,6 @@ FLASH_MLA = (
 )
 
 
-def flash_attention():
-    """flash-attn-4's function, or None where it is not installed."""
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        return None
-    return flash_attn_func
-
-
 def random(*shape) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
 
@@ -71,7 +63,7 @@ def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def prefill() -> list[list]:
     rows = []
-    flash = flash_attention()
+    flash = sweep_calls.flash_attention()
     for batch, heads, length, d, causal, window in PREFILL:
         q, k, v = (random(batch, length, heads, d) for _ in range(3))
         sink = torch.randn(heads, device="cuda") if window else None
@@ -94,7 +86,7 @@ def prefill() -> list[list]:
             calls["warpspec"]()
             agree(f"prefill D {d}", out, cudnn().transpose(1, 2))
         if flash is not None:
-            calls["flash-attn-4"] = lambda q=q, k=k, v=v, causal=causal, sides=sides, sink=peers_sink: flash(
+            calls["flash-attn-4"] = lambda q=q, k=k, v=v, causal=causal, sides=sides, sink=peers_sink: flash.dense(
                 q, k, v, causal=causal, window_size=sides or (None, None), learnable_sink=sink
             )  # fmt: skip
         times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
@@ -189,6 +181,25 @@ def paged() -> list[list]:
     return rows
 
 
+def varlen() -> list[list]:
+    """Requests of different lengths, from the fixed table of bench_sweep.py."""
+    rows = []
+    for shape in sweep_shapes.cliffs():
+        if not isinstance(shape, sweep_shapes.AttentionShape) or shape.form == "plain":
+            continue
+        sets = sweep_calls.input_sets(shape)
+        calls = {sweep_calls.OURS: sweep_calls.ours(shape), **sweep_calls.peers(shape)}
+        expected = calls[sweep_calls.OURS](*sets[0])
+        for name, call in calls.items():
+            agree(f"{name}, {shape.name}", expected, call(*sets[0]))
+        times = gpu_bench.graph_times(calls, sets, **gpu_bench.SHORT_ROUNDS)
+        result = sweep_report.result_of(shape) | {"times": times}
+        cells = columns(times, shape.flops * 1e-6, (sweep_calls.FLASH,))
+        share = sweep_report.text(sweep_report.share(result), ".0%")
+        rows.append([f"{shape.kind} {shape.name}", *cells, share])
+    return rows
+
+
 def shared() -> list[list]:
     """K and V one tensor, against SDPA that sees the heads as so many queries: nothing here is causal."""
     rows = []
@@ -268,7 +279,7 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 
 def main() -> None:
-    parts = ("prefill", "decode", "paged", "shared", "host")
+    parts = ("prefill", "decode", "paged", "varlen", "shared", "host")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
@@ -296,6 +307,9 @@ def main() -> None:
     if "paged" in options.only:
         names = ["paged", "dense us", *(f"pages of {size}: times dense" for size in PAGES)]
         show(names, paged())
+    if "varlen" in options.only:
+        names = ["varlen", "us", "TFLOP/s", "flash-attn-4", "ratio", "share of the bytes' time"]
+        show(names, varlen())
     if "shared" in options.only:
         show(["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA}\n")
     if "host" in options.only:

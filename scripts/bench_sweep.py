@@ -39,7 +39,6 @@ from shared import gpu_bench, sweep_calls, sweep_report
 from shared.sweep_calls import OURS
 from shared.sweep_shapes import (
     KINDS,
-    MOST_BYTES,
     Shape,
     cliffs,
     draw_shapes,
@@ -57,7 +56,6 @@ SECONDS = 200.0  # in which shapes are begun
 SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
 START_SECONDS = 90.0  # of a process
 DIFFERENT = 1e-2  # relative difference that no rounding to bf16 explains
-SETS_BYTES = 2 * MOST_BYTES  # of all inputs that a shape goes round
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4", "QUACK_CACHE_DIR": "quack"}
 
 
@@ -143,7 +141,7 @@ def serve(connection) -> None:
         shape = from_json(fields)
         result = sweep_report.result_of(shape) | {"missing": dict(without)}
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 measure(shape, result, lambda name: connection.send(("at", name)))
         except Exception as error:
             result["missing"][OURS] = one_line(error)
@@ -154,8 +152,7 @@ def serve(connection) -> None:
 def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
     """Fills in times, errors and missing. at: called with a candidate before it does anything that may fail."""
     at(OURS)
-    sets = min(gpu_sets(shape), gpu_bench.MOST_GRAPH_CALLS // 2)
-    inputs = [(sweep_calls.inputs(shape, seed),) for seed in range(sets)]
+    inputs = sweep_calls.input_sets(shape)
     calls = {OURS: sweep_calls.ours(shape)}
     expected = calls[OURS](*inputs[0])
     torch.cuda.synchronize()
@@ -182,12 +179,6 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
     result["times"] = gpu_bench.graph_times(calls, inputs, **rounds)
 
 
-def gpu_sets(shape: Shape) -> int:
-    """Sets of inputs that together exceed the L2 but not SETS_BYTES."""
-    wanted = gpu_bench.L2_MULTIPLES * torch.cuda.get_device_properties(0).L2_cache_size
-    return max(1, min(-(-wanted // shape.bytes), int(SETS_BYTES // shape.held_bytes)))
-
-
 def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
     """Relative; NaN where either has one."""
     assert theirs.shape == ours.shape, f"shape {list(theirs.shape)}, ours {list(ours.shape)}"
@@ -206,13 +197,13 @@ def check_device() -> None:
 class Timer:
     """The process that times."""
 
-    def __init__(self):
-        self.context = multiprocessing.get_context("spawn")
+    def __init__(self, serve: Callable = serve, start_method: str = "spawn"):
+        self.serve, self.context = serve, multiprocessing.get_context(start_method)
         self.process = None
 
     def start(self) -> None:
         self.connection, far = self.context.Pipe()
-        self.process = self.context.Process(target=serve, args=(far,), daemon=True)
+        self.process = self.context.Process(target=self.serve, args=(far,), daemon=True)
         self.process.start()
         far.close()
         self._message(START_SECONDS)

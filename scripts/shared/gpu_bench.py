@@ -142,8 +142,7 @@ def graph_times(
     """
     graphs, rough = {}, {}
     for name, call in candidates.items():
-        call(*inputs[0])
-        rough[name] = statistics.median(_event_times(call, inputs, 5))
+        rough[name] = graph_time(call, inputs, calls=4, replays=3)
     for name, call in candidates.items():
         calls = max(len(inputs), min(MOST_GRAPH_CALLS, -(-GRAPH_US // rough[name])))
         calls = int(max(1, min(calls, MOST_GRAPH_US // rough[name])))

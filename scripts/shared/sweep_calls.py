@@ -23,12 +23,14 @@ from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.softmax import softmax, softmax_topk
 
+from . import gpu_bench
 from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
-from .sweep_shapes import AttentionShape, RowShape, Shape
+from .sweep_shapes import MOST_BYTES, AttentionShape, RowShape, Shape
 
 OURS, FLASH, CUDNN, SDPA = "warpspec", "flash-attn-4", "cuDNN", "SDPA"
 DTYPE = torch.bfloat16
 FLASH_MOST_DIM = 256  # of a head, on sm_90
+SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shape go round
 
 
 def flash_attention() -> SimpleNamespace | None:
@@ -104,6 +106,13 @@ def inputs(shape: Shape, seed: int = 0):
     if isinstance(shape, RowShape):
         return row_inputs(shape)
     return attention_inputs(shape, "cuda", seed)
+
+
+def input_sets(shape: Shape) -> list[tuple]:
+    """Arguments of calls: as many ``inputs`` as together exceed the L2, but not SETS_BYTES."""
+    most = min(int(SETS_BYTES // shape.held_bytes), MOST_SETS)
+    wanted = gpu_bench.L2_MULTIPLES * torch.cuda.get_device_properties(0).L2_cache_size
+    return [(inputs(shape, seed),) for seed in range(max(1, min(-(-wanted // shape.bytes), most)))]
 
 
 # Calls: functions of ``inputs``.

@@ -66,6 +66,10 @@ def suspicious(result: dict) -> bool:
     return bool(result["errors"]) and best_peer(result) is None
 
 
+def text(value: float | None, form: str = ".3f") -> str | None:
+    return None if value is None else format(value, form)
+
+
 COLUMNS = ("kind", "shape", f"{OURS} us", "best peer", "us", "ratio", "bytes us", "share")
 
 
@@ -73,7 +77,7 @@ def cells(result: dict) -> list:
     peer = best_peer(result)
     return [
         *(result["kind"], result["name"], result["times"].get(OURS), peer),
-        *(result["times"].get(peer), ratio(result), bytes_us(result), share(result)),
+        *(result["times"].get(peer), text(ratio(result)), bytes_us(result), text(share(result), ".0%")),
     ]
 
 
@@ -104,9 +108,19 @@ def kinds_table(results: Sequence[dict], markdown: bool = False) -> str:
         below = sum(value < LEVEL for value in ratios)
         rows.append(
             [
-                *(kind, len(chosen), len(ratios), geometric_mean(ratios), min(ratios, default=None)),
+                *(
+                    kind,
+                    len(chosen),
+                    len(ratios),
+                    text(geometric_mean(ratios)),
+                    text(min(ratios, default=None)),
+                ),
                 f"{below} ({below / len(ratios):.0%})" if ratios else None,
-                *(len(shares), min(shares, default=None), sum(value < SHARE for value in shares)),
+                *(
+                    len(shares),
+                    text(min(shares, default=None), ".0%"),
+                    sum(value < SHARE for value in shares),
+                ),
             ]
         )
     columns = ("kind", "shapes", "with a peer", "mean ratio", "least", f"below {LEVEL}")

@@ -1,0 +1,262 @@
+"""bench_sweep.py without a GPU: the shapes it draws, their tensors, what it says of times, candidates that die."""
+
+import json
+import os
+import time
+
+import bench_sweep as sweep
+import pytest
+import torch
+from shared import sweep_calls, sweep_report
+from shared.sweep_report import OURS
+from shared.sweep_shapes import (
+    KINDS,
+    MOST_BYTES,
+    MOST_FLOPS,
+    AttentionShape,
+    RowShape,
+    cliffs,
+    counts,
+    draw_shapes,
+    from_json,
+    to_json,
+)
+
+from warpspec.aot.models import CALLS, PACKED, PAGED
+from warpspec.common.hardware import GPUS
+from warpspec.common.launch import Target
+
+H200 = Target("sm_90a", 0, GPUS["sm_90a"].sm_count, GPUS["sm_90a"].l2_bytes)
+
+
+def small(form, **fields):
+    """Two requests."""
+    queries, keys = ((3, 3), (40, 40)) if form not in PACKED else ((3, 5), (40, 7))
+    page_size = 16 if form in PAGED else 0
+    fields = {"heads_q": 4, "heads_kv": 2, "head_dim": 64} | fields
+    sizes = {"queries": queries, "keys": keys, "page_size": page_size}
+    return AttentionShape("prefill", "tiny", form=form, **(sizes | fields))
+
+
+# Shapes.
+
+
+def test_shapes_are_as_many_as_asked_for_different_and_repeatable():
+    shapes = draw_shapes(128, 7)
+    assert len(set(shapes)) == 128 and shapes == draw_shapes(128, 7)
+    assert set(shapes).isdisjoint(draw_shapes(128, 8)[:20])
+    for shape in shapes:
+        assert shape.held_bytes <= MOST_BYTES and shape.flops <= MOST_FLOPS
+    drawn = [shape.kind for shape in shapes]
+    assert {kind: drawn.count(kind) for kind in KINDS} == counts(128)
+
+
+def test_shapes_of_a_kind_do_not_depend_on_the_others():
+    decoding = [shape for shape in draw_shapes(128, 7) if shape.kind == "decode"]
+    assert draw_shapes(len(decoding), 7, ("decode",)) == decoding
+
+
+@pytest.mark.parametrize("total", [1, 8, 20, 119, 1000])
+def test_counts_sum_up(total):
+    found = counts(total)
+    assert sum(found.values()) == total and (total < len(KINDS) or min(found.values()) > 0)
+
+
+def test_shapes_have_what_engines_send():
+    shapes = draw_shapes(400, 3)
+    attention = [shape for shape in shapes if isinstance(shape, AttentionShape)]
+    assert {shape.form for shape in attention} == set(CALLS)
+    assert {shape.page_size for shape in attention} == {0, 16, 32, 64, 128, 256}
+    assert {shape.head_dim for shape in attention} == {64, 128, 256, 512}
+    assert any(shape.sink for shape in attention) and any(shape.window for shape in attention)
+    random = [shape for shape in attention if shape.kind == "decode" and len(set(shape.keys)) > 1]
+    assert random and max(shape.batch for shape in attention) > 150
+    assert all(shape.queries[0] == 1 and max(shape.queries) > 1 for shape in shapes if shape.kind == "mixed")
+
+
+def test_json_keeps_shapes():
+    for shape in (*draw_shapes(40, 1), *cliffs()):
+        assert from_json(json.loads(json.dumps(to_json(shape)))) == shape
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+def test_work_is_that_of_the_visible_pairs(window):
+    for queries, keys, causal in ((1, 9, True), (9, 9, True), (4, 9, True), (4, 9, False)):
+        if window is not None and not causal:
+            continue
+        shape = small("plain", queries=(queries,) * 2, keys=(keys,) * 2, window=window, causal=causal)
+        position = torch.arange(queries)[:, None] + keys - queries
+        key = torch.arange(keys)[None]
+        seen = (key <= position) | (not causal)
+        if window is not None:
+            seen &= key > position - window
+        assert shape.flops == 4 * 2 * int(seen.sum()) * 4 * 64
+        assert shape.visible_keys == (int(seen.any(0).sum()),) * 2
+    q_and_o, k_and_v = 2 * 8 * 4 * 64 * 2, 2 * 47 * 2 * 64 * 2
+    assert small("packed").bytes == q_and_o + k_and_v == small("packed").held_bytes
+
+
+def test_bytes_of_rows():
+    assert RowShape("softmax", 3, 100, "bfloat16").bytes == 2 * 600
+    assert RowShape("top-k", 3, 100, "float32", k=5).bytes == 1200 + 3 * 5 * 8
+
+
+# Calls.
+
+
+def test_every_shape_is_a_call_that_our_kernels_run():
+    for shape in (*draw_shapes(100, 11), *cliffs()):
+        assert sweep_calls.our_kernels(shape, H200), shape.name
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("more", [{}, {"window": 5, "sink": True}])
+def test_inputs_make_the_call(form, more):
+    """All forms of a shape are the same call: the reference gives what it gives for its tensors one by one."""
+    shape = small(form, **more)
+    x = sweep_calls.attention_inputs(shape, "cpu", 1)
+    x.options["backend"] = "reference"
+    out = sweep_calls.ours(shape)(x).reshape(-1, 4, 64)
+    ends = sweep_calls.starts(shape.queries)
+    q = x.q.reshape(-1, 4, 64)
+    plain = small("plain", **more)
+    for b, (queries, keys) in enumerate(zip(shape.queries, shape.keys, strict=True)):
+        if shape.page_size:
+            pages = x.options["page_table"][b, : -(-keys // 16)].long()
+            k, v = (tensor[pages].reshape(-1, 2, 64)[:keys] for tensor in (x.k, x.v))
+        else:
+            first = sweep_calls.starts(shape.keys)[b]
+            k, v = (tensor.reshape(-1, 2, 64)[first : first + keys] for tensor in (x.k, x.v))
+        rows = slice(ends[b], ends[b] + queries)
+        one = {"causal": True, "backend": "reference", "sink": x.options.get("sink")}
+        one["window"] = x.options.get("window")
+        alone = sweep_calls.ours(plain)(
+            type(x)(q=q[rows][None], k=k[None].contiguous(), v=v[None].contiguous(), options=one)
+        )
+        torch.testing.assert_close(out[rows], alone[0], rtol=2e-2, atol=2e-2)
+    if shape.page_size:
+        used = [x.options["page_table"][b, : -(-keys // 16)] for b, keys in enumerate(shape.keys)]
+        assert sorted(torch.cat(used).tolist()) == list(range(len(x.k)))
+
+
+def test_peers_of_rows_compute_what_we_do(monkeypatch):
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    for shape in (
+        RowShape("softmax", 5, 96, "float32"),
+        RowShape("top-k", 5, 96, "float32", k=7),
+        RowShape("top-k", 5, 96, "float32", k=7, renormalize=True),
+    ):
+        torch.testing.assert_close(sweep_calls.peers(shape)["torch"](x), sweep_calls.ours(shape)(x))
+
+
+def test_dense_shapes_have_the_peers_that_take_them():
+    plain = small("plain", queries=(8, 8), keys=(8, 8))
+    assert {sweep_calls.CUDNN, sweep_calls.SDPA} <= set(sweep_calls.peers(plain))
+    assert sweep_calls.CUDNN not in sweep_calls.peers(small("plain"))  # is_causal aligns the first positions
+    for shape in (small("plain", sink=True), small("plain", window=4), small("paged")):
+        assert not {sweep_calls.CUDNN, sweep_calls.SDPA} & set(sweep_calls.peers(shape))
+
+
+# What is said of times.
+
+
+def result(times, kind="decode", megabytes=1.0, flops=0, **more):
+    found = {"kind": kind, "name": f"{kind} {times}", "bytes": megabytes * 1e6, "flops": flops}
+    return found | {"times": times, "errors": dict.fromkeys(times, 1e-3), "missing": {}} | more
+
+
+def test_ratios_and_shares():
+    two = result({OURS: 10.0, "a": 12.0, "b": 9.0}, megabytes=4.25 * 90)
+    assert sweep_report.best_peer(two) == "b" and sweep_report.ratio(two) == pytest.approx(0.9)
+    assert sweep_report.share(two) == pytest.approx(9.0)
+    assert sweep_report.share(result({OURS: 10.0})) is None  # too small
+    assert (
+        sweep_report.share(result({OURS: 10.0}, megabytes=200, flops=1e12)) is None
+    )  # arithmetic takes longer
+    alone, failed = result({OURS: 10.0}, errors={}), result({}, errors={})
+    assert sweep_report.ratio(alone) is None and sweep_report.ratio(failed) is None
+    assert sweep_report.share(failed | {"bytes": 1e9}) is None
+    assert sweep_report.suspicious(alone | {"errors": {"a": 1.0}}) and not sweep_report.suspicious(alone)
+    assert sweep_report.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
+    assert sweep_report.geometric_mean([]) is None
+
+
+def test_the_report_names_the_worst():
+    fast = [result({OURS: 10.0, "a": 20.0 + i}, kind="prefill") for i in range(15)]
+    slow = result({OURS: 10.0, "a": 9.0})
+    large = result({OURS: 1000.0, "a": 1500.0}, megabytes=425)
+    failed = result({}, missing={OURS: "ValueError: no"}, errors={})
+    text = sweep_report.report([*fast, slow, large, failed])
+    worst = text[text.index("worst ratios") : text.index("worst shares")].splitlines()
+    assert slow["name"] in worst[2] and len(worst) - 3 == sweep_report.WORST  # title, columns; an empty line
+    assert fast[-1]["name"] not in "\n".join(worst)
+    assert "ValueError: no" in text
+    assert "1 of 17 shapes below 0.97" in text and "1 of 1 calls over 100 MB below 90%" in text
+    kinds = sweep_report.kinds_table([*fast, slow])
+    lines = {line.split()[0]: line.split() for line in kinds.splitlines()[1:]}
+    assert lines["decode"][1:6] == ["1", "1", "0.900", "0.900", "1"] and lines["prefill"][5] == "0"
+    assert sweep_report.report([failed])  # nothing to compare
+
+
+# The processes.
+
+
+def dies_at_a_peer(connection):
+    """Like ``bench_sweep.serve``, with candidates that end the process or hang."""
+    connection.send(("ready", None))
+    while True:
+        fields, missing = connection.recv()
+        for name in (OURS, "ends", "hangs", "works"):
+            connection.send(("at", name))
+            if name == "ends" and name not in missing:
+                os._exit(3)
+            if name == "hangs" and name not in missing:
+                time.sleep(60)
+        connection.send(("result", {"missing": missing, "shape": fields}))
+
+
+def ends_at_once(connection):
+    os._exit(3)
+
+
+def test_a_candidate_that_dies_or_hangs_is_left_out(monkeypatch):
+    monkeypatch.setattr(sweep, "SHAPE_SECONDS", 0.5)
+    timer, shape = sweep.Timer(dies_at_a_peer, "fork"), cliffs()[0]
+    try:
+        found = timer.time(shape)
+    finally:
+        timer.stop()
+    assert from_json(found["shape"]) == shape
+    assert found["missing"] == {"ends": "ended the process", "hangs": "nothing for 0 s"}
+
+
+def test_a_process_that_never_starts_costs_the_shape():
+    found = sweep.Timer(ends_at_once, "fork").time(cliffs()[0])
+    assert found["missing"] == {OURS: "ended the process"} and not found["times"]
+
+
+def test_shapes_of_the_options(tmp_path):
+    def shapes(*arguments):
+        return sweep.shapes_of(sweep.parser().parse_args(arguments))
+
+    assert len(shapes()) >= 120 and len(shapes("--quick")) == sweep.QUICK
+    assert {shape.kind for shape in shapes("--only", "mixed", "softmax")} == {"mixed", "softmax"}
+    wanted = shapes("--cliffs")
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"results": [sweep_report.result_of(shape) for shape in wanted]}))
+    assert shapes("--cases", str(file)) == wanted == cliffs()
+    file.write_text(json.dumps([to_json(wanted[0])]))
+    assert shapes("--cases", str(file)) == wanted[:1]
+    turns = sweep.interleaved(wanted)
+    assert sorted(map(hash, turns)) == sorted(map(hash, wanted)) and turns[0].kind != turns[1].kind
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["bench_sweep.py"])
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        sweep.main()
+    monkeypatch.setattr("sys.argv", ["bench_sweep.py", "--list", "--quick"])
+    sweep.main()
+    assert len(capsys.readouterr().out.splitlines()) == sweep.QUICK
