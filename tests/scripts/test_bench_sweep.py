@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from concurrent.futures import Future
 
 import bench_sweep as sweep
 import pytest
@@ -200,6 +201,34 @@ def test_the_report_names_the_worst():
 
 
 # The processes.
+
+
+class Pool:
+    """Like an executor that never runs anything."""
+
+    def __init__(self):
+        self.jobs = []
+
+    def submit(self, *job):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["CUTE_DSL_ARCH"] == "sm_90a"
+        self.jobs.append(job)
+        return Future()
+
+
+def test_a_kernel_is_compiled_once_for_all_shapes_that_need_it(monkeypatch):
+    monkeypatch.setattr(sweep_calls, "find_spec", lambda name: True)  # as if peers were installed
+    monkeypatch.setenv("CUTE_DSL_ARCH", "before")
+    shapes, pool = draw_shapes(60, 5), Pool()
+    waits = sweep.start_compiling(pool, shapes, H200)
+    assert os.environ["CUTE_DSL_ARCH"] == "before"
+    ours = [job[1:3] for job in pool.jobs if job[0] is sweep.compile_ahead]
+    assert set(ours) == {item for shape in shapes for item in sweep_calls.our_kernels(shape, H200)}
+    assert len(set(ours)) == len(ours)
+    peers = [shape for job in pool.jobs if job[0] is sweep.compile_peers for shape in job[1]]
+    assert len(set(peers)) == len(peers) and set(peers) <= set(shapes)
+    for shape in shapes:
+        kernels = len(sweep_calls.our_kernels(shape, H200))
+        assert len(waits[shape]) == kernels + (shape in peers)
 
 
 def dies_at_a_peer(connection):
