@@ -1,0 +1,219 @@
+"""The backend: what it can serve, what a batch is like, attention of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.engines import keys
+from warpspec.engines.vllm import NAME, warmup
+from warpspec.fmha import attention_varlen
+
+PREFERRED_BLOCK = 64  # keys to a block, where --block-size is not given
+
+
+class WarpspecBackend(AttentionBackend):
+    """What vLLM asks before it chooses the backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(keys.DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[WarpspecAttention]:
+        return WarpspecAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[BatchBuilder]:
+        return BatchBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
+        return [16, 32, 64, 128]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, PREFERRED_BLOCK)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(keys.HEAD_DIMS)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return capability.major in (9, 10)
+
+
+@dataclass
+class Batch(AttentionMetadata):
+    """One step's requests, the same for all layers of a group. Lengths stay on the device."""
+
+    tokens: int  # of queries; rows past it are padding
+    most_queries: int
+    most_keys: int  # an upper bound
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32
+    kv_lengths: torch.Tensor  # [B] int32, new tokens included
+    page_table: torch.Tensor  # [B, blocks] int32
+
+
+class BatchBuilder(AttentionMetadataBuilder[Batch]):
+    """Nothing is computed for a batch, so that any batch can be a CUDA graph, and drafts of speculative decoding
+    need no other batches than the model's own."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        keys.check_page_size(kv_cache_spec.block_size, "--block-size (block_size)")
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Batch:
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise UnsupportedProblem(f"causal: must be True for every request, got {batch.causal}")
+        return Batch(
+            tokens=batch.num_actual_tokens,
+            most_queries=batch.max_query_len,
+            most_keys=batch.max_seq_len,
+            cu_seqlens_q=batch.query_start_loc,
+            kv_lengths=batch.seq_lens,
+            page_table=batch.block_table_tensor,
+        )
+
+    def update_block_table(self, metadata: Batch, blk_table, slot_mapping) -> Batch:
+        return Batch(**{**vars(metadata), "page_table": blk_table})
+
+
+class WarpspecAttention(AttentionImpl[Batch]):
+    """Attention of one layer. Raises UnsupportedProblem for what a layer may not ask for."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        keys.check_head_size(head_size, "choose another --attention-backend for this model")
+        if kv_cache_dtype not in WarpspecBackend.supported_kv_cache_dtypes:
+            raise UnsupportedProblem(
+                f"--kv-cache-dtype: must be one of {', '.join(WarpspecBackend.supported_kv_cache_dtypes)}, got "
+                f"{kv_cache_dtype}"
+            )
+        for name, value in (("alibi_slopes", alibi_slopes), ("logits_soft_cap", logits_soft_cap or None)):
+            if value is not None:
+                raise UnsupportedProblem(f"{name}: not supported, choose another --attention-backend")
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedProblem(f"attn_type: must be {AttentionType.DECODER!r}, got {attn_type!r}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks  # [Hq], of this rank
+        self.window = keys.window_left(sliding_window, counts_own=True)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        keys.check_dtype(act_dtype, "--dtype")
+        warmup.of_layer(self, act_dtype)
+
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Batch | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [rows, Hq, D]; keys and values are in kv_cache [blocks, Hkv, block, 2 D] already; output
+        [rows, Hq, D] is written up to the batch's tokens and returned."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedProblem("output_scale: the output's quantisation is not supported")
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        batch = attn_metadata
+        key_pages, value_pages = self.pages_of(kv_cache)
+        attention_varlen(
+            query[: batch.tokens],
+            key_pages,
+            value_pages,
+            batch.cu_seqlens_q,
+            max_seqlen_q=batch.most_queries,
+            max_seqlen_k=batch.most_keys,
+            page_table=batch.page_table,
+            kv_lengths=batch.kv_lengths,
+            causal=True,
+            window=self.window,
+            sink=self.sinks,
+            scale=self.scale,
+            out=output.view(-1, self.num_heads, self.head_size)[: batch.tokens],
+        )
+        return output
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        """Write key and value [rows, Hkv, D] to the slots; -1 is none."""
+        key_pages, value_pages = self.pages_of(kv_cache)
+        if kv_cache.is_cuda:
+            from vllm._custom_ops import reshape_and_cache_flash
+
+            reshape_and_cache_flash(
+                key,
+                value,
+                key_pages,
+                value_pages,
+                slot_mapping,
+                self.kv_cache_dtype,
+                layer._k_scale,
+                layer._v_scale,
+            )
+            return
+        block = key_pages.shape[1]
+        rows = (slot_mapping >= 0).nonzero()[:, 0]
+        slots = slot_mapping[rows]
+        key_pages[slots // block, slots % block] = key[rows]
+        value_pages[slots // block, slots % block] = value[rows]
+
+    def pages_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each [blocks, block, Hkv, D], as they lie."""
+        key_pages, value_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return key_pages, value_pages

@@ -1,0 +1,92 @@
+"""Kernels compiled before vLLM serves: a provider for its warm-up of CuTe DSL kernels.
+
+Compiled kernels are kept on disk (`warpspec.common.kernel_cache`): later processes, other ranks among them, load them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.engines import keys
+from warpspec.fmha import attention_varlen
+
+
+class Provider:
+    """What vLLM asks for work: one unit for each kind of layer and batch."""
+
+    def __init__(self) -> None:
+        self.layers: dict = {}  # (sizes, window, whether it has sinks, dtype): the sizes of vLLM's batches
+
+    def get_cutedsl_warmup_compile_units(self) -> list:
+        from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
+
+        return [
+            CuTeDSLCompileUnit(
+                f"warpspec attention {kind}", (kind, batch), lambda kind=kind, batch=batch: run(kind, *batch)
+            )
+            for kind, sizes in self.layers.items()
+            for batch in batches(*sizes)
+        ]
+
+
+provider = Provider()
+
+
+def of_layer(layer, dtype: torch.dtype) -> None:
+    """Have the kernels of this layer compiled before vLLM serves."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
+
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return
+    kind = (
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.scale,
+        layer.window,
+        layer.sinks is not None,
+        dtype,
+    )
+    scheduler = config.scheduler_config
+    provider.layers[kind] = (
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        config.model_config.max_model_len,
+        config.cache_config.block_size,
+    )
+    register_cutedsl_warmup_provider(provider)
+
+
+def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) -> list[tuple[int, ...]]:
+    """(requests, tokens, most queries, most keys, block): a lone and a full batch that decodes, a prompt, prompts
+    beside decode. Plans of other batches may need another kernel, which is compiled when the first of them comes."""
+    requests = sorted({1, most_requests})
+    decode = [(count, count, 1, most_keys, block) for count in requests]
+    return decode + [(count, most_tokens, most_tokens, most_keys, block) for count in requests]
+
+
+def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
+    """Attention of requests without keys: the kernel is compiled, and launched on nothing."""
+    heads, heads_kv, head_dim, scale, window, has_sinks, dtype = kind
+    keys.check_page_size(block, "--block-size")
+    device = torch.device("cuda", torch.cuda.current_device())
+    cache = torch.zeros(1, heads_kv, block, 2 * head_dim, dtype=dtype, device=device)
+    key_pages, value_pages = cache.transpose(1, 2).split(head_dim, dim=-1)
+    integers = {"dtype": torch.int32, "device": device}
+    attention_varlen(
+        torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device),
+        key_pages,
+        value_pages,
+        torch.zeros(requests + 1, **integers),
+        max_seqlen_q=most_queries,
+        max_seqlen_k=most_keys,
+        page_table=torch.zeros(requests, -(-most_keys // block), **integers),
+        kv_lengths=torch.zeros(requests, **integers),
+        causal=True,
+        window=window,
+        sink=torch.zeros(heads, dtype=dtype, device=device) if has_sinks else None,
+        scale=scale,
+        out=torch.empty(tokens, heads, head_dim, dtype=dtype, device=device),
+    )
