@@ -6,7 +6,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 
-.PHONY: help venv demo test test-long test-gpu test-pins bench lint format clean
+.PHONY: help venv demo test test-long test-gpu test-pins test-engines bench lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,11 @@ PIN_TESTS := tests/common tests/softmax tests/sim/test_host.py tests/sim/test_ar
 test-pins: ## part of the tests with the oldest compiler allowed, in .venv-pins (about 8 minutes on 2 cores, plus its set-up)
 	@sh scripts/bootstrap.sh --pins
 	@.venv-pins/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(PIN_TESTS)
+
+test-engines: ## vLLM and SGLang with our attention, in .venv-engines (about 6 minutes on 2 cores; set-up downloads 1.5 GB)
+	@sh scripts/bootstrap.sh --engines
+	@.venv-engines/bin/python -m pytest -q tests/engines/test_vllm.py
+	@.venv-engines/bin/python -m pytest -q tests/engines/test_sglang.py
 
 bench: venv ## speed of the simulator on this machine
 	@$(PY) scripts/bench_sim.py

@@ -70,7 +70,7 @@ def slots_of_last(table: torch.Tensor, kv_lengths: torch.Tensor, page_size: int,
     return torch.where(kv_lengths > 0, page * page_size + last % page_size, trash)
 
 
-def window_left(sliding_window: int | None, counts_own: bool) -> tuple[int, int] | None:
+def window_of(sliding_window: int | None, counts_own: bool) -> tuple[int, int] | None:
     """`attention`'s window of an engine's sliding window; whether that counts the query's own position. None or a
     number that is not positive is no window."""
     if sliding_window is None or sliding_window <= 0:

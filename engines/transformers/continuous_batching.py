@@ -137,7 +137,7 @@ def paged_attention_forward(
         write=None if write_index is None else write_index[layer.group],
     )
     options = dict(scale=scaling, sink=s_aux, backend=backend)
-    window = keys.window_left(sliding_window if layer.window else None, counts_own=True)
+    window = keys.window_of(sliding_window if layer.window else None, counts_own=True)
     if block_table is not None:
         return _decode(layer, step, q, k, v, options)[None], None
     packed = dict(causal=True, window=window, max_seqlen_q=step.max_seqlen_q, **options)

@@ -147,7 +147,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks  # [Hq], of this rank
-        self.window = keys.window_left(sliding_window, counts_own=True)
+        self.window = keys.window_of(sliding_window, counts_own=True)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")

@@ -154,6 +154,6 @@ def test_judge_sees_a_missing_window(monkeypatch):
     model = make_model("gpt_oss")
     judge = Judge(model)
     engine.prepare_continuous_batching(model, backend="reference")
-    monkeypatch.setattr(engine.continuous_batching.keys, "window_left", lambda *_, **__: None)
+    monkeypatch.setattr(engine.continuous_batching.keys, "window_of", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"behind|own"):
         judge.check(generate(model, prompts(LENGTHS, common=36)))

@@ -141,7 +141,9 @@ def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
     inputs = prompts(LENGTHS)
     own = generate(start(folder, own=True), inputs)
     ours = generate(start(folder), inputs)
-    same = sum(a == b for (_, x, _), (_, y, _) in zip(own, ours, strict=True) for a, b in zip(x, y, strict=True))
+    same = sum(
+        a == b for (_, x, _), (_, y, _) in zip(own, ours, strict=True) for a, b in zip(x, y, strict=True)
+    )
     assert same >= 0.75 * 6 * len(inputs)  # a near tie flips a token and those behind it
 
 
@@ -218,7 +220,7 @@ def test_layers_that_are_refused(option, value, message):
 
 def test_a_dtype_that_is_refused():
     layer = WarpspecAttention(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
-    with pytest.raises(UnsupportedProblem, match="--dtype.*bfloat16"):
+    with pytest.raises(UnsupportedProblem, match=r"--dtype.*bfloat16"):
         layer.process_weights_after_loading(torch.float32)
 
 

@@ -1,0 +1,56 @@
+"""`warpspec.fmha` as an attention backend of SGLang, 0.5.23 and later.
+
+Installed beside SGLang, this is a plug-in that SGLang loads by itself:
+
+    python -m sglang.launch_server --model-path MODEL --attention-backend warpspec --page-size 64
+
+Decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16: grouped heads, sinks, sliding windows, pools
+for layers with windows.
+"""
+
+from __future__ import annotations
+
+NAME = "warpspec"
+
+
+# Models for which SGLang has a list of backends with sinks and windows; ours has both.
+LISTED_MODELS = ("GptOssForCausalLM",)
+LISTED_BACKEND = "triton"
+ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+
+
+def register() -> None:
+    """Entry point of SGLang's plug-ins: make the backend's name known. The rest is imported with the first model."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    if NAME not in ATTENTION_BACKEND_CHOICES:  # the first time
+        add_attention_backend_choices([NAME])
+        HookRegistry.register(ADJUSTMENTS, _pass_lists, HookType.AROUND)
+    register_attention_backend(NAME)(_make_backend)
+
+
+def _make_backend(runner):
+    from warpspec.engines.sglang.attention import WarpspecBackend
+
+    return WarpspecBackend(runner)
+
+
+def _pass_lists(adjust, server_args):
+    """SGLang's adjustments to a model, with our name passing for one of its list where it has one."""
+    from sglang.srt.arg_groups import model_hook
+
+    named = model_hook.attention_backends_of
+
+    def backends(view):
+        architecture = model_hook.model_config_of(server_args).hf_config.architectures[0]
+        if architecture not in LISTED_MODELS:
+            return named(view)
+        return tuple(LISTED_BACKEND if name == NAME else name for name in named(view))
+
+    model_hook.attention_backends_of = backends
+    try:
+        return adjust(server_args)
+    finally:
+        model_hook.attention_backends_of = named

@@ -1,0 +1,161 @@
+"""The backend: what a batch is like, attention of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.engines import keys
+from warpspec.fmha import attention_varlen
+
+
+@dataclass
+class Batch:
+    """One step's requests. Lengths stay on the device."""
+
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32
+    most_queries: int
+    kv_lengths: torch.Tensor  # [B] int32, new tokens included
+    most_keys: int  # an upper bound
+    page_table: torch.Tensor  # [B, pages] int32
+    window_page_table: torch.Tensor | None  # the same in the pool of layers with windows
+    window_slots: torch.Tensor | None  # where they write new keys
+
+
+class WarpspecBackend(AttentionBackend):
+    """Attention of all layers. Page tables are made on the device from SGLang's table of slots, once a step; in a CUDA
+    graph, inside it."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner) -> None:
+        super().__init__()
+        self.page_size = runner.server_args.page_size
+        keys.check_page_size(self.page_size, "--page-size (page_size)")
+        keys.check_dtype(runner.kv_cache_dtype, "--kv-cache-dtype")
+        keys.check_head_size(
+            runner.model_config.head_dim, "choose another --attention-backend for this model"
+        )
+        self.most_keys = runner.model_config.context_len
+        self.req_to_token_pool = runner.req_to_token_pool  # SGLang looks for both by these names
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.has_window_pool = (
+            isinstance(self.token_to_kv_pool, SWAKVPool) and self.token_to_kv_pool.swa_layer_nums > 0
+        )
+        self.forward_metadata: Batch | None = None
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """Before a step that is no CUDA graph."""
+        most_keys = self.most_keys
+        if forward_batch.seq_lens_cpu is not None and len(forward_batch.seq_lens_cpu):
+            most_keys = int(forward_batch.seq_lens_cpu.max())
+        self.forward_metadata = self._batch(forward_batch, most_keys)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """There is none: a graph makes what it needs from the batch's own tensors."""
+
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        """Inside the graph: the table is as wide as the longest context."""
+        self.forward_metadata = self._batch(forward_batch, self.most_keys)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def _batch(self, step, most_keys: int) -> Batch:
+        if step.spec_info is not None:
+            raise UnsupportedProblem(
+                "--speculative-algorithm: not supported with --attention-backend warpspec, leave it out"
+            )
+        kv_lengths = step.seq_lens.int()
+        requests = len(kv_lengths)
+        if step.forward_mode.is_decode_or_idle():
+            most_queries = 1
+            cu_seqlens_q = torch.arange(requests + 1, dtype=torch.int32, device=kv_lengths.device)
+        else:
+            lengths = step.extend_seq_lens
+            on_host = step.extend_seq_lens_cpu
+            most_queries = max(on_host, default=0) if on_host is not None else int(step.input_ids.shape[0])
+            cu_seqlens_q = torch.zeros(requests + 1, dtype=torch.int32, device=kv_lengths.device)
+            torch.cumsum(lengths, 0, out=cu_seqlens_q[1:])
+        width = max(1, -(-most_keys // self.page_size)) * self.page_size
+        first_slots = self.req_to_token_pool.req_to_token[step.req_pool_indices, : width : self.page_size]
+        window_table = window_slots = None
+        if self.has_window_pool:
+            window_table = self._table(self.token_to_kv_pool.translate_loc_from_full_to_swa(first_slots))
+            if step.out_cache_loc is not None:
+                window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(step.out_cache_loc)
+        return Batch(
+            cu_seqlens_q,
+            most_queries,
+            kv_lengths,
+            most_keys,
+            self._table(first_slots),
+            window_table,
+            window_slots,
+        )
+
+    def _table(self, first_slots: torch.Tensor) -> torch.Tensor:
+        """[B, pages] int32, of the slots with which pages begin; those that were freed have none, and are not read."""
+        return (first_slots.clamp(min=0) // self.page_size).int()
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **named):
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **named)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **named):
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **named)
+
+    def _attend(self, q, k, v, layer, step, save_kv_cache, sinks=None, **others) -> torch.Tensor:
+        """q [rows, Hq * D] and k, v of the new tokens: attention to all keys of each row's request, [rows, Hq * D]."""
+        _check_layer(layer, others)
+        batch, heads, head_dim = self.forward_metadata, layer.tp_q_head_num, layer.qk_head_dim
+        if save_kv_cache and k is not None:
+            slots = KVWriteLoc(step.out_cache_loc, batch.window_slots)
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
+        in_window_pool = self.has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        out = q.new_empty(q.shape[0], heads * head_dim)
+        attention_varlen(
+            q.reshape(-1, heads, head_dim),
+            keys.pages_of(self.token_to_kv_pool.get_key_buffer(layer.layer_id), self.page_size),
+            keys.pages_of(self.token_to_kv_pool.get_value_buffer(layer.layer_id), self.page_size),
+            batch.cu_seqlens_q,
+            max_seqlen_q=batch.most_queries,
+            max_seqlen_k=batch.most_keys,
+            page_table=batch.window_page_table if in_window_pool else batch.page_table,
+            kv_lengths=batch.kv_lengths,
+            causal=True,
+            window=_window_of(layer),
+            sink=sinks,
+            scale=layer.scaling,
+            out=out.view(-1, heads, head_dim),
+        )
+        return out
+
+
+def _window_of(layer) -> tuple[int, int] | None:
+    """A layer's window; SGLang's does not count the query's own position, and is -1 where there is none."""
+    size = layer.sliding_window_size
+    return None if size is None or size < 0 else (size, 0)
+
+
+def _check_layer(layer, others: dict) -> None:
+    """Raise UnsupportedProblem for a layer that asks for what is not done."""
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        raise UnsupportedProblem(f"attn_type: must be that of a decoder, got {layer.attn_type}")
+    if layer.logit_cap:
+        raise UnsupportedProblem(
+            f"logit_cap: not supported, got {layer.logit_cap}; choose another --attention-backend"
+        )
+    if layer.qk_head_dim != layer.v_head_dim:
+        raise UnsupportedProblem(
+            f"head size: must be the same for keys and values, got {layer.qk_head_dim} and {layer.v_head_dim}; "
+            "choose another --attention-backend"
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise UnsupportedProblem(f"{name}: not supported, choose another --attention-backend")
