@@ -158,6 +158,13 @@ class Work:
         if not self.config.shared_kv:
             self.channels["k_empty"].arrive_warp(self.use + step)
 
+    def hide(self, scores: cute.Tensor, r: int, step) -> None:
+        """Scores (n) of the step-th KV tile at keys that row r does not see become -inf."""
+        row = self.rows[r]
+        origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
+        keys = [(i, column(i)) for i in elements(scores, r)]
+        hide(scores, keys, row.first - origin if self.config.has_left else None, row.end - origin)
+
     def take_turn(self) -> None:
         """Wait until it is this consumer's turn to issue."""
         if self.config.takes_turns:
@@ -278,8 +285,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         if cutlass.const_expr(config.bias is not None):
             bias.add(config, scores, r, work.biases[r], origin, work.scale_log2, masked)
         if cutlass.const_expr(masked):
-            keys = [(i, column(i)) for i in elements(scores, r)]
-            hide(scores, keys, row.first - origin if config.has_left else None, row.end - origin)
+            work.hide(scores, r, step)
         highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[r], highest)
         reference, factor, moved = move_reference(

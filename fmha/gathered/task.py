@@ -1,0 +1,104 @@
+"""What one CTA does at a time: 64 heads of one query, or a part of its keys; how roles find it. Device side.
+
+Every role works its task out for itself, as the attention kernels' roles do their tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.fmha.device.tile import Place, Row
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+
+
+class DeviceKeySet(NamedTuple):
+    """pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page."""
+
+    pool: cute.Tensor
+    slots: cute.Tensor
+    lengths: cute.Tensor | None
+    page_size: Int32
+
+    def length(self, token) -> Int32:
+        """Slots of the token that count."""
+        most = Int32(self.slots.shape[1])
+        if self.lengths is None:
+            return most
+        return cutlass.max(cutlass.min(Int32(self.lengths[token]), most), 0)
+
+
+class Gathered(NamedTuple):
+    """Tensors of a launch. q, o: [1, T, H, D] (o with the splits in front, where there are). sink: [H]. lse, row_max,
+    row_sum: [1, H, T]. cos_sin: [N, R] fp32 and positions: int32 [T], or None. sets: ``DeviceKeySet``s."""
+
+    q: cute.Tensor
+    o: cute.Tensor
+    sink: cute.Tensor | None
+    lse: cute.Tensor | None
+    row_max: cute.Tensor | None
+    row_sum: cute.Tensor | None
+    cos_sin: cute.Tensor | None
+    positions: cute.Tensor | None
+    sets: tuple
+
+
+class Units(NamedTuple):
+    """Tasks of a launch: their number, and what the last ones differ by first."""
+
+    total: Int32
+    head_groups: Int32
+    splits: Int32
+
+
+@dataclass(frozen=True)
+class Span:
+    """KV tiles of a task, over all key sets: ``schedule.KeySpan`` as consumers know it. All of them may have keys that
+    are not there."""
+
+    first: Int32
+    count: Int32
+    begin: int = 0
+    inner_first: int = 0
+    inner_end: int = 0
+
+    def tile(self, step):
+        return step
+
+
+@dataclass(frozen=True)
+class Task:
+    """token, head_group, split: which. heads: of q. ends: for each key set, the tiles up to its last. span: its tiles."""
+
+    token: Int32
+    head_group: Int32
+    split: Int32
+    heads: Int32
+    ends: tuple
+    span: Span
+
+    def row(self, index, member) -> Row:
+        """A row, as its threads know it."""
+        return Row(index, member, Int32(0), Int32(0))
+
+    def place(self, index, row_group=0) -> Place:
+        """Where a row belongs."""
+        head = self.head_group * WARPGROUP_ROWS + index
+        return Place(0, self.token, Int32(0), head, self.token, Boolean(head < self.heads))
+
+
+def task_at(config, operands: Gathered, units: Units, index) -> Task:
+    """The index-th task of the launch: head groups, which read the same keys, follow each other."""
+    head_group, rest = index % units.head_groups, index // units.head_groups
+    split, token = rest % units.splits, rest // units.splits
+    ends, tiles = [], Int32(0)
+    for each in operands.sets:
+        tiles = tiles + (each.length(token) + config.tile_n - 1) // config.tile_n
+        ends.append(tiles)
+    first = tiles * split // units.splits
+    count = tiles * (split + 1) // units.splits - first
+    return Task(token, head_group, split, operands.q.shape[2], tuple(ends), Span(first, count))
