@@ -13,7 +13,16 @@ import argparse
 import torch
 from shared.gpu_bench import graph_time, header, rotation, table
 
-from warpspec.cache import DEEPSEEK_V4_FLASH, LatentPool, StateCache, compress, insert_window, rope_table
+from warpspec.cache import (
+    DEEPSEEK_V4_FLASH,
+    LatentPool,
+    StateCache,
+    compress,
+    insert_window,
+    rope_table,
+    store_rows,
+)
+from warpspec.fmha.gathered import KeySet, gathered_attention
 
 POSITIONS = 65536
 INSERTED = [(1, 64), (128, 64), (128, 128), (8192, 64)]  # (tokens, query heads)
@@ -87,7 +96,67 @@ def bench_compress() -> str:
     return table(("kind", "requests", "tokens", "us", "TB/s"), rows)
 
 
-BENCHES = {"insert": bench_insert, "compress": bench_compress}
+# (queries, heads, slots of the window and of the selected or compressed entries, format)
+GATHERED = [
+    (128, 128, (128, 512), "v4-fp8"),
+    (128, 128, (128, 1024), "v4-fp8"),
+    (128, 128, (128, 2048), "v4-fp8"),
+    (128, 64, (128, 512), "v4-fp8"),
+    (1, 64, (128, 512), "v4-fp8"),
+    (16, 64, (128, 8192), "v4-fp8"),
+    (4096, 128, (128, 1024), "bf16"),
+]
+GATHERED_ROWS = 1 << 18  # of the pool with the entries
+WINDOW_ROWS = 1 << 14
+
+
+def random_pool(rows: int, format: str) -> LatentPool:
+    pool = LatentPool.empty(rows // 64, 64, format, device="cuda")
+    store_rows(random_bf16(rows, 512), pool, torch.arange(rows, dtype=torch.int32, device="cuda"))
+    return pool
+
+
+def bench_gathered() -> str:
+    """Decoding and prefill over a window and selected entries: 4 x 512 operations a head and key, over the time."""
+    rows = []
+    for queries, heads, slots, format in GATHERED:
+        sizes = (min(WINDOW_ROWS, GATHERED_ROWS), GATHERED_ROWS if format == "v4-fp8" else GATHERED_ROWS // 4)
+        pools = [random_pool(size, format) for size in sizes]
+        sink = torch.randn(heads, device="cuda")
+        positions = torch.full((queries,), 1000, dtype=torch.int32, device="cuda")
+        keys, cos_sin = sum(slots), angles()
+
+        def make(_, shape=(queries, heads), pools=pools, slots=slots):
+            sets = [
+                KeySet(pool, torch.randint(0, pool.capacity, (shape[0], k), dtype=torch.int32, device="cuda"))
+                for pool, k in zip(pools, slots, strict=True)
+            ]
+            return (
+                random_bf16(*shape, 512),
+                sets,
+                torch.empty(*shape, 512, dtype=torch.bfloat16, device="cuda"),
+            )
+
+        def call(q, sets, out, sink=sink, rotate_back=(cos_sin, positions)):
+            gathered_attention(q, sets, sink=sink, rotate_back=rotate_back, out=out)
+
+        operations = 4 * 512 * heads * queries * keys
+        inputs = [make(i) for i in range(4 if queries < 1000 else 2)]
+        microseconds = graph_time(call, inputs, calls=8, replays=20 if queries < 1000 else 5)
+        rows.append(
+            (
+                queries,
+                heads,
+                "+".join(map(str, slots)),
+                format,
+                microseconds,
+                operations / microseconds * 1e-6,
+            )
+        )
+    return table(("queries", "heads", "keys", "rows", "us", "TFLOP/s"), rows)
+
+
+BENCHES = {"insert": bench_insert, "compress": bench_compress, "gathered": bench_gathered}
 
 
 def main() -> None:

@@ -22,13 +22,15 @@ GATHERED = Shape(2, 64, 2, 1, 200, 104, column_parts=2)
 
 @dataclass(frozen=True)
 class GatheredConfig(AttentionConfig):
-    """format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result."""
+    """format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
+    depth: groups of eight keys that a producer warp has under way."""
 
     shape: Shape = GATHERED
     format: str = "v4-fp8"
     sets: int = 1
     lengths: tuple[bool, ...] = (True,)
     rotate_back: bool = False
+    depth: int = 2
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,7 +89,12 @@ class GatheredConfig(AttentionConfig):
         for row in super().barriers:
             if row.name == "q_full":
                 row = Barrier(
-                    row.name, row.stages, 1, "first producer warp, expect_tx + TMA bytes", row.consumer, row.meaning
+                    row.name,
+                    row.stages,
+                    1,
+                    "first producer warp, expect_tx + TMA bytes",
+                    row.consumer,
+                    row.meaning,
                 )
             elif row.name == "k_full":
                 row = Barrier(

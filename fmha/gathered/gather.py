@@ -18,7 +18,7 @@ from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.gathered.convert import to_bf16
-from warpspec.fmha.gathered.task import Gathered, Units, task_at
+from warpspec.fmha.gathered.task import Gathered, task_at
 
 WORD_BYTES = 4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
@@ -53,7 +53,9 @@ class Loader:
 
     def is_tail(self, block: int) -> bool:
         """Whether a block of the part is bf16 in the pool."""
-        return (self.part * self.blocks + block) * BLOCK >= self.config.fmt.values or self.config.format == "bf16"
+        return (
+            self.part * self.blocks + block
+        ) * BLOCK >= self.config.fmt.values or self.config.format == "bf16"
 
     @property
     def vectors(self) -> int:
@@ -62,7 +64,9 @@ class Loader:
 
 
 @cute.jit
-def gather(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, atom, coordinates):
+def gather(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, atom, coordinates
+):
     """One producer warp: Q, by the first; its keys of every KV tile.
 
     Produces: q_full (TMA), k_full, one arrival a warp. Consumes: q_empty, k_empty, each before what it guards is filled
@@ -83,14 +87,15 @@ def gather_part(loader, channels: cutlass.Constexpr, shared, units, q_load, load
     groups = loader.groups
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
-    words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, groups), Uint32)
-    scales = cute.make_rmem_tensor(groups, Uint32)
+    depth = config.depth
+    words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, depth), Uint32)
+    scales = cute.make_rmem_tensor(depth, Uint32)
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
         task = task_at(config, loader.operands, units, index)
         count = task.span.count
         if count > 0:
             row, scale_at, here = locate(loader, task, look_up(loader, task, Int32(0)))
-            for group in cutlass.range_constexpr(groups):
+            for group in cutlass.range_constexpr(depth):
                 load_group(loader, row, scale_at, here, group, words[None, None, group], scales)
             if loads_q:
                 load_q(config, channels, shared, task, q_load, task_use)
@@ -98,16 +103,19 @@ def gather_part(loader, channels: cutlass.Constexpr, shared, units, q_load, load
             for step in cutlass.range(count, unroll=1):
                 stage = (use + step) % config.kv_stages
                 mask = cute.arch.vote_ballot_sync(here)
-                row, scale_at, here = locate(loader, task, slot)
-                slot = look_up(loader, task, step + 2)
                 channels["k_empty"].wait_previous((use + step) * config.parts + part)
-                if cutlass.const_expr(part == 0):
-                    if loader.lane == 0:
-                        shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
-                base = shared.k.toint() + stage * config.kv_tile_bytes + part * (config.kv_tile_bytes // config.parts)
+                if (loader.part == 0) & (loader.lane == 0):
+                    shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
+                base = shared.k.toint() + stage * config.kv_tile_bytes
+                base = base + part * (config.kv_tile_bytes // config.parts)
                 for group in cutlass.range_constexpr(groups):
-                    store_group(loader, base, group, words[None, None, group], scales[group])
-                    load_group(loader, row, scale_at, here, group, words[None, None, group], scales)
+                    own = group % depth
+                    if cutlass.const_expr(group == groups - depth):  # from here on, loads are the next tile's
+                        row, scale_at, here = locate(loader, task, slot)
+                        slot = look_up(loader, task, step + 2)
+                    store_group(loader, base, group, words[None, None, own], scales[own])
+                    ahead = (group + depth) % groups
+                    load_group(loader, row, scale_at, here, ahead, words[None, None, own], scales)
                 cute.arch.fence_view_async_shared()
                 channels["k_full"].arrive_warp((use + step) * config.parts + part)
             use += count
@@ -187,11 +195,13 @@ def load_group(loader, row, scale_at, here, group: int, words: cute.Tensor, scal
             start = fmt.tail_offset + (column - fmt.values) * 2 if fmt.tail else column * 2
             for i in range(2):
                 offset = start + i * VECTOR_BYTES
-                load_vector(words, vector, address + Int64(loader.member * (2 * VECTOR_BYTES)), offset, present)
+                load_vector(
+                    words, vector, address + Int64(loader.member * (2 * VECTOR_BYTES)), offset, present
+                )
                 vector += 1
     if fmt.scale_bytes:
         at = Int32(cute.arch.shuffle_sync(scale_at, source)) + loader.part * loader.blocks
-        scales[group] = load_word(address + Int64(at), present)
+        scales[group % loader.config.depth] = load_word(address + Int64(at), present)
 
 
 def shuffle_address(address: Int64, source) -> Int64:

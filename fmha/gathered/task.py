@@ -72,7 +72,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Task:
-    """token, head_group, split: which. heads: of q. ends: for each key set, the tiles up to its last. span: its tiles."""
+    """token, head_group, split: which. heads: of q. ends: for each key set, tiles up to its last. span: the task's."""
 
     token: Int32
     head_group: Int32

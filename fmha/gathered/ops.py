@@ -1,0 +1,112 @@
+"""The torch operator behind ``gathered_attention``: backend choice, outputs, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.cache.pools import LatentPool
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import target_of
+from warpspec.common.repeated import watched
+from warpspec.fmha.gathered import reference
+from warpspec.fmha.gathered.problem import GatheredProblem, KeySet
+from warpspec.fmha.state import AttentionState, normalized_output
+
+
+def outputs(problem: GatheredProblem, q: torch.Tensor, out: torch.Tensor | None) -> tuple:
+    """(o, lse, row_max, row_sum), uninitialised; None where there is none."""
+    fp32 = {"dtype": torch.float32, "device": q.device}
+    shape, statistics = (problem.tokens, problem.heads, 512), (problem.heads, problem.tokens)
+    if problem.normalize:
+        o = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None else out
+        return o, torch.empty(statistics, **fp32) if problem.return_lse else None, None, None
+    return torch.empty(shape, **fp32), None, *(torch.empty(statistics, **fp32) for _ in range(2))
+
+
+def run(
+    q, data, page_sizes, name, slots, lengths, scale, sink, cos_sin, positions, num_splits, results, backend
+):
+    """Compute into ``results``, as ``outputs`` makes them. Checked before; num_splits 0: chosen here."""
+    parts = zip(data, page_sizes, slots, lengths, strict=True)
+    key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in parts]
+    o, lse, row_max, row_sum = results
+    rotate_back = None if cos_sin is None else (cos_sin, positions)
+    problem = GatheredProblem.of(
+        q, key_sets, scale=scale, sink=sink, normalize=row_max is None, return_lse=lse is not None,
+        rotate_back=rotate_back, num_splits=num_splits or None, out=None,
+    )  # fmt: skip
+    backend = resolve_backend(backend, q.device)
+    if backend == "reference":
+        state = reference.forward(problem, q.detach(), key_sets, rotate_back)
+        if problem.normalize:
+            o.copy_(normalized_output(state, sink))
+            if lse is not None:
+                lse.copy_(state.lse)
+        else:
+            for target, source in zip((o, row_max, row_sum), state, strict=True):
+                target.copy_(source)
+        return
+    if problem.tokens == 0:
+        return
+    from warpspec.fmha.gathered import launch
+
+    sets = [(each.pool.words, each.slots, each.lengths, each.pool.page_size) for each in key_sets]
+    tensors = {
+        "q": q.detach(), "o": o, "sink": None if sink is None else sink.detach().float(), "lse": lse,
+        "row_max": row_max, "row_sum": row_sum, "cos_sin": cos_sin, "positions": positions, "key_sets": sets,
+    }  # fmt: skip
+    launch.run(problem, target_of(q.device), tensors)
+
+
+def call(problem: GatheredProblem, q, key_sets, sink, rotate_back, out, backend):
+    """The result of a checked call: o, (o, lse) or AttentionState."""
+    results = outputs(problem, q, out)
+    cos_sin, positions = rotate_back or (None, None)
+    arguments = (
+        q, [k.pool.data for k in key_sets], [k.pool.page_size for k in key_sets], problem.format,
+        [k.slots for k in key_sets], [k.lengths for k in key_sets], problem.scale, sink, cos_sin, positions,
+        problem.num_splits or 0,
+    )  # fmt: skip
+    if watched(q, *(k.slots for k in key_sets)):
+        gathered_operator(*arguments, *results, backend)
+    else:
+        run(*arguments, results, backend)
+    o, lse, row_max, row_sum = results
+    if not problem.normalize:
+        return AttentionState(o, row_max, row_sum)
+    return (o, lse) if problem.return_lse else o
+
+
+@torch.library.custom_op(
+    "warpspec::gathered_attention",
+    mutates_args=("o", "lse", "row_max", "row_sum"),
+    schema="(Tensor q, Tensor[] data, SymInt[] page_sizes, str name, Tensor[] slots, Tensor?[] lengths, float scale, "
+    "Tensor? sink, Tensor? cos_sin, Tensor? positions, SymInt num_splits, Tensor(a!) o, Tensor(b!)? lse, "
+    "Tensor(c!)? row_max, Tensor(d!)? row_sum, str backend) -> ()",
+)
+def gathered_operator(
+    q, data, page_sizes, name, slots, lengths, scale, sink, cos_sin, positions, num_splits, o, lse, row_max, row_sum,
+    backend,
+) -> None:  # fmt: skip
+    """``gathered_attention``."""
+    results = (o, lse, row_max, row_sum)
+    run(
+        q,
+        data,
+        page_sizes,
+        name,
+        slots,
+        lengths,
+        scale,
+        sink,
+        cos_sin,
+        positions,
+        num_splits,
+        results,
+        backend,
+    )
+
+
+@gathered_operator.register_fake
+def _(*arguments):
+    return None

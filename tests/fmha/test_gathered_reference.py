@@ -1,0 +1,158 @@
+"""Gathered attention: the reference against torch's attention, key sets against their union, bad arguments."""
+
+import pytest
+import torch
+from gathered_cases import pool_of_rows, random_case
+
+from warpspec.cache import LatentPool, rope_table
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha import merge
+from warpspec.fmha.gathered import KeySet, gathered_attention
+from warpspec.fmha.gathered.launch import make_plan
+from warpspec.fmha.gathered.problem import GatheredProblem
+
+
+def test_is_torch_attention():
+    """Over the rows that count, by scaled_dot_product_attention in fp64; the sink as one more key of value 0."""
+    case = random_case(4, 3, (20, 33), rotate=False)
+    o, lse = gathered_attention(case.q, case.key_sets, backend="reference", **case.options)
+    for token in range(4):
+        rows = []
+        for each in case.key_sets:
+            slots = each.slots[token, : each.lengths[token]]
+            rows.append(each.pool.read(slots[(slots >= 0) & (slots < each.pool.capacity)]))
+        keys = torch.cat(rows).double()
+        if not len(keys):
+            assert not o[token].any() and lse[:, token].eq(-torch.inf).all()
+            continue
+        logits = case.q[token].double() @ keys.T * 512**-0.5
+        with_sink = torch.cat((logits, case.options["sink"][:, None].double()), 1).softmax(1)[:, :-1]
+        assert ((o[token].double() - with_sink @ keys).abs() < 0.01 * keys.abs().max()).all()
+        assert torch.allclose(lse[:, token].double(), logits.logsumexp(1), atol=1e-4)
+
+
+def test_key_sets_are_one_set_of_keys():
+    """Two sets, their states merged, and both in one list of slots: the same."""
+    case = random_case(3, 2, (17, 9), sink=False, rotate=False, lse=False)
+    whole = gathered_attention(case.q, case.key_sets, backend="reference")
+    states = [gathered_attention(case.q, [k], normalize=False, backend="reference") for k in case.key_sets]
+    assert torch.allclose(merge(states)[0], whole.float(), atol=0.02)
+    pool = case.key_sets[0].pool
+    slots = torch.randint(-1, 90, (3, 16)).to(torch.int32)
+    halves = [KeySet(pool, part.contiguous()) for part in slots.split(8, dim=1)]
+    together = KeySet(pool, slots)
+    assert torch.equal(
+        gathered_attention(case.q, halves, backend="reference"),
+        gathered_attention(case.q, [together], backend="reference"),
+    )
+
+
+def test_rotating_back_undoes_a_rotation():
+    """One key, rotated by the query's own angles, comes out as it was."""
+    table = rope_table(1e4 ** (-torch.arange(32) / 32), 100)
+    row, at = torch.randn(1, 512), torch.tensor([37], dtype=torch.int32)
+    pairs = torch.view_as_complex(row[:, 448:].reshape(1, 32, 2)) * torch.complex(
+        table[at, :32], table[at, 32:]
+    )
+    turned = torch.cat((row[:, :448], torch.view_as_real(pairs).flatten(1)), dim=1)
+    pool = LatentPool.empty(1, 1, "bf16")
+    pool.write(torch.tensor([0]), turned.bfloat16())
+    key_set = KeySet(pool, torch.zeros(1, 1, dtype=torch.int32))
+    q = torch.randn(1, 2, 512).bfloat16()
+    o = gathered_attention(q, [key_set], rotate_back=(table, at), backend="reference")
+    assert torch.allclose(o[0, 1].float(), row[0], atol=0.02)
+
+
+def test_tables_of_pages():
+    generator = torch.Generator().manual_seed(0)
+    pool = pool_of_rows(40, 8, "v4-fp8", generator)
+    table = torch.tensor([[4, 0], [2, -1]], dtype=torch.int32)
+    lengths = torch.tensor([3, 16, 8], dtype=torch.int32)
+    got = KeySet.from_table(pool, table, torch.tensor([1, 0, 1]), lengths)
+    assert got.slots[0].tolist() == [*range(16, 24), *[-1] * 8] and got.slots[1].tolist() == [
+        *range(32, 40),
+        *range(8),
+    ]
+    assert got.lengths is lengths
+
+
+def test_longer_rows():
+    """ "v3.2-fp8": 576 numbers make logits, the first 512 of them are the value."""
+    generator = torch.Generator().manual_seed(0)
+    pool = pool_of_rows(5, 4, "v3.2-fp8", generator)
+    q = torch.randn(1, 2, 576, generator=generator).bfloat16()
+    slots = torch.tensor([[3, 1, 4]], dtype=torch.int32)
+    keys = pool.read(slots[0])
+    wanted = (q[0].float() @ keys.T * 512**-0.5).softmax(1) @ keys[:, :512]
+    got = gathered_attention(q, [KeySet(pool, slots)], backend="reference")
+    assert torch.allclose(got[0].float(), wanted, atol=0.02)
+
+
+def good() -> dict:
+    case = random_case(3, 2, (8,), rotate=False, lse=False)
+    return {"q": case.q, "key_sets": case.key_sets, "backend": "reference", **case.options}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(3, 2, 512)}, TypeError, "q: dtype"),
+        (
+            {"q": torch.zeros(3, 2, 576, dtype=torch.bfloat16)},
+            ValueError,
+            r"q: shape must be \[any, any, 512\]",
+        ),
+        (
+            {"q": torch.zeros(3, 129, 512, dtype=torch.bfloat16)},
+            ValueError,
+            "q: must have 1 to 128 heads, got 129",
+        ),
+        ({"q": torch.zeros(2, 2, 512, dtype=torch.bfloat16)}, ValueError, "key_sets: slots of set 0"),
+        ({"key_sets": []}, ValueError, "key_sets: must be 1 to 3"),
+        ({"key_sets": [1]}, TypeError, "key_sets: must hold KeySet"),
+        ({"key_sets": None}, TypeError, "key_sets: must be a list"),
+        ({"scale": 0.0}, ValueError, "scale: must be"),
+        ({"sink": torch.zeros(3)}, ValueError, r"sink: shape must be \[2\]"),
+        ({"normalize": False}, ValueError, "normalize: an un-normalised state has no sink"),
+        ({"num_splits": 0}, ValueError, "num_splits: must be None or an int"),
+        ({"rotate_back": torch.zeros(3)}, TypeError, "rotate_back: must be"),
+        (
+            {"rotate_back": (torch.zeros(2, 64), torch.tensor([0, 2, 0]).int())},
+            ValueError,
+            "positions: .* got 2",
+        ),
+        ({"out": torch.zeros(3, 2, 512)}, TypeError, "out: dtype"),
+    ],
+)
+def test_bad_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        gathered_attention(**(good() | change))
+
+
+def test_bad_key_sets():
+    pool, slots = LatentPool.empty(1, 4, "v4-fp8"), torch.zeros(3, 2, dtype=torch.int32)
+    for arguments, error, message in [
+        ((pool.data, slots), TypeError, "pool: must be a LatentPool"),
+        ((pool, slots.long()), TypeError, "slots: dtype"),
+        ((pool, slots[0]), ValueError, "slots: shape"),
+        ((pool, slots, torch.tensor([0, 1, 3]).int()), ValueError, "lengths: .* got 3 at index 2"),
+        ((pool, slots, torch.tensor([0, 1]).int()), ValueError, r"lengths: shape must be \[3\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            KeySet(*arguments)
+    q = torch.zeros(3, 2, 512, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match="rows must be of one format, got 'v4-fp8' in set 0 and 'bf16' in set 1"
+    ):
+        gathered_attention(q, [KeySet(pool, slots), KeySet(LatentPool.empty(1, 4, "bf16"), slots)])
+
+
+def test_what_no_kernel_runs():
+    arguments = good()
+    with pytest.raises(UnsupportedProblem, match="no kernel for sm_100a"):
+        gathered_attention(**(arguments | {"backend": "sim"}))
+    from warpspec.common.launch import SIMULATED
+
+    problem = GatheredProblem(3, 2, "v3.2-fp8", (8,), (True,), 1.0)
+    with pytest.raises(UnsupportedProblem, match=r"reads rows of v4-fp8, bf16, got 'v3.2-fp8'"):
+        make_plan(problem, SIMULATED["sm_90a"])
