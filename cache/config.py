@@ -28,18 +28,22 @@ class InsertConfig:
     """The kernel of ``insert_window`` and ``store_rows``: a warp a row.
 
     kind, format: of the pool. project: rows are normalised and rotated before they are stored. queries: so are queries,
-    which are returned. weight: dtype of the norm's weight.
+    which are returned. weight: dtype of the norm's weight; None: rows are rotated only. transformed: rows go through
+    the Hadamard transform. share: so many rows in a row have one position.
     """
 
     kind: str
     format: str
     project: bool = True
     queries: bool = True
-    weight: str = "float32"
+    weight: str | None = "float32"
+    transformed: bool = False
+    share: int = 1
 
     def __post_init__(self):
         assert self.threads <= MAX_THREADS_PER_CTA
-        assert self.project or not self.queries
+        assert self.project or not (self.queries or self.transformed)
+        assert self.share == 1 or not self.queries
 
     @property
     def fmt(self) -> RowFormat:

@@ -23,6 +23,7 @@ from warpspec.cache import (
     store_rows,
 )
 from warpspec.fmha.gathered import KeySet, gathered_attention
+from warpspec.indexer import index_topk
 
 POSITIONS = 65536
 INSERTED = [(1, 64), (128, 64), (128, 128), (8192, 64)]  # (tokens, query heads)
@@ -156,7 +157,36 @@ def bench_gathered() -> str:
     return table(("queries", "heads", "keys", "rows", "us", "TFLOP/s"), rows)
 
 
-BENCHES = {"insert": bench_insert, "compress": bench_compress, "gathered": bench_gathered}
+SELECTED = [
+    (64, 32768, 512),
+    (64, 32768, 1024),
+    (64, 32768, 2048),
+    (1, 262144, 1024),
+    (512, 4096, 512),
+]  # (rows, logits, k)
+
+
+def bench_select() -> str:
+    """The k largest of rows of normal logits, and torch.topk, which sorts them."""
+    rows = []
+    for count, length, k in SELECTED:
+
+        def make(_, shape=(count, length)):
+            return (torch.randn(shape, device="cuda"),)
+
+        inputs = rotation(make, count * length * 4)
+        ours = graph_time(lambda x, k=k: index_topk(x, k), inputs)
+        theirs = graph_time(lambda x, k=k: x.topk(k), inputs)
+        rows.append((count, length, k, ours, theirs))
+    return table(("rows", "logits", "k", "us", "torch.topk"), rows)
+
+
+BENCHES = {
+    "insert": bench_insert,
+    "compress": bench_compress,
+    "gathered": bench_gathered,
+    "select": bench_select,
+}
 
 
 def main() -> None:

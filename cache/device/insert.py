@@ -9,6 +9,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 
 from warpspec.cache.config import InsertConfig
 from warpspec.cache.device.rows import (
+    hadamard,
     load_angles,
     load_words,
     normalize,
@@ -107,9 +108,12 @@ def insert_key(
     slot = Int32(slots[token])
     values = unpack(words)
     if cutlass.const_expr(config.project):
-        angles = load_angles(cos_sin, Int32(positions[token]), lane, numbers)
-        weights = load_weights(weight, lane, numbers)
-        values = to_bf16(rotate(to_bf16(normalize(values, eps, weights)), angles))
+        angles = load_angles(cos_sin, Int32(positions[token // config.share]), lane, numbers)
+        if cutlass.const_expr(config.weight is not None):
+            values = to_bf16(normalize(values, eps, load_weights(weight, lane, numbers)))
+        values = to_bf16(rotate(values, angles))
+        if cutlass.const_expr(config.transformed):
+            values = to_bf16(hadamard(values, lane))
     store_row(config.fmt, pool, page_size, slot, values, lane)
 
 
@@ -131,7 +135,7 @@ def host_and_arguments(config: InsertConfig) -> tuple:
     projected = (None, None, None)
     if config.project:
         projected = (
-            fake_rows(DTYPES[config.weight], 1, dim, alignment=VECTOR_BYTES),
+            fake_rows(DTYPES[config.weight], 1, dim, alignment=VECTOR_BYTES) if config.weight else None,
             fake_rows(Float32, 2, ROPE_DIM, alignment=VECTOR_BYTES),
             fake_rows(Int32, 1),
         )

@@ -1,0 +1,53 @@
+"""What a select kernel is compiled for. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS
+
+WORD_BYTES = 4
+K_LIMIT = 2048
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """The kernel of ``index_topk``: a CTA a row. lengths, table: whether those are given. threads: of a CTA. chunk:
+    logits that it has in shared memory at a time. slots: of the list of candidates."""
+
+    lengths: bool
+    table: bool
+    threads: int = 1024
+    chunk: int = 32768
+    slots: int = 4096
+
+    def __post_init__(self):
+        assert self.threads == WARP_THREADS**2, "a warp adds up the warps' counts"
+        assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
+        assert self.chunk % (self.group * self.threads) == 0
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+
+    @property
+    def per_thread(self) -> int:
+        """Logits of a chunk that a thread has: numbers thread, thread + threads, ..."""
+        return self.chunk // self.threads
+
+    @property
+    def group(self) -> int:
+        """Logits of a thread whose largest stands for them in the search for a threshold."""
+        return 8
+
+    @property
+    def kept(self) -> int:
+        """What was chosen of earlier chunks, by thread: numbers thread, thread + threads."""
+        return K_LIMIT // self.threads
+
+    @property
+    def counters(self) -> int:
+        """Counts of one search: a bit of a key each, and one more."""
+        return 3 * 40
+
+    @property
+    def smem_bytes(self) -> int:
+        words = self.chunk + self.slots + 2 * K_LIMIT + self.counters
+        return (words + 2 * (self.per_thread + self.kept) * WARP_THREADS) * WORD_BYTES

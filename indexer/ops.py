@@ -1,0 +1,102 @@
+"""What runs the indexer's operations: backend choice, outputs, launches; the torch operator of ``index_topk``."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.cache.config import InsertConfig
+from warpspec.cache.pools import IndexPool, table_slots
+from warpspec.common.backend import resolve_backend
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import target_of
+from warpspec.common.repeated import watched
+from warpspec.indexer import reference
+from warpspec.indexer.config import SelectConfig
+from warpspec.indexer.problem import IndexQueries
+
+
+def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> IndexQueries:
+    """K3 of checked arguments."""
+    tokens, heads = q.shape[:2]
+    pool = IndexPool.empty(tokens, heads, format, device=q.device)
+    backend = resolve_backend(backend, q.device)
+    if backend == "reference":
+        rows = reference.query_rows(q, cos_sin, positions, rotated)
+        pool.write(torch.arange(tokens * heads, device=q.device), rows.flatten(0, 1))
+    elif tokens:
+        from warpspec.cache.device.insert import INSERT
+
+        config = InsertConfig("index", format, queries=False, weight=None, transformed=rotated, share=heads)
+        slots = torch.arange(tokens * heads, dtype=torch.int32, device=q.device)
+        words = q.detach().flatten(0, 1).view(torch.uint32)
+        arguments = (None, None, words, None, cos_sin, positions, slots, pool.words, heads, 0.0)
+        INSERT.run(config, target_of(q.device), *arguments)
+    return IndexQueries(pool, weights)
+
+
+def index_scores(
+    queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, backend
+) -> torch.Tensor:
+    """K4 of checked arguments."""
+    backend = resolve_backend(backend, page_table.device)
+    if backend != "reference":
+        raise UnsupportedProblem(
+            f"index_scores: there is no kernel for backend {backend!r} yet ('reference' has one)"
+        )
+    tokens, columns = len(queries.weights), page_table.shape[1] * pool.page_size
+    values = queries.values
+    logits = torch.full((tokens, columns), -torch.inf, device=page_table.device)
+    rows = torch.arange(columns, device=page_table.device)
+    for t in range(tokens):
+        request = requests[t : t + 1].long()
+        seen = rows < lengths[t]
+        keys = pool.read(table_slots(page_table[request], rows[None], pool.page_size)[0])
+        scores = reference.index_scores(values[t : t + 1], queries.weights[t : t + 1], keys)[0]
+        logits[t] = torch.where(seen, scores, -torch.inf)
+    return logits
+
+
+def index_topk(
+    logits, k, lengths, page_table, requests, page_size, backend
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K5 of checked arguments, through the operator where somebody watches."""
+    arguments = (logits, k, lengths, page_table, requests, page_size or 1, backend)
+    return topk_operator(*arguments) if watched(logits) else run_topk(*arguments)
+
+
+def run_topk(logits, k, lengths, page_table, requests, page_size, backend):
+    """K5: (slots, counts)."""
+    backend = resolve_backend(backend, logits.device)
+    if backend == "reference":
+        return reference.index_topk(logits.detach(), k, lengths, page_table, requests, page_size)
+    slots, counts = new_outputs(logits, k)
+    if logits.shape[0] == 0:
+        return slots, counts
+    from warpspec.indexer.device.select import SELECT
+
+    config = SelectConfig(lengths is not None, page_table is not None)
+    batch = (lengths, page_table, requests, slots, counts)
+    SELECT.run(config, target_of(logits.device), logits.detach(), *batch, page_size)
+    return slots, counts
+
+
+def new_outputs(logits, k) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots, counts), uninitialised."""
+    integers = {"dtype": torch.int32, "device": logits.device}
+    return torch.empty(logits.shape[0], k, **integers), torch.empty(logits.shape[0], **integers)
+
+
+@torch.library.custom_op(
+    "warpspec::index_topk",
+    mutates_args=(),
+    schema="(Tensor logits, SymInt k, Tensor? lengths, Tensor? page_table, Tensor? requests, SymInt page_size, "
+    "str backend) -> (Tensor, Tensor)",
+)
+def topk_operator(logits, k, lengths, page_table, requests, page_size, backend):
+    """``index_topk``."""
+    return run_topk(logits, k, lengths, page_table, requests, page_size, backend)
+
+
+@topk_operator.register_fake
+def _(logits, k, lengths, page_table, requests, page_size, backend):
+    return new_outputs(logits, k)

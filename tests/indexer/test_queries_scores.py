@@ -1,0 +1,94 @@
+"""index_queries: bits of the reference, simulated; index_scores: the definition; selection within a workspace."""
+
+import pytest
+import torch
+
+from warpspec.cache import IndexPool, rope_table
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
+from warpspec.indexer import index_queries, index_scores, ops, select_entries
+
+TABLE = rope_table(1e4 ** (-torch.arange(32) / 32), 256)
+
+
+def queries(tokens=3, heads=8, format="mxfp4", backend="reference", **options):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(tokens, heads, 128, generator=generator).bfloat16()
+    weights = torch.randn(tokens, heads, generator=generator)
+    positions = torch.randint(0, 256, (tokens,), generator=generator).to(torch.int32)
+    return index_queries(q, weights, TABLE, positions, format=format, backend=backend, **options)
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+def test_kernel(monkeypatch, arch):
+    """Rotation differs by roundings now and then; where it does not, the bits are the reference's."""
+    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    got, wanted = queries(backend="sim"), queries()
+    assert (got.pool.data != wanted.pool.data).float().mean() < 0.01
+    assert (got.values - wanted.values).norm() < 0.02 * wanted.values.norm()
+
+
+def test_values():
+    """Rotated by the matrix's columns, within FP4's steps; without quantisation, within bf16's."""
+    exact = queries(format="bf16", rotated=True).values
+    plain = queries(format="bf16", rotated=False).values
+    assert torch.allclose(exact.norm(dim=-1), plain.norm(dim=-1), rtol=0.01)
+    assert not torch.allclose(exact, plain, atol=0.5)
+    assert 0.02 < (queries().values - exact).norm() / exact.norm() < 0.2
+
+
+def case(format):
+    generator = torch.Generator().manual_seed(3)
+    pool = IndexPool.empty(6, 8, format)
+    pool.data.fill_(0xFF)  # NaN in rows that are not seen
+    pool.write(torch.arange(40), torch.randn(40, 128, generator=generator).bfloat16())
+    table = torch.tensor([[4, 0, 2], [1, 3, 5]], dtype=torch.int32)
+    requests = torch.tensor([0, 1, 1], dtype=torch.int32)
+    lengths = torch.tensor([24, 16, 3], dtype=torch.int32)
+    return pool, table, requests, lengths
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "fp8"])
+def test_scores(format):
+    asked = queries(format=format)
+    pool, table, requests, lengths = case(format)
+    logits = index_scores(asked, pool, table, requests, lengths, backend="reference")
+    assert logits.shape == (3, 24)
+    for t in range(3):
+        for i in range(24):
+            if i >= lengths[t]:
+                assert logits[t, i] == -torch.inf
+                continue
+            key = pool.read(table[requests[t], i // 8] * 8 + i % 8)
+            wanted = sum(
+                w * max(0.0, float(q @ key)) for w, q in zip(asked.weights[t], asked.values[t], strict=True)
+            )
+            assert abs(logits[t, i] - wanted) < 1e-3
+
+
+def test_workspace_does_not_matter():
+    asked = queries()
+    pool, table, requests, lengths = case("mxfp4")
+    whole = select_entries(asked, pool, table, requests, lengths, 5, backend="reference")
+    pieces = select_entries(
+        asked, pool, table, requests, lengths, 5, workspace_bytes=100, backend="reference"
+    )
+    assert torch.equal(whole[0], pieces[0]) and torch.equal(whole[1], pieces[1])
+    assert whole[1].tolist() == [5, 5, 3] and whole[0][2].tolist() == [8, 9, 10, -1, -1]
+
+
+def test_bad_arguments():
+    asked = queries()
+    pool, table, requests, lengths = case("mxfp4")
+    with pytest.raises(UnsupportedProblem, match="no kernel for backend 'sim'"):
+        index_scores(asked, pool, table, requests, lengths, backend="sim")
+    with pytest.raises(ValueError, match=r"lengths: .* got 25"):
+        index_scores(asked, pool, table, requests, lengths + 1, backend="reference")
+    with pytest.raises(TypeError, match="queries: must be IndexQueries"):
+        index_scores(None, pool, table, requests, lengths)
+    with pytest.raises(ValueError, match="workspace_bytes: must be"):
+        select_entries(asked, pool, table, requests, lengths, 5, workspace_bytes=0)
+    with pytest.raises(ValueError, match="q: heads must be a multiple of 4, got 3"):
+        queries(heads=3)
+    with pytest.raises(ValueError, match="format: must be one of"):
+        queries(format="e4m3")
