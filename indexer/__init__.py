@@ -71,7 +71,7 @@ def index_topk(
     logits: fp32 [T, N]. k: 1 to 2048. lengths: int32 [T], logits of a row that count, from the first (None: all);
     clamped to 0..N on a GPU, on the CPU ValueError beyond. Exact: of equal logits the lower indices are taken, NaN is
     above all numbers, and -inf is never taken. counts: how many there are; slots behind are -1. page_table: int32
-    [R, pages], with requests: int32 [T] and page_size: index i of a row becomes the slot page_table[request, i // page_size] *
+    [R, pages], with requests: int32 [T] and page_size: index i becomes the slot page_table[request, i // page_size] *
     page_size + i % page_size; -1 where there is no such page. Raises TypeError or ValueError naming the argument.
     """
     refuse_tangents(logits=logits)
