@@ -4,12 +4,15 @@ Installed beside vLLM, this is a plug-in that vLLM loads by itself:
 
     vllm serve MODEL --attention-backend WARPSPEC
 
+    vllm serve MODEL --quantization warpspec_nvfp4  # ModelOpt's NVFP4 checkpoints: our mixture of experts
+
 Decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16: grouped heads, sinks, sliding windows.
 """
 
 from __future__ import annotations
 
 NAME = "WARPSPEC"
+QUANTIZATION = "warpspec_nvfp4"
 PATH = "warpspec.engines.vllm.attention.WarpspecBackend"
 
 
@@ -19,6 +22,48 @@ def register() -> None:
 
     if NAME not in AttentionBackendEnum.__members__:
         AttentionBackendEnum.register(NAME, PATH)
+        _register_quantization()
+
+
+def _register_quantization() -> None:
+    """Make `--quantization warpspec_nvfp4` known; what it needs is imported with the first checkpoint."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    @register_quantization_config(QUANTIZATION)
+    class Checkpoints(QuantizationConfig):
+        """What vLLM asks before it reads a checkpoint."""
+
+        @classmethod
+        def get_name(cls) -> str:
+            return QUANTIZATION
+
+        @classmethod
+        def get_supported_act_dtypes(cls) -> list:
+            import torch
+
+            return [torch.bfloat16]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 100
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return ["hf_quant_config.json"]
+
+        @classmethod
+        def override_quantization_method(cls, hf_quant_cfg, user_quant, hf_config=None) -> str | None:
+            return QUANTIZATION if user_quant == QUANTIZATION else None
+
+        @classmethod
+        def from_config(cls, config):
+            from warpspec.engines.vllm.experts import NVFP4Config
+
+            return NVFP4Config.from_config(config)
+
+        def get_quant_method(self, layer, prefix):
+            raise NotImplementedError  # from_config makes another class's
 
 
 def replace_cpu_attention() -> None:

@@ -68,6 +68,34 @@ class WarpspecBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_combination(
+        cls,
+        head_size,
+        dtype,
+        kv_cache_dtype,
+        block_size,
+        use_mla,
+        has_sink,
+        use_sparse,
+        use_mm_prefix,
+        device_capability,
+    ) -> str | None:
+        """Which settings are to be changed, and to what."""
+        reasons = []
+        for check, value, setting in (
+            (keys.check_head_size, head_size, "choose another --attention-backend for this model"),
+            (keys.check_dtype, dtype, "--dtype"),
+            (keys.check_page_size, PREFERRED_BLOCK if block_size is None else block_size, "--block-size"),
+        ):
+            try:
+                check(value, setting)
+            except UnsupportedProblem as problem:
+                reasons.append(str(problem))
+        if kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes):
+            reasons.append(f"--kv-cache-dtype: must be auto, float16 or bfloat16, got {kv_cache_dtype}")
+        return "; ".join(reasons) or None
+
+    @classmethod
     def supports_compute_capability(cls, capability) -> bool:
         return capability.major in (9, 10)
 

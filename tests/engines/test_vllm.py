@@ -10,13 +10,21 @@ os.environ |= {
 }
 
 import gc
+from copy import deepcopy
 
 import pytest
 import torch
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
-from engine_models import CONFIGS, Judge, make_model, prompts  # noqa: E402
+from engine_models import (  # noqa: E402
+    CONFIGS,
+    Judge,
+    log_probabilities,
+    make_model,
+    prompts,
+    write_nvfp4_experts,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import warpspec.engines.vllm as engine  # noqa: E402
@@ -191,6 +199,27 @@ def test_speculative_decoding(checkpoints, start, calls):
     assert any(1 < most <= 4 for most in calls)
 
 
+def test_experts_in_nvfp4(tmp_path, start):
+    """Of a ModelOpt checkpoint. Activations are rounded to NVFP4 as well, which is what the error is of."""
+    model = write_nvfp4_experts(tmp_path)
+    results = generate(start(tmp_path, quantization=engine.QUANTIZATION), prompts(LENGTHS))
+    error = error_of(model, results)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.zero_()
+    assert error < 0.25 and error_of(model, results) > 4 * error
+
+
+def error_of(model, results) -> float:
+    """Root mean square of what results' log-probabilities differ from the model's in FP32."""
+    exact = deepcopy(model).float()
+    differences = []
+    for ids, tokens, said in results:
+        chosen = torch.tensor(tokens)[:, None]
+        differences.append(torch.tensor(said) - log_probabilities(exact, ids, tokens).gather(1, chosen)[:, 0])
+    return torch.cat(differences).square().mean().sqrt().item()
+
+
 def test_plug_in_is_found():
     """By its entry point, where warpspec is installed beside vLLM."""
     from vllm.plugins import load_general_plugins
@@ -215,7 +244,24 @@ def test_layers_that_are_refused(option, value, message):
     options = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2} | {option: value}
     with pytest.raises(UnsupportedProblem, match=message):
         WarpspecAttention(**options)
-    assert not WarpspecBackend.supports_head_size(96)
+
+
+def test_settings_that_are_refused_are_named():
+    """What vLLM prints where it is asked for this backend with other settings."""
+    settings = {"head_size": 96, "dtype": torch.float32, "kv_cache_dtype": "fp8", "block_size": 8}
+    others = ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "device_capability")
+    said = WarpspecBackend.supports_combination(**settings, **dict.fromkeys(others))
+    for part in (
+        "head size",
+        "--attention-backend",
+        "--dtype",
+        "--kv-cache-dtype",
+        "--block-size",
+        "set it to 16",
+    ):
+        assert part in said
+    settings = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
+    assert WarpspecBackend.supports_combination(**settings, **dict.fromkeys(others)) is None
 
 
 def test_a_dtype_that_is_refused():

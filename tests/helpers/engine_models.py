@@ -112,3 +112,58 @@ class Judge:
         if ours:
             error = torch.cat(ours).square().mean().sqrt()
             assert error <= self.FACTOR * own_error, f"{error:.4f}, the model's own {own_error:.4f}"
+
+
+def write_nvfp4_experts(folder) -> object:
+    """A checkpoint of a tiny Qwen3-MoE as ModelOpt writes it, experts in NVFP4; returns the model that it is, with the
+    experts' weights as they are after rounding."""
+    import json
+
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeConfig
+
+    from warpspec.common.nvfp4 import dequantize, quantize
+
+    sizes = SIZES | {"num_hidden_layers": 2, "head_dim": 64, "moe_intermediate_size": 64, "num_experts": 4}
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(**sizes, num_experts_per_tok=2, norm_topk_prob=True), attn_implementation="eager"
+    )
+    model = model.to(torch.bfloat16).eval()
+    tensors = {}
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            if "experts" not in name:
+                tensors[name] = weight.contiguous()
+        for index, layer in enumerate(model.model.layers):
+            experts = layer.mlp.experts
+            width = experts.down_proj.shape[-1]
+            for expert in range(len(experts.down_proj)):
+                rows = experts.gate_up_proj[expert]
+                matrices = {
+                    "gate_proj": rows[:width],
+                    "up_proj": rows[width:],
+                    "down_proj": experts.down_proj[expert],
+                }
+                for matrix, weight in matrices.items():
+                    code = quantize(weight.float())
+                    name = f"model.layers.{index}.mlp.experts.{expert}.{matrix}"
+                    tensors[f"{name}.weight"] = code.data
+                    tensors[f"{name}.weight_scale"] = code.scale
+                    tensors[f"{name}.weight_scale_2"] = code.global_scale
+                    tensors[f"{name}.input_scale"] = torch.tensor(2.0**-6)
+                    weight.copy_(dequantize(code))
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3MoeForCausalLM"]
+    excluded = ["lm_head", "*self_attn*", "*mlp.gate"]
+    quantization = {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": excluded,
+    }
+    config["quantization_config"] = {"quant_method": "modelopt", "ignore": excluded, **quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return model
