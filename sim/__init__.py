@@ -21,6 +21,7 @@ from warpspec.sim.errors import (
     UnsupportedInstruction,
 )
 from warpspec.sim.host import HostModule
+from warpspec.sim.order.findings import Finding, OrderError
 from warpspec.sim.report import LaunchReport, SimReport
 from warpspec.sim.runtime import execute, load_program
 
@@ -28,9 +29,11 @@ __all__ = [
     "BadDescriptor",
     "BarrierFault",
     "Deadlock",
+    "Finding",
     "HostError",
     "LaunchReport",
     "MemoryFault",
+    "OrderError",
     "SimError",
     "SimReport",
     "TmemFault",
@@ -44,7 +47,7 @@ __all__ = [
 _last: SimReport | None = None
 
 
-def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
+def run(compiled: object, *args: object, seed: int = 0, check: str | None = None) -> SimReport:
     """Run a compiled host function; every kernel it launches executes functionally on this CPU.
 
     compiled: what `cute.compile` returned for sm_100a or sm_90a, with the options --keep-ptx --keep-cubin.
@@ -54,6 +57,7 @@ def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
     array whose storage holds it: that storage is staged too.
     seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
     same run bit for bit.
+    check: "order" raises OrderError where the memory model does not order two accesses to one place (slower).
 
     Returns a SimReport; prints progress to stderr when the run is expected to take more than 5 seconds.
     Raises a SimError: HostError (arguments do not fit), UnsupportedInstruction, Deadlock, MemoryFault, TmemFault,
@@ -62,6 +66,8 @@ def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
     global _last
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
+    if check not in (None, "order"):
+        raise ValueError(f'check is {check!r}; None or "order" is needed')
     start = time.monotonic()
     module = HostModule.of(compiled)
     report = SimReport(seed=seed)
@@ -79,6 +85,7 @@ def run(compiled: object, *args: object, seed: int = 0) -> SimReport:
                 gmem=launch.memory,
                 seed=seed,
                 resources=launch.resources,
+                check=check,
             )
         )
 

@@ -32,10 +32,13 @@ ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous wo
 
 
 class Machine:
-    """One launch of one kernel."""
+    """One launch of one kernel. order: its checker of memory order, or None."""
 
-    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int, stats: LaunchStats):
+    def __init__(
+        self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int, stats: LaunchStats, order=None
+    ):
         self.program = program
+        self.order = order
         self.launch = launch
         self.gmem = gmem
         self.stats = stats
@@ -165,6 +168,8 @@ class Machine:
             return False
         self.progress += 1
         self.resident.append(cluster)
+        if self.order is not None:
+            self.order.admit(cluster)
         for cta in cluster.ctas:
             self.ready.extend(cta.warps)
         return True
@@ -230,6 +235,8 @@ class Machine:
             why, at = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, budget)
             self.clock += 1
             group.block = at
+            if self.order is not None:
+                self.order.native(w)
             if why == Stop.PYTHON:
                 if not single:
                     w.merge()
@@ -326,7 +333,8 @@ class Machine:
         """Execute a system instruction for a group; False if the warp's turn ends here."""
         row = self.system_row[block]
         try:
-            if row is None or row.handler is None:
+            hooked = self.program.hooked[block]
+            if row is None or (row.handler is None and not hooked):
                 raise unsupported(ins.opcode)
             if row.collective is not None and group.mask != w.alive and not self.gathered(w, group, ins):
                 return w.runnable() is not None
@@ -337,19 +345,32 @@ class Machine:
             if mask:
                 w.current = group
                 self._executing = (w, ins)
-                wait = row.handler(self, w, ins, mask)
-                if wait is not None:
-                    self.block(w, group, wait)
-                    return False
+                if self.order is not None and row.order is not None:
+                    row.order(self.order, w, ins, mask)
+                if hooked:
+                    self.run_hooked(w, group, block)
+                else:
+                    wait = row.handler(self, w, ins, mask)
+                    if wait is not None:
+                        self.block(w, group, wait)
+                        return False
                 group.timed_out = None
         except Exception as error:
             diagnosis.locate(self.program, error, w, ins, group.mask)
             raise
-        w.counters[block] += 1
+        if not (mask and hooked):  # native code counts itself
+            w.counters[block] += 1
         group.block = block + 1
         if len(w.groups) > 1:
             w.merge()
         return True
+
+    def run_hooked(self, w: Warp, group: Group, block: int) -> None:
+        """Execute the native instruction of a block at which the order checker stops."""
+        w.ctx[Ctx.CLOCK] = self.clock
+        why, _ = self.program.run_hooked(w.regs_ptr, w.ctx_ptr, group.mask, block)
+        if why == Stop.FAULT:
+            raise diagnosis.fault(self.program, self.gmem, w, group)
 
     def block(self, w: Warp, group: Group, wait: Wait) -> None:
         """Park a group until its wait's object is notified."""

@@ -92,6 +92,9 @@ class Opcode:
     collective: which lanes must be together; None: each lane is on its own.
     loads: it reads memory and does not write it (which names the access in the diagnosis of a fault).
     shares_memory: clusters can see each other through it: by global memory, or by the grid's state.
+    orders: memory order depends on it, so that a run that checks it stops at it, native or not.
+    order: tells the order checker of it, order(checker, warp, instruction, mask), before it is executed; handlers
+        of what is asynchronous or waits tell it themselves.
     translator: emits native code, translator(emitter, instruction), or raises NotNative for a form it does not know.
     handler: executes it in Python, handler(machine, warp, instruction, mask); returns None or a Wait.
     """
@@ -105,12 +108,18 @@ class Opcode:
     collective: Collective | None = None
     loads: bool = False
     shares_memory: bool | Callable[[Instr], bool] = False
+    orders: bool | Callable[[Instr], bool] = False
+    order: Callable | None = None
     translator: Callable | None = None
     handler: Callable | None = None
 
     def destination_count(self, ins: Instr) -> int:
         """How many leading operands an instruction of this opcode writes."""
         return self.destinations(ins) if callable(self.destinations) else self.destinations
+
+    def decides_order(self, ins: Instr) -> bool:
+        """Whether memory order depends on an instruction of this opcode that native code may execute."""
+        return self.orders(ins) if callable(self.orders) else self.orders
 
     def may_share_memory(self, ins: Instr) -> bool:
         """Whether clusters can see each other through an instruction of this opcode."""

@@ -50,6 +50,9 @@ class LaunchStats:
         default_factory=dict
     )  # first words -> what the kernel does that it should not
 
+    findings: dict[tuple, object] = field(default_factory=dict)  # of the order checker
+    touched: object = None  # global memory that it saw accessed
+
     def warn(self, text: str) -> None:
         """Record something that hardware tolerates and the programming model does not; once for each kind."""
         self.warnings.setdefault(text.split(",")[0], text)
@@ -93,6 +96,7 @@ class LaunchStats:
             else:
                 self.block_counts[warp] = counts
         self.events += other.events
+        self.findings |= other.findings
         self.warnings = {**other.warnings, **self.warnings}
 
 

@@ -22,6 +22,8 @@ from warpspec.sim.grid import Launch
 from warpspec.sim.instruction import Kernel, PtxModule, Sym
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.order.checker import OrderChecker
+from warpspec.sim.order.findings import OrderError
 from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 
@@ -53,16 +55,16 @@ def _parse(text: _Text) -> PtxModule:
 
 
 @lru_cache(maxsize=64)
-def _program(text: _Text, kernel: str) -> Program:
+def _program(text: _Text, kernel: str, logging: bool) -> Program:
     module = _parse(text)
     if kernel not in module.kernels:
         raise HostError(f"no kernel {kernel} in the PTX; it has {', '.join(module.kernels)}")
-    return Program(module, module.kernels[kernel])
+    return Program(module, module.kernels[kernel], logging)
 
 
-def load_program(text: str, kernel: str) -> Program:
-    """The translated program of one kernel of a PTX module (cached)."""
-    return _program(_Text(text), kernel)
+def load_program(text: str, kernel: str, logging: bool = False) -> Program:
+    """The translated program of one kernel of a PTX module (cached). logging: for a run that checks memory order."""
+    return _program(_Text(text), kernel, logging)
 
 
 def independent(kernel: Kernel) -> bool:
@@ -110,10 +112,14 @@ def execute(
     gmem: GlobalMemory,
     seed: int = 0,
     resources: KernelResources | None = None,
+    check: str | None = None,
 ) -> LaunchReport:
-    """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it."""
+    """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it.
+
+    check: "order" raises OrderError where the memory model does not order accesses to one place.
+    """
     start = time.monotonic()
-    program = load_program(text, kernel)
+    program = load_program(text, kernel, check == "order")
     sms = device_of(program.module.target).sms
     buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
     tables = [
@@ -136,6 +142,8 @@ def execute(
 
     try:
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
+        if stats.findings:
+            raise OrderError(list(stats.findings.values()), kernel)
     finally:
         gmem.free(buffer.address)
         for table in tables:
@@ -166,9 +174,18 @@ def execute(
 
 def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, progress=None) -> LaunchStats:
     stats = LaunchStats()
-    machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats)
+    order = OrderChecker(program, gmem) if program.logging else None
+    machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats, order)
     machine.on_cluster_done = progress
-    machine.run()
+    try:
+        machine.run()
+    except SimError as error:
+        if order is None or not order.found:
+            raise
+        raise OrderError(list(order.found.values()), program.kernel.name) from error
+    if order is not None:
+        stats.findings = order.found
+        stats.touched = order.summary()
     return stats
 
 

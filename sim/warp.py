@@ -78,6 +78,7 @@ class Cta:
         self.number = number  # linear index in the grid
         self.smem = smem
         self.warps: list[Warp] = []
+        self.order = None  # what the order checker keeps of it
         self.live_warps = 0
         self.pending = 0  # asynchronous operations that its warps issued and that have not taken effect
         self.mbarriers: dict[int, object] = {}
@@ -145,6 +146,7 @@ class Warp:
         self.groups = [Group(0, self.alive)]
         self.current = self.groups[0]
         self.ready = True
+        self.order = None  # its clock, where a checker of memory order keeps one
         self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
         self.diverged_states: set[int] = set()  # states at its last turns in which lanes could run apart
         self.flying: list[InFlight] = []

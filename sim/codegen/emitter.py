@@ -46,6 +46,7 @@ class Emitter:
         self.count = 0
         self.guard: str | None = None
         self.index = 0  # instruction being translated
+        self.logging = False  # accesses to shared and global memory are written to the context's log
         self._ctx: dict[int, str] = {}
         self._cache: dict[tuple, str] = {}
 
@@ -276,7 +277,7 @@ class Emitter:
         translator = row_of(ins.opcode).translator
         if translator is None:
             raise NotNative(ins.opcode)
-        self.index = ins.index
+        self.index, self.instruction = ins.index, ins
         self.guard = None
         if ins.guard is not None:
             self.guard = self.pred(Not(ins.guard) if ins.guard_negated else ins.guard)

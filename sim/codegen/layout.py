@@ -8,6 +8,7 @@ from warpspec.sim.cfg import CARRY
 from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Pair, Reg, Sym, Vec
 from warpspec.sim.lanes import WARP_SIZE
 
+LOG_WORDS = 33  # of an access: instruction | lanes << 32, then the address in each lane
 REGISTER_ALIGN = 64  # bytes: one AVX-512 vector
 
 
@@ -35,7 +36,10 @@ class Ctx(IntEnum):
     PARAMS = 18  # host address of the parameter buffer
     SYMBOLS = 19  # pointer to addresses of module-scope variables
     TARGET = 20  # block that the lanes in TAKEN go to, of a branch with more than one target
-    COUNT = 21
+    LOG = 21  # pointer to the log of accesses (`LOG_WORDS` 64-bit words an entry), where a program keeps one
+    LOG_COUNT = 22  # entries in it
+    LOG_LIMIT = 23  # entries from which the trampoline returns
+    COUNT = 24
 
 
 class Fault(IntEnum):

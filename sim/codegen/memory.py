@@ -80,6 +80,22 @@ def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, add
     e.lines.append(f"{stop}:")
     e.do(f"ret i32 -{int(Stop.FAULT)}")
     e.lines.append(f"{go}:")
+    if e.logging and is_logged(e.instruction):
+        e.do(f"call void @record(ptr %ctx, ptr {address}, i32 {e.active()}, i32 {e.index})")
+
+
+def access_bytes(ins: Instr) -> int:
+    """Bytes a lane reads or writes; 0 for an instruction that is no load, store or atomic."""
+    if ins.parts[0] not in ("ld", "ldu", "st", "atom", "red") or "async" in ins.parts or "bulk" in ins.parts:
+        return 0
+    kind = ins.parts[-1]
+    bits = {"bf16": 16, "f16x2": 32, "bf16x2": 32}.get(kind) or element_bits(kind)
+    return max(vector_count(ins) * bits // 8, 1)
+
+
+def is_logged(ins: Instr) -> bool:
+    """Whether a native access may be to memory that other threads reach."""
+    return space_of(ins) != "local" and not any(part.startswith(("param", "const")) for part in ins.parts)
 
 
 def _items(operand, count: int) -> tuple:
@@ -93,6 +109,16 @@ def _items(operand, count: int) -> tuple:
 _ORDERED = frozenset({"volatile", "acquire", "relaxed", "release", "acq_rel", "mmio"})
 
 
+def says_its_order(ins: Instr) -> bool:
+    """Whether a load or store is volatile or has a memory order."""
+    return not _ORDERED.isdisjoint(ins.parts)
+
+
+def note_order(order, w, ins: Instr, mask: int) -> None:
+    """Tell the order checker of an atomic, a volatile access or one that says its order."""
+    order.ordered(w, ins, mask)
+
+
 def outside_shared(ins: Instr) -> bool:
     """Whether an access may be to global memory: its state space is not shared memory."""
     return not any(part.startswith("shared") for part in ins.parts)
@@ -104,8 +130,9 @@ def ordered_in_global(ins: Instr) -> bool:
 
 
 @translator(
-    "ld", "ld.param", family=Family.MEMORY, destinations=1, loads=True, shares_memory=ordered_in_global
-)
+    "ld", "ld.param", family=Family.MEMORY, destinations=1, loads=True, shares_memory=ordered_in_global,
+    orders=says_its_order, order=note_order,
+)  # fmt: skip
 @translator("ldu", family=Family.MEMORY, destinations=1, loads=True)
 def ld(e: Emitter, ins: Instr) -> None:
     """Loads of 1 to 8 elements a lane; a .b128 must go to a pair of 64-bit registers."""
@@ -127,7 +154,10 @@ def ld(e: Emitter, ins: Instr) -> None:
         e.set(item, e.op(f"load {ivec(bits)}, ptr {at}, align 32"), bits, signed)
 
 
-@translator("st", "st.param", family=Family.MEMORY, destinations=0, shares_memory=ordered_in_global)
+@translator(
+    "st", "st.param", family=Family.MEMORY, destinations=0, shares_memory=ordered_in_global,
+    orders=says_its_order, order=note_order,
+)  # fmt: skip
 def st(e: Emitter, ins: Instr) -> None:
     """Stores of 1 to 8 elements a lane."""
     space, count, bits = space_of(ins), vector_count(ins), element_bits(ins.parts[-1])
@@ -146,8 +176,12 @@ _ATOMIC_TYPES = ("u32", "s32", "b32", "f32", "u64", "s64", "b64", "f64")  # the 
 _ATOMIC_OPS = {"add", "and", "or", "xor", "exch", "cas", "inc", "dec", "min", "max"}
 
 
-@translator("atom", family=Family.MEMORY, destinations=1, shares_memory=outside_shared)
-@translator("red", family=Family.MEMORY, destinations=0, shares_memory=outside_shared)
+@translator(
+    "atom", family=Family.MEMORY, destinations=1, shares_memory=outside_shared, orders=True, order=note_order
+)
+@translator(
+    "red", family=Family.MEMORY, destinations=0, shares_memory=outside_shared, orders=True, order=note_order
+)
 def atom(e: Emitter, ins: Instr) -> None:
     """Read-modify-write of a scalar of 32 or 64 bits, one lane after the other."""
     type_ = ins.parts[-1]

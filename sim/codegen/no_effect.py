@@ -17,9 +17,14 @@ def cache_hint(e: Emitter, ins: Instr) -> None:
     """There is no cache."""
 
 
-@translator("fence", "membar", family=Family.FENCE, destinations=0)
+def note_fence(order, w, ins: Instr, mask: int) -> None:
+    """Tell the order checker of a fence."""
+    order.fence(w, ins)
+
+
+@translator("fence", "membar", family=Family.FENCE, destinations=0, orders=True, order=note_fence)
 def fence(e: Emitter, ins: Instr) -> None:
-    """Memory is sequentially consistent here, so that a missing fence is not noticed."""
+    """Memory is sequentially consistent here: only the order checker notices a missing fence."""
 
 
 @translator("griddepcontrol", family=Family.BARRIER, destinations=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import llvmlite
@@ -16,12 +16,14 @@ from warpspec.common.disk_cache import DiskCache
 from warpspec.sim import cfg
 from warpspec.sim.codegen import control
 from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
-from warpspec.sim.codegen.layout import Ctx, RegisterFile, Stop, registers_of
-from warpspec.sim.codegen.support import RESOLVE, TRAMPOLINE
+from warpspec.sim.codegen.layout import LOG_WORDS, Ctx, RegisterFile, Stop, registers_of
+from warpspec.sim.codegen.memory import access_bytes, is_logged
+from warpspec.sim.codegen.support import LOGGING_TRAMPOLINE, RECORD, RESOLVE, TRAMPOLINE
 from warpspec.sim.instruction import Instr, Kernel, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
 from warpspec.sim.memory import SHARED_BASE_OFFSET
 from warpspec.sim.registry import Control, Family, find, row_of
 
+LOG_ENTRIES = 2048  # that a program's log holds beside those of one block
 OBJECTS = DiskCache("sim", limit=2 << 30)
 
 
@@ -85,20 +87,47 @@ class _KernelEmitter(Emitter):
 
 
 class Program:
-    """Blocks and native code of one kernel."""
+    """Blocks and native code of one kernel.
 
-    def __init__(self, module: PtxModule, kernel: Kernel):
-        self.module, self.kernel = module, kernel
+    logging: for a run that checks memory order. Native code logs its accesses, and instructions that decide the order
+    are system blocks, native or not (`hooked` says which are).
+    """
+
+    def __init__(self, module: PtxModule, kernel: Kernel, logging: bool = False):
+        self.module, self.kernel, self.logging = module, kernel, logging
         self.tables = SymbolTables(module, kernel)
         self.registers = RegisterFile(kernel)
         self._native: dict[str, bool] = {}
-        self.blocks = cfg.cut(kernel, self.is_native)
+        self.blocks = cfg.cut(kernel, self.is_uninterrupted)
         self.live = cfg.liveness(kernel, self.blocks)
         self.registers.place(self.live.names(self.live.homes))
         self.exit_index = len(self.blocks)
         self.block_at = {block.start: block.index for block in self.blocks}
         self.system = [block.kind == "system" for block in self.blocks]
+        self.hooked = [
+            system and logging and self.is_native(kernel.instrs[block.start])
+            for system, block in zip(self.system, self.blocks, strict=True)
+        ]
         self._load()
+
+    def is_uninterrupted(self, ins: Instr) -> bool:
+        """Whether an instruction is native code between others."""
+        return self.is_native(ins) and not (self.logging and row_of(ins.opcode).decides_order(ins))
+
+    def new_log(self) -> np.ndarray:
+        """A log for native code's accesses."""
+        return np.zeros((self.log_limit + self._most_logged, LOG_WORDS), np.uint64)
+
+    @property
+    def log_limit(self) -> int:
+        """Entries from which a log may not hold those of another block."""
+        return LOG_ENTRIES
+
+    @cached_property
+    def _most_logged(self) -> int:
+        instrs = self.kernel.instrs
+        counts = [sum(map(_is_access, instrs[block.start : block.end])) for block in self.blocks]
+        return max(counts, default=0) + 1
 
     def is_native(self, ins: Instr) -> bool:
         """Whether the instruction is translated; decided by translating one of its kind into the void."""
@@ -174,7 +203,11 @@ class Program:
         count = len(self.blocks) + 1
         self.table = np.zeros(count, np.uint64)
         self.flags = np.zeros(count, np.uint8)
+        self.hook_table = np.zeros(count, np.uint64)
+        self._no_flags = np.zeros(count, np.uint8)
         for block in self.blocks:
+            if self.hooked[block.index]:
+                self.hook_table[block.index] = engine.get_function_address(f"b{block.index}")
             if not self.system[block.index]:
                 self.table[block.index] = engine.get_function_address(f"b{block.index}")
                 self.flags[block.index] = block.kind == "collective"
@@ -188,11 +221,18 @@ class Program:
         answer = self._run(self.table_pointer, self.flags_pointer, registers, context, mask, block, budget)
         return answer >> 32, answer & 0xFFFFFFFF
 
+    def run_hooked(self, registers: int, context: int, mask: int, block: int) -> tuple[Stop, int]:
+        """Run one native block at which `run` stops."""
+        tables = self.hook_table.ctypes.data, self._no_flags.ctypes.data
+        answer = self._run(*tables, registers, context, mask, block, 1)
+        return answer >> 32, answer & 0xFFFFFFFF
+
     def _object_key(self) -> str:
         """Names the object code by all that decides it: the kernel, what its opcodes' rows say of it, the sources."""
         cut = [(block.start, block.kind) for block in self.blocks]
         kept = [hex(bits) for bits in (self.live.homes, *self.live.live_out)]
-        parts = map(repr, (self.kernel, self.module.variables, cut, kept, _generator_version(), _host_id()))
+        decisive = (self.kernel, self.module.variables, cut, kept, self.logging, _generator_version(), _host_id())
+        parts = map(repr, decisive)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def _object_code(self) -> bytes:
@@ -206,15 +246,17 @@ class Program:
     def _text(self) -> str:
         functions, extras = [], set()
         for block in self.blocks:
-            if not self.system[block.index]:
+            if not self.system[block.index] or self.hooked[block.index]:
                 text, needed = self._block(block)
                 functions.append(text)
                 extras |= needed
         leave = f"define i32 @leave(ptr %regs, ptr %ctx, i32 %mask) {{\n  ret i32 -{int(Stop.EXIT)}\n}}\n"
-        return "\n".join([RESOLVE, TRAMPOLINE, leave, *sorted(extras), *functions])
+        support = [RESOLVE, RECORD, LOGGING_TRAMPOLINE] if self.logging else [RESOLVE, TRAMPOLINE]
+        return "\n".join([*support, leave, *sorted(extras), *functions])
 
     def _block(self, block: cfg.Block) -> tuple[str, set[str]]:
         e = _KernelEmitter(self.registers, self.tables)
+        e.logging = self.logging and not self.hooked[block.index]
         instrs = self.kernel.instrs[block.start : block.end]
         ends_by = cfg.control_of(instrs[-1]) if instrs else None
         for ins in instrs if ends_by is None else instrs[:-1]:
@@ -240,6 +282,10 @@ class Program:
             [f"define i32 @b{block.index}(ptr %regs, ptr %ctx, i32 %mask) {{", *head, *e.lines, ending, "}\n"]
         )
         return text, e.intrinsics
+
+
+def _is_access(ins: Instr) -> bool:
+    return access_bytes(ins) > 0 and is_logged(ins)
 
 
 def _register_names(ins: Instr) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from warpspec.sim.codegen.layout import Ctx, Fault, Stop
+from warpspec.sim.codegen.layout import LOG_WORDS, Ctx, Fault, Stop
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, WINDOW_SHIFT
 
 SPACES = {"generic": 0, "global": 1, "shared": 2, "cluster": 3, "local": 4}
@@ -168,6 +168,39 @@ python:
   ret i64 %pc64
 }}
 """
+
+
+RECORD = f"""
+define internal void @record(ptr %ctx, ptr %addrs, i32 %mask, i32 %instr) noinline {{
+entry:{_field("log.raw", Ctx.LOG)}{_field("count", Ctx.LOG_COUNT)}
+  %log = inttoptr i64 %log.raw to ptr
+  %first = mul i64 %count, {LOG_WORDS}
+  %at = getelementptr i64, ptr %log, i64 %first
+  %instr64 = zext i32 %instr to i64
+  %mask64 = zext i32 %mask to i64
+  %high = shl i64 %mask64, 32
+  %head = or i64 %high, %instr64
+  store i64 %head, ptr %at, align 8
+  %to = getelementptr i64, ptr %at, i64 1
+  %all = load <32 x i64>, ptr %addrs, align 64
+  store <32 x i64> %all, ptr %to, align 8
+  %next = add i64 %count, 1
+  store i64 %next, ptr %count.at, align 8
+  ret void
+}}
+"""
+
+
+# A trampoline that returns, too, when the log of accesses might not hold those of another block.
+LOGGING_TRAMPOLINE = TRAMPOLINE.replace(
+    "  %out = icmp eq i32 %left.next, 0",
+    "  %spent = icmp eq i32 %left.next, 0"
+    + _field("logged", Ctx.LOG_COUNT)
+    + _field("log.limit", Ctx.LOG_LIMIT)
+    + """
+  %full = icmp uge i64 %logged, %log.limit
+  %out = or i1 %spent, %full""",
+)
 
 
 def _lane_loop(name: str, arguments: str, size: int, write: int, body: str) -> str:

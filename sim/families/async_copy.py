@@ -48,7 +48,7 @@ def _copies(w: Warp) -> LaneCopies:
 class AsyncCopy(Op):
     """One warp-wide cp.async: `size` bytes a lane, `wanted` of them from global memory and the rest 0."""
 
-    __slots__ = ("arrivals", "done", "size", "source", "target", "wanted", "warp")
+    __slots__ = ("arrivals", "done", "order", "size", "source", "target", "wanted", "warp")
 
     def __init__(self, warp: Warp, size: int, source: np.ndarray, target: np.ndarray, wanted: np.ndarray):
         super().__init__(f"cp.async of {size} bytes by {source.size} lanes")
@@ -56,8 +56,11 @@ class AsyncCopy(Op):
         self.source, self.target, self.wanted = source, target, wanted  # [lanes]
         self.done = False
         self.arrivals: list[Arrival] = []
+        self.order = None  # the order checker's operation
 
     def execute(self, m: Machine) -> None:
+        if self.order is not None:
+            m.order.copied(self.order, self.warp.cta, self.source, self.target, self.wanted, self.size)
         first = int(self.target.min())
         smem = shared_view(self.warp.cta, first, int(self.target.max()) + self.size - first)
         unit = UNIT[self.size]
@@ -90,10 +93,11 @@ class AsyncCopy(Op):
 class Arrival:
     """An arrive on an mbarrier that takes place once a thread's copies are done."""
 
-    __slots__ = ("count", "cta", "offset", "remaining")
+    __slots__ = ("count", "cta", "offset", "order", "remaining")
 
-    def __init__(self, cta, offset: int, count: int, remaining: int):
+    def __init__(self, cta, offset: int, count: int, remaining: int, order=None):
         self.cta, self.offset, self.count, self.remaining = cta, offset, count, remaining
+        self.order = order  # the order checker's operation
 
     def copied(self, m: Machine) -> None:
         self.remaining -= 1
@@ -102,7 +106,10 @@ class Arrival:
 
     def arrive(self, m: Machine) -> None:
         m.defer(
-            CallOp(lambda: mbarrier.arrive(m, self.cta, self.offset, self.count), "cp.async.mbarrier.arrive")
+            CallOp(
+                lambda: mbarrier.arrive(m, self.cta, self.offset, self.count, op=self.order),
+                "cp.async.mbarrier.arrive",
+            )
         )
 
 
@@ -123,6 +130,8 @@ def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             raise MemoryFault(f"cp.async {what} {bad:#x} is not a multiple of {size} bytes")
     offsets = np.array([located(w, int(address), True)[1] for address in target.tolist()])
     copy = AsyncCopy(w, size, source, offsets, wanted)
+    if m.order is not None:
+        copy.order = m.order.issue(w, ins, "cp.async")
     opened = _copies(w).open
     for lane in chosen.tolist():
         opened[lane].append(copy)
@@ -156,8 +165,9 @@ def cp_async_commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _commit(w, mask)
 
 
-def _wait(w: Warp, mask: int, newest: int) -> Wait | None:
+def _wait(m: Machine, w: Warp, mask: int, newest: int) -> Wait | None:
     copies = _copies(w)
+    last = 0
     for lane in lanes(mask):
         groups = copies.groups[lane]
         settled = len(groups) - newest
@@ -166,21 +176,25 @@ def _wait(w: Warp, mask: int, newest: int) -> Wait | None:
                 if not copy.done:
                     return Wait(on=copy, text=f"cp.async-group {i} of {len(groups)} of lane {lane}")
         if settled > 0:
+            if m.order is not None:
+                last = max([last, *(copy.order.queue_count for group in groups[:settled] for copy in group)])
             del groups[:settled]
+    if last:
+        m.order.passed(w, "cp.async", last)
     return None
 
 
 @handler("cp.async.wait_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.wait_group N: until at most the N newest groups are pending."""
-    return _wait(w, mask, w.scalar(ins.operands[0], mask))
+    return _wait(m, w, mask, w.scalar(ins.operands[0], mask))
 
 
 @handler("cp.async.wait_all", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_all(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """cp.async.wait_all: commit_group, wait_group 0. Called again after a wait, it commits empty groups."""
     _commit(w, mask)
-    return _wait(w, mask, 0)
+    return _wait(m, w, mask, 0)
 
 
 @handler("cp.async.mbarrier.arrive", family=Family.ASYNC_COPY, destinations=0)
@@ -195,11 +209,12 @@ def cp_async_mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None
     for lane in lanes(mask):
         key = (int(addresses[lane]), tuple(copies.pending(lane)))
         together[key] = together.get(key, 0) + 1
+    order = None if m.order is None else m.order.after(w, ins, "cp.async")
     for (address, waited), count in together.items():
         cta, offset = located(w, address, False)
         if not ins.has("noinc"):
             mbarrier.lookup(cta, offset).pending += count
-        arrival = Arrival(cta, offset, count, len(waited))
+        arrival = Arrival(cta, offset, count, len(waited), order)
         for copy in waited:
             copy.arrivals.append(arrival)
         if not waited:
@@ -223,6 +238,7 @@ def _issue_remote(m: Machine, w: Warp, ins: Instr, mask: int, meet) -> None:
     values = _operand_bytes(w, ins.operands[1], bits)
     targets = w.address(ins.operands[0])
     nbytes = values.shape[1]
+    order = None if m.order is None else m.order.issue(w, ins)
     for lane in lanes(mask):
         address, value = int(targets[lane]), values[lane].copy()
         if address % nbytes:
@@ -234,8 +250,11 @@ def _issue_remote(m: Machine, w: Warp, ins: Instr, mask: int, meet) -> None:
                 raise BarrierFault(f"mbarrier in CTA {barrier[0].rank}, destination in CTA {cta.rank}")
 
             def act(cta=cta, offset=offset, value=value, barrier=barrier):
+                if order is not None:
+                    access = m.order.loads_on(order, mbarrier.lookup(*barrier), generic=True)
+                    m.order.shared_range(cta, offset, nbytes, access, order.clock)
                 meet(shared_view(cta, offset, nbytes), value)
-                mbarrier.complete_tx(m, *barrier, nbytes)
+                mbarrier.complete_tx(m, *barrier, nbytes, op=order)
 
         else:
 
@@ -280,4 +299,7 @@ def st_bulk(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             raise MemoryFault(
                 f"st.bulk of {nbytes} bytes at {address:#x}: not multiples of {BULK_STORE_UNIT}"
             )
-        shared_view(*located(w, address, True), nbytes)[:] = 0
+        place = located(w, address, True)
+        if m.order is not None:
+            m.order.shared_range(*place, nbytes, m.order.generic(w, ins, True), w.order)
+        shared_view(*place, nbytes)[:] = 0

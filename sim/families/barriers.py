@@ -30,6 +30,8 @@ class NamedBarrier:
     generation: int = 0
     votes: list[int] = field(default_factory=list)  # set predicate bits of each arriving group, for .red
     results: list = field(default_factory=list)  # groups to which a reduction is delivered
+    order: object = None  # the order checker's clock of this use
+    waiting: list[Warp] = field(default_factory=list)  # warps that wait in this use, where memory order is checked
 
     def describe(self) -> str:
         counts = f"{self.arrived} of {self.expected} threads"
@@ -82,6 +84,9 @@ def _arrive(m: Machine, w: Warp, barrier: NamedBarrier, count: int | None, mask:
 def _complete(m: Machine, barrier: NamedBarrier) -> None:
     barrier.expected, barrier.arrived, barrier.all_threads = None, 0, False
     barrier.generation += 1
+    for w in barrier.waiting:
+        m.order.pass_barrier(w, barrier.order)
+    barrier.order, barrier.waiting = None, []
     for w, target, kind, mask in barrier.results:
         _deliver(w, target, kind, mask, barrier.votes)
     barrier.votes, barrier.results = [], []
@@ -118,6 +123,10 @@ def named_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
         return _reduce(m, w, ins, operands, mask)
     barrier = _barrier(w.cta, w.scalar(operands[0], mask))
     count = w.scalar(operands[1], mask) if len(operands) > 1 else None
+    if m.order is not None:
+        m.order.join_barrier(w, barrier)
+        if kind == "sync":
+            barrier.waiting.append(w)
     if _arrive(m, w, barrier, count, mask):
         _complete(m, barrier)
         return None
@@ -135,6 +144,9 @@ def _reduce(m: Machine, w: Warp, ins: Instr, operands: list, mask: int) -> Wait 
     operation = next(p for p in ins.parts if p in ("popc", "and", "or"))
     barrier.votes.append((predicate & mask, mask))
     barrier.results.append((w, target, operation, mask))
+    if m.order is not None:
+        m.order.join_barrier(w, barrier)
+        barrier.waiting.append(w)
     if _arrive(m, w, barrier, count, mask):
         _complete(m, barrier)
         return None
@@ -156,6 +168,8 @@ class ClusterBarrier:
     cluster: Cluster
     arrived: int = 0
     phase: int = 0
+    order: object = None  # the order checker's clock of this phase
+    passed: object = None  # that of the last
 
     def complete_if_done(self, m: Machine) -> None:
         """End the phase if all threads that are left have arrived."""
@@ -163,6 +177,7 @@ class ClusterBarrier:
         if self.arrived == alive > 0:
             self.arrived = 0
             self.phase += 1
+            self.order, self.passed = None, self.order
             m.notify(self)
 
     def threads_left(self, m: Machine, w: Warp, count: int) -> None:
@@ -186,6 +201,8 @@ def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         raise BarrierFault("barrier.cluster.arrive twice without barrier.cluster.wait between")
     w.state["cluster_arrived"] = state.phase
     state.arrived += mask.bit_count()
+    if m.order is not None:
+        m.order.join_barrier(w, state, ins.has("relaxed"))
     m.progress += 1
     state.complete_if_done(m)
 
@@ -198,6 +215,8 @@ def cluster_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     if arrived is None:
         raise BarrierFault("barrier.cluster.wait without barrier.cluster.arrive before it")
     if state.phase > arrived:
+        if m.order is not None and state.passed is not None:
+            m.order.pass_barrier(w, state.passed, ins.has("relaxed"))
         del w.state["cluster_arrived"]
         return None
     threads = sum(_live_threads(cta) for cta in w.cta.cluster.ctas)
@@ -219,12 +238,17 @@ def try_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _, bar_offset = m.cta_at(w, bar)
     m.shared(w, address, RESPONSE_BYTES)
 
+    op = None if m.order is None else m.order.issue(w, ins)
+
     def respond() -> None:
         first = m.factory.cancel()
         words = np.array([*(first or (0, 0, 0)), CANCELED if first else 0], np.uint32)
         for cta in ctas:
+            if op is not None:
+                access = m.order.loads_on(op, mbarrier.lookup(cta, bar_offset))
+                m.order.shared_range(cta, offset, RESPONSE_BYTES, access, op.clock)
             cta.smem[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
-            mbarrier.complete_tx(m, cta, bar_offset, RESPONSE_BYTES)
+            mbarrier.complete_tx(m, cta, bar_offset, RESPONSE_BYTES, op=op)
 
     m.defer(CallOp(respond, "clusterlaunchcontrol.try_cancel"))
 

@@ -40,9 +40,10 @@ class BulkGroup:
     change a map between loads (CUTLASS's grouped GEMMs) commit and wait_group.read before they write it.
     """
 
-    __slots__ = ("maps", "reads", "writes")
+    __slots__ = ("maps", "number", "reads", "writes")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the thread's groups, from 1
         self.reads = 0  # operations that have not read their source or their tensor map yet
         self.writes = 0  # stores that are not complete
         self.maps: set[MapRead] = set()  # loads' tensor maps not read yet
@@ -54,7 +55,7 @@ class BulkGroups:
     __slots__ = ("committed", "open")
 
     def __init__(self) -> None:
-        self.open = BulkGroup()
+        self.open = BulkGroup(1)
         self.committed: deque[BulkGroup] = deque()
 
 
@@ -118,7 +119,7 @@ def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         groups = _groups(w, lane)
         group = groups.open
         groups.committed.append(group)
-        groups.open = BulkGroup()
+        groups.open = BulkGroup(group.number + 1)
         if group.maps:
             group.reads += 1
             m.defer(CallOp(lambda group=group: _read_maps(m, group), "tensor maps of loads"))
@@ -129,6 +130,14 @@ def _read_maps(m: Machine, group: BulkGroup) -> None:
         read.get(m)
     group.reads -= 1
     m.notify(group)
+
+
+def _pending(committed: Sequence[BulkGroup], newest: int, reads_only: bool) -> BulkGroup | None:
+    """The first group, of all but the newest, whose operations are pending."""
+    for i in range(len(committed) - newest):
+        if committed[i].reads or (committed[i].writes and not reads_only):
+            return committed[i]
+    return None
 
 
 @handler("cp.async.bulk.wait_group", family=Family.BULK_GROUP, destinations=0)
@@ -144,10 +153,15 @@ def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
         committed = groups.committed
         while committed and not committed[0].writes and not committed[0].reads:
             committed.popleft()
-        for i in range(len(committed) - newest):
-            pending = committed[i].reads if reads_only else max(committed[i].reads, committed[i].writes)
-            if pending:
-                what = "read" if reads_only else "complete"
-                text = f"bulk async-group of lane {lane} to {what}: {pending} operations pending"
-                return Wait(on=committed[i], text=text)
+        waited = _pending(committed, newest, reads_only)
+        if waited is None and m.order is not None:
+            last = groups.open.number - 1 - newest
+            m.order.passed(w, "bulk reads", last)
+            if not reads_only:
+                m.order.passed(w, "bulk writes", last)
+        if waited is not None:
+            what = "read" if reads_only else "complete"
+            pending = waited.reads if reads_only else max(waited.reads, waited.writes)
+            text = f"bulk async-group of lane {lane} to {what}: {pending} operations pending"
+            return Wait(on=waited, text=text)
     return None

@@ -53,6 +53,13 @@ def row_view(m: Machine, w: Warp, operand, rows: int) -> tuple[np.ndarray, np.nd
     return cta.smem, offset[:, None] + np.arange(ROW_BYTES)
 
 
+def note_rows(m: Machine, w: Warp, ins: Instr, operand, index: np.ndarray, write: bool) -> None:
+    """Tell the order checker of the rows that an instruction reads or writes."""
+    if m.order is not None:
+        cta, _ = m.cta_at(w, int(w.address(operand)[0]) & 0xFFFFFFFF)
+        m.order.shared_rows(w, ins, cta, index[:, 0], ROW_BYTES, write)
+
+
 @handler("ldmatrix", family=Family.MATRIX, destinations=1, collective=Collective.WARP)
 def ldmatrix(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """ldmatrix: rows of shared memory to fragments."""
@@ -62,6 +69,7 @@ def ldmatrix(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     if not count or shape not in ("m8n8", "m16n16", "m8n16") or rows_each * count > 32:
         raise UnsupportedInstruction(f"`{ins.opcode}`")
     smem, index = row_view(m, w, source, rows_each * count)
+    note_rows(m, w, ins, source, index, False)
     rows = smem[index]
     if used:  # 4- and 6-bit elements, each into the low bits of a byte
         rows = formats.unpack_nibbles(rows[:, :used]) if used == 8 else formats.unpack_sextets(rows[:, :used])
@@ -87,6 +95,7 @@ def stmatrix(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         raise UnsupportedInstruction(f"`{ins.opcode}`")
     values = w.read_vec(source)
     smem, index = row_view(m, w, target, 8 * count)
+    note_rows(m, w, ins, target, index, True)
     rows = np.empty((count, 8, ROW_BYTES), np.uint8)
     if shape == "m16n8":  # byte i of a thread: row of memory 2 * IN_GROUP + i % 2, byte GROUP + 8 * (i / 2)
         bytes_ = values[:, :, None].view(np.uint8)

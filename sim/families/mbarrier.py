@@ -38,6 +38,7 @@ class Mbarrier:
     phase: int = 0
     arrivals: int = 0  # in all phases, for reports
     marker: bytes = field(default=b"", repr=False)
+    order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
     def describe(self, text: str) -> str:
         return (
@@ -56,7 +57,7 @@ def lookup(cta: Cta, offset: int) -> Mbarrier:
     return barrier
 
 
-def initialise(cta: Cta, offset: int, count: int) -> None:
+def initialise(cta: Cta, offset: int, count: int) -> Mbarrier:
     """Make an mbarrier that expects `count` arrivals a phase at an offset of a CTA's shared memory."""
     if not 1 <= count <= MAX_COUNT:
         raise BarrierFault(f"mbarrier.init with count {count}; 1 to {MAX_COUNT} are allowed")
@@ -64,19 +65,24 @@ def initialise(cta: Cta, offset: int, count: int) -> None:
         raise MemoryFault(f"mbarrier at shared offset {offset:#x} is not aligned to {SIZE} bytes")
     marker = (0x6D62_6172_0000_0000 | offset).to_bytes(SIZE, "little")
     cta.smem[offset : offset + SIZE] = np.frombuffer(marker, np.uint8)
-    cta.mbarriers[offset] = Mbarrier(cta, offset, count, count, marker=marker)
+    barrier = cta.mbarriers[offset] = Mbarrier(cta, offset, count, count, marker=marker)
+    return barrier
 
 
 def _complete_if_done(m: Machine, barrier: Mbarrier) -> None:
     if barrier.pending == 0 and barrier.tx == 0:
         barrier.phase += 1
         barrier.pending = barrier.count
+        if m.order is not None:
+            barrier.order.phase_ends(barrier.phase)
         m.notify(barrier)
 
 
-def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False) -> Mbarrier:
-    """Count arrivals; completes the phase when none and no bytes are pending."""
+def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False, *, op=None) -> Mbarrier:
+    """Count arrivals; completes the phase when none and no bytes are pending. op: the order checker's operation."""
     barrier = lookup(cta, offset)
+    if op is not None:
+        m.order.arrive_op(op, barrier)
     if count > barrier.pending:
         raise BarrierFault(barrier.describe(f"{count} arrivals are more than are pending at the"))
     barrier.pending -= count
@@ -97,9 +103,14 @@ def expect_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
     m.progress += 1
 
 
-def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
-    """Count bytes that arrived. Bytes may arrive before they are expected: the phase cannot end before its arrivals."""
+def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int, *, op=None) -> None:
+    """Count bytes that arrived. Bytes may arrive before they are expected: the phase cannot end before its arrivals.
+
+    op: the order checker's operation.
+    """
     barrier = lookup(cta, offset)
+    if op is not None:
+        m.order.arrive_op(op, barrier)
     barrier.tx -= nbytes
     m.progress += 1
     _complete_if_done(m, barrier)
@@ -136,7 +147,9 @@ def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mbarrier.init [addr], count."""
     counts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        initialise(cta, offset, int(counts[members[0]]))
+        barrier = initialise(cta, offset, int(counts[members[0]]))
+        if m.order is not None:
+            m.order.barrier_init(w, ins, barrier)
 
 
 @handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
@@ -169,6 +182,8 @@ def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     drop = ins.parts[1] == "arrive_drop"
     expects = ins.has("expect_tx")
     for members, cta, offset in _places(m, w, ins, operands[0], mask):
+        if m.order is not None:
+            m.order.arrive(w, ins, lookup(cta, offset))
         if amounts is None:
             _arrive_alone(m, lookup(cta, offset), members, tokens, drop)
             continue
@@ -238,10 +253,18 @@ def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarri
     return done, missing
 
 
+def _note_waits(m: Machine, w: Warp, ins: Instr, mask: int, done: int) -> None:
+    """Tell the order checker whose phases lanes have seen complete."""
+    for members, cta, offset in _places(m, w, ins, ins.operands[1], mask):
+        m.order.waited(w, ins, lookup(cta, offset), bool(done >> members[0] & 1))
+
+
 @handler("mbarrier.test_wait", family=Family.MBARRIER, destinations=1)
 def mbarrier_test_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mbarrier.test_wait tells each lane whether its phase is complete; it never waits."""
     done, _ = _wait_state(m, w, ins, mask)
+    if m.order is not None:
+        _note_waits(m, w, ins, mask, done)
     w.set_pred(ins.operands[0], done, mask)
 
 
@@ -255,6 +278,8 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
     done, missing = _wait_state(m, w, ins, mask)
     if missing is not None and not w.current.timed_out and m.rng.random() >= TIMEOUT_CHANCE:
         return Wait(on=missing, text=lambda: describe_wait(m, w, ins, mask), poll=True)
+    if m.order is not None:
+        _note_waits(m, w, ins, mask, done)
     w.set_pred(ins.operands[0], done, mask)
     return None
 

@@ -23,6 +23,7 @@ from warpspec.sim.tcgen05 import copy as smem_copy
 from warpspec.sim.tcgen05 import instruction_descriptor, mma, transfer
 from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, address_parts
 from warpspec.sim.tcgen05.mma import Mma, MmaBatch
+from warpspec.sim.tcgen05.smem_descriptor import CHUNK_BYTES
 from warpspec.sim.tcgen05.transfer import TransferMap
 from warpspec.sim.warp import Warp
 
@@ -85,7 +86,11 @@ def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
         if waiting is not None:
             return waiting
         address, tmem.pair_grant = tmem.pair_grant, None
-    m.shared(w, w.shared_address(ins.operands[0], mask), 4).view(np.uint32)[0] = address
+    target = w.shared_address(ins.operands[0], mask)
+    if m.order is not None:
+        cta, offset = m.cta_at(w, target)
+        m.order.shared_range(cta, offset, 4, m.order.generic(w, ins, True), w.order)
+    m.shared(w, target, 4).view(np.uint32)[0] = address
     return None
 
 
@@ -120,7 +125,10 @@ def dealloc(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.dealloc: give columns back; wakes allocations that wait."""
     cta_group = cta_group_of(ins.parts)
     ctas = group_ctas(w, cta_group)
-    w.cta.tmem.deallocate(w.scalar(ins.operands[0], mask), w.scalar(ins.operands[1], mask))
+    address, columns = w.scalar(ins.operands[0], mask), w.scalar(ins.operands[1], mask)
+    w.cta.tmem.deallocate(address, columns)
+    if m.order is not None:
+        m.order.tensor_freed(w, ins, address, columns)
     for cta in ctas:
         m.notify(cta.tmem)
 
@@ -137,60 +145,94 @@ def relinquish(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 class MmaOp(Op):
     """MMAs on one accumulator that were issued in a row."""
 
-    __slots__ = ("batch", "ctas")
+    __slots__ = ("batch", "ctas", "orders")
 
     def __init__(self, queue, ctas, first: Mma, text: str):
         super().__init__(text, queue)
         self.batch = MmaBatch(first)
         self.ctas = ctas
+        self.orders: list = []  # the order checker's operation of each
 
     def execute(self, m: Machine) -> None:
+        if self.orders:
+            note_mmas(m.order, self.batch.mmas, self.orders, self.ctas)
         self.batch.execute(self.ctas)
         m.stats.mma_flops += self.batch.flops
+
+
+def note_mmas(order, mmas: list[Mma], ops: list, ctas) -> None:
+    """Tell the order checker what MMAs access; those that were issued with one clock at once."""
+    start = 0
+    while start < len(mmas):
+        stop = start + 1
+        while stop < len(mmas) and ops[stop].clock is ops[start].clock:
+            stop += 1
+        op = ops[stop - 1]  # its completion is that of those before it
+        read, written = order.of(op, False, queued=True), order.of(op, True, queued=True)
+        for cta, chunks, cells, accumulator in mma.footprint(mmas[start:stop], ctas):
+            for where in chunks:
+                order.shared_chunks(cta, where, CHUNK_BYTES, read, op.clock)
+            for where in cells:
+                order.tensor_access(cta, where, read, op.clock)
+            order.tensor_access(cta, accumulator, written, op.clock)
+        start = stop
 
 
 class CopyOp(Op):
     """tcgen05.cp in each CTA of the group, from its own shared memory."""
 
-    __slots__ = ("address", "ctas", "descriptor", "shape", "source_format")
+    __slots__ = ("address", "ctas", "descriptor", "order", "shape", "source_format")
 
     def __init__(self, queue, ctas, descriptor, address, shape, source_format, text):
         super().__init__(text, queue)
         self.ctas, self.descriptor, self.address = ctas, descriptor, address
         self.shape, self.source_format = shape, source_format
+        self.order = None  # the order checker's operation
 
     def execute(self, m: Machine) -> None:
         for cta in self.ctas:
+            if self.order is not None:
+                chunks, cells = smem_copy.footprint(self.descriptor, self.address, self.shape)
+                read = m.order.of(self.order, False, queued=True)
+                m.order.shared_chunks(cta, chunks, CHUNK_BYTES, read, self.order.clock)
+                written = m.order.of(self.order, True, queued=True)
+                m.order.tensor_access(cta, cells, written, self.order.clock)
             smem_copy.copy(cta.smem, cta.tmem, self.descriptor, self.address, self.shape, self.source_format)
 
 
 class ShiftOp(Op):
     """tcgen05.shift in each CTA of the group."""
 
-    __slots__ = ("address", "ctas")
+    __slots__ = ("address", "ctas", "order")
 
     def __init__(self, queue, ctas, address, text):
         super().__init__(text, queue)
         self.ctas, self.address = ctas, address
+        self.order = None  # the order checker's operation
 
     def execute(self, m: Machine) -> None:
         lane, column = address_parts(self.address)
         for cta in self.ctas:
+            if self.order is not None:
+                where = (slice(lane, lane + PARTITION_LANES), slice(column, column + mma.WORDS_PER_OPERAND_ROW))
+                access = m.order.of(self.order, True, queued=True)
+                m.order.tensor_access(cta, where, access, self.order.clock)
             mma.shift_rows_down(cta.tmem, lane, PARTITION_LANES, column)
 
 
 class CommitOp(Op):
     """tcgen05.commit: all before it in the queue is done, so it arrives on mbarriers, given as (CTA, offset)."""
 
-    __slots__ = ("targets",)
+    __slots__ = ("order", "targets")
 
     def __init__(self, queue, targets, text):
         super().__init__(text, queue)
         self.targets = targets
+        self.order = None  # the order checker's operation
 
     def execute(self, m: Machine) -> None:
         for cta, offset in self.targets:
-            mbarrier.arrive(m, cta, offset)
+            mbarrier.arrive(m, cta, offset, op=self.order)
 
 
 def queue_of(w: Warp) -> tuple:
@@ -240,8 +282,12 @@ def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         one = read_mma(w, ins, form, 1 << lane)
         waiting = m.queues.get(queue)
         if waiting and isinstance(waiting[-1], MmaOp) and waiting[-1].batch.append(one):
-            continue
-        m.defer(MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}"))
+            op = waiting[-1]
+        else:
+            op = MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}")
+            m.defer(op)
+        if m.order is not None:
+            op.orders.append(m.order.issue(w, ins, "tcgen05"))
 
 
 def read_mma(w: Warp, ins: Instr, form: MmaForm, lane: int) -> Mma:
@@ -303,7 +349,10 @@ def cp(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for lane in lanes(mask):
         address = w.address_scalar(ins.operands[0], 1 << lane)
         descriptor = w.scalar(ins.operands[1], 1 << lane)
-        m.defer(CopyOp(queue_of(w), ctas, descriptor, address, shape, source_format, "tcgen05.cp"))
+        op = CopyOp(queue_of(w), ctas, descriptor, address, shape, source_format, "tcgen05.cp")
+        if m.order is not None:
+            op.order = m.order.issue(w, ins, "tcgen05")
+        m.defer(op)
 
 
 @handler("tcgen05.shift", family=Family.TCGEN05, destinations=0)
@@ -316,7 +365,10 @@ def shift(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             raise TmemFault(
                 f"tcgen05.shift at 0x{address:08x}: the lane must be a multiple of {PARTITION_LANES}"
             )
-        m.defer(ShiftOp(queue_of(w), ctas, address, "tcgen05.shift"))
+        op = ShiftOp(queue_of(w), ctas, address, "tcgen05.shift")
+        if m.order is not None:
+            op.order = m.order.issue(w, ins, "tcgen05")
+        m.defer(op)
 
 
 @handler("tcgen05.commit", family=Family.TCGEN05, destinations=0)
@@ -335,7 +387,10 @@ def commit(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             if chosen >> len(ctas):
                 raise BadDescriptor(f"tcgen05.commit to CTA mask 0x{chosen:04x} in a cluster of {len(ctas)}")
             targets = [(ctas[rank], offset) for rank in range(len(ctas)) if chosen >> rank & 1]
-        m.defer(CommitOp(queue_of(w), targets, "tcgen05.commit"))
+        op = CommitOp(queue_of(w), targets, "tcgen05.commit")
+        if m.order is not None:
+            op.order = m.order.commit(w, ins)
+        m.defer(op)
 
 
 # ---- registers and tensor memory ---------------------------------------------------------------------------
@@ -387,6 +442,8 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     registers, address = ins.operands[:2]
     split = ins.operands[2] if len(ins.operands) > 2 else None
     tmap, packed, lane, column = place(w, ins, address, split, mask)
+    if m.order is not None:
+        m.order.tensor_transfer(w, ins, transfer.cells(lane, column, tmap, packed), write=False)
     values = None
     if m.rng.random() < EARLY:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
@@ -407,6 +464,8 @@ def finish_load(w: Warp, load: Transfer) -> None:
 def wait_ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.wait::ld: this warp's loads are in their registers."""
     w.settle()
+    if m.order is not None:
+        m.order.tensor_waited(w, write=False)
 
 
 @handler("tcgen05.st", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)
@@ -415,6 +474,8 @@ def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     address, *middle, registers = ins.operands
     tmap, packed, lane, column = place(w, ins, address, middle[0] if middle else None, mask)
     values = w.read_vec(registers)
+    if m.order is not None:
+        m.order.tensor_transfer(w, ins, transfer.cells(lane, column, tmap, packed), write=True)
     if m.rng.random() < EARLY:
         transfer.store(w.cta.tmem, lane, column, tmap, packed, values)
         return
@@ -428,6 +489,8 @@ def wait_st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for t in w.state.get("tcgen05.st", ()):
         transfer.store(w.cta.tmem, t.lane, t.column, t.map, t.packed, t.values)
     w.state.pop("tcgen05.st", None)
+    if m.order is not None:
+        m.order.tensor_waited(w, write=True)
 
 
 @handler(
@@ -437,4 +500,6 @@ def wait_st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     destinations=0,
 )
 def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """tcgen05.fence orders tensor-memory accesses with thread synchronisation, which they are here anyhow."""
+    """tcgen05.fence orders tensor-memory accesses with thread synchronisation: only the order checker notices."""
+    if m.order is not None:
+        m.order.tensor_fence(w, before=ins.parts[1].endswith("before_thread_sync"))

@@ -9,6 +9,8 @@ than `wait_group`. PTX ISA 9.7.9.25 (Asynchronous copy), 9.7.9.27 (Tensor copy),
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, BarrierFault, MemoryFault, UnsupportedInstruction
 from warpspec.sim.families import mbarrier
-from warpspec.sim.families.bulk_groups import BulkStore, MapRead, issuers, open_group
+from warpspec.sim.families.bulk_groups import BulkGroup, BulkStore, MapRead, issuers, open_group
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.machine import Machine
@@ -113,16 +115,49 @@ def _coordinates(w: Warp, mem: Mem, lane: int) -> tuple[int, ...]:
 class BulkLoad(Op):
     """One destination of a load: writes shared memory and completes the transaction on an mbarrier."""
 
-    __slots__ = ("barrier", "load", "nbytes", "place", "target")
+    __slots__ = ("barrier", "load", "nbytes", "order", "place", "target")
 
-    def __init__(self, load: Callable, place: Callable, target: Cta, barrier: tuple[Cta, int], text: str):
+    def __init__(
+        self, load: Callable, place: Callable, target: Cta, barrier: tuple[Cta, int], text: str, order=None
+    ):
         super().__init__(text)
         self.load, self.place, self.target, self.barrier = load, place, target, barrier
+        self.order: LoadOrder | None = order
 
     def execute(self, m: Machine) -> None:
-        data, nbytes = self.load(m)
+        if self.order is None:
+            data, nbytes = self.load(m)
+        else:
+            data, nbytes = self.order.load(m, self)
         self.place(self.target, data)
-        mbarrier.complete_tx(m, *self.barrier, nbytes)
+        mbarrier.complete_tx(m, *self.barrier, nbytes, op=None if self.order is None else self.order.op)
+
+
+@dataclass(slots=True)
+class LoadOrder:
+    """What the order checker is told of a load. op: its operation. source: (CTA, offset) of a copy from shared memory.
+
+    offset: where it writes shared memory.
+    """
+
+    op: object
+    offset: int
+    source: tuple[Cta, int] | None
+
+    def load(self, m: Machine, load: BulkLoad) -> tuple:
+        """Take the source, and tell of what is read and written."""
+        order, op = m.order, self.op
+        barrier = mbarrier.lookup(*load.barrier)
+        read, written = order.loads_on(op, barrier, write=False), order.loads_on(op, barrier)
+        with order.watching(read, op.clock):
+            data, nbytes = load.load(m)
+        if self.source is not None:
+            order.shared_range(*self.source, nbytes, read, op.clock)
+        covered = nbytes
+        if isinstance(data, tuple):  # of a tensor load: gaps in shared memory count as written
+            covered = copy.shared_bytes(data[0], data[1].size // copy.box_bytes(data[0]))
+        order.shared_range(load.target, self.offset, covered, written, op.clock)
+        return data, nbytes
 
 
 def _once(function: Callable) -> Callable:
@@ -173,12 +208,15 @@ def _issue_load(
     load: Callable,
     place: Callable,
     what: str,
+    source: tuple[Cta, int] | None = None,
 ) -> None:
+    """source: (CTA, offset) of a copy from shared memory."""
     own = not ins.has("shared::cluster")
     target, barrier = located(w, dst, own), located(w, mbar, own)
     load = _once(load)
+    order = None if m.order is None else LoadOrder(m.order.issue(w, ins), target[1], source)
     for cta, signalled in _destinations(w, ins, target, barrier, cta_mask):
-        m.defer(BulkLoad(load, place, cta, signalled, f"{what} to CTA {cta.rank} +{target[1]:#x}"))
+        m.defer(BulkLoad(load, place, cta, signalled, f"{what} to CTA {cta.rank} +{target[1]:#x}", order))
 
 
 def _trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
@@ -234,8 +272,12 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         if from_global:
 
+            origin = None
+
             def load(m: Machine, source=source, nbytes=nbytes):
                 m.stats.tma_bytes_loaded += nbytes
+                if m.gmem.watch is not None:
+                    m.gmem.watch(source, (nbytes,), (1,))
                 return m.gmem.view(source, nbytes), nbytes
 
         else:
@@ -249,10 +291,37 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         cta_mask = _trailing(w, ins, 4, lane)
         what = f"bulk copy of {nbytes} bytes"
-        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what)
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, origin)
 
 
 # ---- stores ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StoreOrder:
+    """What the order checker is told of a store: its operation and its accesses."""
+
+    op: object
+    read: object
+    written: object
+
+    @classmethod
+    def issue(cls, m: Machine, w: Warp, ins: Instr, group: BulkGroup, reduces: bool) -> StoreOrder:
+        """Of a store that a thread issues into a bulk async-group."""
+        order = m.order
+        op = order.issue(w, ins)
+        reads, writes = order.queue(w, "bulk reads"), order.queue(w, "bulk writes")
+        read = order.of(op, False, component=reads.component, count=group.number)
+        written = order.of(op, True, component=writes.component, count=group.number, strong=reduces)
+        return cls(op, read, written)
+
+    def reads(self, m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
+        """It reads shared memory."""
+        m.order.shared_range(cta, offset, nbytes, self.read, self.op.clock)
+
+    def writing(self, m: Machine):
+        """Meanwhile it writes global memory."""
+        return m.order.watching(self.written, self.op.clock)
 
 
 def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | None) -> None:
@@ -266,21 +335,27 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
         coords = _coordinates(w, tensor, lane)
         cta, offset = located(w, int(srcs[lane]), True)
 
-        def read(m: Machine, map_address=int(maps[lane]), cta=cta, offset=offset):
+        groups = [open_group(w, lane) for lane in together]
+        order = None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], operation is not None)
+
+        def read(m: Machine, map_address=int(maps[lane]), cta=cta, offset=offset, order=order):
             tensor_map = _tensor_map(m, map_address)
+            if order is not None:
+                order.reads(m, cta, offset, copy.shared_bytes(tensor_map, boxes))
             return tensor_map, tma.read_shared(tensor_map, _box_memory(cta, offset), offset, boxes)
 
-        def write(m: Machine, taken, coords=coords):
+        def write(m: Machine, taken, coords=coords, order=order):
             tensor_map, data = taken
             meet = copy.assign if operation is None else reduction.combine(operation, tensor_map.element.name)
-            if rows:
-                nbytes = tma.store_rows(tensor_map, coords[0], coords[1:], data, m.gmem, meet)
-            else:
-                nbytes = tma.store_box(tensor_map, coords, data, m.gmem, meet)
+            with nullcontext() if order is None else order.writing(m):
+                if rows:
+                    nbytes = tma.store_rows(tensor_map, coords[0], coords[1:], data, m.gmem, meet)
+                else:
+                    nbytes = tma.store_box(tensor_map, coords, data, m.gmem, meet)
             m.stats.tma_bytes_stored += nbytes
 
         text = f"tensor {operation or 'store'} at {coords}"
-        m.defer(BulkStore([open_group(w, lane) for lane in together], read, write, text))
+        m.defer(BulkStore(groups, read, write, text))
 
 
 def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> None:
@@ -297,10 +372,18 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
         cta, offset = located(w, _aligned(int(srcs[lane]), "source"), True)
         chosen = None if byte_masks is None else _bytes_chosen(int(byte_masks[lane]), nbytes)
 
-        def read(m: Machine, cta=cta, offset=offset, nbytes=nbytes):
+        groups = [open_group(w, lane) for lane in together]
+        order = None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], meet is not copy.assign)
+
+        def read(m: Machine, cta=cta, offset=offset, nbytes=nbytes, order=order):
+            if order is not None:
+                order.reads(m, cta, offset, nbytes)
             return shared_view(cta, offset, nbytes).copy()
 
-        def write(m: Machine, data: np.ndarray, target=target, chosen=chosen):
+        def write(m: Machine, data: np.ndarray, target=target, chosen=chosen, order=order):
+            if order is not None:
+                with order.writing(m):
+                    m.gmem.watch(target, (data.size,), (1,))
             view = m.gmem.view(target, data.size, write=True)
             if chosen is None:
                 meet(view, data)
@@ -308,7 +391,6 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
                 view[chosen] = data[chosen]
             m.stats.tma_bytes_stored += data.size
 
-        groups = [open_group(w, lane) for lane in together]
         m.defer(BulkStore(groups, read, write, f"bulk store of {nbytes} bytes"))
 
 
@@ -373,7 +455,7 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             meet(shared_view(cta, offset, data.size), data)
 
         what = f"bulk {operation} of {nbytes} bytes"
-        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what)
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what, origin)
 
 
 @handler("cp.async.bulk.prefetch", family=Family.TMA, destinations=0)

@@ -4,7 +4,7 @@ Multiply-Accumulate Instructions".
 D (64 x N, in registers) = A B + D. A comes from shared memory or registers, B from shared memory. Consecutive
 instructions on one accumulator form a `Product`, which takes effect when the schedule says so, after all four
 warps have issued it and before wgmma.wait_group lets one of them go on; shared memory is read only then. Not
-modelled: a missing wgmma.fence or fence.proxy.async.
+modelled: a missing wgmma.fence or fence.proxy.async (`order` finds them).
 """
 
 from __future__ import annotations
@@ -103,14 +103,16 @@ def matrix_descriptor(bits: int) -> int:
 class Product(Op):
     """Consecutive instructions on one accumulator, of all four warps of a warpgroup."""
 
-    __slots__ = ("closed", "cta", "done", "fragments", "number", "steps", "warps")
+    __slots__ = ("closed", "cta", "done", "fragments", "group", "number", "orders", "steps", "warps")
 
     def __init__(self, warpgroup: Warpgroup, number: int):
         super().__init__(
             f"wgmma of warpgroup {warpgroup.index}", ("wgmma", warpgroup.cta.number, warpgroup.index)
         )
         self.cta = warpgroup.cta
+        self.group = warpgroup
         self.number = number
+        self.orders: list[list] = [[] for _ in range(WARPS)]  # the order checker's operation of each step
         self.steps: list[Step] = []
         self.warps: list = [None] * WARPS
         self.fragments: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # A in registers, float32 [16, K]
@@ -125,9 +127,30 @@ class Product(Op):
         )
 
     def execute(self, m: Machine) -> None:
+        if m.order is not None:
+            self.note(m.order)
         self.compute([part for part in range(WARPS) if part not in self.done])
         m.stats.mma_flops += sum(step.form.flops for step in self.steps)
         m.notify(self)
+
+    def note(self, order) -> None:
+        """Tell the order checker what the steps read; those that were issued with one clock at once."""
+        f, start = self.steps[0].form, 0
+        while start < len(self.steps):
+            stop = start + 1
+            while stop < len(self.steps) and all(mine[stop].clock is mine[start].clock for mine in self.orders):
+                stop += 1
+            steps, ops = self.steps[start:stop], [mine[start] for mine in self.orders]
+            read = order.of(ops[0], False, component=self.group.order.component, count=self.number + 1)
+            clocks = [op.clock for op in ops]
+            descriptors = tuple(step.b for step in steps)
+            chunks = [operands.operand_chunks(descriptors, f.n, f.b, f.k, steps[0].b_mn_major)]
+            if steps[0].a is not None:
+                descriptors = tuple(step.a for step in steps)
+                chunks.append(operands.operand_chunks(descriptors, M, f.a, f.k, steps[0].a_mn_major))
+            for where in chunks:
+                order.shared_chunks(self.cta, where, smem_descriptor.CHUNK_BYTES, read, *clocks)
+            start = stop
 
     def compute(self, parts: list[int]) -> None:
         """The rows of some warps into their registers."""
@@ -185,10 +208,13 @@ class Warpgroup:
     def __init__(self, cta, index: int):
         self.cta, self.index = cta, index
         self.issues = [Issue() for _ in range(WARPS)]
+        self.order = None  # the order checker's queue of its products
         self.products: dict[int, Product] = {}  # by number, until all four warps have closed them
 
-    def issue(self, m: Machine, w: Warp, step: Step, fragment: np.ndarray | None) -> None:
+    def issue(self, m: Machine, w: Warp, ins: Instr, step: Step, fragment: np.ndarray | None) -> None:
         """One instruction of one warp."""
+        if m.order is not None and self.order is None:
+            self.order = m.order.new_queue(w)
         part = w.index % WARPS
         mine = self.issues[part]
         if mine.open is not None and not continues(mine.open, len(mine.open.fragments[part]), step):
@@ -209,6 +235,8 @@ class Warpgroup:
                 f"another {product.steps[at]}"
             )
         product.fragments[part].append(fragment)
+        if m.order is not None:
+            product.orders[part].append(m.order.issue(w, ins))
 
     def close(self, m: Machine, part: int) -> None:
         """A warp issues no more of its open product; the last of the four makes it ready to run."""
@@ -305,7 +333,7 @@ def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         b_mn_major=bool(transposed[-1]) if expected else False,
     )
     fragment = a_matrix(w.read_vec(a), f.a, f.k) if in_registers else None
-    warpgroup(w).issue(m, w, step, fragment)
+    warpgroup(w).issue(m, w, ins, step, fragment)
 
 
 def immediate(operand: Operand) -> int:
@@ -333,11 +361,14 @@ def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """wgmma.wait_group N: until at most the N newest groups are pending."""
     part = w.index % WARPS
-    groups = warpgroup(w).issues[part].groups
+    group = warpgroup(w)
+    groups = group.issues[part].groups
     newest = w.scalar(ins.operands[0], mask)
     while len(groups) > newest:
         for product in groups[0]:
             if part not in product.done:
                 return Wait(on=product, text=product.describe)
-        groups.popleft()
+        settled = groups.popleft()
+        if m.order is not None and settled:
+            m.order.passed_queue(w, group.order, settled[-1].number + 1)
     return None

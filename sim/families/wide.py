@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from warpspec.sim.codegen.memory import space_of, vector_count
+from warpspec.sim.codegen.memory import says_its_order, space_of, vector_count
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.instruction import Instr, Operand, Reg, Vec
 from warpspec.sim.lanes import lanes
@@ -60,6 +60,8 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     require_b128(ins)
     addresses = w.address(ins.operands[1])
     values = np.zeros((32, 2), np.uint64)
+    if m.order is not None and not says_its_order(ins):
+        m.order.lane_access(w, ins, addresses[lanes(mask)])
     for lane in lanes(mask):
         values[lane] = place(m, w, ins, int(addresses[lane]), BYTES, False).view(np.uint64)
     write(w, ins.operands[0], values, mask)
@@ -70,6 +72,8 @@ def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """st.b128 of a 128-bit register; other forms of st are native."""
     require_b128(ins)
     addresses, values = w.address(ins.operands[0]), read(w, ins.operands[1])
+    if m.order is not None and not says_its_order(ins):
+        m.order.lane_access(w, ins, addresses[lanes(mask)])
     for lane in lanes(mask):
         place(m, w, ins, int(addresses[lane]), BYTES, True).view(np.uint64)[:] = values[lane]
 

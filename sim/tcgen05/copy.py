@@ -72,6 +72,14 @@ def copy(
     return index.size * CHUNK_BYTES
 
 
+def footprint(descriptor: int, address: int, shape: CopyShape) -> tuple[np.ndarray, tuple]:
+    """(chunks of shared memory that a tcgen05.cp reads, index of tensor memory that it writes)."""
+    lane, column = address_parts(address)
+    columns = np.arange(column, column + shape.chunks * WORDS_PER_CHUNK)
+    chunks = smem_descriptor.k_major_chunks(descriptor, shape.rows, shape.chunks)
+    return chunks, ((shape.lanes + lane).reshape(-1, 1), columns)
+
+
 def decompress(chunks: np.ndarray, source_format: str) -> np.ndarray:
     """uint8[rows, 16 * chunks]: each 4- or 6-bit element in the middle of a byte of its own."""
     fmt, used = DECOMPRESSIONS[source_format]

@@ -6,7 +6,7 @@ Consecutive instructions on one accumulator run as one matrix product along a lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,6 +110,40 @@ def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
         b = parts[0] if len(parts) == 1 else np.concatenate(parts)  # [N, K]
         for rank, cta in enumerate(ctas):
             _run_cta(mmas, cta, rank, b)
+
+
+def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
+    """What MMAs of which each continues the one before access in each CTA.
+
+    (CTA, arrays of chunks of shared memory that are read, indices of tensor memory that are read, index of D).
+    """
+    first = mmas[0]
+    d = first.descriptor
+    rows = d.m // first.cta_group
+    descriptors = tuple(mma.b for mma in mmas)
+    chunks = [operands.operand_chunks(descriptors, d.n // first.cta_group, d.b_format, d.k, d.b_mn_major)]
+    if not first.a_in_tmem:
+        descriptors = tuple(mma.a for mma in mmas)
+        chunks.append(operands.operand_chunks(descriptors, rows, d.a_format, d.k, d.a_mn_major))
+    for cta in ctas:
+        layout = Accumulator(cta.tmem, first)
+        lanes: slice | np.ndarray = slice(0, LANES)
+        if layout.half_lanes:
+            lanes = (np.arange(4)[:, None] * PARTITION_LANES + layout.lane + np.arange(16)).reshape(-1, 1)
+        cells = []
+        for mma in mmas:
+            if mma.a_in_tmem:
+                cells.append((lanes, _columns(lanes, address_parts(mma.a)[1], WORDS_PER_OPERAND_ROW)))
+            if mma.scales_per_row:
+                for address, count in ((mma.scale_a, rows), (mma.scale_b, layout.columns)):
+                    column = address_parts(address)[1]
+                    cells.append((slice(0, LANES), slice(column, column + -(-count // PARTITION_LANES))))
+        yield cta, chunks, cells, (lanes, _columns(lanes, layout.column, layout.columns))
+
+
+def _columns(lanes: slice | np.ndarray, column: int, width: int) -> slice | np.ndarray:
+    """Columns as an index beside `lanes`."""
+    return slice(column, column + width) if isinstance(lanes, slice) else np.arange(column, column + width)
 
 
 def _run_cta(mmas: Sequence[Mma], cta, rank: int, b: np.ndarray) -> None:

@@ -109,6 +109,16 @@ def place(tmem: Tmem, address: int, warp: int, m: TransferMap, what: str) -> tup
     return lane, column
 
 
+def cells(lane: int, column: int, m: TransferMap, packed: bool) -> tuple:
+    """The index of tensor memory [lanes, columns] that an instruction touches."""
+    if m.dense:
+        return slice(lane, lane + PARTITION_LANES), slice(column, column + m.columns)
+    lanes, columns = m.lane + lane, m.column + column
+    if packed:
+        lanes, columns = np.stack([lanes, lanes]), np.stack([columns, columns + 1])
+    return lanes, columns
+
+
 def load(tmem: Tmem, lane: int, column: int, m: TransferMap, packed: bool) -> np.ndarray:
     """uint32[registers, 32]: what the threads receive."""
     if m.dense:

@@ -37,6 +37,8 @@ INNER_ALIGN = (
 class GlobalMemory(Protocol):
     """What this module needs of global memory."""
 
+    watch: Callable | None
+
     def view(self, address: int, nbytes: int, write: bool = False) -> np.ndarray:
         """uint8 view of [address, address + nbytes); raises MemoryFault unless inside one allocation."""
 
@@ -127,6 +129,8 @@ def _for_each_view(
             if not splittable:
                 raise
         else:
+            if gmem.watch is not None:
+                gmem.watch(address, shape, strides)
             action(np.ndarray(shape, np.uint8, buffer=flat, strides=strides), box)
             return
     for i in range(shape[0]):

@@ -38,6 +38,7 @@ def launch(
     block: tuple[int, int, int] = (32, 1, 1),
     cluster: tuple[int, int, int] = (1, 1, 1),
     seed: int = 0,
+    check: str | None = None,
 ) -> LaunchReport:
     """Run `body` as a kernel whose .u64 parameters are the arrays' addresses, then .u32 scalars.
 
@@ -51,7 +52,7 @@ def launch(
     blob += b"".join(struct.pack("<I", value & 0xFFFFFFFF) for value in scalars.values())
     text = HEADER.format(variables=variables, parameters=", ".join(parameters), body=body)
     report = execute(
-        text, "kernel", grid=grid, block=block, cluster=cluster, params=blob, gmem=gmem, seed=seed
+        text, "kernel", grid=grid, block=block, cluster=cluster, params=blob, gmem=gmem, seed=seed, check=check
     )
     for name, array in arrays.items():
         array[...] = staged[name].array.view(array.dtype).reshape(array.shape)

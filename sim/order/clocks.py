@@ -1,0 +1,197 @@
+"""Vector clocks: what an agent knows to have happened before.
+
+A component counts the events of one source: the accesses of a warp between two of its releases; the copies that
+complete on one mbarrier, by phase; the tcgen05.mma and cp of a warp, its tcgen05.ld, its tcgen05.st, its cp.async, its
+bulk stores' reads and their writes, the wgmma groups of a warpgroup, each in order of issue. An access is the pair
+(component, count), and it is ordered before an agent whose clock has at least that count.
+
+A clock has several rows, as one event may be known for one purpose and not for another:
+
+- BASE: causality order (PTX ISA, "Memory Consistency Model").
+- ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses with a fence.proxy.async behind them; only these are ordered
+  before accesses of the async proxy.
+- BARRIERS: mbarrier initialisations with a fence.mbarrier_init behind them.
+- TENSOR: tcgen05 operations that are ordered before a thread synchronisation.
+- MAP_RELEASED: writes of tensor maps with a tensormap proxy release behind them.
+
+These rows travel with every release. Rows of a thread alone: TENSOR_OWN (tcgen05 operations that are ordered before
+its next ones), FENCED (BASE at its last fence: what its relaxed writes release), SEEN (what its relaxed reads have
+seen: BASE from its next fence on), MAP (tensor maps acquired).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BASE, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED = range(6)
+PUBLISHED = 6  # rows that travel
+TENSOR_OWN, FENCED, SEEN, MAP = range(6, 10)
+ROWS = 10
+STEP = 32  # components by which a clock grows
+
+Foreign = dict[int, np.ndarray]  # other clusters' clocks, by domain
+
+
+class Domain:
+    """The components of one cluster."""
+
+    __slots__ = ("capacity", "count", "number")
+
+    def __init__(self, number: int):
+        self.number = number
+        self.count = 0
+        self.capacity = STEP
+
+    def component(self) -> int:
+        """A new component."""
+        self.count += 1
+        if self.count > self.capacity:
+            self.capacity += STEP
+        return self.count - 1
+
+
+def wider(rows: np.ndarray, width: int) -> np.ndarray:
+    """The same clock with room for more components."""
+    grown = np.zeros((rows.shape[0], width), np.int32)
+    grown[:, : rows.shape[1]] = rows
+    return grown
+
+
+def merged(mine: Foreign, others: Foreign) -> Foreign:
+    """What either knows of other clusters. Neither argument is changed."""
+    if not others or others is mine:
+        return mine
+    if not mine:
+        return others
+    result = dict(mine)
+    for number, rows in others.items():
+        before = result.get(number)
+        if before is None:
+            result[number] = rows
+        elif before is not rows:
+            width = max(before.shape[1], rows.shape[1])
+            result[number] = np.maximum(wider(before, width), wider(rows, width))
+    return result
+
+
+class Clock:
+    """Rows of one domain and what is known of others."""
+
+    __slots__ = ("domain", "foreign", "rows")
+
+    def __init__(self, domain: Domain, count: int = PUBLISHED):
+        self.domain = domain
+        self.rows = np.zeros((count, domain.capacity), np.int32)
+        self.foreign: Foreign = {}
+
+    def join(self, rows: np.ndarray, foreign: Foreign) -> None:
+        """Know what the published rows of another clock say."""
+        mine = self.rows
+        width = rows.shape[1]
+        if width > mine.shape[1]:
+            mine = self.rows = wider(mine, width)
+        into = mine[:PUBLISHED, :width]
+        np.maximum(into, rows[:PUBLISHED], out=into)
+        if foreign:
+            self.foreign = merged(self.foreign, foreign)
+
+    def raise_to(self, row: int, component: int, count: int) -> None:
+        """Know of a component's events up to `count`."""
+        if component >= self.rows.shape[1]:
+            self.rows = wider(self.rows, component + STEP)
+        if self.rows[row, component] < count:
+            self.rows[row, component] = count
+
+
+class Snapshot:
+    """A clock as it was when an asynchronous operation was issued. Never changed."""
+
+    __slots__ = ("domain", "foreign", "rows")
+
+    def __init__(self, domain: Domain, rows: np.ndarray, foreign: Foreign):
+        self.domain, self.rows, self.foreign = domain, rows, foreign
+
+
+class Agent(Clock):
+    """The clock of a warp. `component` counts its own accesses: those between two publications have one count."""
+
+    __slots__ = ("accesses", "component", "fence_scope", "sealed", "seen_foreign", "snapshot")
+
+    def __init__(self, domain: Domain):
+        self.component = domain.component()
+        super().__init__(domain, ROWS)
+        self.sealed = True  # the present count has been published: the next access has a new one
+        self.snapshot: Snapshot | None = None
+        self.accesses: dict = {}  # accesses at this count, by instruction and kind
+        self.fence_scope = ""
+        self.seen_foreign: Foreign = {}
+
+    def count(self) -> int:
+        """The count of an access that takes place now."""
+        if self.sealed:
+            self.sealed = False
+            self.rows[BASE, self.component] += 1
+            self.accesses = {}
+            self.snapshot = None
+        return int(self.rows[BASE, self.component])
+
+    def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
+        """Know what a synchronisation object published."""
+        self.join(rows, foreign)
+        self.snapshot = None
+
+    def release(self, into: Clock, relaxed: bool = False) -> None:
+        """Publish to a synchronisation object. relaxed: only what a fence precedes."""
+        into.join(self.published(relaxed), self.foreign)
+
+    def published(self, relaxed: bool = False) -> np.ndarray:
+        """The rows to publish now; later accesses are not among them."""
+        self.sealed = True
+        if not relaxed:
+            return self.rows
+        rows = self.rows[:PUBLISHED].copy()
+        fenced = self.rows[FENCED]
+        np.minimum(rows[: ASYNC_GLOBAL + 1], fenced, out=rows[: ASYNC_GLOBAL + 1])
+        return rows
+
+    def freeze(self) -> Snapshot:
+        """The clock for an asynchronous operation that is issued now."""
+        self.sealed = True
+        if self.snapshot is None:
+            self.snapshot = Snapshot(self.domain, self.rows.copy(), self.foreign)
+        return self.snapshot
+
+    def fence(self, source: int, target: int) -> None:
+        """What is known in one row is known in another; later accesses are not."""
+        np.maximum(self.rows[target], self.rows[source], out=self.rows[target])
+        self.sealed = True
+        self.snapshot = None
+
+    def passed(self, row: int, component: int, count: int) -> None:
+        """This thread has waited for a component's events."""
+        self.raise_to(row, component, count)
+        self.snapshot = None
+
+    def see(self, rows: np.ndarray) -> None:
+        """A relaxed read: what was published is known from the next fence on."""
+        mine = self.rows
+        width = rows.shape[1]
+        if width > mine.shape[1]:
+            mine = self.rows = wider(mine, width)
+        np.maximum(mine[SEEN, :width], rows[BASE], out=mine[SEEN, :width])
+        np.maximum(mine[1:PUBLISHED, :width], rows[1:PUBLISHED], out=mine[1:PUBLISHED, :width])
+        self.snapshot = None
+
+    def foreign_seen(self, domain: int, rows: np.ndarray, relaxed: bool) -> None:
+        """The same of another cluster's clock, or, unless `relaxed`, an acquire."""
+        if relaxed:
+            self.seen_foreign = merged(self.seen_foreign, {domain: rows})
+        else:
+            self.foreign = merged(self.foreign, {domain: rows})
+        self.snapshot = None
+
+    def acquire_seen(self) -> None:
+        """A fence: relaxed reads before it count as acquires."""
+        np.maximum(self.rows[BASE], self.rows[SEEN], out=self.rows[BASE])
+        self.foreign = merged(self.foreign, self.seen_foreign)
+        self.snapshot = None
