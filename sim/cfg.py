@@ -50,6 +50,13 @@ def reads_writes(ins: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(reads), tuple(writes)
 
 
+def operand_registers(operand: Operand) -> list[str]:
+    """Names of the registers that an operand mentions, special registers left out."""
+    found: list[str] = []
+    _registers(operand, found)
+    return found
+
+
 def _registers(operand: Operand, found: list[str]) -> None:
     if isinstance(operand, Reg):
         if not is_special(operand.name):

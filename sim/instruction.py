@@ -86,6 +86,9 @@ class Instr:
     line: int = 0
     source: str | None = None
     text: str = ""
+    used_bytes: int | None = (
+        None  # of a load: bit i is set if byte i matters (.pragma "used_bytes_mask"); None: all
+    )
 
     def has(self, part: str) -> bool:
         """Whether the opcode carries this modifier, e.g. ins.has('sync')."""

@@ -98,7 +98,9 @@ class GlobalMemory:
         self._freed: list[tuple[int, int, str]] = []
         self._staged: list[_Staged] = []
         self._ranges: np.ndarray | None = None
-        self.watch = None  # called with (address, shape, strides) of every box that TMA copies, where memory order is checked
+        self.watch = (
+            None  # called with (address, shape, strides) of boxes that TMA copies, to check their order
+        )
         self.version = 0  # grows with every change of the set of allocations
 
     @property

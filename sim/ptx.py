@@ -58,6 +58,7 @@ class _Parser(OperandReader):
     def __init__(self, text: str):
         self.files = {int(m.group(1)): m.group(2) for m in _FILE.finditer(text)}
         super().__init__(text)
+        self.used_bytes: int | None = None  # of the next instruction, a load
 
     # -- module level
 
@@ -297,7 +298,10 @@ class _Parser(OperandReader):
             self.source = f"{file}:{line}" if file is not None and line > 0 else None
         elif name == "reg":
             self.declare_registers(self.until(";") + ";", start)
-        elif name in ("pragma", "branchtargets", "callprototype", "calltargets"):
+        elif name == "pragma":
+            mask = re.search(r"used_bytes_mask\s+(0x[0-9a-fA-F]+)", self.until(";"))
+            self.used_bytes = int(mask.group(1), 16) if mask else None
+        elif name in ("branchtargets", "callprototype", "calltargets"):
             self.until(";")
         elif name == "file":
             self.until("\n")
@@ -370,7 +374,9 @@ class _Parser(OperandReader):
             line=line,
             source=self.source,
             text=" ".join(match.group().split()),
+            used_bytes=self.used_bytes,
         )
+        self.used_bytes = None
         kernel.instrs.append(ins)
         if not text:
             return

@@ -22,8 +22,10 @@ from warpspec.sim.grid import Launch
 from warpspec.sim.instruction import Kernel, PtxModule, Sym
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.order import wgmma_registers
 from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.order.findings import OrderError
+from warpspec.sim.order.shares import conflicts
 from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 
@@ -142,6 +144,8 @@ def execute(
 
     try:
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
+        if check == "order":
+            stats.findings |= wgmma_registers.check(program)
         if stats.findings:
             raise OrderError(list(stats.findings.values()), kernel)
     finally:
@@ -185,7 +189,8 @@ def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, 
         raise OrderError(list(order.found.values()), program.kernel.name) from error
     if order is not None:
         stats.findings = order.found
-        stats.touched = order.summary()
+        if launch.share[1] > 1:
+            stats.touched = order.summary()
     return stats
 
 
@@ -214,6 +219,8 @@ def _run_shares(program, launches: list[Launch], gmem, seed: int, clusters: int)
         progress.close()
     total = parts[0]
     for part in parts[1:]:
+        if part.touched is not None:
+            total.findings |= conflicts(total.touched, part.touched)
         total.merge(part)
     return total
 

@@ -304,6 +304,9 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
             else:
                 work.v_full.wait(use)
             stage = work.v_base + use % config.kv_stages * config.kv_tile_bytes
-            unseen.clear(config, span, first_key, work.thread, stage)
+            if cutlass.const_expr(config.paired):
+                unseen.clear(config, span, first_key, work.thread, stage)
+            elif work.consumer == 0:  # two writers of one place are a race, even of zeros
+                unseen.clear(config, span, first_key, work.thread, stage)
             cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]

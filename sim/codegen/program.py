@@ -231,7 +231,15 @@ class Program:
         """Names the object code by all that decides it: the kernel, what its opcodes' rows say of it, the sources."""
         cut = [(block.start, block.kind) for block in self.blocks]
         kept = [hex(bits) for bits in (self.live.homes, *self.live.live_out)]
-        decisive = (self.kernel, self.module.variables, cut, kept, self.logging, _generator_version(), _host_id())
+        decisive = (
+            self.kernel,
+            self.module.variables,
+            cut,
+            kept,
+            self.logging,
+            _generator_version(),
+            _host_id(),
+        )
         parts = map(repr, decisive)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -31,7 +31,9 @@ class NamedBarrier:
     votes: list[int] = field(default_factory=list)  # set predicate bits of each arriving group, for .red
     results: list = field(default_factory=list)  # groups to which a reduction is delivered
     order: object = None  # the order checker's clock of this use
-    waiting: list[Warp] = field(default_factory=list)  # warps that wait in this use, where memory order is checked
+    waiting: list[Warp] = field(
+        default_factory=list
+    )  # warps that wait in this use, where memory order is checked
 
     def describe(self) -> str:
         counts = f"{self.arrived} of {self.expected} threads"

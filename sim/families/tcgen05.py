@@ -192,12 +192,22 @@ class CopyOp(Op):
     def execute(self, m: Machine) -> None:
         for cta in self.ctas:
             if self.order is not None:
-                chunks, cells = smem_copy.footprint(self.descriptor, self.address, self.shape)
-                read = m.order.of(self.order, False, queued=True)
-                m.order.shared_chunks(cta, chunks, CHUNK_BYTES, read, self.order.clock)
-                written = m.order.of(self.order, True, queued=True)
-                m.order.tensor_access(cta, cells, written, self.order.clock)
+                self.note(m.order, cta)
             smem_copy.copy(cta.smem, cta.tmem, self.descriptor, self.address, self.shape, self.source_format)
+
+    def note(self, order, cta) -> None:
+        """Tell the order checker. Rows that race are suspects until an MMA reads them: lanes that none reads do not matter."""
+        chunks, cells = smem_copy.footprint(self.descriptor, self.address, self.shape)
+        read, clock = order.of(self.order, False, queued=True), self.order.clock
+        with order.held_back() as found:
+            order.shared_chunks(cta, chunks, CHUNK_BYTES, read, clock)
+        order.tensor_access(cta, cells, order.of(self.order, True, queued=True), clock)
+        if found:
+            for row in range(self.shape.rows):
+                with order.held_back() as found:
+                    order.shared_chunks(cta, chunks[row], CHUNK_BYTES, read, clock)
+                if found:
+                    order.suspect(cta, smem_copy.row_cells(self.address, self.shape, row), found)
 
 
 class ShiftOp(Op):
@@ -214,7 +224,10 @@ class ShiftOp(Op):
         lane, column = address_parts(self.address)
         for cta in self.ctas:
             if self.order is not None:
-                where = (slice(lane, lane + PARTITION_LANES), slice(column, column + mma.WORDS_PER_OPERAND_ROW))
+                where = (
+                    slice(lane, lane + PARTITION_LANES),
+                    slice(column, column + mma.WORDS_PER_OPERAND_ROW),
+                )
                 access = m.order.of(self.order, True, queued=True)
                 m.order.tensor_access(cta, where, access, self.order.clock)
             mma.shift_rows_down(cta.tmem, lane, PARTITION_LANES, column)

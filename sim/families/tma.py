@@ -271,7 +271,6 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         offset = _aligned(int(dsts[lane]), "destination") & OFFSET_MASK
 
         if from_global:
-
             origin = None
 
             def load(m: Machine, source=source, nbytes=nbytes):

@@ -138,7 +138,9 @@ class Product(Op):
         f, start = self.steps[0].form, 0
         while start < len(self.steps):
             stop = start + 1
-            while stop < len(self.steps) and all(mine[stop].clock is mine[start].clock for mine in self.orders):
+            while stop < len(self.steps) and all(
+                mine[stop].clock is mine[start].clock for mine in self.orders
+            ):
                 stop += 1
             steps, ops = self.steps[start:stop], [mine[start] for mine in self.orders]
             read = order.of(ops[0], False, component=self.group.order.component, count=self.number + 1)

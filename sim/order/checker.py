@@ -31,7 +31,6 @@ from warpspec.sim.order.clocks import (
     BASE,
     FENCED,
     PUBLISHED,
-    SEEN,
     TENSOR,
     TENSOR_OWN,
     Agent,
@@ -41,6 +40,7 @@ from warpspec.sim.order.clocks import (
 )
 from warpspec.sim.order.findings import Access, Finding
 from warpspec.sim.order.shadow import Ledger, Shadow, distinct
+from warpspec.sim.order.shares import Touched, touched
 from warpspec.sim.registry import row_of
 from warpspec.sim.tcgen05.memory import COLUMNS, LANES
 
@@ -56,6 +56,9 @@ class CtaOrder:
         self.domain = domain
         self.shared = Shadow(units)
         self._tensor: Shadow | None = None
+        self.suspects: np.ndarray | None = (
+            None  # of tensor memory: number of the findings if it is read, or 0
+        )
 
     @property
     def tensor(self) -> Shadow:
@@ -114,7 +117,9 @@ class Operation:
 
     __slots__ = ("agent", "clock", "cta", "domain", "ins", "queue", "queue_count", "tensor")
 
-    def __init__(self, agent: str, cta, domain: Domain, ins: Instr, clock: Snapshot, queue: Queue | None = None):
+    def __init__(
+        self, agent: str, cta, domain: Domain, ins: Instr, clock: Snapshot, queue: Queue | None = None
+    ):
         self.agent, self.cta, self.domain, self.ins, self.clock = agent, cta, domain, ins, clock
         self.queue = queue
         self.queue_count = 0
@@ -141,6 +146,7 @@ class OrderChecker:
         self.log = program.new_log()
         self._globals: dict[int, GlobalShadow] = {}
         self._synchronised: dict[object, dict] = {}  # place -> CTA -> (scope, rows by domain)
+        self.suspected: list[dict] = []
         self._forms: dict[int, tuple] = {}
         self._watched: tuple | None = None
         gmem.watch = None
@@ -239,8 +245,14 @@ class OrderChecker:
         if missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
         kind, remedy = findings.diagnose(first, second, missing, memory)
-        self.report(kind, f"{memory}, {place() if callable(place) else place}", first.describe(), second.describe(),
-                    remedy, (first.ins.line, second.ins.line))
+        self.report(
+            kind,
+            f"{memory}, {place() if callable(place) else place}",
+            first.describe(),
+            second.describe(),
+            remedy,
+            (first.ins.line, second.ins.line),
+        )
 
     def report(self, kind, place, first, second, remedy, lines) -> None:
         """Add a finding, once for each pair of instructions."""
@@ -269,6 +281,22 @@ class OrderChecker:
             generic=generic, queued=queued, strong=strong,
         )  # fmt: skip
 
+    @contextmanager
+    def held_back(self):
+        """Collects findings meanwhile instead of reporting them."""
+        found, self.found = self.found, {}
+        try:
+            yield self.found
+        finally:
+            self.found = found
+
+    def suspect(self, cta, where, found: dict) -> None:
+        """Tensor memory holds what nothing orders: the findings are reported if something reads it there."""
+        if cta.order.suspects is None:
+            cta.order.suspects = np.zeros((LANES, COLUMNS), np.int32)
+        self.suspected.append(dict(found))
+        cta.order.suspects[where] = len(self.suspected)
+
     # ---- shared memory ----------------------------------------------------------------------------------------
 
     def shared_range(self, cta, offset: int, nbytes: int, access: Access, *clocks) -> None:
@@ -291,7 +319,9 @@ class OrderChecker:
             lambda: shared_place(cta, low * chunk, (high + 1 - low) * chunk),
         )  # fmt: skip
 
-    def shared_rows(self, w, ins: Instr, cta, offsets: np.ndarray, nbytes: int, write: bool, strong=False) -> None:
+    def shared_rows(
+        self, w, ins: Instr, cta, offsets: np.ndarray, nbytes: int, write: bool, strong=False
+    ) -> None:
         """Lanes access `nbytes` each at these offsets by the generic proxy."""
         self.shared_lanes(cta, offsets, nbytes, self.generic(w, ins, write, strong), w.order)
 
@@ -303,7 +333,9 @@ class OrderChecker:
         if per > 1:
             where = (where[:, None] + np.arange(per)).reshape(-1)
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
-        self.touch(cta.order.shared, where, access, (clock,), SHARED, lambda: shared_place(cta, low, high - low))
+        self.touch(
+            cta.order.shared, where, access, (clock,), SHARED, lambda: shared_place(cta, low, high - low)
+        )
 
     # ---- global memory ----------------------------------------------------------------------------------------
 
@@ -316,11 +348,19 @@ class OrderChecker:
             found = self._globals[allocation.address] = GlobalShadow(allocation, self.units[True])
         return found
 
-    def _touch_global(self, memory: GlobalShadow, where, access: Access, clock, address: int, views=None) -> None:
+    def _touch_global(
+        self, memory: GlobalShadow, where, access: Access, clock, address: int, views=None
+    ) -> None:
         """where: an index of the flat shadow; views: makes the part of a flat array that a strided access touches."""
         if not access.write and memory.shadow is None:
             memory.pending.append((where, views, access, clock if isinstance(clock, Snapshot) else None))
             return
+        self._note_pending(memory)
+        shadow = memory.shadow if views is None else part(memory.shadow, views)
+        self.touch(shadow, where, access, (clock,), GLOBAL, lambda: global_place(memory, address))
+
+    def _note_pending(self, memory: GlobalShadow) -> None:
+        """Give an allocation shadow memory and note the reads so far in it."""
         if memory.shadow is None:
             units = -(-(memory.allocation.end - memory.base) // memory.unit)
             memory.shadow = Shadow(units)
@@ -328,8 +368,6 @@ class OrderChecker:
                 shadow = memory.shadow if old_views is None else part(memory.shadow, old_views)
                 self.ledger.touch(shadow, old_where, old, old_clock or Clock(old.domain))
             memory.pending = []
-        shadow = memory.shadow if views is None else part(memory.shadow, views)
-        self.touch(shadow, where, access, (clock,), GLOBAL, lambda: global_place(memory, address))
 
     def global_range(self, address: int, nbytes: int, access: Access, clock) -> None:
         """An access to consecutive bytes of global memory."""
@@ -366,7 +404,11 @@ class OrderChecker:
             if memory is None or not memory.allocation.writable:
                 return
             unit = memory.unit
-            if any(stride % unit for stride in strides[:-1]) or shape[-1] % unit or (address - memory.base) % unit:
+            if (
+                any(stride % unit for stride in strides[:-1])
+                or shape[-1] % unit
+                or (address - memory.base) % unit
+            ):
                 span_ = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
                 self.global_range(address, span_, access, clock)
                 return
@@ -380,8 +422,13 @@ class OrderChecker:
         finally:
             self.gmem.watch = None
 
-    def summary(self) -> None:
-        """What it saw of global memory, for shares of the launch that run elsewhere."""
+    def summary(self) -> dict[int, Touched]:
+        """What it saw of global memory by allocation, for a share of the launch that runs apart."""
+        result = {}
+        for address, memory in self._globals.items():
+            self._note_pending(memory)
+            result[address] = touched(memory.allocation.name, memory.unit, memory.shadow, self.ledger)
+        return result
 
     # ---- what native code has accessed ------------------------------------------------------------------------
 
@@ -393,6 +440,8 @@ class OrderChecker:
         heads = log[:, 0].tolist()
         for i, head in enumerate(heads):
             mask = head >> 32
+            if not mask:
+                continue
             addresses = log[i, 1:]
             if mask != FULL_MASK:
                 addresses = addresses[lanes(mask)]
@@ -414,9 +463,20 @@ class OrderChecker:
             if windows[0] > 1:
                 return  # local memory
             space = "cluster" if windows[0] else "global"
+        parts = [(0, nbytes)] if ins.used_bytes is None else runs(ins.used_bytes)
         if space == "global":
-            self.global_rows(addresses, nbytes, self.generic(w, ins, write, strong), w.order)
+            for first, count in parts:
+                access = self.generic(w, ins, write, strong)
+                self.global_rows(addresses + np.uint64(first) if first else addresses, count, access, w.order)
             return
+        for first, count in parts:
+            self._lane_shared(
+                w, ins, addresses + np.uint64(first) if first else addresses, count, write, strong
+            )
+
+    def _lane_shared(
+        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool
+    ) -> None:
         ranks = (addresses >> np.uint64(CTA_RANK_SHIFT) & np.uint64(0xFF)).tolist()
         offsets = addresses & np.uint64(OFFSET_MASK)
         for rank in dict.fromkeys(ranks):
@@ -495,7 +555,9 @@ class OrderChecker:
         agent, cta = w.order, w.cta
         entries = self._synchronised.setdefault(place, {})
         if relaxed:
-            scope = min(scope, agent.fence_scope or "sys", key=lambda s: SCOPES.index("gpu" if s == "gl" else s))
+            scope = min(
+                scope, agent.fence_scope or "sys", key=lambda s: SCOPES.index("gpu" if s == "gl" else s)
+            )
         rows = agent.published(relaxed)[:PUBLISHED].copy()
         clock = {agent.domain.number: rows, **agent.foreign}
         if replaces:
@@ -515,8 +577,12 @@ class OrderChecker:
     def barrier_used(self, w, ins: Instr, barrier) -> None:
         """A warp arrives at an mbarrier or waits on it: its initialisation must be visible to it."""
         init, agent = barrier.order.init, w.order
-        if init.component != agent.component and not (self.known(init, agent) or self.known(init, agent, BARRIERS)):
-            self._early(init, ins, f"warp {w.index}", w.cta, barrier, "bar.sync or a cluster barrier between them")
+        if init.component != agent.component and not (
+            self.known(init, agent) or self.known(init, agent, BARRIERS)
+        ):
+            self._early(
+                init, ins, f"warp {w.index}", w.cta, barrier, "bar.sync or a cluster barrier between them"
+            )
 
     def barrier_signalled(self, op: Operation, barrier) -> None:
         """An asynchronous operation signals an mbarrier: its initialisation must be visible to the async proxy."""
@@ -558,9 +624,7 @@ class OrderChecker:
 
     def loads_on(self, op: Operation, barrier, write: bool = True, generic: bool = False) -> Access:
         """The access of a copy that completes in an mbarrier's present phase."""
-        return self.of(
-            op, write, component=barrier.order.component, count=barrier.phase + 1, generic=generic
-        )
+        return self.of(op, write, component=barrier.order.component, count=barrier.phase + 1, generic=generic)
 
     # ---- barriers of threads ----------------------------------------------------------------------------------
 
@@ -598,9 +662,15 @@ class OrderChecker:
 
     def tensor_access(self, cta, where, access: Access, clock) -> None:
         """An access to lanes and columns of tensor memory; where: an index of [128, 512]."""
-        self.touch(
-            cta.order.tensor, where, access, (clock,), TENSOR_MEMORY, lambda: tensor_place(cta, where)
-        )
+        self.touch(cta.order.tensor, where, access, (clock,), TENSOR_MEMORY, lambda: tensor_place(cta, where))
+        suspects = cta.order.suspects
+        if suspects is not None:
+            if access.write:
+                suspects[where] = 0
+            else:
+                for number in distinct(suspects[where]):
+                    if number:
+                        self.found = self.suspected[number - 1] | self.found
 
     def tensor_transfer(self, w, ins: Instr, where, write: bool) -> None:
         """tcgen05.ld or tcgen05.st."""
@@ -637,7 +707,7 @@ class OrderChecker:
             firsts += self.ledger.sets[number]
         for first in firsts:
             if not self.known(first, w.order):
-                kind, remedy = findings.diagnose(first, access, BASE, TENSOR_MEMORY)
+                _, remedy = findings.diagnose(first, access, BASE, TENSOR_MEMORY)
                 self.report(
                     "tensor memory is freed while it is in use", tensor_place(w.cta, where), first.describe(),
                     access.describe().replace(" writes:", " frees it:"), remedy,
@@ -665,6 +735,21 @@ def span(chunks: np.ndarray) -> tuple[int, int, bool]:
     return held[1]
 
 
+def runs(mask: int) -> list[tuple[int, int]]:
+    """(first, length) of each run of set bits."""
+    found, at = [], 0
+    while mask >> at:
+        if mask >> at & 1:
+            stop = at
+            while mask >> stop & 1:
+                stop += 1
+            found.append((at, stop - at))
+            at = stop
+        else:
+            at += 1
+    return found
+
+
 def part(shadow: Shadow, view: tuple) -> Shadow:
     """The part of a flat shadow that (first unit, shape, strides in units) names, as views."""
     first, shape, strides = view
@@ -672,7 +757,11 @@ def part(shadow: Shadow, view: tuple) -> Shadow:
     for name in ("writes", "reads"):
         flat = getattr(shadow, name)
         steps = tuple(stride * flat.itemsize for stride in strides)
-        setattr(result, name, np.ndarray(shape, flat.dtype, buffer=flat, offset=first * flat.itemsize, strides=steps))
+        setattr(
+            result,
+            name,
+            np.ndarray(shape, flat.dtype, buffer=flat, offset=first * flat.itemsize, strides=steps),
+        )
     return result
 
 
@@ -706,4 +795,3 @@ def tensor_place(cta, where) -> str:
         start, stop = lanes_.start or 0, LANES if lanes_.stop is None else lanes_.stop
         return f"lanes {start} to {stop - 1}, {shown} of CTA {cta.coords}"
     return f"lanes {int(np.min(lanes_))} to {int(np.max(lanes_))}, {shown} of CTA {cta.coords}"
-

@@ -23,7 +23,9 @@ class Access:
         "agent", "component", "count", "cta", "domain", "generic", "ins", "key", "queued", "strong", "write",
     )  # fmt: skip
 
-    def __init__(self, domain, component, count, *, ins, agent, cta, write, generic, strong=False, queued=False):
+    def __init__(
+        self, domain, component, count, *, ins, agent, cta, write, generic, strong=False, queued=False
+    ):
         self.domain, self.component, self.count = domain, component, count
         self.ins: Instr = ins
         self.agent, self.cta = agent, cta
@@ -35,7 +37,9 @@ class Access:
         proxy = "" if self.generic else " (asynchronous)"
         what = "writes" if self.write else "reads"
         source = f" from {self.ins.source}" if self.ins.source else ""
-        return f"CTA {self.cta} {self.agent} {what}{proxy}: PTX line {self.ins.line} `{self.ins.opcode}`{source}"
+        return (
+            f"CTA {self.cta} {self.agent} {what}{proxy}: PTX line {self.ins.line} `{self.ins.opcode}`{source}"
+        )
 
 
 def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[str, str]:
@@ -96,8 +100,10 @@ class Finding:
     lines: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        rows = [f"{self.kind}: {self.place}", f"first   {self.first}", f"second  {self.second}", f"needed  {self.remedy}"]
-        return "\n    ".join(row for row in rows if row.split(maxsplit=1)[1:])
+        rows = (("first", self.first), ("second", self.second), ("needed", self.remedy))
+        return "\n    ".join(
+            [f"{self.kind}: {self.place}", *(f"{name:8}{text}" for name, text in rows if text)]
+        )
 
 
 class OrderError(SimError):

@@ -80,6 +80,14 @@ def footprint(descriptor: int, address: int, shape: CopyShape) -> tuple[np.ndarr
     return chunks, ((shape.lanes + lane).reshape(-1, 1), columns)
 
 
+def row_cells(address: int, shape: CopyShape, row: int) -> tuple:
+    """The index of tensor memory that a row of shared memory goes to."""
+    lane, column = address_parts(address)
+    return (shape.lanes[row] + lane).reshape(-1, 1), np.arange(
+        column, column + shape.chunks * WORDS_PER_CHUNK
+    )
+
+
 def decompress(chunks: np.ndarray, source_format: str) -> np.ndarray:
     """uint8[rows, 16 * chunks]: each 4- or 6-bit element in the middle of a byte of its own."""
     fmt, used = DECOMPRESSIONS[source_format]

@@ -136,9 +136,18 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
                 cells.append((lanes, _columns(lanes, address_parts(mma.a)[1], WORDS_PER_OPERAND_ROW)))
             if mma.scales_per_row:
                 for address, count in ((mma.scale_a, rows), (mma.scale_b, layout.columns)):
-                    column = address_parts(address)[1]
-                    cells.append((slice(0, LANES), slice(column, column + -(-count // PARTITION_LANES))))
+                    cells += _scale_cells(address_parts(address)[1], count)
         yield cta, chunks, cells, (lanes, _columns(lanes, layout.column, layout.columns))
+
+
+def _scale_cells(column: int, rows: int) -> list[tuple]:
+    """Indices of the scale factors of some rows: row r in lane r % 32 of each 32 lanes and column r // 32."""
+    whole, rest = divmod(rows, PARTITION_LANES)
+    cells: list[tuple] = [(slice(0, LANES), slice(column, column + whole))] if whole else []
+    if rest:
+        lanes = (np.arange(PARTITIONS)[:, None] * PARTITION_LANES + np.arange(rest)).reshape(-1, 1)
+        cells.append((lanes, np.arange(column + whole, column + whole + 1)))
+    return cells
 
 
 def _columns(lanes: slice | np.ndarray, column: int, width: int) -> slice | np.ndarray:

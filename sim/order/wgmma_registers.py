@@ -1,0 +1,76 @@
+"""wgmma.fence: a warp's accesses to the registers of wgmma.mma_async are ordered before it (PTX ISA 9.7.15.7.1).
+
+A static check, along the blocks of a kernel: between an instruction that writes a register and a wgmma.mma_async that
+reads it (as A, or as an accumulator) there must be a wgmma.fence on every path. A mov is no write: it hands on what
+it copies. Products that accumulate one after the other need no fence between them.
+"""
+
+from __future__ import annotations
+
+from warpspec.sim import cfg
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.instruction import Instr, Vec
+from warpspec.sim.order.findings import Finding
+from warpspec.sim.registry import Family, find, row_of
+
+KIND = "no wgmma.fence between a write of a register and wgmma.mma_async"
+
+
+def check(program: Program) -> dict[tuple, Finding]:
+    """Findings by kind and PTX lines."""
+    kernel = program.kernel
+    if not any(ins.opcode.startswith("wgmma.mma_async") for ins in kernel.instrs):
+        return {}
+    bit = program.live.bit
+    entry = [0] * len(program.blocks)
+    entry[0] = (1 << len(bit)) - 1  # at the kernel's start, no fence precedes any register
+    reached = [False] * len(program.blocks)
+    reached[0] = True
+    pending = [0]
+    found: dict[tuple, Finding] = {}
+    while pending:
+        index = pending.pop()
+        block = program.blocks[index]
+        unfenced = entry[index]
+        for ins in kernel.instrs[block.start : block.end]:
+            unfenced = _after(program, ins, unfenced, found)
+        for successor in block.successors:
+            if not reached[successor] or unfenced & ~entry[successor]:
+                reached[successor] = True
+                entry[successor] |= unfenced
+                pending.append(successor)
+    return found
+
+
+def _after(program: Program, ins: Instr, unfenced: int, found: dict) -> int:
+    """The registers written since the last wgmma.fence, behind an instruction."""
+    row = find(ins.opcode)
+    if row is None:
+        return unfenced
+    if ins.opcode.startswith("wgmma.fence"):
+        return 0
+    live = program.live
+    reads, writes = cfg.reads_writes(ins)
+    if ins.opcode.startswith("wgmma.mma_async"):
+        bits = live.bits(
+            register
+            for operand in ins.operands[:2]
+            if isinstance(operand, Vec)
+            for register in cfg.operand_registers(operand)
+        )
+        if bits & unfenced:
+            names = ", ".join(live.names(bits & unfenced)[:4])
+            source = f" from {ins.source}" if ins.source else ""
+            found.setdefault(
+                (KIND, (ins.line,)),
+                Finding(
+                    KIND, f"registers {names}", "", f"PTX line {ins.line} `{ins.opcode}`{source}",
+                    "wgmma.fence between the last write of these registers, on every path, and the instruction",
+                    (ins.line,),
+                ),
+            )  # fmt: skip
+        return unfenced & ~bits  # said once
+    written = live.bits(writes)
+    if row_of(ins.opcode).family is Family.MOVE and live.bits(reads) & unfenced == 0:
+        return unfenced if ins.guard is not None else unfenced & ~written
+    return unfenced | written
