@@ -298,6 +298,8 @@ class Machine:
         if w.alive:
             return
         cta.live_warps -= 1
+        if self.order is not None and cta.live_warps == 0:
+            self.order.cta_exits(cta)
         self.stats.warp_done(w, self.clock)
         if cta.exited:
             self.cta_done(cta)

@@ -27,6 +27,7 @@ from warpspec.sim.tcgen05.smem_descriptor import CHUNK_BYTES
 from warpspec.sim.tcgen05.transfer import TransferMap
 from warpspec.sim.warp import Warp
 
+MOVED_ONLY = "before tcgen05.wait::ld has waited for the tcgen05.ld that writes it"
 EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
 SCALES_PER_ROW = {
     ("mxf8f6f4", ""): 1,
@@ -462,7 +463,7 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
     w.write_vec(registers, np.full((len(tmap.lane), 32), POISON, np.uint32), mask)
     load = Transfer(registers, lane, column, tmap, packed, mask, values)
-    w.in_flight(registers, lambda: finish_load(w, load))
+    w.in_flight(registers, lambda: finish_load(w, load), moved_only="" if m.order is None else MOVED_ONLY)
 
 
 def finish_load(w: Warp, load: Transfer) -> None:

@@ -80,7 +80,7 @@ class Queue:
 class BarrierOrder:
     """What an mbarrier passes on. collected: by the arrivals so far; done: at the end of the last phase."""
 
-    __slots__ = ("collected", "component", "done", "done_foreign", "init")
+    __slots__ = ("collected", "component", "done", "done_foreign", "init", "late")
 
     def __init__(self, domain: Domain, init: Access):
         self.component = domain.component()
@@ -88,6 +88,7 @@ class BarrierOrder:
         self.done: np.ndarray | None = None
         self.done_foreign: dict = {}
         self.init = init
+        self.late: dict[int, Access] = {}  # last arrivals of operations and of other CTAs, by component
 
     def phase_ends(self, phase: int) -> None:
         """The phase with this number, from 1, is complete; so are the copies that it counted."""
@@ -130,7 +131,9 @@ class Operation:
 
 
 class OrderChecker:
-    """Happens-before of one launch (or of one share of it)."""
+    """Happens-before of one launch (or of one share of it). first_only: stop at the first finding."""
+
+    first_only = False
 
     def __init__(self, program: Program, gmem: GlobalMemory):
         self.program, self.gmem = program, gmem
@@ -147,6 +150,7 @@ class OrderChecker:
         self._globals: dict[int, GlobalShadow] = {}
         self._synchronised: dict[object, dict] = {}  # place -> CTA -> (scope, rows by domain)
         self.suspected: list[dict] = []
+        self._holding = False
         self._forms: dict[int, tuple] = {}
         self._watched: tuple | None = None
         gmem.watch = None
@@ -223,8 +227,12 @@ class OrderChecker:
         component = access.component
         return component < rows.shape[1] and rows[row, component] >= access.count
 
-    def touch(self, shadow: Shadow, where, access: Access, clocks: tuple, memory: str, place) -> None:
+    def touch(
+        self, shadow: Shadow, where, access: Access, clocks: tuple, memory: str, place, cta=None
+    ) -> None:
         """Check an access against earlier ones and note it. clocks: of all who make it; place: says where, if asked."""
+        if cta is not None and cta.live_warps == 0:
+            self.too_late(access, place())
         for first in self.ledger.touch(shadow, where, access, clocks[0]):
             for clock in clocks:
                 self.compare(first, access, clock, memory, place)
@@ -257,6 +265,8 @@ class OrderChecker:
     def report(self, kind, place, first, second, remedy, lines) -> None:
         """Add a finding, once for each pair of instructions."""
         self.found.setdefault((kind, lines), Finding(kind, place, first, second, remedy, lines))
+        if self.first_only and not self._holding:
+            raise findings.OrderError(list(self.found.values()), self.program.kernel.name)
 
     def generic(self, w, ins: Instr, write: bool, strong: bool = False) -> Access:
         """A warp's access by the generic proxy, at this moment."""
@@ -284,11 +294,11 @@ class OrderChecker:
     @contextmanager
     def held_back(self):
         """Collects findings meanwhile instead of reporting them."""
-        found, self.found = self.found, {}
+        (found, self.found), self._holding = (self.found, {}), True
         try:
             yield self.found
         finally:
-            self.found = found
+            self.found, self._holding = found, False
 
     def suspect(self, cta, where, found: dict) -> None:
         """Tensor memory holds what nothing orders: the findings are reported if something reads it there."""
@@ -303,7 +313,9 @@ class OrderChecker:
         """An access to consecutive bytes of a CTA's shared memory."""
         unit = self.units[False]
         where = slice(offset // unit, -(-(offset + nbytes) // unit))
-        self.touch(cta.order.shared, where, access, clocks, SHARED, lambda: shared_place(cta, offset, nbytes))
+        self.touch(
+            cta.order.shared, where, access, clocks, SHARED, lambda: shared_place(cta, offset, nbytes), cta
+        )
 
     def shared_chunks(self, cta, chunks: np.ndarray, chunk: int, access: Access, *clocks) -> None:
         """An access to chunks of shared memory, by their numbers; chunk: bytes of each."""
@@ -316,7 +328,7 @@ class OrderChecker:
             where = (chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
         self.touch(
             cta.order.shared, where, access, clocks, SHARED,
-            lambda: shared_place(cta, low * chunk, (high + 1 - low) * chunk),
+            lambda: shared_place(cta, low * chunk, (high + 1 - low) * chunk), cta,
         )  # fmt: skip
 
     def shared_rows(
@@ -604,12 +616,22 @@ class OrderChecker:
     def arrive(self, w, ins: Instr, barrier) -> None:
         """A warp arrives."""
         self.barrier_used(w, ins, barrier)
+        if barrier.cta is not w.cta:
+            self.arrival(barrier, self.generic(w, ins, True))
         w.order.release(barrier.order.collected, "relaxed" in ins.parts)
 
     def arrive_op(self, op: Operation, barrier) -> None:
         """An operation's completion arrives, or completes bytes."""
         self.barrier_signalled(op, barrier)
+        self.arrival(barrier, self.loads_on(op, barrier) if op.queue is None else self.of(op, True))
         barrier.order.collected.join(*self.done_by(op))
+
+    def arrival(self, barrier, access: Access) -> None:
+        """An operation or another CTA arrives at an mbarrier: its CTA must not exit before."""
+        if barrier.cta.live_warps == 0:
+            self.too_late(access, f"mbarrier at {shared_place(barrier.cta, barrier.offset, 8)}")
+        else:
+            barrier.order.late[access.component] = access
 
     def waited(self, w, ins: Instr, barrier, complete: bool) -> None:
         """A warp has looked at an mbarrier and, if `complete`, seen a phase complete."""
@@ -640,6 +662,38 @@ class OrderChecker:
             w.order.see(clock.rows)
         else:
             w.order.acquire(clock.rows, clock.foreign)
+
+    # ---- the end of a CTA ---------------------------------------------------------------------------------------
+
+    def cta_exits(self, cta) -> None:
+        """The last warp of a CTA leaves the kernel: all accesses to its shared memory must be over by then."""
+        last = Clock(cta.order.domain)
+        for w in cta.warps:
+            last.join(w.order.rows, w.order.foreign)
+        shadow = cta.order.shared
+        accesses = [self.ledger.accesses[number] for number in distinct(shadow.writes) if number]
+        for number in distinct(shadow.reads):
+            accesses += self.ledger.sets[number]
+        for access in accesses:
+            if not self.known(access, last):
+                where = np.flatnonzero(shadow.writes == access.key)
+                place = (
+                    shared_place(cta, int(where[0]) * self.units[False], 4)
+                    if where.size
+                    else f"CTA {cta.coords}"
+                )
+                self.too_late(access, place)
+        for barrier in cta.mbarriers.values():
+            for access in barrier.order.late.values():
+                if not self.known(access, last):
+                    self.too_late(access, f"mbarrier at {shared_place(cta, barrier.offset, 8)}")
+
+    def too_late(self, access: Access, place: str) -> None:
+        """Shared memory is accessed although its CTA may have exited."""
+        self.report(
+            "shared memory of a CTA that may have exited", place, access.describe(), "",
+            _wait(access), (access.ins.line,),
+        )  # fmt: skip
 
     # ---- operations that complete in order --------------------------------------------------------------------
 
@@ -772,6 +826,11 @@ def _larger(one: np.ndarray, two: np.ndarray) -> np.ndarray:
         into = grown[: len(rows), : rows.shape[1]]
         np.maximum(into, rows, out=into)
     return grown
+
+
+def _wait(access: Access) -> str:
+    remedy = findings.wait_for(access)
+    return f"{remedy}, before the CTA exits (another CTA's access: a cluster barrier behind it)"
 
 
 def shared_place(cta, offset: int, nbytes: int) -> str:

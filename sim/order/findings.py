@@ -61,10 +61,10 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
             "tcgen05.fence::before_thread_sync behind the first access (and its wait), before the barrier; then "
             "tcgen05.fence::after_thread_sync",
         )
-    return "accesses that nothing orders", _wait_for(first) + ", then a barrier that the second waits for"
+    return "accesses that nothing orders", wait_for(first) + ", then a barrier that the second waits for"
 
 
-def _wait_for(first: Access) -> str:
+def wait_for(first: Access) -> str:
     """What completes an access, for its own thread or another."""
     name = first.ins.opcode
     if name.startswith("tcgen05.ld"):

@@ -1,0 +1,177 @@
+"""Mutants of our kernels: what the simulator's order checker finds of them.
+
+    python scripts/mutate.py                     every kernel of the list below, at small sizes
+    python scripts/mutate.py fmha-sm100 topk     some of them
+    python scripts/mutate.py --seeds 4 fmha      under more schedules; a name stands for all that begin with it
+    python scripts/mutate.py --write FILE        also put the scores into FILE, as JSON
+
+Each instruction of a kernel's PTX that orders memory (fences, waits, commits, arrivals, barriers) is deleted or weakened,
+one at a time, and the kernel runs in the simulator with check="order". Prints the score by class and every mutant
+that was not found. Instructions that the case does not execute are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from shared import mutants
+
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention, ops
+from warpspec.fmha import launch as attention_launch
+
+
+def _attention(arch: str, **shape) -> Callable[[], None]:
+    def run() -> None:
+        torch.manual_seed(0)
+        batch, sq, sk, heads, groups, dim = (
+            shape[n] for n in ("batch", "sq", "sk", "heads", "groups", "dim")
+        )
+        q = torch.randn(batch, sq, heads, dim).bfloat16()
+        k, v = (torch.randn(batch, sk, groups, dim).bfloat16() for _ in range(2))
+        k *= torch.linspace(4, 0.1, sk).bfloat16()[
+            :, None, None
+        ]  # the last keys come first: maxima rise, O is rescaled
+        options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
+
+        def prepare(problem, _):
+            return attention_launch.prepare(problem, SIMULATED[arch], 0)
+
+        with mock.patch.object(ops, "prepare", prepare):
+            attention(q, k, v, **options, backend="sim")
+
+    return run
+
+
+def _moe(shape: str, **epilogue) -> Callable[[], None]:
+    def run() -> None:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+        from gemm_cases import GemmCase, inputs_of, poisoned_out
+
+        from warpspec.moe.sm100 import config, grouped_gemm
+
+        tiles = {"single": config.SINGLE, "pair": config.PAIR, "swapped": config.SWAPPED[16]}[shape]
+        sizes = dict(counts=(5, 0, 130, 1), k=600, width=264, dropped=3)
+        case = GemmCase("", **sizes, **epilogue)
+        inputs, out = inputs_of(case, 0), poisoned_out(case)
+        options = dict(epilogue=case.epilogue, limit=case.limit, out_scale=inputs.out_scale)
+        grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, **options, shape=tiles, groups=2, seed=0)
+
+    return run
+
+
+def _softmax(name: str, arch: str) -> Callable[[], None]:
+    def run() -> None:
+        sys.path[:0] = [
+            str(Path(__file__).resolve().parent.parent / "tests" / part) for part in ("helpers", "softmax")
+        ]
+        import test_softmax_sim as cases
+
+        x, _, out = cases.case(name, torch.bfloat16, aligned=True)
+        cases.run(name, x, out, arch)
+
+    return run
+
+
+def _topk(arch: str, **fields) -> Callable[[], None]:
+    def run() -> None:
+        sys.path[:0] = [
+            str(Path(__file__).resolve().parent.parent / "tests" / part) for part in ("helpers", "softmax")
+        ]
+        import test_topk_sim as cases
+
+        torch.manual_seed(0)
+        cases.run(cases.config_of(torch.float32, 4, **fields), torch.randn(3, 3000), 4, arch)
+
+    return run
+
+
+LONG = dict(batch=1, sq=128, sk=900, heads=1, groups=1, dim=128, num_splits=1)
+KERNELS: dict[str, Callable[[], None]] = {
+    "fmha-sm100": _attention("sm_100a", **LONG, causal=True),
+    "fmha-sm100-d64": _attention("sm_100a", **LONG | dict(dim=64)),
+    "fmha-sm100-d256": _attention("sm_100a", **LONG | dict(dim=256)),
+    "fmha-sm100-d512": _attention("sm_100a", **LONG | dict(dim=512)),
+    "fmha-sm100-decode": _attention("sm_100a", **LONG | dict(sq=1, sk=1500, heads=8, num_splits=2)),
+    "fmha-sm90": _attention("sm_90a", **LONG, causal=True),
+    "fmha-sm90-d64": _attention("sm_90a", **LONG | dict(dim=64)),
+    "fmha-sm90-d256": _attention("sm_90a", **LONG | dict(dim=256)),
+    "fmha-sm90-d512": _attention("sm_90a", **LONG | dict(dim=512)),
+    "fmha-sm90-decode": _attention("sm_90a", **LONG | dict(sq=1, sk=1500, heads=8, num_splits=2)),
+    "moe-single": _moe("single", epilogue="linear"),
+    "moe-single-nvfp4": _moe("single", epilogue="swiglu", limit=3.0, out="nvfp4"),
+    "moe-pair": _moe("pair", epilogue="swiglu"),
+    "moe-swapped": _moe("swapped", epilogue="swiglu"),
+    "softmax-resident": _softmax("resident", "sm_90a"),
+    "softmax-split": _softmax("split", "sm_90a"),
+    "softmax-staged": _softmax("staged cluster", "sm_90a"),
+    "softmax-two-pass": _softmax("two-pass cluster", "sm_90a"),
+    "softmax-cluster": _softmax("cluster", "sm_90a"),
+    "topk": _topk("sm_90a", warps=4, unroll=2),
+    "topk-cluster": _topk("sm_90a", warps=2, cluster=4, unroll=1),
+}
+
+
+def score(name: str, seeds: int) -> list[mutants.Verdict]:
+    """The verdicts on all mutants of a kernel's launches."""
+    found: list[mutants.Verdict] = []
+    with mutants.recorded(lambda launch: found.extend(mutants.verdicts(launch, seeds))):
+        KERNELS[name]()
+    return found
+
+
+def table(results: dict[str, list[mutants.Verdict]]) -> dict[str, dict[str, list[int]]]:
+    """Class -> kernel -> [found, all]."""
+    counts: dict[str, dict[str, list[int]]] = {}
+    for name, verdicts in results.items():
+        for verdict in verdicts:
+            cell = counts.setdefault(verdict.mutant.group, {}).setdefault(name, [0, 0])
+            cell[0] += verdict.found
+            cell[1] += 1
+    return counts
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernels", nargs="*", help=", ".join(KERNELS))
+    parser.add_argument("--seeds", type=int, default=2, help="schedules of each mutant")
+    parser.add_argument("--write", type=Path, help="JSON file for the scores")
+    arguments = parser.parse_args()
+    names = [n for n in KERNELS if not arguments.kernels or any(n.startswith(k) for k in arguments.kernels)]
+    if not names:
+        parser.error(f"no kernel of that name; there are {', '.join(KERNELS)}")
+    results = {}
+    for name in names:
+        start = time.monotonic()
+        results[name] = score(name, arguments.seeds)
+        kinds = Counter(verdict.outcome for verdict in results[name])
+        found = sum(verdict.found for verdict in results[name])
+        shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        print(
+            f"{name}: {found} of {len(results[name])} found in {time.monotonic() - start:.0f} s ({shown})",
+            flush=True,
+        )
+        for verdict in results[name]:
+            if not verdict.found:
+                print(f"    {verdict.outcome}: {verdict.mutant.group}, {verdict.text}")
+    counts = table(results)
+    print("\nclass                 found of all")
+    for group, cells in counts.items():
+        print(f"{group:22}{sum(c[0] for c in cells.values())} of {sum(c[1] for c in cells.values())}")
+    if arguments.write:
+        arguments.write.write_text(json.dumps(counts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Mutants of a kernel: its PTX with one instruction that orders memory deleted or weakened, and what becomes of each.
+
+``mutants`` lists them, ``verdicts`` runs them in the simulator with the order checker on one recorded launch.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import numpy as np
+
+from warpspec import sim
+from warpspec.sim import runtime
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.instruction import Imm, Instr
+from warpspec.sim.order import wgmma_registers
+from warpspec.sim.order.checker import OrderChecker
+from warpspec.sim.registry import Family, find, handler
+
+SECONDS = 20  # a mutant that runs longer hangs
+NOTHING, TRUE = "mutant.nothing", "mutant.true"  # opcodes that stand for what is deleted
+
+if find(NOTHING) is None:
+
+    @handler(NOTHING, family=Family.MISCELLANEOUS, destinations=0)
+    def nothing(m, w, ins, mask) -> None:
+        """A deleted instruction."""
+
+    @handler(TRUE, family=Family.MISCELLANEOUS, destinations=1)
+    def true(m, w, ins, mask) -> None:
+        """A wait that returns at once, saying that what it waits for has happened."""
+        w.set_pred(ins.operands[0], mask, mask)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change. group: the class in which it is counted. index: of the instruction. change: in words.
+
+    opcode, operands: what the instruction becomes.
+    """
+
+    group: str
+    index: int
+    change: str
+    opcode: str
+    operands: tuple
+
+    def describe(self, ins: Instr) -> str:
+        source = f" from {ins.source}" if ins.source else ""
+        return f"{self.change}: PTX line {ins.line} `{ins.text}`{source}"
+
+
+# (class, opcode pattern): what deleting an instruction belongs to.
+DELETED = (
+    ("proxy fence", r"fence\.proxy"),
+    ("mbarrier init fence", r"fence\.mbarrier_init"),
+    ("memory fence", r"(fence|membar)\."),
+    ("tcgen05.wait::ld", r"tcgen05\.wait::ld"),
+    ("tcgen05.wait::st", r"tcgen05\.wait::st"),
+    ("tcgen05.fence", r"tcgen05\.fence"),
+    ("tcgen05.commit", r"tcgen05\.commit"),
+    ("wgmma.fence", r"wgmma\.fence"),
+    ("wgmma group", r"wgmma\.(commit|wait)_group"),
+    ("bulk group", r"cp\.async\.bulk\.(commit|wait)_group"),
+    ("cp.async group", r"cp\.async\.(commit_group|wait_group|wait_all|mbarrier)"),
+    ("mbarrier arrive", r"mbarrier\.arrive"),
+    ("mbarrier wait", r"mbarrier\.(try|test)_wait"),
+    ("thread barrier", r"(bar|barrier)\.(cta\.)?(sync|arrive|red)"),
+    ("cluster barrier", r"barrier\.cluster"),
+    ("warp barrier", r"bar\.warp\.sync"),
+)
+SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}
+
+
+def group_of(ins: Instr) -> str | None:
+    """The class of an instruction whose deletion is a mutant."""
+    for group, pattern in DELETED:
+        if re.match(pattern, ins.opcode):
+            if group == "warp barrier" or not ins.opcode.startswith("bar.warp"):
+                return group
+    return None
+
+
+def mutants(instrs: list[Instr]) -> Iterator[Mutant]:
+    """Every mutant of a kernel, in the order of its text."""
+    for ins in instrs:
+        yield from _deletions(ins)
+        yield from _weakenings(ins)
+
+
+def _deletions(ins: Instr) -> Iterator[Mutant]:
+    group = group_of(ins)
+    if group == "mbarrier wait":
+        yield Mutant(group, ins.index, "returns at once", TRUE, ins.operands)
+    elif group == "thread barrier" and ".red" in ins.opcode:
+        return  # its result is data
+    elif group is not None:
+        yield Mutant(group, ins.index, "deleted", NOTHING, ())
+
+
+def _weakenings(ins: Instr) -> Iterator[Mutant]:
+    def without(*parts: str) -> str:
+        return ".".join(part for part in ins.parts if part not in parts)
+
+    def instead(**parts: str) -> str:
+        return ".".join(parts.get(part, part) for part in ins.parts)
+
+    name = ins.opcode
+    if "wait_group" in name and isinstance(ins.operands[0], Imm):
+        more = (replace(ins.operands[0], value=ins.operands[0].value + 1), *ins.operands[1:])
+        group = (
+            "wgmma group"
+            if name.startswith("wgmma")
+            else "bulk group"
+            if "bulk" in name
+            else "cp.async group"
+        )
+        yield Mutant(group, ins.index, "waits for one group fewer", name, more)
+        if group == "bulk group" and "read" not in ins.parts:
+            yield Mutant(group, ins.index, "waits for reads only", name + ".read", ins.operands)
+    if name.startswith("barrier.cluster.arrive") and "relaxed" not in ins.parts:
+        relaxed = "barrier.cluster.arrive.relaxed" + (".aligned" if "aligned" in ins.parts else "")
+        yield Mutant("cluster barrier", ins.index, "arrives relaxed", relaxed, ins.operands)
+    if name.startswith(("ld.acquire", "st.release", "atom", "red")) and not name.startswith("redux"):
+        if "acq_rel" in ins.parts or "acquire" in ins.parts or "release" in ins.parts:
+            weaker = instead(acq_rel="relaxed", acquire="relaxed", release="relaxed")
+            yield Mutant("release, acquire", ins.index, "relaxed", weaker, ins.operands)
+    scope = next((part for part in ins.parts[1:] if part in SCOPES), None)
+    fence = name.startswith(("fence.acq_rel", "fence.sc"))
+    access = name.startswith(("ld.acquire", "st.release", "atom", "red."))
+    if scope is not None and (fence or access) and "shared" not in name:
+        yield Mutant("scope", ins.index, f".{scope} becomes .cta", instead(**{scope: "cta"}), ins.operands)
+
+
+def apply(program: Program, mutant: Mutant) -> Program:
+    """The program with one instruction changed; its translation is shared."""
+    changed = copy.copy(program)
+    changed.kernel = copy.copy(program.kernel)
+    changed.kernel.instrs = list(program.kernel.instrs)
+    ins = changed.kernel.instrs[mutant.index]
+    changed.kernel.instrs[mutant.index] = replace(
+        ins, opcode=mutant.opcode, parts=tuple(mutant.opcode.split(".")), operands=mutant.operands
+    )
+    if mutant.opcode in (NOTHING, TRUE):
+        block = program.block_at[mutant.index]
+        changed.hooked = list(program.hooked)
+        changed.hooked[block] = False
+        if not program.system[block]:
+            raise ValueError(f"{ins.text} is not a block of its own: declare its row with orders=True")
+    return changed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant. outcome: "order" (the order checker found it), the name of another diagnosis, "wrong"
+    (a wrong result without a word) or "unnoticed"."""
+
+    mutant: Mutant
+    text: str
+    outcome: str
+
+    @property
+    def found(self) -> bool:
+        return self.outcome not in ("wrong", "unnoticed")
+
+
+class Launch:
+    """One launch as the simulator was asked for it, to be run again on the same memory."""
+
+    def __init__(self, text: str, kernel: str, options: dict):
+        self.text, self.kernel, self.options = text, kernel, options
+        self.options.pop("check", None)
+        self.memory = [(a, a.array.copy()) for a in options["gmem"].allocations if a.writable]
+        self.program = runtime.load_program(text, kernel, True)
+
+    def run(self, program: Program, seed: int, check: str | None = "order") -> list[np.ndarray]:
+        """What it leaves in memory; raises what the simulator raises."""
+        for allocation, before in self.memory:
+            allocation.array[:] = before
+        options = self.options | dict(seed=seed, check=check)
+        with mock.patch.object(runtime, "load_program", lambda *_: program):
+            runtime.execute(self.text, self.kernel, **options)
+        return [allocation.array.copy() for allocation, _ in self.memory]
+
+
+@contextmanager
+def recorded(visit: Callable[[Launch], None]):
+    """While this lasts, `visit` sees every launch before it runs."""
+    original = sim.execute
+
+    def execute(text: str, kernel: str, **options):
+        launch = Launch(text, kernel, dict(options))
+        visit(launch)
+        for allocation, before in launch.memory:
+            allocation.array[:] = before
+        return original(text, kernel, **options)
+
+    with mock.patch.object(sim, "execute", execute):
+        yield
+
+
+def verdicts(
+    launch: Launch, seeds: int = 1, only: Callable[[Mutant], bool] = lambda _: True
+) -> list[Verdict]:
+    """Run every mutant of a launch under a few seeds. The kernel itself must be clean under all of them."""
+    right = [launch.run(launch.program, seed) for seed in range(seeds)]
+    instrs = launch.program.kernel.instrs
+    decisive = _decisive(launch)
+    found = []
+    for mutant in mutants(instrs):
+        if not only(mutant) or mutant.index not in decisive:
+            continue
+        found.append(Verdict(mutant, mutant.describe(instrs[mutant.index]), _outcome(launch, mutant, right)))
+    return found
+
+
+def _outcome(launch: Launch, mutant: Mutant, right: list[list[np.ndarray]]) -> str:
+    """What becomes of a mutant under as many schedules as there are right results."""
+    program = apply(launch.program, mutant)
+    if wgmma_registers.check(program):
+        return "order"
+    outcome = "unnoticed"
+    for seed, expected in enumerate(right):
+        try:
+            with mock.patch.object(OrderChecker, "first_only", True), _time_limit(SECONDS):
+                result = launch.run(program, seed)
+        except sim.OrderError:
+            return "order"
+        except sim.SimError as error:
+            return type(error).__name__
+        except TimeoutError:
+            return "hangs"
+        if any(_wrong(*arrays) for arrays in zip(result, expected, launch.memory, strict=True)):
+            outcome = "wrong"
+    return outcome
+
+
+def _wrong(result: np.ndarray, expected: np.ndarray, memory: tuple) -> bool:
+    """Whether more differs than the last bits of a few values, which depend on how MMAs follow each other."""
+    written = int((expected != memory[1]).sum())
+    return int((result != expected).sum()) > written // 50
+
+
+@contextmanager
+def _time_limit(seconds: int):
+    """Raises TimeoutError in a run that takes longer: spinning warps are sure to hang long before that is proven."""
+
+    def stop(*_) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _decisive(launch: Launch) -> set[int]:
+    """The instructions that are executed; of waits on mbarriers, those that ever wait for a phase.
+
+    The first wait of a producer passes on a fresh barrier: where a wait does nothing else, it is no mutant.
+    """
+    totals = np.zeros(len(launch.program.blocks) + 1, np.uint64)
+    waits: set[int] = set()
+    original, waited = runtime.count_instructions, OrderChecker.waited
+
+    def count(program, stats):
+        for counts in stats.block_counts.values():
+            totals[:] += counts
+        return original(program, stats)
+
+    def note(self, w, ins, barrier, complete):
+        if barrier.order.done is not None and complete:
+            waits.add(ins.index)
+        waited(self, w, ins, barrier, complete)
+
+    with (
+        mock.patch.object(runtime, "count_instructions", count),
+        mock.patch.object(OrderChecker, "waited", note),
+        mock.patch.dict(os.environ, {"WARPSPEC_SIM_PROCESSES": "1"}),
+    ):
+        launch.run(launch.program, 0)
+    blocks, instrs = launch.program.blocks, launch.program.kernel.instrs
+    executed = {block.start for block in blocks if totals[block.index] and launch.program.system[block.index]}
+    return {i for i in executed if group_of(instrs[i]) != "mbarrier wait" or i in waits}
