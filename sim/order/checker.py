@@ -243,7 +243,7 @@ class OrderChecker:
             return
         if memory is TENSOR_MEMORY:
             row = TENSOR_OWN
-        elif first.generic and first.write and not second.generic:
+        elif first.generic and not second.generic:
             row = ASYNC_SHARED if memory is SHARED else ASYNC_GLOBAL
         else:
             row = BASE
