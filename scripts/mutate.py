@@ -128,27 +128,6 @@ def score(name: str, seeds: int) -> list[mutants.Verdict]:
     return found
 
 
-def _on_gpu(name: str, budget: float) -> None:
-    """Print what becomes of a Hopper kernel's mutants on the GPU."""
-    from shared import mutants_gpu  # needs ptxas
-
-    def call() -> torch.Tensor:
-        torch.manual_seed(0)
-        if name.startswith("softmax"):
-            from warpspec.softmax import softmax
-
-            return softmax(torch.randn(8, 400_000, device="cuda", dtype=torch.bfloat16) * 4)
-        dim = int(name.rpartition("-d")[2])
-        q, k, v = (torch.randn(2, 2048, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        return attention(q, k, v, causal=True, num_splits=1)
-
-    for row in mutants_gpu.score(call, budget):
-        print(name, *row, sep=" | ", flush=True)
-
-
-ON_GPU = ("fmha-sm90-d128", "fmha-sm90-d64", "fmha-sm90-d256", "softmax")
-
-
 def table(results: dict[str, list[mutants.Verdict]]) -> dict[str, dict[str, list[int]]]:
     """Class -> kernel -> [found, all]."""
     counts: dict[str, dict[str, list[int]]] = {}
@@ -168,14 +147,7 @@ def main() -> None:
     parser.add_argument("kernels", nargs="*", help=", ".join(KERNELS))
     parser.add_argument("--seeds", type=int, default=2, help="schedules of each mutant")
     parser.add_argument("--write", type=Path, help="JSON file for the scores")
-    parser.add_argument(
-        "--gpu", type=float, metavar="SECONDS", help="run mutants of Hopper kernels on this machine's GPU"
-    )
     arguments = parser.parse_args()
-    if arguments.gpu:
-        for name in (n for n in ON_GPU if not arguments.kernels or n in arguments.kernels):
-            _on_gpu(name, arguments.gpu)
-        return
     names = [n for n in KERNELS if not arguments.kernels or any(n.startswith(k) for k in arguments.kernels)]
     if not names:
         parser.error(f"no kernel of that name; there are {', '.join(KERNELS)}")

@@ -1,6 +1,7 @@
 """Mutants on a Hopper GPU: the same changes to the kernel's PTX, assembled by ptxas, run many times.
 
-Every mutant runs in a process of its own, which is ended where it hangs. The parent never touches the GPU.
+Every mutant runs in a process of its own, which is ended where it hangs. The parent never touches the GPU. The list of
+mutants (`plan`) is made where the simulator is installed; running it needs only the DSL and ptxas.
 """
 
 from __future__ import annotations
@@ -18,32 +19,44 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from shared.mutants import NOTHING, TRUE, Mutant, mutants
-
 from warpspec.common import kernel_cache, launch
 from warpspec.common.repeated import Remembered
-from warpspec.sim import ptx
-from warpspec.sim.instruction import Instr
 
-SECONDS = 6  # a mutant's process, its start included
+SECONDS = 4  # a mutant's process, its start included
 RUNS = 30
-AT_ONCE = 6  # processes
+AT_ONCE = 8  # processes
 
 
-def changed_text(text: str, ins: Instr, mutant: Mutant) -> str:
-    """A PTX text with one instruction changed."""
+def plan(text: str) -> list[dict]:
+    """The mutants of a kernel's PTX: class, what is changed, line (from 1), the line before and after."""
+    from shared.mutants import mutants
+
+    from warpspec.sim import ptx
+
+    (kernel,) = ptx.parse(text).kernels.values()
     lines = text.split("\n")
-    line = lines[ins.line - 1]
+    result = []
+    for mutant in mutants(kernel.instrs):
+        ins = kernel.instrs[mutant.index]
+        before = lines[ins.line - 1]
+        row = dict(group=mutant.group, change=mutant.describe(ins), line=ins.line, before=before)
+        result.append(row | dict(after=_changed(before, ins, mutant)))
+    return result
+
+
+def _changed(line: str, ins, mutant) -> str:
+    """A line of PTX with its instruction changed."""
+    from shared.mutants import NOTHING, TRUE
+
     start = line.index(ins.opcode)
     end = line.index(";", start) + 1
     statement = line[start:end]
     if mutant.opcode == NOTHING:
         new = "/* deleted */"
-        head = line[:start]
+        head, head_rest = line[:start], line[end:]
         guard = re.search(r"@!?\S+\s*$", head)
         line = head[: guard.start()] if guard else head
-        lines[ins.line - 1] = line + new + lines[ins.line - 1][end:]
-        return "\n".join(lines)
+        return line + new + head_rest
     if mutant.opcode == TRUE:
         predicate = statement.split(None, 1)[1].split(",")[0]
         new = f"setp.eq.u32 {predicate}, 0, 0;"
@@ -51,8 +64,7 @@ def changed_text(text: str, ins: Instr, mutant: Mutant) -> str:
         new = statement.replace(ins.opcode, mutant.opcode, 1)
         if mutant.operands != ins.operands:
             new = re.sub(r"\d+;$", f"{mutant.operands[0].value};", new)
-    lines[ins.line - 1] = line[:start] + new + line[end:]
-    return "\n".join(lines)
+    return line[:start] + new + line[end:]
 
 
 def assemble(text: str) -> bytes | None:
@@ -135,8 +147,12 @@ def in_children(works: list[Callable[[], str] | None], seconds: float, budget: f
     return results
 
 
-def score(call: Callable[[], torch.Tensor], budget: float) -> list[tuple[str, str, str]]:
-    """(class, mutant, outcome) of every mutant of the one kernel that `call` launches on CUDA tensors.
+def score(
+    call: Callable[[], torch.Tensor], rows_of: Callable[[str], list[dict]], budget: float
+) -> list[tuple[str, str, str]]:
+    """(class, mutant, outcome) of every mutant of the first kernel that `call` launches on CUDA tensors.
+
+    rows_of: makes `plan` of its PTX.
 
     outcome: "right", "wrong", "hangs", "crashes", an error's name, or "not assembled". budget: seconds, of all.
     """
@@ -159,9 +175,14 @@ def score(call: Callable[[], torch.Tensor], budget: float) -> list[tuple[str, st
     text, code = (folder / "ptx").read_text(), (folder / "code").read_bytes()
     cubin = (folder / "cubin").read_bytes()
     at = code.index(cubin)
-    (parsed,) = ptx.parse(text).kernels.values()
-    chosen = list(mutants(parsed.instrs))
-    texts = [text, *(changed_text(text, parsed.instrs[m.index], m) for m in chosen)]
+    chosen = rows_of(text)
+    lines = text.split("\n")
+    texts = [text]
+    for row in chosen:
+        at_line = row["line"] - 1
+        if lines[at_line] != row["before"]:
+            return [("", "the kernel itself", f"is another one: line {row['line']} is {lines[at_line]}")]
+        texts.append("\n".join([*lines[:at_line], row["after"], *lines[at_line + 1 :]]))
     with ThreadPoolExecutor(16) as pool:
         cubins = list(pool.map(assemble, texts))
 
@@ -190,8 +211,8 @@ def score(call: Callable[[], torch.Tensor], budget: float) -> list[tuple[str, st
 
         return None if new is None or len(new) > len(cubin) else work
 
-    names = ["the kernel itself", *(m.describe(parsed.instrs[m.index]) for m in chosen)]
-    groups = ["control", *(m.group for m in chosen)]
+    names = ["the kernel itself", *(row["change"] for row in chosen)]
+    groups = ["control", *(row["group"] for row in chosen)]
     results = in_children([outcome(new) for new in cubins], SECONDS, budget)
     rows = []
     for group, name, new, result in zip(groups, names, cubins, results, strict=True):
