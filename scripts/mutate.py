@@ -5,9 +5,9 @@
     python scripts/mutate.py --seeds 4 fmha      under more schedules; a name stands for all that begin with it
     python scripts/mutate.py --write FILE        also put the scores into FILE, as JSON
 
-Each instruction of a kernel's PTX that orders memory (fences, waits, commits, arrivals, barriers) is deleted or weakened,
-one at a time, and the kernel runs in the simulator with check="order". Prints the score by class and every mutant
-that was not found. Instructions that the case does not execute are left out.
+Each instruction of a kernel's PTX that orders memory (fences, waits, commits, arrivals, barriers) is deleted or
+weakened, one at a time, and the kernel runs in the simulator with check="order". Prints the score by class and every
+mutant that was not found. Instructions that the case does not execute are left out.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def _attention(arch: str, **shape) -> Callable[[], None]:
         )
         q = torch.randn(batch, sq, heads, dim).bfloat16()
         k, v = (torch.randn(batch, sk, groups, dim).bfloat16() for _ in range(2))
-        k *= torch.linspace(4, 0.1, sk).bfloat16()[
-            :, None, None
-        ]  # the last keys come first: maxima rise, O is rescaled
+        k *= torch.linspace(4, 0.1, sk).bfloat16()[:, None, None]  # maxima rise: O is rescaled
         options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
 
         def prepare(problem, _):

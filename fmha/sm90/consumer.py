@@ -304,7 +304,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
             else:
                 work.v_full.wait(use)
             stage = work.v_base + use % config.kv_stages * config.kv_tile_bytes
-            if cutlass.const_expr(config.paired):
+            if cutlass.const_expr(config.paired):  # noqa: SIM114
                 unseen.clear(config, span, first_key, work.thread, stage)
             elif work.consumer == 0:  # two writers of one place are a race, even of zeros
                 unseen.clear(config, span, first_key, work.thread, stage)

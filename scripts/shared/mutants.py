@@ -72,9 +72,9 @@ DELETED = (
     ("cp.async group", r"cp\.async\.(commit_group|wait_group|wait_all|mbarrier)"),
     ("mbarrier arrive", r"mbarrier\.arrive"),
     ("mbarrier wait", r"mbarrier\.(try|test)_wait"),
-    ("thread barrier", r"(bar|barrier)\.(cta\.)?(sync|arrive|red)"),
-    ("cluster barrier", r"barrier\.cluster"),
     ("warp barrier", r"bar\.warp\.sync"),
+    ("cluster barrier", r"barrier\.cluster"),
+    ("thread barrier", r"(bar|barrier)\.(cta\.)?(sync|arrive|red)"),
 )
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}
 
@@ -83,8 +83,7 @@ def group_of(ins: Instr) -> str | None:
     """The class of an instruction whose deletion is a mutant."""
     for group, pattern in DELETED:
         if re.match(pattern, ins.opcode):
-            if group == "warp barrier" or not ins.opcode.startswith("bar.warp"):
-                return group
+            return group
     return None
 
 
@@ -128,10 +127,9 @@ def _weakenings(ins: Instr) -> Iterator[Mutant]:
     if name.startswith("barrier.cluster.arrive") and "relaxed" not in ins.parts:
         relaxed = "barrier.cluster.arrive.relaxed" + (".aligned" if "aligned" in ins.parts else "")
         yield Mutant("cluster barrier", ins.index, "arrives relaxed", relaxed, ins.operands)
-    if name.startswith(("ld.acquire", "st.release", "atom", "red")) and not name.startswith("redux"):
-        if "acq_rel" in ins.parts or "acquire" in ins.parts or "release" in ins.parts:
-            weaker = instead(acq_rel="relaxed", acquire="relaxed", release="relaxed")
-            yield Mutant("release, acquire", ins.index, "relaxed", weaker, ins.operands)
+    if ins.parts[0] in ("ld", "st", "atom", "red") and {"acq_rel", "acquire", "release"} & set(ins.parts):
+        weaker = instead(acq_rel="relaxed", acquire="relaxed", release="relaxed")
+        yield Mutant("release, acquire", ins.index, "relaxed", weaker, ins.operands)
     scope = next((part for part in ins.parts[1:] if part in SCOPES), None)
     fence = name.startswith(("fence.acq_rel", "fence.sc"))
     access = name.startswith(("ld.acquire", "st.release", "atom", "red."))

@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+
 from warpspec.common import kernel_cache, launch
 from warpspec.common.repeated import Remembered
 
@@ -30,7 +31,6 @@ AT_ONCE = 8  # processes
 def plan(text: str) -> list[dict]:
     """The mutants of a kernel's PTX: class, what is changed, line (from 1), the line before and after."""
     from shared.mutants import mutants
-
     from warpspec.sim import ptx
 
     (kernel,) = ptx.parse(text).kernels.values()
@@ -72,9 +72,7 @@ def assemble(text: str) -> bytes | None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "a.ptx", Path(folder) / "a.cubin"
         # The toolkit may be older than the DSL; what these kernels need is in PTX 9.0.
-        text = re.sub(
-            r"^\s*\.(loc|file)\b.*$", "", text, flags=re.M
-        )  # line information makes it longer than there is room
+        text = re.sub(r"^\s*\.(loc|file)\b.*$", "", text, flags=re.M)  # without line information
         text = re.sub(r"^\s*\.section[^{]*\{[^}]*\}", "", text, flags=re.M)
         source.write_text(re.sub(r"^\.version .*$", ".version 9.0", text, count=1, flags=re.M))
         command = ["ptxas", "-arch=sm_90a", "-o", str(target), str(source)]

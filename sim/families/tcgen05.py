@@ -197,7 +197,7 @@ class CopyOp(Op):
             smem_copy.copy(cta.smem, cta.tmem, self.descriptor, self.address, self.shape, self.source_format)
 
     def note(self, order, cta) -> None:
-        """Tell the order checker. Rows that race are suspects until an MMA reads them: lanes that none reads do not matter."""
+        """Tell the order checker. Rows that race are suspects until an MMA reads them: other lanes do not matter."""
         chunks, cells = smem_copy.footprint(self.descriptor, self.address, self.shape)
         read, clock = order.of(self.order, False, queued=True), self.order.clock
         with order.held_back() as found:

@@ -71,6 +71,6 @@ def _after(program: Program, ins: Instr, unfenced: int, found: dict) -> int:
             )  # fmt: skip
         return unfenced & ~bits  # said once
     written = live.bits(writes)
-    if row_of(ins.opcode).family is Family.MOVE and live.bits(reads) & unfenced == 0:
+    if row_of(ins.opcode).family is Family.MOVE and reads and live.bits(reads) & unfenced == 0:
         return unfenced if ins.guard is not None else unfenced & ~written
     return unfenced | written

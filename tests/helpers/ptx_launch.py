@@ -39,6 +39,7 @@ def launch(
     cluster: tuple[int, int, int] = (1, 1, 1),
     seed: int = 0,
     check: str | None = None,
+    target: str = "sm_100a",
 ) -> LaunchReport:
     """Run `body` as a kernel whose .u64 parameters are the arrays' addresses, then .u32 scalars.
 
@@ -51,8 +52,17 @@ def launch(
     blob = b"".join(struct.pack("<Q", s.address) for s in staged.values())
     blob += b"".join(struct.pack("<I", value & 0xFFFFFFFF) for value in scalars.values())
     text = HEADER.format(variables=variables, parameters=", ".join(parameters), body=body)
+    text = text.replace(".target sm_100a", f".target {target}")
     report = execute(
-        text, "kernel", grid=grid, block=block, cluster=cluster, params=blob, gmem=gmem, seed=seed, check=check
+        text,
+        "kernel",
+        grid=grid,
+        block=block,
+        cluster=cluster,
+        params=blob,
+        gmem=gmem,
+        seed=seed,
+        check=check,
     )
     for name, array in arrays.items():
         array[...] = staged[name].array.view(array.dtype).reshape(array.shape)

@@ -44,7 +44,7 @@ def fake_machine(smem):
         return smem[offset : offset + nbytes]
 
     return SimpleNamespace(
-        stats=SimpleNamespace(mma_flops=0), shared=shared, cta_at=lambda w, a: (cta, a & 0xFFFFFF)
+        order=None, stats=SimpleNamespace(mma_flops=0), shared=shared, cta_at=lambda w, a: (cta, a & 0xFFFFFF)
     )
 
 

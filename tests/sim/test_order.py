@@ -1,0 +1,269 @@
+"""Memory order: for each class of defect a kernel that has it, which is found, and its correct twin, which is clean.
+
+In a kernel's text, [[good]] is what the defective one lacks, and [[good||bad]] what it has instead.
+"""
+
+import re
+
+import numpy as np
+import pytest
+from ptx_launch import launch
+
+from warpspec import sim
+from warpspec.sim.tcgen05 import smem_descriptor
+
+SHARED = ".shared .align 1024 .b8 sm[8192];"
+SHARED_AT = 1024  # of `sm` in a CTA's shared memory
+BARRIER = 8160  # of the mbarrier in `sm`
+
+# Every thread: %r1 its number, %r2 its warp, %r10 sm, %r11 the mbarrier, %rd1 out; %p1 thread 0, %p2 warp 0.
+START = f"""
+  mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mov.b32 %r10, sm; add.u32 %r11, %r10, {BARRIER};
+  ld.param.u64 %rd1, [out]; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r2, 0;
+  shl.b32 %r3, %r1, 2; add.u32 %r12, %r10, %r3; cvt.u64.u32 %rd3, %r3; add.u64 %rd2, %rd1, %rd3;
+"""
+INIT = "@%p1 mbarrier.init.shared.b64 [%r11], 1;\n"
+INIT_FENCED = INIT + "fence.mbarrier_init.release.cluster;\nbar.sync 0;\n"
+LOAD = """
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r11], 128;
+  @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r10], [%rd1], 128, [%r11];
+"""
+STORE = "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r10], 128;\n"
+COMMIT = "@%p1 cp.async.bulk.commit_group;\n"
+
+
+def wait(parity: int, label: str) -> str:
+    return f"""
+  {label}: mbarrier.try_wait.parity.shared.b64 %p9, [%r11], {parity};
+  @!%p9 bra {label};
+"""
+
+
+CLUSTER = "mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mapa.shared::cluster.u32 %r6, %r12, %r5;\n"
+BOTH = "barrier.cluster.arrive; barrier.cluster.wait;\n"
+FLAG = "mov.u32 %r4, %ctaid.x; setp.eq.u32 %p3, %r4, 0; add.u64 %rd4, %rd1, 256; mov.u32 %r5, 1;\n"
+ALLOCATE = """
+  @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 32;
+  bar.sync 0; ld.shared.u32 %r20, [%r10];
+"""
+FREE = "bar.sync 0;\n@%p2 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;\n"
+LAST = "setp.eq.u32 %p4, %r2, 4;\n"  # the fifth warp has the first one's lanes of tensor memory
+
+
+def operand(at: int, rows: int) -> int:
+    """A K-major operand of 32 bytes a row, not swizzled, at a byte of `sm`."""
+    return smem_descriptor.encode(SHARED_AT + at, leading_offset=rows * 16, stride_offset=128, swizzle_mode=0)
+
+
+MMA = f"""
+  mov.b64 %rd10, {operand(0, 128)}; mov.b64 %rd11, {operand(4096, 8)};
+  mov.b32 %r21, {1 << 4 | 1 << 17 | 8 << 24}; setp.ne.u32 %p5, %r10, %r10;
+  @%p1 tcgen05.mma.cta_group::1.kind::f16 [%r20], %rd10, %rd11, %r21, %p5;
+"""
+COMMIT_MMA = "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r11];\n"
+FILL = """
+  mov.u32 %r22, %r1;
+fill: shl.b32 %r23, %r22, 2; add.u32 %r23, %r10, %r23; st.shared.u32 [%r23+16], 0;
+  add.u32 %r22, %r22, %ntid.x; setp.lt.u32 %p8, %r22, 1200; @%p8 bra fill;
+  @%p1 st.shared.v4.u32 [%r10], {%r4, %r4, %r4, %r4};
+"""
+NAMES = ", ".join(f"%f{i}" for i in range(4))
+WGMMA = f"""
+  mov.b64 %rd10, {(SHARED_AT >> 4) | (64 * 16 >> 4) << 16 | (128 >> 4) << 32};
+  mov.b64 %rd11, {(SHARED_AT + 4096) >> 4 | (8 * 16 >> 4) << 16 | (128 >> 4) << 32};
+  mov.b32 %f0, 0; mov.b32 %f1, 0; mov.b32 %f2, 0; mov.b32 %f3, 0;
+  [[wgmma.fence.sync.aligned;]]
+  wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{{NAMES}}}, %rd10, %rd11, 1, 1, 1, 0, 0;
+  wgmma.commit_group.sync.aligned;
+"""
+
+UNORDERED, PROXY = "accesses that nothing orders", "no proxy fence"
+# name: (kind of the finding, launch options, body)
+CASES = {
+    "a barrier between warps": (
+        UNORDERED,
+        dict(block=(64, 1, 1)),
+        START + "@%p2 st.shared.u32 [%r12], %r1; [[bar.sync 0;]] @!%p2 ld.shared.u32 %r4, [%r12+-128];",
+    ),
+    "a proxy fence before a bulk store": (
+        PROXY,
+        dict(),
+        START + "st.shared.u32 [%r12], %r1; [[fence.proxy.async.shared::cta;]] bar.warp.sync -1;"
+        + STORE + COMMIT + "@%p1 cp.async.bulk.wait_group 0;",
+    ),
+    "a proxy fence of the right space": (
+        PROXY,
+        dict(),
+        START + "st.shared.u32 [%r12], %r1; fence.proxy.async[[.shared::cta||.global]]; bar.warp.sync -1;"
+        + STORE + COMMIT + "@%p1 cp.async.bulk.wait_group 0;",
+    ),
+    "a proxy fence between a read and a bulk load": (
+        PROXY,
+        dict(),
+        START + INIT_FENCED + LOAD + wait(0, "A") + "ld.shared.u32 %r4, [%r12]; [[fence.proxy.async;]]"
+        + "bar.warp.sync -1;" + LOAD + wait(1, "B"),
+    ),
+    "a wait for a bulk load": (
+        UNORDERED,
+        dict(),
+        START + INIT_FENCED + LOAD + "[[" + wait(0, "A") + "]] ld.shared.u32 %r4, [%r12];" + wait(0, "B"),
+    ),
+    "mbarrier init fence": (
+        "mbarrier used before",
+        dict(),
+        START + INIT + "[[fence.mbarrier_init.release.cluster;]] bar.sync 0;" + LOAD + wait(0, "A"),
+    ),
+    "a barrier behind mbarrier.init": (
+        "mbarrier used before",
+        dict(block=(64, 1, 1)),
+        START + INIT + "[[bar.sync 0;]] mov.u32 %r9, 0;"
+        + "delay: add.u32 %r9, %r9, 1; setp.lt.u32 %p7, %r9, 9000; @%p7 bra delay; setp.eq.u32 %p6, %r1, 32;"
+        + "@%p6 mbarrier.arrive.shared.b64 %rd9, [%r11];",
+    ),
+    "a bulk group waited for in full": (
+        UNORDERED,
+        dict(),
+        START + "fence.proxy.async;" + "@%p1 st.shared.v4.u32 [%r10], {%r1, %r1, %r1, %r1}; fence.proxy.async;"
+        + STORE.replace("128", "16") + COMMIT
+        + "@%p1 cp.async.bulk.wait_group[[||.read]] 0; @%p1 ld.global.u32 %r4, [%rd1];",
+    ),
+    "a bulk group's reads": (
+        UNORDERED,
+        dict(),
+        START + "@%p1 st.shared.v4.u32 [%r10], {%r1, %r1, %r1, %r1}; fence.proxy.async;"
+        + STORE.replace("128", "16") + COMMIT + "[[@%p1 cp.async.bulk.wait_group.read 0;]]"
+        + "@%p1 st.shared.u32 [%r10], 5; @%p1 cp.async.bulk.wait_group 0;",
+    ),
+    "cp.async": (
+        UNORDERED,
+        dict(),
+        START + "cp.async.ca.shared.global [%r12], [%rd2], 4; cp.async.commit_group;"
+        + "[[cp.async.wait_group 0;]] bar.sync 0; ld.shared.u32 %r4, [%r12]; cp.async.wait_all;",
+    ),
+    "CTAs that write one place": (
+        UNORDERED,
+        dict(grid=(2, 1, 1)),
+        START + "mov.u32 %r4, %ctaid.x; mul.wide.u32 %rd4, %r4, 128; [[add.u64 %rd2, %rd2, %rd4;]]"
+        + "st.global.u32 [%rd2], %r1;",
+    ),
+    "CTAs of shares that write one place": (
+        UNORDERED,
+        dict(grid=(8, 1, 1)),
+        START + "mov.u32 %r4, %ctaid.x; mul.wide.u32 %rd4, %r4, 128; [[add.u64 %rd2, %rd2, %rd4;]]"
+        + "st.global.u32 [%rd2], %r1;",
+    ),
+    "a cluster barrier": (
+        UNORDERED,
+        dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
+        START + CLUSTER + "st.shared::cluster.u32 [%r6], %r1; [[" + BOTH + "]] ld.shared.u32 %r7, [%r12];" + BOTH,
+    ),
+    "a cluster barrier that releases": (
+        UNORDERED,
+        dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
+        START + CLUSTER + "st.shared::cluster.u32 [%r6], %r1; barrier.cluster.arrive[[||.relaxed]];"
+        + "barrier.cluster.wait; ld.shared.u32 %r7, [%r12];" + BOTH,
+    ),
+    "shared memory of a CTA that has exited": (
+        "may have exited",
+        dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
+        START + CLUSTER + "st.shared.u32 [%r12], %r1;" + BOTH + "ld.shared::cluster.u32 %r7, [%r6]; [[" + BOTH + "]]",
+    ),
+    "a release by fence": (
+        UNORDERED,
+        dict(grid=(2, 1, 1)),
+        START + FLAG + "@!%p3 bra take; st.global.u32 [%rd2], %r1; bar.warp.sync -1; [[fence.acq_rel.gpu;]]"
+        + "@%p1 st.relaxed.gpu.global.u32 [%rd4], %r5; bra end;"
+        + "take: ld.relaxed.gpu.global.u32 %r6, [%rd4]; setp.ne.u32 %p6, %r6, 1; @%p6 bra take;"
+        + "fence.acq_rel.gpu; ld.global.u32 %r7, [%rd2]; end:",
+    ),
+    "an acquire by fence": (
+        UNORDERED,
+        dict(grid=(2, 1, 1)),
+        START + FLAG + "@!%p3 bra take; st.global.u32 [%rd2], %r1; bar.warp.sync -1; fence.acq_rel.gpu;"
+        + "@%p1 st.relaxed.gpu.global.u32 [%rd4], %r5; bra end;"
+        + "take: ld.relaxed.gpu.global.u32 %r6, [%rd4]; setp.ne.u32 %p6, %r6, 1; @%p6 bra take;"
+        + "[[fence.acq_rel.gpu;]] ld.global.u32 %r7, [%rd2]; end:",
+    ),
+    "the scope of a release": (
+        UNORDERED,
+        dict(grid=(2, 1, 1)),
+        START + FLAG + "@!%p3 bra take; st.global.u32 [%rd2], %r1; bar.warp.sync -1;"
+        + "@%p1 st.release.[[gpu||cta]].global.u32 [%rd4], %r5; bra end;"
+        + "take: ld.acquire.gpu.global.u32 %r6, [%rd4]; setp.ne.u32 %p6, %r6, 1; @%p6 bra take;"
+        + "ld.global.u32 %r7, [%rd2]; end:",
+    ),
+    "tcgen05.wait::st": (
+        UNORDERED,
+        dict(),
+        START + ALLOCATE + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1}; [[tcgen05.wait::st.sync.aligned;]]"
+        + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; tcgen05.wait::ld.sync.aligned;"
+        + "tcgen05.wait::st.sync.aligned;" + FREE,
+    ),
+    "tcgen05.fence::before_thread_sync": (
+        "no tcgen05.fence::before_thread_sync",
+        dict(block=(160, 1, 1)),
+        START + LAST + ALLOCATE + "@!%p2 bra meet; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1};"
+        + "tcgen05.wait::st.sync.aligned; meet: [[tcgen05.fence::before_thread_sync;]] bar.sync 0;"
+        + "tcgen05.fence::after_thread_sync; @!%p4 bra end; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20];"
+        + "tcgen05.wait::ld.sync.aligned; end:" + FREE,
+    ),
+    "tcgen05.fence::after_thread_sync": (
+        "no tcgen05.fence::after_thread_sync",
+        dict(block=(160, 1, 1)),
+        START + LAST + ALLOCATE + "@!%p2 bra meet; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1};"
+        + "tcgen05.wait::st.sync.aligned; meet: tcgen05.fence::before_thread_sync; bar.sync 0;"
+        + "[[tcgen05.fence::after_thread_sync;]] @!%p4 bra end;"
+        + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; tcgen05.wait::ld.sync.aligned; end:" + FREE,
+    ),
+    "tcgen05.wait::ld before tensor memory is freed": (
+        "tensor memory is freed",
+        dict(),
+        START + ALLOCATE + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; [[tcgen05.wait::ld.sync.aligned;]]"
+        + FREE + "tcgen05.wait::ld.sync.aligned;",
+    ),
+    "a proxy fence before tcgen05.mma": (
+        PROXY,
+        dict(block=(128, 1, 1)),
+        START + ALLOCATE + INIT_FENCED + FILL + "[[fence.proxy.async.shared::cta;]] bar.sync 0;" + MMA + COMMIT_MMA
+        + wait(0, "A") + FREE,
+    ),
+    "tcgen05.commit before tensor memory is freed": (
+        "tensor memory is freed",
+        dict(block=(128, 1, 1)),
+        START + ALLOCATE + INIT_FENCED + FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + MMA + COMMIT_MMA
+        + "[[" + wait(0, "A") + "]]" + FREE + wait(0, "B"),
+    ),
+    "wgmma.fence": ("no wgmma.fence", dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA + "wgmma.wait_group.sync.aligned 0;"),
+    "a proxy fence before wgmma": (PROXY, dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "[[fence.proxy.async;]] bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        + "wgmma.wait_group.sync.aligned 0;"),
+    "wgmma.wait_group": (UNORDERED, dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; @%p1 st.shared.u32 [%r10], 7;"
+        + "wgmma.wait_group.sync.aligned 0;"),
+}  # fmt: skip
+
+
+def run(body: str, seed: int = 0, **options):
+    return launch(
+        body, {"out": np.zeros(1024, np.uint32)}, variables=SHARED, seed=seed, check="order", **options
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_correct_kernel_is_clean(name):
+    _, options, body = CASES[name]
+    run(re.sub(r"\[\[(.*?)(\|\|.*?)?\]\]", r"\1", body, flags=re.S), **options)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", CASES)
+def test_the_defect_is_found(name, seed):
+    kind, options, body = CASES[name]
+    body = re.sub(r"\[\[.*?(?:\|\|(.*?))?\]\]", lambda m: m.group(1) or "", body, flags=re.S)
+    with pytest.raises(sim.SimError) as caught:
+        run(body, seed, **options)
+    if name == "tcgen05.commit before tensor memory is freed" and isinstance(caught.value, sim.TmemFault):
+        return  # the product was computed behind that
+    assert any(kind in finding.kind for finding in caught.value.findings), caught.value
