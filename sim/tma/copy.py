@@ -129,7 +129,7 @@ def _for_each_view(
             if not splittable:
                 raise
         else:
-            if getattr(gmem, "watch", None) is not None:
+            if gmem.watch is not None:
                 gmem.watch(address, shape, strides)
             action(np.ndarray(shape, np.uint8, buffer=flat, strides=strides), box)
             return

@@ -17,6 +17,8 @@ SWIZZLES = [(Swizzle.NONE, SwizzleAtomicity.BYTES_16), *layout.XOR_BITS]
 class Memory:
     """One allocation of random bytes at BASE."""
 
+    watch = None
+
     def __init__(self, nbytes: int, seed: int = 0):
         self.data = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
