@@ -13,6 +13,9 @@ from warpspec.common.repeated import watched
 from warpspec.indexer import reference
 from warpspec.indexer.config import SelectConfig
 from warpspec.indexer.problem import IndexQueries
+from warpspec.indexer.sm90.config import FORMATS, HEADS_STEP, MAX_HEADS, TILE_KEYS, ScoresConfig
+
+CTAS_PER_SM = 2  # of a scores launch, at least, where there are keys for them
 
 
 def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> IndexQueries:
@@ -37,23 +40,87 @@ def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> I
 def index_scores(
     queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, backend
 ) -> torch.Tensor:
-    """K4 of checked arguments."""
+    """K4 of checked arguments, through the operator where somebody watches."""
+    asked = queries.pool
+    arguments = (
+        asked.data, asked.page_size, asked.format, queries.weights, pool.data, pool.page_size, pool.format, page_table,
+        requests, lengths, backend,
+    )  # fmt: skip
+    return (scores_operator if watched(asked.data, pool.data, queries.weights) else run_scores)(*arguments)
+
+
+def run_scores(
+    asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
+):
+    """K4: logits fp32 [T, N]."""
     backend = resolve_backend(backend, page_table.device)
-    if backend != "reference":
+    queries, pool = (
+        IndexQueries(IndexPool(asked, heads, asked_format), weights),
+        IndexPool(data, page_size, name),
+    )
+    tokens, columns = len(weights), page_table.shape[1] * page_size
+    if backend == "reference":
+        return reference_scores(queries, pool, page_table, requests, lengths)
+    target = target_of(page_table.device)
+    if target.major != 9:
         raise UnsupportedProblem(
-            f"index_scores: there is no kernel for backend {backend!r} yet ('reference' has one)"
+            f"index_scores: there is no kernel for {target.arch} yet ('sm90' and 'reference' run)"
         )
+    if name not in FORMATS or asked_format != name:
+        raise UnsupportedProblem(
+            f"index_scores: the sm90 kernel takes keys and queries both of {' or '.join(FORMATS)}, got {name!r} and "
+            f"{asked_format!r}"
+        )
+    if heads % HEADS_STEP or heads > MAX_HEADS:
+        raise UnsupportedProblem(
+            f"index_scores: the sm90 kernel takes a multiple of {HEADS_STEP} heads up to {MAX_HEADS}, got {heads}"
+        )
+    logits = torch.empty(tokens, columns, device=page_table.device)
+    if logits.numel() == 0:
+        return logits
+    from warpspec.indexer.sm90.scores import SCORES
+
+    config = ScoresConfig(name, heads)
+    batch = (page_table, requests, lengths, logits)
+    parts = max(
+        1, min(-(-CTAS_PER_SM * target.sm_count // tokens), -(-columns // (config.warpgroups * TILE_KEYS)))
+    )
+    SCORES.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, page_size, parts)
+    return logits
+
+
+def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, requests, lengths) -> torch.Tensor:
+    """K4 by its definition, one query at a time."""
     tokens, columns = len(queries.weights), page_table.shape[1] * pool.page_size
     values = queries.values
     logits = torch.full((tokens, columns), -torch.inf, device=page_table.device)
     rows = torch.arange(columns, device=page_table.device)
     for t in range(tokens):
-        request = requests[t : t + 1].long()
-        seen = rows < lengths[t]
-        keys = pool.read(table_slots(page_table[request], rows[None], pool.page_size)[0])
-        scores = reference.index_scores(values[t : t + 1], queries.weights[t : t + 1], keys)[0]
+        slots = table_slots(page_table[requests[t : t + 1].long()], rows[None], pool.page_size)[0]
+        seen = (rows < lengths[t]) & (slots >= 0) & (slots < pool.capacity)
+        scores = reference.index_scores(values[t : t + 1], queries.weights[t : t + 1], pool.read(slots))[0]
         logits[t] = torch.where(seen, scores, -torch.inf)
     return logits
+
+
+@torch.library.custom_op(
+    "warpspec::index_scores",
+    mutates_args=(),
+    schema="(Tensor asked, SymInt heads, str asked_format, Tensor weights, Tensor data, SymInt page_size, str name, "
+    "Tensor page_table, Tensor requests, Tensor lengths, str backend) -> Tensor",
+)
+def scores_operator(
+    asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
+):
+    """``index_scores``."""
+    return run_scores(
+        asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
+    )
+
+
+@scores_operator.register_fake
+def _(asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend):
+    return torch.empty(weights.shape[0], page_table.shape[1] * page_size, device=page_table.device)
 
 
 def index_topk(

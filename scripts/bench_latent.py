@@ -15,6 +15,7 @@ from shared.gpu_bench import graph_time, header, rotation, table
 
 from warpspec.cache import (
     DEEPSEEK_V4_FLASH,
+    IndexPool,
     LatentPool,
     StateCache,
     compress,
@@ -23,7 +24,7 @@ from warpspec.cache import (
     store_rows,
 )
 from warpspec.fmha.gathered import KeySet, gathered_attention
-from warpspec.indexer import index_topk
+from warpspec.indexer import index_queries, index_scores, index_topk
 
 POSITIONS = 65536
 INSERTED = [(1, 64), (128, 64), (128, 128), (8192, 64)]  # (tokens, query heads)
@@ -181,7 +182,38 @@ def bench_select() -> str:
     return table(("rows", "logits", "k", "us", "torch.topk"), rows)
 
 
+SCORED = [(64, 32768), (1, 262144), (256, 8192)]  # (queries, entries of each)
+
+
+def bench_scores() -> str:
+    """Scores of index keys, 64 heads, each query its own entries: bytes of keys and logits, over the time."""
+    rows = []
+    for format in ("mxfp4", "fp8"):
+        for queries, entries in SCORED:
+            pages = entries // 64
+            q, weights = random_bf16(queries, 64, 128), torch.randn(queries, 64, device="cuda")
+            at = torch.arange(queries, dtype=torch.int32, device="cuda")
+            asked = index_queries(q, weights, angles(), at, format=format)
+            pool = IndexPool.empty(queries * pages, 64, format, device="cuda")
+            for first in range(0, pool.capacity, 1 << 18):
+                slots = torch.arange(
+                    first, min(first + (1 << 18), pool.capacity), dtype=torch.int32, device="cuda"
+                )
+                store_rows(random_bf16(len(slots), 128), pool, slots)
+            table_ = torch.randperm(queries * pages, device="cuda").to(torch.int32).view(queries, pages)
+            lengths = torch.full((queries,), entries, dtype=torch.int32, device="cuda")
+
+            def call(asked, pool, table_, at=at, lengths=lengths):
+                index_scores(asked, pool, table_, at, lengths)
+
+            microseconds = graph_time(call, [(asked, pool, table_)], calls=8)
+            moved = queries * entries * (pool.row_format.row_bytes + 4)
+            rows.append((format, queries, entries, microseconds, moved / microseconds * 1e-6))
+    return table(("keys", "queries", "entries", "us", "TB/s"), rows)
+
+
 BENCHES = {
+    "scores": bench_scores,
     "insert": bench_insert,
     "compress": bench_compress,
     "gathered": bench_gathered,

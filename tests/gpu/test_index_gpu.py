@@ -4,8 +4,8 @@ import pytest
 import torch
 from index_cases import KINDS, rows
 
-from warpspec.cache import rope_table
-from warpspec.indexer import index_queries, index_topk
+from warpspec.cache import IndexPool, rope_table
+from warpspec.indexer import IndexQueries, index_queries, index_scores, index_topk
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +32,29 @@ def test_queries():
     got = index_queries(q.cuda(), weights.cuda(), table.cuda(), positions.cuda())
     wanted = index_queries(q, weights, table, positions, backend="reference")
     assert (got.pool.data.cpu() != wanted.pool.data).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "fp8"])
+def test_scores(format):
+    """Against the reference, on many pages."""
+    generator = torch.Generator().manual_seed(4)
+    tokens, pages, size = 9, 40, 64
+    q = torch.randn(tokens, 64, 128, generator=generator).bfloat16()
+    weights, table = (
+        torch.randn(tokens, 64, generator=generator),
+        rope_table(1e4 ** (-torch.arange(32) / 32), 256),
+    )
+    positions = torch.randint(0, 256, (tokens,), generator=generator).to(torch.int32)
+    pool = IndexPool.empty(2 * pages, size, format)
+    pool.write(torch.arange(pool.capacity), torch.randn(pool.capacity, 128, generator=generator).bfloat16())
+    numbers = torch.randperm(2 * pages, generator=generator).view(2, pages).to(torch.int32)
+    requests = torch.randint(0, 2, (tokens,), generator=generator).to(torch.int32)
+    lengths = torch.randint(0, pages * size + 1, (tokens,), generator=generator).to(torch.int32)
+    asked = index_queries(q, weights, table, positions, format=format, backend="reference")
+    wanted = index_scores(asked, pool, numbers, requests, lengths, backend="reference")
+    moved = IndexQueries(IndexPool(asked.pool.data.cuda(), 64, format), weights.cuda())
+    on_gpu = IndexPool(pool.data.cuda(), size, format)
+    got = index_scores(moved, on_gpu, numbers.cuda(), requests.cuda(), lengths.cuda()).cpu()
+    assert torch.equal(got.isfinite(), wanted.isfinite())
+    x, y = (t[wanted.isfinite()].double() for t in (got, wanted))
+    assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5

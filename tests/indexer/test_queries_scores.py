@@ -1,7 +1,10 @@
 """index_queries: bits of the reference, simulated; index_scores: the definition; selection within a workspace."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from suites import long
 
 from warpspec.cache import IndexPool, rope_table
 from warpspec.common.errors import UnsupportedProblem
@@ -66,6 +69,29 @@ def test_scores(format):
             assert abs(logits[t, i] - wanted) < 1e-3
 
 
+@pytest.mark.parametrize(("format", "heads"), [("mxfp4", 8), ("fp8", 16), long("mxfp4", 64)])
+def test_scores_kernel(monkeypatch, format, heads):
+    """The kernel for sm_90a against the reference, on rows whose blocks differ by much; pages that are not there, rows
+    of NaN that are not seen, one that is."""
+    monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED["sm_90a"], sm_count=2))
+    generator = torch.Generator().manual_seed(2)
+    asked = queries(heads=heads, format=format)
+    pool = IndexPool.empty(6, 80, format)
+    pool.data.fill_(0xFF)
+    spread = torch.exp2(2 * torch.randn(400, 4, generator=generator)).repeat_interleave(32, dim=1)
+    rows = (torch.randn(400, 128, generator=generator) * spread).bfloat16()
+    rows[330, 3] = torch.nan
+    pool.write(torch.arange(400), rows)
+    table = torch.tensor([[4, 0, 2], [1, 3, -1]], dtype=torch.int32)
+    requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1], [240, 200, 3]))
+    got = index_scores(asked, pool, table, requests, lengths, backend="sim")
+    wanted = index_scores(asked, pool, table, requests, lengths, backend="reference")
+    assert got[0, 10].isnan() and got[1, 160:].eq(-torch.inf).all() and got[2, 3:].eq(-torch.inf).all()
+    assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.isfinite(), wanted.isfinite())
+    x, y = (t[wanted.isfinite()].double() for t in (got, wanted))
+    assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
+
+
 def test_workspace_does_not_matter():
     asked = queries()
     pool, table, requests, lengths = case("mxfp4")
@@ -80,7 +106,7 @@ def test_workspace_does_not_matter():
 def test_bad_arguments():
     asked = queries()
     pool, table, requests, lengths = case("mxfp4")
-    with pytest.raises(UnsupportedProblem, match="no kernel for backend 'sim'"):
+    with pytest.raises(UnsupportedProblem, match="no kernel for sm_100a"):
         index_scores(asked, pool, table, requests, lengths, backend="sim")
     with pytest.raises(ValueError, match=r"lengths: .* got 25"):
         index_scores(asked, pool, table, requests, lengths + 1, backend="reference")

@@ -1,0 +1,57 @@
+"""What a scores kernel for sm_90a is compiled for. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.cache.formats import INDEX_FORMATS, RowFormat
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARPGROUP_THREADS
+from warpspec.common.nvfp4 import E2M1_VALUES
+
+TILE_KEYS = 64  # M of wgmma
+BLOCKS = 4  # of 32 numbers, of a row: one for each lane that shares it
+HEADS_STEP = 8  # N of wgmma is a multiple of it
+MAX_HEADS = 64
+E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
+SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
+FORMATS = ("mxfp4", "fp8")
+
+
+@dataclass(frozen=True)
+class ScoresConfig:
+    """format: of keys and queries. heads: of a query. warpgroups: of a CTA, each with tiles of its own."""
+
+    format: str
+    heads: int
+    warpgroups: int = 4
+
+    def __post_init__(self):
+        assert self.format in FORMATS
+        assert self.heads % HEADS_STEP == 0 and HEADS_STEP <= self.heads <= MAX_HEADS
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+        assert self.threads >= self.heads * BLOCKS, "a thread prepares a block of a head"
+
+    @property
+    def fmt(self) -> RowFormat:
+        return INDEX_FORMATS[self.format]
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * WARPGROUP_THREADS
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.heads * (self.fmt.dim + 4) + (SCALE_STEPS + 1) * 8
+
+
+def e4m3_table() -> list[tuple[int, int]]:
+    """Entry n: the eight e2m1 magnitudes times 2**(E4M3_SHIFT - n) as e4m3 codes, four to a word; the last is zeros."""
+    numbers = [c % 8 * 2.0**-9 if c < 8 else (1 + c % 8 / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
+    entries = []
+    for n in range(SCALE_STEPS):
+        codes = []
+        for value in E2M1_VALUES:
+            x = value * 2.0 ** (E4M3_SHIFT - n)
+            codes.append(min(range(127), key=lambda c: (abs(x - numbers[c]), c % 2)))
+        entries.append(tuple(sum(c << 8 * i for i, c in enumerate(codes[at : at + 4])) for at in (0, 4)))
+    return [*entries, (0, 0)]
