@@ -21,6 +21,23 @@ GATHERED = Shape(2, 64, 2, 1, 200, 104, column_parts=2)
 
 
 @dataclass(frozen=True)
+class RowsConfig:
+    """The kernel that brings rows together (``rows``). Fields as in ``GatheredConfig``."""
+
+    format: str
+    sets: int
+    lengths: tuple[bool, ...]
+
+    def __post_init__(self):
+        assert self.format in GATHERED_FORMATS and 1 <= self.sets <= MAX_KEY_SETS == 3
+        assert len(self.lengths) == self.sets
+
+    @property
+    def fmt(self) -> RowFormat:
+        return LATENT_FORMATS[self.format]
+
+
+@dataclass(frozen=True)
 class GatheredConfig(AttentionConfig):
     """format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
     depth: groups of eight keys that a producer warp has under way."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.gathered import dense
 from warpspec.fmha.gathered.config import GATHERED_FORMATS, GatheredConfig
 from warpspec.fmha.gathered.problem import MAX_KEY_SETS, GatheredProblem
 from warpspec.fmha.launch import partial_results
@@ -38,14 +39,7 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def make_plan(problem: GatheredProblem, target: Target) -> Plan:
     """How a problem is computed. UnsupportedProblem names what there is no kernel for."""
-    if target.major != 9:
-        raise UnsupportedProblem(
-            f"gathered_attention: there is no kernel for {target.arch} yet ('sm90' and 'reference' have one)"
-        )
-    if problem.format not in GATHERED_FORMATS:
-        raise UnsupportedProblem(
-            f"gathered_attention: the sm90 kernel reads rows of {', '.join(GATHERED_FORMATS)}, got {problem.format!r}"
-        )
+    check_format(problem)
     tile_m, tile_n = GatheredConfig.of(lengths=(True,)).tile_m, GatheredConfig.of(lengths=(True,)).tile_n
     tiles = sum(-(-k // tile_n) for k in problem.slots)
     splits = problem.num_splits
@@ -85,12 +79,24 @@ def make_plan(problem: GatheredProblem, target: Target) -> Plan:
     return Plan(config, splits, combine)
 
 
+def check_format(problem: GatheredProblem) -> None:
+    """Raise UnsupportedProblem for rows that no kernel reads."""
+    if problem.format not in GATHERED_FORMATS:
+        raise UnsupportedProblem(
+            f"gathered_attention: kernels read rows of {', '.join(GATHERED_FORMATS)}, got {problem.format!r} (backend "
+            "'reference' reads all)"
+        )
+
+
 def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 0):
-    """Launch on the tensors' device and its current stream; no synchronisation.
+    """Launch on the tensors' device and its current stream; no synchronisation. On sm_90a one kernel, elsewhere
+    ``dense.run``.
 
     tensors: q [T, H, D], o, sink, lse, row_max, row_sum, cos_sin, positions (None where there is none) and key_sets, as
     (words, slots, lengths, page_size). Returns the simulator's report, natively None.
     """
+    if target.major != 9:
+        return dense.run(problem, target, tensors, seed=seed)
     plan = make_plan(problem, target)
     q, o, sink = tensors["q"], tensors["o"], tensors["sink"]
     row_stats = [

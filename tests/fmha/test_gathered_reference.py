@@ -6,6 +6,7 @@ from gathered_cases import pool_of_rows, random_case
 
 from warpspec.cache import LatentPool, rope_table
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha import merge
 from warpspec.fmha.gathered import KeySet, gathered_attention
 from warpspec.fmha.gathered.launch import make_plan
@@ -148,11 +149,11 @@ def test_bad_key_sets():
 
 
 def test_what_no_kernel_runs():
-    arguments = good()
-    with pytest.raises(UnsupportedProblem, match="no kernel for sm_100a"):
-        gathered_attention(**(arguments | {"backend": "sim"}))
-    from warpspec.common.launch import SIMULATED
-
+    pool = LatentPool.empty(1, 4, "v3.2-fp8")
+    key_set = KeySet(pool, torch.zeros(1, 2, dtype=torch.int32))
+    q = torch.zeros(1, 2, 576, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedProblem, match=r"read rows of v4-fp8, bf16, got 'v3.2-fp8'"):
+        gathered_attention(q, [key_set], backend="sim")
     problem = GatheredProblem(3, 2, "v3.2-fp8", (8,), (True,), 1.0)
-    with pytest.raises(UnsupportedProblem, match=r"reads rows of v4-fp8, bf16, got 'v3.2-fp8'"):
+    with pytest.raises(UnsupportedProblem, match=r"read rows of v4-fp8, bf16, got 'v3.2-fp8'"):
         make_plan(problem, SIMULATED["sm_90a"])
