@@ -70,8 +70,10 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Attention of requests without keys: the kernel is compiled, and launched on nothing."""
     heads, heads_kv, head_dim, scale, window, has_sinks, dtype = kind
+    from vllm.platforms import current_platform
+
     keys.check_page_size(block, "--block-size")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(current_platform.device_type)
     cache = torch.zeros(1, heads_kv, block, 2 * head_dim, dtype=dtype, device=device)
     key_pages, value_pages = cache.transpose(1, 2).split(head_dim, dim=-1)
     integers = {"dtype": torch.int32, "device": device}

@@ -29,7 +29,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.engines.vllm import warmup  # noqa: E402
 from warpspec.engines.vllm.attention import BatchBuilder, WarpspecAttention, WarpspecBackend  # noqa: E402
+from warpspec.fmha import attention_varlen  # noqa: E402
 
 # Longer and shorter than the windows, one token, several blocks; two begin alike for longer than a block.
 LENGTHS = (70, 5, 1, 40)
@@ -218,6 +220,22 @@ def error_of(model, results) -> float:
         chosen = torch.tensor(tokens)[:, None]
         differences.append(torch.tensor(said) - log_probabilities(exact, ids, tokens).gather(1, chosen)[:, 0])
     return torch.cat(differences).square().mean().sqrt().item()
+
+
+def test_kernels_before_the_first_request(checkpoints, start, monkeypatch):
+    """Each kind of layer and batch is called once by vLLM's warm-up (which it leaves out on a CPU)."""
+    _, folder = checkpoints("gpt_oss")
+    monkeypatch.setattr(warmup, "provider", warmup.Provider())
+    start(folder)
+    units = warmup.provider.get_cutedsl_warmup_compile_units()
+    assert len({unit.key for unit in units}) == len(units) == 2 * 4  # with a window and without; four batches
+    calls = []
+    monkeypatch.setattr(
+        warmup, "attention_varlen", lambda *a, **named: calls.append(attention_varlen(*a, **named))
+    )
+    for unit in units:
+        unit.compile()
+    assert [len(out) for out in calls[:4]] == [1, 8, 64, 64]
 
 
 def test_plug_in_is_found():
