@@ -32,8 +32,6 @@ class WarpspecBackend(AttentionBackend):
     """Attention of all layers. Page tables are made on the device from SGLang's table of slots, once a step; in a CUDA
     graph, inside it."""
 
-    needs_cpu_seq_lens = False
-
     def __init__(self, runner) -> None:
         super().__init__()
         self.page_size = runner.server_args.page_size
