@@ -50,8 +50,8 @@ def index_scores(
 
     A score is sum over heads of weight * ReLU(q . k), on the quantised queries and keys. page_table: int32 [R, pages].
     requests: int32 [T], whose queries these are. lengths: int32 [T], entries that a query sees, from the first. Pages
-    that there are not give -inf, too. Backends "sm90" (rows of "mxfp4" or "fp8", as the queries, heads a multiple of 8
-    up to 64) and "reference". Raises TypeError or ValueError naming the argument, UnsupportedProblem.
+    that there are not give -inf, too. Kernels take rows of "mxfp4" or "fp8", the queries alike, and a multiple of 8
+    heads up to 64. Raises TypeError or ValueError naming the argument, UnsupportedProblem.
     """
     check_scores(queries, pool, page_table, requests, lengths)
     return ops.index_scores(queries, pool, page_table, requests, lengths, backend)

@@ -13,7 +13,7 @@ from warpspec.common.repeated import watched
 from warpspec.indexer import reference
 from warpspec.indexer.config import SelectConfig
 from warpspec.indexer.problem import IndexQueries
-from warpspec.indexer.sm90.config import FORMATS, HEADS_STEP, MAX_HEADS, TILE_KEYS, ScoresConfig
+from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, TILE_KEYS, ScoresConfig
 
 CTAS_PER_SM = 2  # of a scores launch, at least, where there are keys for them
 
@@ -62,30 +62,28 @@ def run_scores(
     if backend == "reference":
         return reference_scores(queries, pool, page_table, requests, lengths)
     target = target_of(page_table.device)
-    if target.major != 9:
-        raise UnsupportedProblem(
-            f"index_scores: there is no kernel for {target.arch} yet ('sm90' and 'reference' run)"
-        )
     if name not in FORMATS or asked_format != name:
         raise UnsupportedProblem(
-            f"index_scores: the sm90 kernel takes keys and queries both of {' or '.join(FORMATS)}, got {name!r} and "
+            f"index_scores: kernels take keys and queries both of {' or '.join(FORMATS)}, got {name!r} and "
             f"{asked_format!r}"
         )
     if heads % HEADS_STEP or heads > MAX_HEADS:
         raise UnsupportedProblem(
-            f"index_scores: the sm90 kernel takes a multiple of {HEADS_STEP} heads up to {MAX_HEADS}, got {heads}"
+            f"index_scores: kernels take a multiple of {HEADS_STEP} heads up to {MAX_HEADS}, got {heads}"
         )
     logits = torch.empty(tokens, columns, device=page_table.device)
     if logits.numel() == 0:
         return logits
-    from warpspec.indexer.sm90.scores import SCORES
-
+    if target.major == 9:
+        from warpspec.indexer.sm90.scores import SCORES as kernel
+    else:
+        from warpspec.indexer.device.scores import WARP_SCORES as kernel
     config = ScoresConfig(name, heads)
     batch = (page_table, requests, lengths, logits)
     parts = max(
         1, min(-(-CTAS_PER_SM * target.sm_count // tokens), -(-columns // (config.warpgroups * TILE_KEYS)))
     )
-    SCORES.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, page_size, parts)
+    kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, page_size, parts)
     return logits
 
 

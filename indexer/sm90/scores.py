@@ -1,11 +1,7 @@
-"""Scores of index keys on sm_90a: S = K Q^T on e4m3 tensor cores, then a weighted sum of ReLUs over the heads.
+"""Scores of index keys on sm_90a: S = K Q^T by wgmma on e4m3, then a weighted sum of ReLUs over the heads.
 
-A warpgroup takes 64 keys at a time as rows of A, straight from memory into registers: a row is four blocks of 32
-numbers, a lane's each. wgmma wants a row's numbers dealt to lanes by fours; a sum does not mind their order, so the
-queries lie in shared memory in the order in which lanes have the keys'. FP4 becomes e4m3 by a table of eight bytes,
-which a byte permutation looks up: one power of two for each block, relative to the row's largest, is in the table. What
-is left of the scales, one power of two a row, is multiplied in at the end, that of a query's head into its weight: ReLU
-commutes with it. Exact while the scales of a row's blocks are at most 2**11 apart, and nearly so beyond.
+A warpgroup takes 64 keys at a time as rows of A, straight from memory into registers. The queries lie in shared memory
+in the order in which lanes have the keys' numbers (``device.keys``).
 """
 
 from __future__ import annotations
@@ -14,25 +10,30 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
-from warpspec.indexer.sm90.config import BLOCKS, E4M3_SHIFT, SCALE_STEPS, TILE_KEYS, ScoresConfig, e4m3_table
+from warpspec.indexer.device.keys import (
+    THREAD_ROWS,
+    WARP_ROWS,
+    WORD_BYTES,
+    WORDS,
+    block_of,
+    fill_table,
+    load_query,
+    load_tile,
+    loaded_words,
+    scores_arguments,
+    store_tile,
+)
+from warpspec.indexer.scores_config import BLOCKS, SCALE_STEPS, TILE_KEYS, ScoresConfig
 
 E4M3 = cutlass.Float8E4M3FN
-WORD_BYTES = 4
 ROW_BYTES = 128  # of a query in shared memory: one span of the swizzle
-WORDS = 8  # of e4m3, of a block
 STEPS = 4  # of 32 numbers, of a product
-THREAD_ROWS, ROW_DISTANCE, WARP_ROWS = 2, 8, 16  # as wgmma's fragments have them
-SCALE_NAN, SCALE_BIAS = 255, 127
-FP32_EXPONENT_BIT = 23
-CODES, SIGNS = 0x77777777, 0x80808080
-FP32_NAN = 0x7FC00000
 
 
 class Scores:
@@ -77,9 +78,7 @@ class Scores:
         factors = smem.allocate_tensor(Float32, cute.make_layout(config.heads), byte_alignment=16)
 
         # 1. The table; then the query, its scales into its weights.
-        for number, entry in enumerate(e4m3_table()):
-            if thread == number:
-                table[0, number], table[1, number] = Uint32(entry[0]), Uint32(entry[1])
+        fill_table(table, thread)
         cute.arch.sync_threads()
         prepare(config, queries[token, None], weights[token, None], base.toint(), table, factors, thread)
         cute.arch.fence_view_async_shared()
@@ -139,23 +138,14 @@ class Scores:
             )
 
 
-def loaded_words(config) -> int:
-    """Words that a lane loads of a row: its block, and the row's scales."""
-    return (4 if config.format == "mxfp4" else WORDS) + 1
-
-
 @cute.jit
 def prepare(config: cutlass.Constexpr, query, weights, base, table, factors, thread):
     """The query's heads in e4m3, in the order of the keys' numbers; factors (H): weights times the heads' scales."""
     head, block = thread // BLOCKS, thread % BLOCKS
     if head < config.heads:
-        fmt = config.fmt
-        block_words = loaded_words(config) - 1
-        words = cute.make_rmem_tensor((loaded_words(config), 1), Uint32)
-        for i in cutlass.range_constexpr(block_words):
-            words[i, 0] = query[head * (fmt.data_bytes // WORD_BYTES) + block * block_words + i]
-        words[block_words, 0] = query[config.heads * (fmt.data_bytes // WORD_BYTES) + head]
-        out, factor = block_of(config, words[None, 0], table, block)
+        words = cute.make_rmem_tensor(loaded_words(config), Uint32)
+        load_query(config, query, head, block, words)
+        out, factor = block_of(config, words, table, block)
         for i in cutlass.range_constexpr(WORDS):  # i: half of a step, in the order of steps
             chunk = Int32(i) ^ (head % 8)
             at = base + head * ROW_BYTES + chunk * VECTOR_BYTES + block * WORD_BYTES
@@ -163,50 +153,6 @@ def prepare(config: cutlass.Constexpr, query, weights, base, table, factors, thr
             cute.make_tensor(pointer, cute.make_layout(1))[0] = out[i]
         if block == 0:
             factors[head] = Float32(weights[head]) * factor
-
-
-@cute.jit
-def load_tile(
-    config: cutlass.Constexpr, pool, pages, page_size, length, key, member, words: cute.Tensor
-) -> tuple:
-    """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on: words (WORD, ROW). Returns for
-    each whether there is one."""
-    here = []
-    fmt = config.fmt
-    block_words = loaded_words(config) - 1
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        index = key + r * ROW_DISTANCE
-        present, at, scale_at = Boolean(False), Int64(0), Int64(0)
-        if index < length:
-            page = Int32(pages[index // page_size])
-            present = Boolean(page >= 0) & Boolean(page < pool.shape[0])
-            if present:
-                within = index % page_size
-                at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
-                scale_at = at + Int64(page_size * fmt.data_bytes + within * fmt.scale_bytes)
-                at = at + Int64(within * fmt.data_bytes + member * (block_words * WORD_BYTES))
-        for first in cutlass.range_constexpr(0, block_words, 4):
-            loaded = load_global(at + Int64(first * WORD_BYTES), Int32(present), 4)
-            for i in cutlass.range_constexpr(4):
-                words[first + i, r] = loaded[i]
-        words[block_words, r] = load_global(scale_at, Int32(present), 1)[0]
-        here.append(present)
-    return tuple(here)
-
-
-def load_global(address: Int64, present: Int32, count: int) -> list:
-    """``count`` words at address, zeros where not present."""
-    outputs = [f"{{$w{i}}}" for i in range(count)]
-    vector = f".v{count}" if count > 1 else ""
-    target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]
-    zeros = " ".join(f"@!here mov.b32 {output}, 0;" for output in outputs)
-    loaded = cute.arch.inline_ptx(
-        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; "
-        f"@here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [{{$r0}}]; {zeros} }}",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address, present],
-    )
-    return [loaded] if count == 1 else list(loaded)
 
 
 @cute.jit
@@ -223,78 +169,9 @@ def convert(config: cutlass.Constexpr, words: cute.Tensor, table, member, a: cut
     return tuple(factors)
 
 
-@cute.jit
-def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, block) -> tuple:
-    """(WORDS words of e4m3 of the lane's block, what the row's numbers are multiplied with). words: (WORD), the block's
-    and then the row's scales. block: which of the row's, 0 to 3."""
-    last = loaded_words(config) - 1
-    if cutlass.const_expr(config.format == "fp8"):
-        return [words[i] for i in range(WORDS)], words[last].bitcast(Float32)
-    scales = words[last]
-    largest, bad = Uint32(0), Boolean(False)
-    for i in cutlass.range_constexpr(BLOCKS):
-        scale = (scales >> (8 * i)) & Uint32(0xFF)
-        bad = bad | Boolean(scale == SCALE_NAN)
-        largest = Uint32(cutlass.select_(Boolean(scale > largest), scale, largest))
-    own = (scales >> Uint32(8 * block)) & Uint32(0xFF)
-    entry = cutlass.min(Int32(largest - own), Int32(SCALE_STEPS))
-    low, high = table[0, entry], table[1, entry]
-    out = []
-    for word in cutlass.range_constexpr(4):
-        for half in cutlass.range_constexpr(2):
-            codes = words[word] >> (16 * half) if half else words[word]
-            magnitudes = permute(low, high, codes & Uint32(CODES))
-            signs = permute(Uint32(SIGNS), Uint32(SIGNS), codes)  # 0x80, or 0xFF where the code's sign is set
-            out.append(magnitudes | ((signs << 7) & Uint32(SIGNS)))
-    # 2**(largest - 127 - 6), as fp32: exponents from -126 on, 0 below.
-    power = cutlass.max(Int32(largest) - E4M3_SHIFT, 0)
-    bits = Uint32(power) << FP32_EXPONENT_BIT
-    return out, Uint32(cutlass.select_(bad, Uint32(FP32_NAN), bits)).bitcast(Float32)
-
-
-def permute(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
-    """Four bytes of eight, by the low four nibbles of ``order``; a nibble's top bit spreads the byte's."""
-    return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, order]
-    )
-
-
-@cute.jit
-def store_tile(config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, row, key, member):
-    """The weighted sums of the thread's two keys, over the four lanes that share them, to logits row (N)."""
-    flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        total = Float32(0.0)
-        for i in cutlass.range_constexpr(len(weight)):
-            value = flat[i // 2 * 4 + r * 2 + i % 2]
-            value = Float32(cutlass.select_(Boolean(value < 0.0), Float32(0.0), value))  # NaN stays
-            total += weight[i] * value
-        for distance in (1, 2):
-            total += cute.arch.shuffle_sync_bfly(total, distance)
-        total = Float32(cutlass.select_(here[r], total * factors[r], -Float32.inf))
-        index = key + r * ROW_DISTANCE
-        if (member == r) & (index < row.shape[0]):
-            row[index] = total
-
-
 def host_and_arguments(config: ScoresConfig) -> tuple:
     """The host function and its arguments but the stream."""
-
-    def words():
-        return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
-
-    return (
-        Scores(config),
-        words(),
-        fake_rows(Float32, 2),
-        words(),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 1),
-        fake_rows(Float32, 2),
-        Int32(1),
-        Int32(1),
-    )
+    return (Scores(config), *scores_arguments(config))
 
 
 SCORES = Kernel("indexer.sm90.scores", host_and_arguments)  # by ScoresConfig

@@ -69,11 +69,12 @@ def test_scores(format):
             assert abs(logits[t, i] - wanted) < 1e-3
 
 
-@pytest.mark.parametrize(("format", "heads"), [("mxfp4", 8), ("fp8", 16), long("mxfp4", 64)])
-def test_scores_kernel(monkeypatch, format, heads):
-    """The kernel for sm_90a against the reference, on rows whose blocks differ by much; pages that are not there, rows
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("format", "heads"), [("mxfp4", 8), long("fp8", 16), long("mxfp4", 64)])
+def test_scores_kernel(monkeypatch, format, heads, arch):
+    """The kernels against the reference, on rows whose blocks differ by much; pages that are not there, rows
     of NaN that are not seen, one that is."""
-    monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED["sm_90a"], sm_count=2))
+    monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED[arch], sm_count=2))
     generator = torch.Generator().manual_seed(2)
     asked = queries(heads=heads, format=format)
     pool = IndexPool.empty(6, 80, format)
@@ -106,8 +107,11 @@ def test_workspace_does_not_matter():
 def test_bad_arguments():
     asked = queries()
     pool, table, requests, lengths = case("mxfp4")
-    with pytest.raises(UnsupportedProblem, match="no kernel for sm_100a"):
-        index_scores(asked, pool, table, requests, lengths, backend="sim")
+    other = IndexPool.empty(6, 8, "fp8")
+    with pytest.raises(UnsupportedProblem, match="both of mxfp4 or fp8, got 'fp8' and 'mxfp4'"):
+        index_scores(asked, other, table, requests, lengths, backend="sim")
+    with pytest.raises(UnsupportedProblem, match="a multiple of 8 heads up to 64, got 12"):
+        index_scores(queries(heads=12), pool, table, requests, lengths, backend="sim")
     with pytest.raises(ValueError, match=r"lengths: .* got 25"):
         index_scores(asked, pool, table, requests, lengths + 1, backend="reference")
     with pytest.raises(TypeError, match="queries: must be IndexQueries"):

@@ -120,6 +120,24 @@ def test_greedy_generation(models):
     assert compared > 1.5 * new
 
 
+@pytest.mark.long
+def test_kernels_simulated():
+    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative."""
+    model = make_model(heads=8, kinds=KINDS, index_topk=512, index_n_heads=8)
+    attach(model)
+    ids, results = tokens(1, 11), []
+    for backend in ("sim", "reference"):
+        cache, parts = cache_for(model, batch=1, **QUANTISED, backend=backend), []
+        with torch.no_grad():
+            parts.append(model(ids[:, :7], past_key_values=cache).logits)
+            model(ids[:, 7:10].flip(1), past_key_values=cache)
+            cache.crop(7)
+            parts.append(model(ids[:, 7:10], past_key_values=cache).logits)
+            parts.append(model(ids[:, 10:], past_key_values=cache).logits)
+        results.append(torch.cat(parts, dim=1))
+    assert relative_error(*results) < 6e-3
+
+
 def test_bad_use(models):
     eager, ours = models
     ids = tokens(2, 8)

@@ -1,4 +1,4 @@
-"""What a scores kernel for sm_90a is compiled for. Plain Python."""
+"""What a scores kernel is compiled for. Plain Python."""
 
 from __future__ import annotations
 

@@ -1,0 +1,170 @@
+"""Index keys and queries as e4m3 in registers, as products on tensor cores take them; scores to logits.
+
+A row is four blocks of 32 numbers, a lane's each. The products deal a row's numbers to lanes by fours; a sum does not
+mind their order, so queries and keys are dealt by blocks alike. FP4 becomes e4m3 by a table of eight bytes, which a
+byte permutation looks up: one power of two for each block, relative to the row's largest, is in the table. What is left
+of the scales, one power of two a row, is multiplied in at the end, that of a query's head into its weight: ReLU
+commutes with it. Exact while the scales of a row's blocks are at most 2**11 apart, and nearly so beyond.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.indexer.scores_config import BLOCKS, E4M3_SHIFT, SCALE_STEPS, ScoresConfig, e4m3_table
+
+WORD_BYTES = 4
+WORDS = 8  # of e4m3, of a block
+THREAD_ROWS, ROW_DISTANCE, WARP_ROWS = 2, 8, 16  # keys of a thread, of a warp
+SCALE_NAN = 255
+FP32_EXPONENT_BIT = 23
+CODES, SIGNS = 0x77777777, 0x80808080
+FP32_NAN = 0x7FC00000
+
+
+def loaded_words(config) -> int:
+    """Words that a lane loads of a row: its block, and the row's scales."""
+    return (4 if config.format == "mxfp4" else WORDS) + 1
+
+
+def fill_table(table: cute.Tensor, thread) -> None:
+    """table (2, SCALE_STEPS + 1): ``e4m3_table``, by one thread an entry. The caller synchronises."""
+    for number, entry in enumerate(e4m3_table()):
+        _fill(table, number, entry, thread)
+
+
+@cute.jit
+def _fill(table: cute.Tensor, number: cutlass.Constexpr, entry: cutlass.Constexpr, thread):
+    if thread == number:
+        table[0, number], table[1, number] = Uint32(entry[0]), Uint32(entry[1])
+
+
+@cute.jit
+def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor):
+    """words (WORD): a block of a head of the query, and the head's scales."""
+    fmt = config.fmt
+    block_words = loaded_words(config) - 1
+    for i in cutlass.range_constexpr(block_words):
+        words[i] = query[head * (fmt.data_bytes // WORD_BYTES) + block * block_words + i]
+    words[block_words] = query[config.heads * (fmt.data_bytes // WORD_BYTES) + head]
+
+
+@cute.jit
+def load_tile(
+    config: cutlass.Constexpr, pool, pages, page_size, length, key, member, words: cute.Tensor
+) -> tuple:
+    """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on: words (WORD, ROW). Returns for
+    each whether there is one."""
+    here = []
+    fmt = config.fmt
+    block_words = loaded_words(config) - 1
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        index = key + r * ROW_DISTANCE
+        present, at, scale_at = Boolean(False), Int64(0), Int64(0)
+        if index < length:
+            page = Int32(pages[index // page_size])
+            present = Boolean(page >= 0) & Boolean(page < pool.shape[0])
+            if present:
+                within = index % page_size
+                at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
+                scale_at = at + Int64(page_size * fmt.data_bytes + within * fmt.scale_bytes)
+                at = at + Int64(within * fmt.data_bytes + member * (block_words * WORD_BYTES))
+        for first in cutlass.range_constexpr(0, block_words, 4):
+            loaded = load_global(at + Int64(first * WORD_BYTES), Int32(present), 4)
+            for i in cutlass.range_constexpr(4):
+                words[first + i, r] = loaded[i]
+        words[block_words, r] = load_global(scale_at, Int32(present), 1)[0]
+        here.append(present)
+    return tuple(here)
+
+
+def load_global(address: Int64, present: Int32, count: int) -> list:
+    """``count`` words at address, zeros where not present."""
+    outputs = [f"{{$w{i}}}" for i in range(count)]
+    vector = f".v{count}" if count > 1 else ""
+    target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]
+    zeros = " ".join(f"@!here mov.b32 {output}, 0;" for output in outputs)
+    loaded = cute.arch.inline_ptx(
+        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; "
+        f"@here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [{{$r0}}]; {zeros} }}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address, present],
+    )
+    return [loaded] if count == 1 else list(loaded)
+
+
+@cute.jit
+def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, block) -> tuple:
+    """(WORDS words of e4m3 of the lane's block, what the row's numbers are multiplied with). words: (WORD), the block's
+    and then the row's scales. block: which of the row's, 0 to 3."""
+    last = loaded_words(config) - 1
+    if cutlass.const_expr(config.format == "fp8"):
+        return [words[i] for i in range(WORDS)], words[last].bitcast(Float32)
+    scales = words[last]
+    largest, bad = Uint32(0), Boolean(False)
+    for i in cutlass.range_constexpr(BLOCKS):
+        scale = (scales >> (8 * i)) & Uint32(0xFF)
+        bad = bad | Boolean(scale == SCALE_NAN)
+        largest = Uint32(cutlass.select_(Boolean(scale > largest), scale, largest))
+    own = (scales >> Uint32(8 * block)) & Uint32(0xFF)
+    entry = cutlass.min(Int32(largest - own), Int32(SCALE_STEPS))
+    low, high = table[0, entry], table[1, entry]
+    out = []
+    for word in cutlass.range_constexpr(4):
+        for half in cutlass.range_constexpr(2):
+            codes = words[word] >> (16 * half) if half else words[word]
+            magnitudes = permute(low, high, codes & Uint32(CODES))
+            signs = permute(Uint32(SIGNS), Uint32(SIGNS), codes)  # 0x80, or 0xFF where the code's sign is set
+            out.append(magnitudes | ((signs << 7) & Uint32(SIGNS)))
+    # 2**(largest - 127 - 6), as fp32: exponents from -126 on, 0 below.
+    power = cutlass.max(Int32(largest) - E4M3_SHIFT, 0)
+    bits = Uint32(power) << FP32_EXPONENT_BIT
+    return out, Uint32(cutlass.select_(bad, Uint32(FP32_NAN), bits)).bitcast(Float32)
+
+
+def permute(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
+    """Four bytes of eight, by the low four nibbles of ``order``; a nibble's top bit spreads the byte's."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, order]
+    )
+
+
+@cute.jit
+def store_tile(config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, row, key, member):
+    """The weighted sums of the thread's two keys, over the four lanes that share them, to logits row (N)."""
+    flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(len(weight)):
+            value = flat[i // 2 * 4 + r * 2 + i % 2]
+            value = Float32(cutlass.select_(Boolean(value < 0.0), Float32(0.0), value))  # NaN stays
+            total += weight[i] * value
+        for distance in (1, 2):
+            total += cute.arch.shuffle_sync_bfly(total, distance)
+        total = Float32(cutlass.select_(here[r], total * factors[r], -Float32.inf))
+        index = key + r * ROW_DISTANCE
+        if (member == r) & (index < row.shape[0]):
+            row[index] = total
+
+
+def scores_arguments(config: ScoresConfig) -> tuple:
+    """Arguments of a scores kernel's host function but the stream."""
+
+    def words():
+        return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
+
+    return (
+        words(),
+        fake_rows(Float32, 2),
+        words(),
+        fake_rows(Int32, 2),
+        fake_rows(Int32, 1),
+        fake_rows(Int32, 1),
+        fake_rows(Float32, 2),
+        Int32(1),
+        Int32(1),
+    )
