@@ -3,10 +3,12 @@
     python scripts/validate_layer.py --model gpt-oss-20b --layer attention --seq 512
     python scripts/validate_layer.py --model deepseek-v4-flash --kind csa --decode --seq 3000
     python scripts/validate_layer.py --model gpt-oss-120b --layer moe --experts 8 --seq 64
+    python scripts/validate_layer.py --model deepseek-v4-flash --cache fp8
 
 Hidden states go through transformers' own norm, projections, rotary embedding and compression of keys; the
 attention itself is then computed by the kernel, by warpspec's FP32 reference, by transformers' eager code
-(FP32 and the model's dtype) and by torch's SDPA in the model's dtype. moe_layer.py says what `--layer moe` does.
+(FP32 and the model's dtype) and by torch's SDPA in the model's dtype. moe_layer.py says what `--layer moe` does,
+latent_layer.py what `--cache` does.
 Exit status 1 when a tolerance is exceeded.
 """
 
@@ -328,6 +330,11 @@ def parser() -> argparse.ArgumentParser:
         default="key-sets",
         help="compressed keys as a set of their own, merged with the window's, or all keys under one bias",
     )
+    parser.add_argument(
+        "--cache",
+        choices=["fp8", "bf16"],
+        help="DeepSeek-V4: the whole serving path on latent pools with rows of this kind (--seq: 24 by default)",
+    )
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument(
         "--seq",
@@ -352,6 +359,10 @@ def run(options: argparse.Namespace, console: Console) -> list:
     """
     if options.layer == "moe":
         return moe_layer.run(options, console, resolve_backend(options.backend), stages(console))
+    if options.cache:
+        from shared import latent_layer
+
+        return latent_layer.run(options, console, resolve_backend(options.backend), stages(console))
     backend, family = resolve_backend(options.backend), FAMILIES[options.model]
     indices, results = family.layers(options.model), []
     if options.kind not in (None, *indices):
@@ -380,6 +391,8 @@ def main() -> int:
     options = arguments.parse_args()
     if options.layer == "moe" and options.plot:
         arguments.error("--plot draws errors by head: it belongs to --layer attention")
+    if options.cache and (options.plot or options.json or options.decode or options.layer == "moe"):
+        arguments.error("--cache goes with --model, --kind, --seq, --batch, --backend and --seed only")
     console = Console(stderr=options.json, soft_wrap=True)
     try:
         results = run(options, console)

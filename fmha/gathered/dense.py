@@ -18,6 +18,7 @@ from warpspec.fmha.problem import AttentionProblem
 
 WORKSPACE_BYTES = 1 << 30  # of rows, unless one query's are more
 ROW_BYTES = 2 * VALUE_DIM
+BIAS_STEP = 4  # elements: rows of the bias are aligned to 16 bytes
 
 
 def rows_arguments(config: RowsConfig) -> tuple:
@@ -58,18 +59,19 @@ def run_part(
                 stats[name].fill_(value)
         return
     rows = torch.empty(tokens, keys, VALUE_DIM, dtype=torch.bfloat16, device=q.device)
-    bias = torch.empty(tokens, keys, device=q.device)
+    pitch = -(-keys // BIAS_STEP) * BIAS_STEP
+    bias = torch.empty(tokens, 1, 1, pitch, device=q.device)[..., :keys]
     sets = []
     for words, slots, lengths, page_size in tensors["key_sets"]:
         sets += [words, slots[at], None if lengths is None else lengths[at], page_size]
     sets += [None, None, None, 1] * (MAX_KEY_SETS - len(problem.slots))
     config = RowsConfig(problem.format, len(problem.slots), problem.lengths)
-    GATHER_ROWS.run(config, target, rows.view(torch.uint32), bias, *sets, seed=seed)
+    GATHER_ROWS.run(config, target, rows.view(torch.uint32), bias[:, 0, 0], *sets, seed=seed)
 
     arguments = {
         "q": q[:, None],
         "k": rows[:, :, None],
-        "bias": bias[:, None, None],
+        "bias": bias,
         "sink": tensors["sink"],
     }
     switches = {"scale": problem.scale, "normalize": problem.normalize, "return_lse": problem.return_lse}

@@ -74,6 +74,17 @@ def test_deepseek_decode():
 
 
 @pytest.mark.long
+def test_deepseek_cache():
+    """The serving path at published shapes: bf16 rows are nearer eager's than FP8 rows; each kind of layer."""
+    exact, quantised = (
+        validated("--model", "deepseek-v4-flash", "--cache", rows, "--seq", 20) for rows in ("bf16", "fp8")
+    )
+    assert [layer.kind for layer in exact] == ["sliding", "csa", "hca"]
+    for a, b in zip(exact, quantised, strict=True):
+        assert a.passed and b.passed and 2 * a.eager_error < b.eager_error
+
+
+@pytest.mark.long
 def test_deepseek_pro():
     (layer,) = validated("--model", "deepseek-v4-pro", "--kind", "csa", "--seq", 12)
     assert layer.query_shape == (1, 128, 12, 512)
