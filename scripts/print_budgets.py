@@ -19,6 +19,7 @@ from shared.generated_tables import Section, main, table
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.features import BLOCK
+from warpspec.fmha.gathered.config import GatheredConfig
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
@@ -258,15 +259,18 @@ def hopper() -> str:
         "registers a thread: consumer, producer", "registers of an SM",
     )  # fmt: skip
     latent = hopper_shapes.SHARED[512]
+    config = hopper_config.AttentionConfig
+    gathered = GatheredConfig.of()
+    registers = f"{gathered.shape.consumer_registers}, {gathered.shape.producer_registers} registers a thread"
     kernels = (
-        ("D = 128, prefill:", {"head_dim": 128, "shape": hopper_shapes.PREFILL[128]}),
-        ("D = 512, K and V one tensor:", {"head_dim": 512, "shape": latent, "shared_kv": True}),
+        ("D = 128, prefill:", config("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128])),
+        ("D = 512, K and V one tensor:", config("bfloat16", head_dim=512, shape=latent, shared_kv=True)),
+        (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
     )
     regions = ("shared memory", "bytes", "holds")
     columns = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
     parts = [table(head, rows)]
-    for title, options in kernels:
-        c = hopper_config.AttentionConfig("bfloat16", **options)
+    for title, c in kernels:
         smem = [
             *(region for region in c.smem_regions if region[1]),
             ("a CTA", c.smem_bytes, f"of {c.smem_limit}"),

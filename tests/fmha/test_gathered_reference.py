@@ -157,3 +157,13 @@ def test_what_no_kernel_runs():
     problem = GatheredProblem(3, 2, "v3.2-fp8", (8,), (True,), 1.0)
     with pytest.raises(UnsupportedProblem, match=r"read rows of v4-fp8, bf16, got 'v3.2-fp8'"):
         make_plan(problem, SIMULATED["sm_90a"])
+
+
+def test_operator_is_traced():
+    case = random_case(3, 2, (8, 9))
+
+    def call(q):
+        return gathered_attention(q, case.key_sets, backend="reference", **case.options)
+
+    traced = torch.compile(call, backend="eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(traced(case.q), call(case.q), strict=True))

@@ -90,3 +90,12 @@ def test_bad_arguments(change, error, message):
     arguments = {"logits": torch.zeros(2, 8), "k": 3, "backend": "reference"} | change
     with pytest.raises(error, match=message):
         index_topk(**arguments)
+
+
+def test_operator_is_traced():
+    logits, lengths = rows("normal", 3, 50), torch.tensor([50, 3, 20], dtype=torch.int32)
+    traced = torch.compile(
+        lambda x: index_topk(x, 7, lengths=lengths, backend="reference"), backend="eager", fullgraph=True
+    )
+    eager = index_topk(logits, 7, lengths=lengths, backend="reference")
+    assert all(torch.equal(a, b) for a, b in zip(traced(logits), eager, strict=True))
