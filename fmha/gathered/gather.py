@@ -18,9 +18,8 @@ from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.gathered.convert import to_bf16
-from warpspec.fmha.gathered.task import Gathered, task_at
+from warpspec.fmha.gathered.task import WORD_BYTES, Gathered, place_of, task_at
 
-WORD_BYTES = 4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 MEMBERS = 4  # lanes that load a key together: 64 values of a byte are 16 bytes for each
 GROUP_KEYS = WARP_THREADS // MEMBERS  # keys that a warp loads at a time
@@ -169,14 +168,7 @@ def locate(loader, task, found) -> tuple:
     row, scale_at, here = Int64(0), Int32(0), Boolean(False)
     for number in cutlass.range_constexpr(config.sets):
         if which == number:
-            each = loader.operands.sets[number]
-            here = Boolean(slot >= 0) & Boolean(slot < each.pool.shape[0] * each.page_size)
-            if here:
-                page, within = slot // each.page_size, slot % each.page_size
-                row = each.pool.iterator.toint() + Int64(page) * Int64(each.pool.stride[0] * WORD_BYTES)
-                row = row + Int64(within * config.fmt.row_stride)
-                scale_at = each.page_size * config.fmt.data_bytes
-                scale_at = scale_at + within * (config.fmt.scale_stride - config.fmt.row_stride)
+            row, scale_at, here = place_of(config.fmt, loader.operands.sets[number], slot)
     return row, scale_at, here
 
 

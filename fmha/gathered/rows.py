@@ -15,10 +15,10 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.fmha.gathered.config import MAX_KEY_SETS, RowsConfig
 from warpspec.fmha.gathered.convert import to_bf16
 from warpspec.fmha.gathered.gather import load_vector, load_word
-from warpspec.fmha.gathered.task import DeviceKeySet
+from warpspec.fmha.gathered.task import WORD_BYTES, DeviceKeySet, place_of
 
 WARPS = 8  # of a CTA, a row each
-WORD_BYTES, VECTOR_WORDS = 4, 4
+VECTOR_WORDS = 4
 
 
 class GatherRows:
@@ -71,16 +71,7 @@ class GatherRows:
                 each = sets[number]
                 at = key - begin
                 if (at >= 0) & (at < each.length(token)):
-                    slot = Int32(each.slots[token, at])
-                    here = Boolean(slot >= 0) & Boolean(slot < each.pool.shape[0] * each.page_size)
-                    if here:
-                        page, within = slot // each.page_size, slot % each.page_size
-                        address = each.pool.iterator.toint() + Int64(page) * Int64(
-                            each.pool.stride[0] * WORD_BYTES
-                        )
-                        address = address + Int64(within * config.fmt.row_stride)
-                        scale_at = each.page_size * config.fmt.data_bytes
-                        scale_at = scale_at + within * (config.fmt.scale_stride - config.fmt.row_stride)
+                    address, scale_at, here = place_of(config.fmt, each, Int32(each.slots[token, at]))
                 begin = begin + each.slots.shape[1]
             out = read_row(config, address, scale_at, Int32(here), lane)
             target = rows[token, key, None]

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 from warpspec.fmha.device.tile import Place, Row
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+
+WORD_BYTES = 4
 
 
 class DeviceKeySet(NamedTuple):
@@ -30,6 +32,19 @@ class DeviceKeySet(NamedTuple):
         if self.lengths is None:
             return most
         return cutlass.max(cutlass.min(Int32(self.lengths[token]), most), 0)
+
+
+@cute.jit
+def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
+    """(address of the row, bytes from there to its scales, whether there is such a row) of a slot."""
+    address, scale_at = Int64(0), Int32(0)
+    here = Boolean(slot >= 0) & Boolean(slot < key_set.pool.shape[0] * key_set.page_size)
+    if here:
+        page, within = slot // key_set.page_size, slot % key_set.page_size
+        address = key_set.pool.iterator.toint() + Int64(page) * Int64(key_set.pool.stride[0] * WORD_BYTES)
+        address = address + Int64(within * fmt.row_stride)
+        scale_at = key_set.page_size * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
+    return address, scale_at, here
 
 
 class Gathered(NamedTuple):
