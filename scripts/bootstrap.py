@@ -51,6 +51,8 @@ def stamp() -> str:
     digest = hashlib.sha256(str(ROOT).encode())
     for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
         digest.update((ROOT / name).read_bytes())
+    packages = sorted(link.name for link in (ROOT / "src" / "warpspec").iterdir())  # the editable install lists them
+    digest.update(" ".join(packages).encode())
     return digest.hexdigest()
 
 
