@@ -51,7 +51,8 @@ def stamp() -> str:
     digest = hashlib.sha256(str(ROOT).encode())
     for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
         digest.update((ROOT / name).read_bytes())
-    packages = sorted(link.name for link in (ROOT / "src" / "warpspec").iterdir())  # the editable install lists them
+    # The editable install lists the packages there are.
+    packages = sorted(link.name for link in (ROOT / "src" / "warpspec").iterdir())
     digest.update(" ".join(packages).encode())
     return digest.hexdigest()
 
