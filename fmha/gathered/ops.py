@@ -23,18 +23,11 @@ def outputs(problem: GatheredProblem, q: torch.Tensor, out: torch.Tensor | None)
     return torch.empty(shape, **fp32), None, *(torch.empty(statistics, **fp32) for _ in range(2))
 
 
-def run(
-    q, data, page_sizes, name, slots, lengths, scale, sink, cos_sin, positions, num_splits, results, backend
-):
-    """Compute into ``results``, as ``outputs`` makes them. Checked before; num_splits 0: chosen here."""
-    parts = zip(data, page_sizes, slots, lengths, strict=True)
-    key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in parts]
+def compute(
+    problem: GatheredProblem, q, key_sets: list[KeySet], sink, rotate_back, results: tuple, backend
+) -> None:
+    """A checked call, into ``results`` as ``outputs`` makes them."""
     o, lse, row_max, row_sum = results
-    rotate_back = None if cos_sin is None else (cos_sin, positions)
-    problem = GatheredProblem.of(
-        q, key_sets, scale=scale, sink=sink, normalize=row_max is None, return_lse=lse is not None,
-        rotate_back=rotate_back, num_splits=num_splits or None, out=None,
-    )  # fmt: skip
     backend = resolve_backend(backend, q.device)
     if backend == "reference":
         state = reference.forward(problem, q.detach(), key_sets, rotate_back)
@@ -50,6 +43,7 @@ def run(
         return
     from warpspec.fmha.gathered import launch
 
+    cos_sin, positions = rotate_back or (None, None)
     sets = [(each.pool.words, each.slots, each.lengths, each.pool.page_size) for each in key_sets]
     tensors = {
         "q": q.detach(), "o": o, "sink": None if sink is None else sink.detach().float(), "lse": lse,
@@ -59,18 +53,17 @@ def run(
 
 
 def call(problem: GatheredProblem, q, key_sets, sink, rotate_back, out, backend):
-    """The result of a checked call: o, (o, lse) or AttentionState."""
+    """The result of a checked call: o, (o, lse) or AttentionState. Through the operator where somebody watches."""
     results = outputs(problem, q, out)
-    cos_sin, positions = rotate_back or (None, None)
-    arguments = (
-        q, [k.pool.data for k in key_sets], [k.pool.page_size for k in key_sets], problem.format,
-        [k.slots for k in key_sets], [k.lengths for k in key_sets], problem.scale, sink, cos_sin, positions,
-        problem.num_splits or 0,
-    )  # fmt: skip
     if watched(q, *(k.slots for k in key_sets)):
-        gathered_operator(*arguments, *results, backend)
+        cos_sin, positions = rotate_back or (None, None)
+        gathered_operator(
+            q, [k.pool.data for k in key_sets], [k.pool.page_size for k in key_sets], problem.format,
+            [k.slots for k in key_sets], [k.lengths for k in key_sets], problem.scale, sink, cos_sin, positions,
+            problem.num_splits or 0, *results, backend,
+        )  # fmt: skip
     else:
-        run(*arguments, results, backend)
+        compute(problem, q, key_sets, sink, rotate_back, results, backend)
     o, lse, row_max, row_sum = results
     if not problem.normalize:
         return AttentionState(o, row_max, row_sum)
@@ -88,23 +81,15 @@ def gathered_operator(
     q, data, page_sizes, name, slots, lengths, scale, sink, cos_sin, positions, num_splits, o, lse, row_max, row_sum,
     backend,
 ) -> None:  # fmt: skip
-    """``gathered_attention``."""
-    results = (o, lse, row_max, row_sum)
-    run(
-        q,
-        data,
-        page_sizes,
-        name,
-        slots,
-        lengths,
-        scale,
-        sink,
-        cos_sin,
-        positions,
-        num_splits,
-        results,
-        backend,
-    )
+    """``gathered_attention``; num_splits 0: chosen here."""
+    parts = zip(data, page_sizes, slots, lengths, strict=True)
+    key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in parts]
+    rotate_back = None if cos_sin is None else (cos_sin, positions)
+    problem = GatheredProblem.of(
+        q, key_sets, scale=scale, sink=sink, normalize=row_max is None, return_lse=lse is not None,
+        rotate_back=rotate_back, num_splits=num_splits or None, out=None,
+    )  # fmt: skip
+    compute(problem, q, key_sets, sink, rotate_back, (o, lse, row_max, row_sum), backend)
 
 
 @gathered_operator.register_fake

@@ -159,6 +159,7 @@ def test_what_no_kernel_runs():
         make_plan(problem, SIMULATED["sm_90a"])
 
 
+@pytest.mark.long
 def test_operator_is_traced():
     case = random_case(3, 2, (8, 9))
 
