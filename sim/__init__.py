@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from warpspec.sim import errors
@@ -44,6 +45,8 @@ __all__ = [
     "run",
 ]
 
+CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: what runs check that do not say
+
 _last: SimReport | None = None
 
 
@@ -57,7 +60,8 @@ def run(compiled: object, *args: object, seed: int = 0, check: str | None = None
     array whose storage holds it: that storage is staged too.
     seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
     same run bit for bit.
-    check: "order" raises OrderError where the memory model does not order two accesses to one place (slower).
+    check: "order" raises OrderError where the memory model does not order two accesses to one place (up to three times
+    slower); None: what the environment variable WARPSPEC_SIM_CHECK says, or nothing.
 
     Returns a SimReport; prints progress to stderr when the run is expected to take more than 5 seconds.
     Raises a SimError: HostError (arguments do not fit), UnsupportedInstruction, Deadlock, MemoryFault, TmemFault,
@@ -66,6 +70,8 @@ def run(compiled: object, *args: object, seed: int = 0, check: str | None = None
     global _last
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
+    if check is None:
+        check = os.environ.get(CHECK_VARIABLE) or None
     if check not in (None, "order"):
         raise ValueError(f'check is {check!r}; None or "order" is needed')
     start = time.monotonic()

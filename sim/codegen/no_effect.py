@@ -19,7 +19,7 @@ def cache_hint(e: Emitter, ins: Instr) -> None:
 
 def note_fence(order, w, ins: Instr, mask: int) -> None:
     """Tell the order checker of a fence."""
-    order.fence(w, ins)
+    order.fence(w, ins, mask)
 
 
 @translator("fence", "membar", family=Family.FENCE, destinations=0, orders=True, order=note_fence)

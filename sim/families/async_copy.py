@@ -131,7 +131,7 @@ def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     offsets = np.array([located(w, int(address), True)[1] for address in target.tolist()])
     copy = AsyncCopy(w, size, source, offsets, wanted)
     if m.order is not None:
-        copy.order = m.order.issue(w, ins, "cp.async")
+        copy.order = m.order.issue(w, ins, "cp.async", mask)
     opened = _copies(w).open
     for lane in chosen.tolist():
         opened[lane].append(copy)
@@ -209,7 +209,7 @@ def cp_async_mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None
     for lane in lanes(mask):
         key = (int(addresses[lane]), tuple(copies.pending(lane)))
         together[key] = together.get(key, 0) + 1
-    order = None if m.order is None else m.order.after(w, ins, "cp.async")
+    order = None if m.order is None else m.order.after(w, ins, "cp.async", mask)
     for (address, waited), count in together.items():
         cta, offset = located(w, address, False)
         if not ins.has("noinc"):
@@ -238,7 +238,7 @@ def _issue_remote(m: Machine, w: Warp, ins: Instr, mask: int, meet) -> None:
     values = _operand_bytes(w, ins.operands[1], bits)
     targets = w.address(ins.operands[0])
     nbytes = values.shape[1]
-    order = None if m.order is None else m.order.issue(w, ins)
+    order = None if m.order is None else m.order.issue(w, ins, mask=mask)
     for lane in lanes(mask):
         address, value = int(targets[lane]), values[lane].copy()
         if address % nbytes:

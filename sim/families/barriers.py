@@ -158,6 +158,8 @@ def _reduce(m: Machine, w: Warp, ins: Instr, operands: list, mask: int) -> Wait 
 @handler("bar.warp", family=Family.BARRIER, destinations=0, collective=Collective.MEMBERS_ANYWHERE)
 def warp_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """bar.warp.sync: the machine has gathered the lanes of the membermask."""
+    if m.order is not None:
+        m.order.lanes_meet(w)
 
 
 # ---- cluster barrier ----------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def try_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     _, bar_offset = m.cta_at(w, bar)
     m.shared(w, address, RESPONSE_BYTES)
 
-    op = None if m.order is None else m.order.issue(w, ins)
+    op = None if m.order is None else m.order.issue(w, ins, mask=mask)
 
     def respond() -> None:
         first = m.factory.cancel()

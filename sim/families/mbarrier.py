@@ -149,7 +149,7 @@ def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
         barrier = initialise(cta, offset, int(counts[members[0]]))
         if m.order is not None:
-            m.order.barrier_init(w, ins, barrier)
+            m.order.barrier_init(w, ins, barrier, _mask_of(members))
 
 
 @handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
@@ -183,7 +183,7 @@ def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     expects = ins.has("expect_tx")
     for members, cta, offset in _places(m, w, ins, operands[0], mask):
         if m.order is not None:
-            m.order.arrive(w, ins, lookup(cta, offset))
+            m.order.arrive(w, ins, lookup(cta, offset), _mask_of(members))
         if amounts is None:
             _arrive_alone(m, lookup(cta, offset), members, tokens, drop)
             continue
@@ -251,6 +251,10 @@ def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarri
             done |= sum(1 << lane for lane, ok in zip(members, completed, strict=True) if ok)
             missing = barrier
     return done, missing
+
+
+def _mask_of(members: list[int]) -> int:
+    return sum(1 << lane for lane in members)
 
 
 def _note_waits(m: Machine, w: Warp, ins: Instr, mask: int, done: int) -> None:

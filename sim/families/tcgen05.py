@@ -90,7 +90,7 @@ def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     target = w.shared_address(ins.operands[0], mask)
     if m.order is not None:
         cta, offset = m.cta_at(w, target)
-        m.order.shared_range(cta, offset, 4, m.order.generic(w, ins, True), w.order)
+        m.order.shared_range(cta, offset, 4, m.order.generic(w, ins, True, together=True), w.order)
     m.shared(w, target, 4).view(np.uint32)[0] = address
     return None
 
@@ -301,7 +301,7 @@ def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             op = MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}")
             m.defer(op)
         if m.order is not None:
-            op.orders.append(m.order.issue(w, ins, "tcgen05"))
+            op.orders.append(m.order.issue(w, ins, "tcgen05", 1 << lane))
 
 
 def read_mma(w: Warp, ins: Instr, form: MmaForm, lane: int) -> Mma:
@@ -365,7 +365,7 @@ def cp(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         descriptor = w.scalar(ins.operands[1], 1 << lane)
         op = CopyOp(queue_of(w), ctas, descriptor, address, shape, source_format, "tcgen05.cp")
         if m.order is not None:
-            op.order = m.order.issue(w, ins, "tcgen05")
+            op.order = m.order.issue(w, ins, "tcgen05", 1 << lane)
         m.defer(op)
 
 
@@ -381,7 +381,7 @@ def shift(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             )
         op = ShiftOp(queue_of(w), ctas, address, "tcgen05.shift")
         if m.order is not None:
-            op.order = m.order.issue(w, ins, "tcgen05")
+            op.order = m.order.issue(w, ins, "tcgen05", 1 << lane)
         m.defer(op)
 
 
@@ -403,7 +403,7 @@ def commit(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             targets = [(ctas[rank], offset) for rank in range(len(ctas)) if chosen >> rank & 1]
         op = CommitOp(queue_of(w), targets, "tcgen05.commit")
         if m.order is not None:
-            op.order = m.order.commit(w, ins)
+            op.order = m.order.commit(w, ins, 1 << lane)
         m.defer(op)
 
 

@@ -208,13 +208,14 @@ def _issue_load(
     load: Callable,
     place: Callable,
     what: str,
+    lane: int,
     source: tuple[Cta, int] | None = None,
 ) -> None:
     """source: (CTA, offset) of a copy from shared memory."""
     own = not ins.has("shared::cluster")
     target, barrier = located(w, dst, own), located(w, mbar, own)
     load = _once(load)
-    order = None if m.order is None else LoadOrder(m.order.issue(w, ins), target[1], source)
+    order = None if m.order is None else LoadOrder(m.order.issue(w, ins, mask=1 << lane), target[1], source)
     for cta, signalled in _destinations(w, ins, target, barrier, cta_mask):
         m.defer(BulkLoad(load, place, cta, signalled, f"{what} to CTA {cta.rank} +{target[1]:#x}", order))
 
@@ -256,7 +257,7 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         cta_mask = _trailing(w, ins, 3, lane)
         what = f"tensor load at {coords}"
-        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what)
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, lane)
 
 
 def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
@@ -290,7 +291,7 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         cta_mask = _trailing(w, ins, 4, lane)
         what = f"bulk copy of {nbytes} bytes"
-        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, origin)
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, lane, origin)
 
 
 # ---- stores ------------------------------------------------------------------------------------------------
@@ -305,10 +306,10 @@ class StoreOrder:
     written: object
 
     @classmethod
-    def issue(cls, m: Machine, w: Warp, ins: Instr, group: BulkGroup, reduces: bool) -> StoreOrder:
+    def issue(cls, m: Machine, w: Warp, ins: Instr, group: BulkGroup, reduces: bool, lane: int) -> StoreOrder:
         """Of a store that a thread issues into a bulk async-group."""
         order = m.order
-        op = order.issue(w, ins)
+        op = order.issue(w, ins, mask=1 << lane)
         reads, writes = order.queue(w, "bulk reads"), order.queue(w, "bulk writes")
         read = order.of(op, False, component=reads.component, count=group.number)
         written = order.of(op, True, component=writes.component, count=group.number, strong=reduces)
@@ -335,7 +336,9 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
         cta, offset = located(w, int(srcs[lane]), True)
 
         groups = [open_group(w, lane) for lane in together]
-        order = None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], operation is not None)
+        order = (
+            None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], operation is not None, lane)
+        )
 
         def read(m: Machine, map_address=int(maps[lane]), cta=cta, offset=offset, order=order):
             tensor_map = _tensor_map(m, map_address)
@@ -372,7 +375,9 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
         chosen = None if byte_masks is None else _bytes_chosen(int(byte_masks[lane]), nbytes)
 
         groups = [open_group(w, lane) for lane in together]
-        order = None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], meet is not copy.assign)
+        order = (
+            None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], meet is not copy.assign, lane)
+        )
 
         def read(m: Machine, cta=cta, offset=offset, nbytes=nbytes, order=order):
             if order is not None:
@@ -454,7 +459,7 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             meet(shared_view(cta, offset, data.size), data)
 
         what = f"bulk {operation} of {nbytes} bytes"
-        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what, origin)
+        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what, lane, origin)
 
 
 @handler("cp.async.bulk.prefetch", family=Family.TMA, destinations=0)

@@ -61,7 +61,7 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     addresses = w.address(ins.operands[1])
     values = np.zeros((32, 2), np.uint64)
     if m.order is not None and not says_its_order(ins):
-        m.order.lane_access(w, ins, addresses[lanes(mask)])
+        m.order.lane_access(w, ins, addresses[lanes(mask)], mask)
     for lane in lanes(mask):
         values[lane] = place(m, w, ins, int(addresses[lane]), BYTES, False).view(np.uint64)
     write(w, ins.operands[0], values, mask)
@@ -73,7 +73,7 @@ def st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     require_b128(ins)
     addresses, values = w.address(ins.operands[0]), read(w, ins.operands[1])
     if m.order is not None and not says_its_order(ins):
-        m.order.lane_access(w, ins, addresses[lanes(mask)])
+        m.order.lane_access(w, ins, addresses[lanes(mask)], mask)
     for lane in lanes(mask):
         place(m, w, ins, int(addresses[lane]), BYTES, True).view(np.uint64)[:] = values[lane]
 

@@ -8,6 +8,7 @@ asynchronous operation, whose clock is its thread's at issue. PTX ISA: "Memory C
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 
@@ -55,6 +56,11 @@ class CtaOrder:
     def __init__(self, domain: Domain, units: int):
         self.domain = domain
         self.shared = Shadow(units)
+        # Of each unit, for writes and for reads: the lane, when (`Agent.tag`), and the number of its access.
+        self.lanes = {
+            kind: (np.zeros(units, np.uint8), np.zeros(units, np.int32), np.zeros(units, np.int32))
+            for kind in ("write", "read")
+        }
         self._tensor: Shadow | None = None
         self.suspects: np.ndarray | None = (
             None  # of tensor memory: number of the findings if it is read, or 0
@@ -151,6 +157,7 @@ class OrderChecker:
         self._synchronised: dict[object, dict] = {}  # place -> CTA -> (scope, rows by domain)
         self.suspected: list[dict] = []
         self._holding = False
+        self._tags = 0
         self._forms: dict[int, tuple] = {}
         self._watched: tuple | None = None
         gmem.watch = None
@@ -164,6 +171,7 @@ class OrderChecker:
             cta.order = CtaOrder(domain, -(-len(cta.smem) // self.units[False]))
             for w in cta.warps:
                 w.order = Agent(domain)
+                self.lanes_meet(w)
                 w.ctx[Ctx.LOG] = self.log.ctypes.data
                 w.ctx[Ctx.LOG_LIMIT] = self.program.log_limit
 
@@ -175,20 +183,25 @@ class OrderChecker:
             w.state[key] = Queue(w.order.domain)
         return w.state[key]
 
-    def issue(self, w, ins: Instr, queue: str | None = None) -> Operation:
-        """An asynchronous operation that a warp issues now."""
+    def lanes_meet(self, w) -> None:
+        """The lanes of a warp have met at a barrier."""
+        self._tags += 1
+        w.order.meet(self._tags)
+
+    def issue(self, w, ins: Instr, queue: str | None = None, mask: int = FULL_MASK) -> Operation:
+        """An asynchronous operation that lanes of a warp issue now."""
         return Operation(
             f"warp {w.index}",
             w.cta,
             w.order.domain,
             ins,
-            w.order.freeze(),
+            w.order.freeze(mask),
             None if queue is None else self.queue(w, queue),
         )
 
-    def after(self, w, ins: Instr, queue: str) -> Operation:
+    def after(self, w, ins: Instr, queue: str, mask: int = FULL_MASK) -> Operation:
         """An operation that takes place once those of a queue so far are done."""
-        op = self.issue(w, ins)
+        op = self.issue(w, ins, mask=mask)
         op.queue = self.queue(w, queue)
         op.queue_count = op.queue.count
         return op
@@ -268,15 +281,18 @@ class OrderChecker:
         if self.first_only and not self._holding:
             raise findings.OrderError(list(self.found.values()), self.program.kernel.name)
 
-    def generic(self, w, ins: Instr, write: bool, strong: bool = False) -> Access:
-        """A warp's access by the generic proxy, at this moment."""
+    def generic(
+        self, w, ins: Instr, write: bool, strong: bool = False, mask: int = FULL_MASK, together: bool = False
+    ) -> Access:
+        """An access of lanes of a warp by the generic proxy, at this moment. together: the warp makes it as one."""
         agent = w.order
-        count = agent.count()
-        key = (ins.index, write)
+        part = agent.part(0 if together else mask)
+        count = agent.count(part)
+        key = (ins.index, write, part.mask)
         access = agent.accesses.get(key)
         if access is None:
             access = agent.accesses[key] = Access(
-                agent.domain, agent.component, count, ins=ins, agent=f"warp {w.index}", cta=w.cta.coords,
+                agent.domain, part.component, count, ins=ins, agent=f"warp {w.index}", cta=w.cta.coords,
                 write=write, generic=True, strong=strong, queued=True,
             )  # fmt: skip
         return access
@@ -335,7 +351,8 @@ class OrderChecker:
         self, w, ins: Instr, cta, offsets: np.ndarray, nbytes: int, write: bool, strong=False
     ) -> None:
         """Lanes access `nbytes` each at these offsets by the generic proxy."""
-        self.shared_lanes(cta, offsets, nbytes, self.generic(w, ins, write, strong), w.order)
+        access = self.generic(w, ins, write, strong, together=True)
+        self.shared_lanes(cta, offsets, nbytes, access, w.order)
 
     def shared_lanes(self, cta, offsets: np.ndarray, nbytes: int, access: Access, clock) -> None:
         """Lanes access `nbytes` each at these offsets."""
@@ -457,10 +474,12 @@ class OrderChecker:
             addresses = log[i, 1:]
             if mask != FULL_MASK:
                 addresses = addresses[lanes(mask)]
-            self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses.copy())
+            self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses.copy(), mask)
 
-    def lane_access(self, w, ins: Instr, addresses: np.ndarray, strong: bool = False) -> None:
-        """Lanes execute a load, a store or an atomic at these addresses."""
+    def lane_access(
+        self, w, ins: Instr, addresses: np.ndarray, mask: int = FULL_MASK, strong: bool = False
+    ) -> None:
+        """Lanes (those of the mask) execute a load, a store or an atomic at these addresses."""
         form = self._forms.get(ins.index)
         if form is None:
             row = row_of(ins.opcode)
@@ -469,8 +488,8 @@ class OrderChecker:
         if space == "generic":
             windows = (addresses >> np.uint64(WINDOW_SHIFT)).tolist()
             if windows.count(windows[0]) != len(windows):
-                for i in range(len(addresses)):
-                    self.lane_access(w, ins, addresses[i : i + 1], strong)
+                for i, lane in enumerate(lanes(mask)):
+                    self.lane_access(w, ins, addresses[i : i + 1], 1 << lane, strong)
                 return
             if windows[0] > 1:
                 return  # local memory
@@ -478,41 +497,84 @@ class OrderChecker:
         parts = [(0, nbytes)] if ins.used_bytes is None else runs(ins.used_bytes)
         if space == "global":
             for first, count in parts:
-                access = self.generic(w, ins, write, strong)
+                access = self.generic(w, ins, write, strong, mask)
                 self.global_rows(addresses + np.uint64(first) if first else addresses, count, access, w.order)
             return
         for first, count in parts:
             self._lane_shared(
-                w, ins, addresses + np.uint64(first) if first else addresses, count, write, strong
+                w, ins, addresses + np.uint64(first) if first else addresses, count, write, strong, mask
             )
 
     def _lane_shared(
-        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool
+        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool, mask: int
     ) -> None:
+        access = self.generic(w, ins, write, strong, mask)
         ranks = (addresses >> np.uint64(CTA_RANK_SHIFT) & np.uint64(0xFF)).tolist()
         offsets = addresses & np.uint64(OFFSET_MASK)
         for rank in dict.fromkeys(ranks):
-            chosen = offsets if ranks.count(rank) == len(ranks) else offsets[[r == rank for r in ranks]]
-            self.shared_rows(w, ins, w.cta.cluster.ctas[rank], chosen, nbytes, write, strong)
+            cta = w.cta.cluster.ctas[rank]
+            if ranks.count(rank) == len(ranks):
+                chosen, executing = offsets, lane_numbers(mask)
+            else:
+                picked = [r == rank for r in ranks]
+                chosen, executing = offsets[picked], lane_numbers(mask)[picked]
+            self.shared_lanes(cta, chosen, nbytes, access, w.order)
+            if not strong:
+                self._between_lanes(w, access, cta, chosen, nbytes, executing)
+
+    def _between_lanes(self, w, access: Access, cta, offsets: np.ndarray, nbytes: int, executing) -> None:
+        """Lanes of one warp access one place, one of them writes, and they have not met in between."""
+        unit = self.units[False]
+        where, per = offsets.astype(np.intp) // unit, max(nbytes // unit, 1)
+        if per > 1:
+            where = (where[:, None] + np.arange(per)).reshape(-1)
+            executing = np.repeat(executing, per)
+        lanes_of, tag = cta.order.lanes, w.order.tag
+        together = len(offsets) > 1 and (offsets == offsets[0]).all()
+        for kind in ("write", "read") if access.write else ("write",):
+            numbers, tags, accesses = lanes_of[kind]
+            other = numbers[where]
+            strange = (tags[where] == tag) & (other != executing) & (other != EACH)
+            if strange.any() and not together:
+                at = int(np.argmax(strange))
+                first = self.ledger.accesses[int(accesses[where[at]])]
+                self.report(
+                    "lanes of a warp that nothing orders",
+                    f"{SHARED}, {shared_place(cta, int(where[at]) * unit, unit)}",
+                    f"{first.describe()}, lane {int(other[at]) if other[at] < SEVERAL else 'several'}",
+                    f"{access.describe()}, lane {int(executing[at])}",
+                    "bar.warp.sync between them", (first.ins.line, access.ins.line),
+                )  # fmt: skip
+        numbers, tags, accesses = lanes_of["write" if access.write else "read"]
+        if together:
+            numbers[where] = EACH if access.write else SEVERAL
+        elif access.write:
+            numbers[where] = executing
+        else:
+            numbers[where] = np.where(
+                (tags[where] == tag) & (numbers[where] != executing), SEVERAL, executing
+            )
+        tags[where] = tag
+        accesses[where] = self.ledger.number(access)
 
     # ---- fences and synchronising accesses --------------------------------------------------------------------
 
-    def fence(self, w, ins: Instr) -> None:
+    def fence(self, w, ins: Instr, mask: int) -> None:
         """fence and membar in all their forms (PTX ISA 9.7.13.4)."""
         agent, parts = w.order, ins.parts
         if "mbarrier_init" in parts:
-            agent.fence(BASE, BARRIERS)
+            agent.fence(BASE, BARRIERS, mask)
         elif "proxy" in parts:
             if any(part.startswith("async") for part in parts):
                 if not any(part.endswith("global") for part in parts):
-                    agent.fence(BASE, ASYNC_SHARED)
+                    agent.fence(BASE, ASYNC_SHARED, mask)
                 if not any("shared" in part for part in parts):
-                    agent.fence(BASE, ASYNC_GLOBAL)
+                    agent.fence(BASE, ASYNC_GLOBAL, mask)
         else:
             if "release" not in parts:  # fence.acquire, .acq_rel, .sc
                 agent.acquire_seen()
             if "acquire" not in parts:
-                agent.fence(BASE, FENCED)
+                agent.fence(BASE, FENCED, mask)
                 agent.fence_scope = next((part for part in parts if part in SCOPES), "gpu")
 
     def tensor_fence(self, w, before: bool) -> None:
@@ -526,7 +588,7 @@ class OrderChecker:
         space = space_of(ins)
         if space == "local":
             return
-        self.lane_access(w, ins, addresses, strong=True)
+        self.lane_access(w, ins, addresses, mask, strong=True)
         updates = ins.parts[0] in ("atom", "red")
         acquires = "acquire" in ins.parts or "acq_rel" in ins.parts
         releases = "release" in ins.parts or "acq_rel" in ins.parts
@@ -542,7 +604,7 @@ class OrderChecker:
             if updates or ins.parts[0] == "ld":
                 self.acquire_place(w, place, scope, relaxed=not acquires)
             if updates or ins.parts[0] == "st":
-                self.release_place(w, place, scope, relaxed=not releases, replaces=not updates)
+                self.release_place(w, mask, place, scope, relaxed=not releases, replaces=not updates)
 
     def acquire_place(self, w, place, scope: str, relaxed: bool) -> None:
         """Know what others released at a place of memory, as far as both scopes reach."""
@@ -562,7 +624,7 @@ class OrderChecker:
                     else:
                         agent.acquire(rows, {})
 
-    def release_place(self, w, place, scope: str, relaxed: bool, replaces: bool) -> None:
+    def release_place(self, w, mask: int, place, scope: str, relaxed: bool, replaces: bool) -> None:
         """Publish at a place of memory. replaces: a store ends what earlier ones released there."""
         agent, cta = w.order, w.cta
         entries = self._synchronised.setdefault(place, {})
@@ -570,7 +632,7 @@ class OrderChecker:
             scope = min(
                 scope, agent.fence_scope or "sys", key=lambda s: SCOPES.index("gpu" if s == "gl" else s)
             )
-        rows = agent.published(relaxed)[:PUBLISHED].copy()
+        rows = agent.published(mask, relaxed)[:PUBLISHED].copy()
         clock = {agent.domain.number: rows, **agent.foreign}
         if replaces:
             entries.clear()
@@ -582,16 +644,14 @@ class OrderChecker:
 
     # ---- mbarriers --------------------------------------------------------------------------------------------
 
-    def barrier_init(self, w, ins: Instr, barrier) -> None:
+    def barrier_init(self, w, ins: Instr, barrier, mask: int) -> None:
         """mbarrier.init."""
-        barrier.order = BarrierOrder(w.order.domain, self.generic(w, ins, True))
+        barrier.order = BarrierOrder(w.order.domain, self.generic(w, ins, True, mask=mask))
 
     def barrier_used(self, w, ins: Instr, barrier) -> None:
         """A warp arrives at an mbarrier or waits on it: its initialisation must be visible to it."""
         init, agent = barrier.order.init, w.order
-        if init.component != agent.component and not (
-            self.known(init, agent) or self.known(init, agent, BARRIERS)
-        ):
+        if not (self.known(init, agent) or self.known(init, agent, BARRIERS)):
             self._early(
                 init, ins, f"warp {w.index}", w.cta, barrier, "bar.sync or a cluster barrier between them"
             )
@@ -613,12 +673,12 @@ class OrderChecker:
             second.describe().replace(" writes:", " uses it:"), remedy, (init.ins.line, ins.line),
         )  # fmt: skip
 
-    def arrive(self, w, ins: Instr, barrier) -> None:
+    def arrive(self, w, ins: Instr, barrier, mask: int) -> None:
         """A warp arrives."""
         self.barrier_used(w, ins, barrier)
         if barrier.cta is not w.cta:
-            self.arrival(barrier, self.generic(w, ins, True))
-        w.order.release(barrier.order.collected, "relaxed" in ins.parts)
+            self.arrival(barrier, self.generic(w, ins, True, mask=mask))
+        w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts)
 
     def arrive_op(self, op: Operation, barrier) -> None:
         """An operation's completion arrives, or completes bytes."""
@@ -643,6 +703,7 @@ class OrderChecker:
             w.order.see(order.done)
         else:
             w.order.acquire(order.done, order.done_foreign)
+            self.lanes_meet(w)
 
     def loads_on(self, op: Operation, barrier, write: bool = True, generic: bool = False) -> Access:
         """The access of a copy that completes in an mbarrier's present phase."""
@@ -654,7 +715,8 @@ class OrderChecker:
         """A warp arrives at a barrier of threads (`barrier.order`, None at the start of each use)."""
         if barrier.order is None:
             barrier.order = Clock(w.order.domain)
-        w.order.release(barrier.order, relaxed)
+        w.order.release(barrier.order, FULL_MASK, relaxed)
+        self.lanes_meet(w)
 
     def pass_barrier(self, w, clock: Clock, relaxed: bool = False) -> None:
         """A warp has waited for a barrier of threads."""
@@ -742,9 +804,9 @@ class OrderChecker:
         self.passed(w, name)
         self.passed(w, name, row=TENSOR_OWN)
 
-    def commit(self, w, ins: Instr) -> Operation:
+    def commit(self, w, ins: Instr, mask: int) -> Operation:
         """tcgen05.commit: publishes the operations before it and, as a fence::before_thread_sync does, orders them."""
-        op = self.after(w, ins, "tcgen05")
+        op = self.after(w, ins, "tcgen05", mask)
         op.tensor = True
         return op
 
@@ -752,10 +814,7 @@ class OrderChecker:
         """tcgen05.dealloc: all accesses to the columns are over."""
         shadow = w.cta.order.tensor
         where = (slice(None), slice(column, column + columns))
-        access = Access(
-            w.order.domain, w.order.component, w.order.count(), ins=ins, agent=f"warp {w.index}",
-            cta=w.cta.coords, write=True, generic=True,
-        )  # fmt: skip
+        access = self.generic(w, ins, True, together=True)
         firsts = [self.ledger.accesses[number] for number in distinct(shadow.writes[where]) if number]
         for number in distinct(shadow.reads[where]):
             firsts += self.ledger.sets[number]
@@ -772,6 +831,15 @@ class OrderChecker:
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------
+
+
+SEVERAL, EACH = 64, 255  # instead of a lane: several have read; every lane has written the same place
+
+
+@cache
+def lane_numbers(mask: int) -> np.ndarray:
+    """The lanes in a mask, uint8. Read-only."""
+    return np.array(lanes(mask), np.uint8)
 
 
 _SPANS: dict[int, tuple[np.ndarray, tuple[int, int, bool]]] = {}

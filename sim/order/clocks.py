@@ -23,11 +23,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from warpspec.sim.lanes import FULL_MASK
+
 BASE, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED = range(6)
 PUBLISHED = 6  # rows that travel
 TENSOR_OWN, FENCED, SEEN, MAP = range(6, 10)
 ROWS = 10
 STEP = 32  # components by which a clock grows
+
+MOST_PARTS = 8  # sets of lanes that a warp's accesses are told apart by
 
 Foreign = dict[int, np.ndarray]  # other clusters' clocks, by domain
 
@@ -112,59 +116,112 @@ class Snapshot:
         self.domain, self.rows, self.foreign = domain, rows, foreign
 
 
-class Agent(Clock):
-    """The clock of a warp. `component` counts its own accesses: those between two publications have one count."""
+class Part:
+    """Accesses of some lanes of a warp. synced: how many the warp's other lanes know of (its last warp barrier)."""
 
-    __slots__ = ("accesses", "component", "fence_scope", "sealed", "seen_foreign", "snapshot")
+    __slots__ = ("component", "epoch", "mask", "synced")
+
+    def __init__(self, mask: int, component: int):
+        self.mask, self.component = mask, component
+        self.epoch = -1
+        self.synced = 0
+
+
+class Agent(Clock):
+    """The clock of a warp, whose lanes share it but for their own accesses since the last warp barrier.
+
+    Accesses of one set of lanes have a component (`Part`). Those between two publications have one count.
+    """
+
+    __slots__ = ("accesses", "epoch", "fence_scope", "loose", "parts", "seen_foreign", "snapshot", "tag")
 
     def __init__(self, domain: Domain):
-        self.component = domain.component()
         super().__init__(domain, ROWS)
-        self.sealed = True  # the present count has been published: the next access has a new one
+        self.parts: dict[int, Part] = {}
+        self.loose: list[Part] = []  # parts with accesses since the last warp barrier
+        self.epoch = 0  # grows with every publication: accesses behind it have a new count
         self.snapshot: Snapshot | None = None
-        self.accesses: dict = {}  # accesses at this count, by instruction and kind
+        self.accesses: dict = {}  # accesses at this count, by instruction, kind and lanes
         self.fence_scope = ""
         self.seen_foreign: Foreign = {}
+        self.tag = 0  # names the time since the last warp barrier, among all warps
 
-    def count(self) -> int:
+    def part(self, mask: int) -> Part:
+        """The part that stands for these lanes; all lanes at once where a warp has too many."""
+        found = self.parts.get(mask)
+        if found is None:
+            mask = mask if len(self.parts) < MOST_PARTS else FULL_MASK
+            found = self.parts.get(mask) or Part(mask, self.domain.component())
+            self.parts[mask] = found
+            if found.component >= self.rows.shape[1]:
+                self.rows = wider(self.rows, found.component + STEP)
+        return found
+
+    def count(self, part: Part) -> int:
         """The count of an access that takes place now."""
-        if self.sealed:
-            self.sealed = False
-            self.rows[BASE, self.component] += 1
+        if part.epoch != self.epoch:
+            part.epoch = self.epoch
+            self.rows[BASE, part.component] += 1
             self.accesses = {}
             self.snapshot = None
-        return int(self.rows[BASE, self.component])
+            if part not in self.loose:
+                self.loose.append(part)
+        return int(self.rows[BASE, part.component])
+
+    def meet(self, tag: int) -> None:
+        """The lanes have met at a barrier: each knows what the others have accessed."""
+        for part in self.loose:
+            part.synced = int(self.rows[BASE, part.component])
+        self.loose = []
+        self.tag = tag
 
     def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
         """Know what a synchronisation object published."""
         self.join(rows, foreign)
         self.snapshot = None
 
-    def release(self, into: Clock, relaxed: bool = False) -> None:
-        """Publish to a synchronisation object. relaxed: only what a fence precedes."""
-        into.join(self.published(relaxed), self.foreign)
-
-    def published(self, relaxed: bool = False) -> np.ndarray:
-        """The rows to publish now; later accesses are not among them."""
-        self.sealed = True
-        if not relaxed:
+    def known_to(self, mask: int) -> np.ndarray:
+        """The rows as some of the lanes know them: without what other lanes have accessed since they met."""
+        strange = [part for part in self.loose if part.mask & ~mask]
+        if not strange:
             return self.rows
-        rows = self.rows[:PUBLISHED].copy()
+        rows = self.rows.copy()
+        for part in strange:
+            column = rows[: BARRIERS + 1, part.component]
+            np.minimum(column, part.synced, out=column)
+        return rows
+
+    def release(self, into: Clock, mask: int, relaxed: bool = False) -> None:
+        """Publish to a synchronisation object what lanes know. relaxed: only what a fence precedes."""
+        into.join(self.published(mask, relaxed), self.foreign)
+
+    def published(self, mask: int, relaxed: bool = False) -> np.ndarray:
+        """The rows that lanes publish now; later accesses are not among them."""
+        rows = self.known_to(mask)
+        self.epoch += 1
+        if not relaxed:
+            return rows
+        rows = rows[:PUBLISHED].copy()
         fenced = self.rows[FENCED]
         np.minimum(rows[: ASYNC_GLOBAL + 1], fenced, out=rows[: ASYNC_GLOBAL + 1])
         return rows
 
-    def freeze(self) -> Snapshot:
-        """The clock for an asynchronous operation that is issued now."""
-        self.sealed = True
+    def freeze(self, mask: int) -> Snapshot:
+        """The clock for an asynchronous operation that lanes issue now."""
+        rows = self.known_to(mask)
+        if rows is not self.rows:
+            self.epoch += 1
+            return Snapshot(self.domain, rows, self.foreign)
         if self.snapshot is None:
+            self.epoch += 1
             self.snapshot = Snapshot(self.domain, self.rows.copy(), self.foreign)
         return self.snapshot
 
-    def fence(self, source: int, target: int) -> None:
-        """What is known in one row is known in another; later accesses are not."""
-        np.maximum(self.rows[target], self.rows[source], out=self.rows[target])
-        self.sealed = True
+    def fence(self, source: int, target: int, mask: int = FULL_MASK) -> None:
+        """What lanes know in one row is known in another; later accesses are not."""
+        rows = self.known_to(mask)
+        np.maximum(self.rows[target], rows[source], out=self.rows[target])
+        self.epoch += 1
         self.snapshot = None
 
     def passed(self, row: int, component: int, count: int) -> None:
