@@ -24,7 +24,7 @@ from warpspec.sim.order import wgmma_registers
 from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.registry import Family, find, handler
 
-SECONDS = 20  # a mutant that runs longer hangs
+SECONDS = 10  # a mutant that runs longer hangs
 NOTHING, TRUE = "mutant.nothing", "mutant.true"  # opcodes that stand for what is deleted
 
 if find(NOTHING) is None:
