@@ -37,6 +37,7 @@ class Launch:
     params: int  # address of the parameter buffer
     sm_count: int
     symbol_addresses: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
+    registers: int | None = None  # of a thread, as compiled; None: not known
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
 
     @property

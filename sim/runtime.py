@@ -139,8 +139,12 @@ def execute(
     clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
     shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and independent(program.kernel) else 1
 
+    registers = resources.registers if resources else None
+
     def launch(share: int) -> Launch:
-        return Launch(grid, block, cluster, dynamic_smem, buffer.address, sms, addresses, (share, shares))
+        return Launch(
+            grid, block, cluster, dynamic_smem, buffer.address, sms, addresses, registers, (share, shares)
+        )
 
     try:
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
@@ -158,7 +162,7 @@ def execute(
         grid=grid,
         cluster=cluster,
         block=block,
-        registers=resources.registers if resources else None,
+        registers=registers,
         local_bytes=resources.local_bytes if resources else None,
         static_smem=resources.static_smem if resources else 0,
         dynamic_smem=dynamic_smem,

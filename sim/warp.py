@@ -79,6 +79,7 @@ class Cta:
         self.smem = smem
         self.warps: list[Warp] = []
         self.order = None  # what the order checker keeps of it
+        self.spare_registers = [0]  # given up by its warps
         self.live_warps = 0
         self.pending = 0  # asynchronous operations that its warps issued and that have not taken effect
         self.mbarriers: dict[int, object] = {}

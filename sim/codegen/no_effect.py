@@ -1,4 +1,4 @@
-"""Instructions that change no value in the simulator: hints, fences, register budgets, timing."""
+"""Instructions that change no value in the simulator: hints, fences, timing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from warpspec.sim.instruction import Instr
 from warpspec.sim.registry import Family, translator
 
 
-@translator("setmaxnreg", "nanosleep", "pmevent", family=Family.MISCELLANEOUS, destinations=0)
+@translator("nanosleep", "pmevent", family=Family.MISCELLANEOUS, destinations=0)
 def timing(e: Emitter, ins: Instr) -> None:
-    """Register budgets and time are not simulated."""
+    """Time is not simulated."""
 
 
 @translator("prefetch", "prefetchu", "discard", "applypriority", family=Family.MEMORY, destinations=0)

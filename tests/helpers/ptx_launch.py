@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 
+from warpspec.common.cubin import KernelResources
 from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.report import LaunchReport
 from warpspec.sim.runtime import execute
@@ -40,6 +41,7 @@ def launch(
     seed: int = 0,
     check: str | None = None,
     target: str = "sm_100a",
+    registers: int | None = None,
 ) -> LaunchReport:
     """Run `body` as a kernel whose .u64 parameters are the arrays' addresses, then .u32 scalars.
 
@@ -53,17 +55,9 @@ def launch(
     blob += b"".join(struct.pack("<I", value & 0xFFFFFFFF) for value in scalars.values())
     text = HEADER.format(variables=variables, parameters=", ".join(parameters), body=body)
     text = text.replace(".target sm_100a", f".target {target}")
-    report = execute(
-        text,
-        "kernel",
-        grid=grid,
-        block=block,
-        cluster=cluster,
-        params=blob,
-        gmem=gmem,
-        seed=seed,
-        check=check,
-    )
+    resources = None if registers is None else KernelResources(registers, 0, 0, 0, 1024)
+    options = dict(grid=grid, block=block, cluster=cluster, params=blob, gmem=gmem, seed=seed)
+    report = execute(text, "kernel", **options, resources=resources, check=check)
     for name, array in arrays.items():
         array[...] = staged[name].array.view(array.dtype).reshape(array.shape)
     return report

@@ -299,3 +299,21 @@ def test_try_wait_that_is_not_repeated_fails_under_some_seed():
         launch(code, {"out": out}, block=(64, 1, 1), seed=seed)
         seen.add(int(out[0]))
     assert seen == {0, 1}
+
+
+def budget(consumers: int) -> str:
+    """Two warpgroups: the first gives registers up, the second asks for more."""
+    return f"""
+  mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 128; @%p1 bra GIVE;
+  setmaxnreg.inc.sync.aligned.u32 {consumers}; bra END;
+GIVE: setmaxnreg.dec.sync.aligned.u32 24;
+END:
+"""
+
+
+def test_more_registers_than_the_cta_was_launched_with_are_a_deadlock():
+    launch(budget(232), block=(256, 1, 1), registers=128)
+    with pytest.raises(
+        Deadlock, match=r"setmaxnreg\.inc to 240 registers a thread.*launched with 128 a thread"
+    ):
+        launch(budget(240), block=(256, 1, 1), registers=128)
