@@ -150,8 +150,11 @@ def execute(
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
         if check == "order":
             stats.findings |= wgmma_registers.check(program)
-        if stats.findings:
-            raise OrderError(list(stats.findings.values()), kernel)
+        errors = [finding for finding in stats.findings.values() if not finding.tolerated]
+        if errors:
+            raise OrderError(errors, kernel)
+        for finding in stats.findings.values():
+            stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}")
     finally:
         gmem.free(buffer.address)
         for table in tables:
@@ -188,9 +191,10 @@ def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, 
     try:
         machine.run()
     except SimError as error:
-        if order is None or not order.found:
+        errors = [] if order is None else [f for f in order.found.values() if not f.tolerated]
+        if not errors or isinstance(error, OrderError):
             raise
-        raise OrderError(list(order.found.values()), program.kernel.name) from error
+        raise OrderError(errors, program.kernel.name) from error
     if order is not None:
         stats.findings = order.found
         if launch.share[1] > 1:

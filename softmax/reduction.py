@@ -169,6 +169,7 @@ class ClusterRounds:
     @cute.jit
     def publish(self, state: tuple, row, round_):
         """Send the CTA's state to all CTAs of the cluster, itself too; called by one warp."""
+        cute.arch.sync_warp()  # all lanes have read the warps' states: who gets this one may write them again
         lane = cute.arch.lane_idx()
         buffer = round_ % BUFFERS
         if lane < self.cluster:

@@ -273,11 +273,12 @@ class OrderChecker:
             second.describe(),
             remedy,
             (first.ins.line, second.ins.line),
+            findings.is_tolerated(first, missing),
         )
 
-    def report(self, kind, place, first, second, remedy, lines) -> None:
+    def report(self, kind, place, first, second, remedy, lines, tolerated: bool = False) -> None:
         """Add a finding, once for each pair of instructions."""
-        self.found.setdefault((kind, lines), Finding(kind, place, first, second, remedy, lines))
+        self.found.setdefault((kind, lines), Finding(kind, place, first, second, remedy, lines, tolerated))
         if self.first_only and not self._holding:
             raise findings.OrderError(list(self.found.values()), self.program.kernel.name)
 
@@ -824,7 +825,7 @@ class OrderChecker:
                 self.report(
                     "tensor memory is freed while it is in use", tensor_place(w.cta, where), first.describe(),
                     access.describe().replace(" writes:", " frees it:"), remedy,
-                    (first.ins.line, ins.line),
+                    (first.ins.line, ins.line), findings.is_tolerated(first, BASE, freed=True),
                 )  # fmt: skip
         shadow.writes[where] = 0
         shadow.reads[where] = 0

@@ -64,6 +64,15 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
     return "accesses that nothing orders", wait_for(first) + ", then a barrier that the second waits for"
 
 
+def is_tolerated(first: Access, missing: int, freed: bool = False) -> bool:
+    """Whether hardware is known to do without: NVIDIA's own examples read an accumulator behind tcgen05.commit and its
+    mbarrier without a fence, and free tensor memory behind loads whose registers they have used, not waited for."""
+    name = first.ins.opcode
+    return (missing == TENSOR and name.startswith(("tcgen05.mma", "tcgen05.cp"))) or (
+        freed and name.startswith("tcgen05.ld")
+    )
+
+
 def wait_for(first: Access) -> str:
     """What completes an access, for its own thread or another."""
     name = first.ins.opcode
@@ -89,7 +98,8 @@ class Finding:
     """Something that the memory model does not order.
 
     kind: the class of defect, in a few words. place: where in memory. first, second: the accesses, as executed here.
-    remedy: what would order them. lines: their PTX lines.
+    remedy: what would order them. lines: their PTX lines. tolerated: the ISA asks for it, and public kernels that work
+    leave it out: a warning.
     """
 
     kind: str
@@ -98,6 +108,7 @@ class Finding:
     second: str
     remedy: str
     lines: tuple[int, ...] = ()
+    tolerated: bool = False
 
     def __str__(self) -> str:
         rows = (("first", self.first), ("second", self.second), ("needed", self.remedy))

@@ -251,10 +251,14 @@ def run(body: str, seed: int = 0, **options):
     )
 
 
+TOLERATED = ("tcgen05.wait::ld before tensor memory is freed",)  # by hardware: a warning
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_correct_kernel_is_clean(name):
     _, options, body = CASES[name]
-    run(re.sub(r"\[\[(.*?)(\|\|.*?)?\]\]", r"\1", body, flags=re.S), **options)
+    report = run(re.sub(r"\[\[(.*?)(\|\|.*?)?\]\]", r"\1", body, flags=re.S), **options)
+    assert not report.warnings
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -262,6 +266,9 @@ def test_the_correct_kernel_is_clean(name):
 def test_the_defect_is_found(name, seed):
     kind, options, body = CASES[name]
     body = re.sub(r"\[\[.*?(?:\|\|(.*?))?\]\]", lambda m: m.group(1) or "", body, flags=re.S)
+    if name in TOLERATED:
+        assert any(kind in warning for warning in run(body, seed, **options).warnings)
+        return
     with pytest.raises(sim.SimError) as caught:
         run(body, seed, **options)
     if name == "tcgen05.commit before tensor memory is freed" and isinstance(caught.value, sim.TmemFault):
