@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -25,6 +26,11 @@ PAGE_STEP, PAGE_LARGE = 16, 128
 SEARCH_ROUNDS = 3
 MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 
+# Words of what is kept of a cut of the line (``device.line``): a cursor, in shared memory; a join record, in global
+# memory.
+CURSOR_WORDS, JOIN_WORDS = 3, 9
+PIECE_STATISTICS = 4  # fp32 behind the D columns of a row of a piece's state: maximum, sum, two unused
+
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
 # stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
 # reference follows every step: then the largest P of a row is exactly 1, and its rounding error 0. Nothing less
@@ -40,11 +46,11 @@ class KernelFeatures:
     dtype: "bfloat16" or "float16". head_dim: D. shared_kv: K and V are one tensor. pack: query heads of one KV group
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
-    partial results, one for each split of the keys, are written. page_size: keys of a page of K and V, 0 where they are
-    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q,
-    packed_k: requests' queries, keys stand one behind another.
-    many_queries: some request of packed queries has more than a tile's, as far as the host knows. exact_maximum: O is
-    rescaled whenever the maximum moves. The rest: which optional operands there are.
+    partial results, one for each split of the keys, are written. chunked: CTAs do chunks of the line (``line``), and
+    may leave states of pieces of tiles. page_size: keys of a page of K and V, 0 where they are not paged. bias: its
+    dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q, packed_k: requests' queries, keys
+    stand one behind another. many_queries: some request of packed queries has more than a tile's, as far as the host
+    knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
     dtype: str
@@ -70,6 +76,8 @@ class KernelFeatures:
     packed_k: bool = False
     many_queries: bool = False
     exact_maximum: bool = False
+    chunked: bool = False
+    cuts_line: ClassVar[bool] = False  # whether the architecture's kernel can be chunked
 
     def __post_init__(self):
         assert self.bias in (None, *BIAS_BYTES)
@@ -77,6 +85,7 @@ class KernelFeatures:
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
         assert not (self.packed_q and self.bias)
+        assert not (self.splits and self.chunked)
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
 
     @property
@@ -102,6 +111,11 @@ class KernelFeatures:
         return self.row_group_size // self.pack
 
     @property
+    def column_parts(self) -> int:
+        """Parts of O's columns that have consumers of their own."""
+        return 1
+
+    @property
     def queries(self) -> int:
         """Queries of an M tile."""
         return self.row_groups * self.row_group_queries
@@ -125,6 +139,11 @@ class KernelFeatures:
     @property
     def rings(self) -> tuple[str, ...]:
         return ("k",) if self.shared_kv else ("k", "v")
+
+    @property
+    def piece_columns(self) -> int:
+        """fp32 numbers of a row in a piece's state."""
+        return self.head_dim + PIECE_STATISTICS
 
     # KV tiles, of ``tile_n`` keys, which a configuration adds.
 
@@ -191,10 +210,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def features(problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool) -> dict:
+def features(
+    problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool = False, chunked: bool = False
+) -> dict:
     """The fields of ``KernelFeatures`` for a problem.
 
-    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later.
+    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length.
     """
     return {
         "dtype": dtype_name(problem.dtype),
@@ -220,6 +241,7 @@ def features(problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool)
         "packed_k": problem.packed_k,
         "many_queries": problem.packed_q and problem.seq_q > tile_m // pack,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
+        "chunked": chunked,
     }
 
 

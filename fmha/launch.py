@@ -15,7 +15,8 @@ import torch
 
 from warpspec.common.launch import Target
 from warpspec.fmha.combine import COMBINE, CombineConfig
-from warpspec.fmha.features import dtype_name
+from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, dtype_name
+from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.problem import AttentionProblem
@@ -45,8 +46,8 @@ def check_supported(problem: AttentionProblem, target: Target) -> None:
 class Prepared(NamedTuple):
     """A problem ready to run on a target.
 
-    attention, combine: functions of the kernels' arguments; combine is None where the keys are not split. numbers:
-    among the attention kernel's arguments.
+    attention, combine: functions of the kernels' arguments. combine: of the second launch, which combines splits or
+    joins pieces, None where there is none. numbers: among the attention kernel's arguments.
     """
 
     target: Target
@@ -64,17 +65,27 @@ class Prepared(NamedTuple):
         with self.target.current():
             if self.combine is None:
                 return self.attention(*operands, *self.numbers)
+            if self.plan.config.chunked:
+                pieces, joins = piece_workspace(self.plan, operands.o.device)
+                first = self.attention(*operands._replace(pieces=pieces, joins=joins), *self.numbers)
+                results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
+                return both(first, self.combine(pieces, joins, *results))
             partial = partial_results(operands.o, self.plan.splits)
             o, row_max, row_sum = partial
             parts = operands._replace(o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
             first = self.attention(*parts, *self.numbers)
             results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
             second = self.combine(*partial, *results, operands.cu_seqlens_q)
-        if first is None:
-            return None
-        from warpspec import sim
+        return both(first, second)
 
-        return sim.remember(first + second)
+
+def both(first, second):
+    """The simulator's report of two launches, None of native ones."""
+    if first is None:
+        return None
+    from warpspec import sim
+
+    return sim.remember(first + second)
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +99,8 @@ def prepare(problem: AttentionProblem, target: Target, seed: int = 0) -> Prepare
     combine = None
     if found.splits > 1:
         combine = COMBINE.launcher(combine_config(problem, found.splits), target, seed=seed)
+    if found.config.chunked:
+        combine = JOIN.launcher(join_config(problem, found.config), target, seed=seed)
     return Prepared(target, found, launch_numbers(problem, found), attention, combine)
 
 
@@ -104,6 +117,20 @@ def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
     )
 
 
+def join_config(problem: AttentionProblem, config: KernelFeatures) -> JoinConfig:
+    """The kernel that joins the pieces that a kernel of ``config`` leaves."""
+    return JoinConfig(
+        problem.head_dim,
+        config.pack,
+        config.row_group_size,
+        config.row_groups,
+        dtype=dtype_name(problem.o_dtype),
+        normalize=problem.normalize,
+        has_sink=problem.has_sink,
+        has_lse=problem.return_lse,
+    )
+
+
 def compiled(problem: AttentionProblem, target: Target) -> tuple:
     """What ``cute.compile`` makes of a problem's kernels, the attention kernel first. Needs no GPU."""
     found = plan(problem, target)
@@ -111,7 +138,19 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
     if found.splits > 1:
         config = combine_config(problem, found.splits)
         kernels.append(COMBINE.compiled(config, target.arch, native=target.native))
+    if found.config.chunked:
+        config = join_config(problem, found.config)
+        kernels.append(JOIN.compiled(config, target.arch, native=target.native))
     return tuple(kernels)
+
+
+def piece_workspace(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``)."""
+    rows = plan.config.row_groups * plan.config.row_group_size
+    return (
+        torch.empty(2 * plan.ctas, rows, plan.config.piece_columns, dtype=torch.float32, device=device),
+        torch.empty(plan.ctas, JOIN_WORDS, dtype=torch.int32, device=device),
+    )
 
 
 def partial_results(o: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

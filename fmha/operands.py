@@ -18,7 +18,8 @@ class Operands(NamedTuple):
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
 
     o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
-    attention kernel have one more dimension in front, the splits.
+    attention kernel have one more dimension in front, the splits. Where work is cut by length (``line``), pieces
+    [2 CTAs, rows, D + 4] fp32 and joins [CTAs, 9] int32 are a workspace.
     """
 
     q: Any
@@ -35,6 +36,8 @@ class Operands(NamedTuple):
     bias: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    pieces: Any = None
+    joins: Any = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -43,7 +46,8 @@ class Operands(NamedTuple):
 
 
 OUTPUTS = ("o", "lse", "row_max", "row_sum")
-INPUTS = tuple(name for name in Operands._fields if name not in OUTPUTS)
+WORKSPACE = ("pieces", "joins")
+INPUTS = tuple(name for name in Operands._fields if name not in (*OUTPUTS, *WORKSPACE))
 
 
 class Options(NamedTuple):

@@ -72,8 +72,10 @@ class AttentionProblem:
     has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
     packed_q: bool = False  # q is [1, T, Hq, D], cu_seqlens_q says which rows are whose
     packed_k: bool = False  # k and v are [1, Tk, Hkv, D], likewise
-    # T, of packed queries. Problems that differ in it alone are equal, so that one plan serves them.
+    # T, of packed queries. Problems that differ in it alone, within a power of two, are equal, so that a plan serves
+    # many; least_q is that power of two, no larger than T.
     total_q: int | None = field(default=None, compare=False)
+    least_q: int | None = None
     page_size: int | None = None  # keys to a page; None: no page table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
 
@@ -272,6 +274,7 @@ def _packed(operands: Operands, options: Options) -> dict:
         "packed_q": True,
         "packed_k": page_table is None,
         "total_q": total_q,
+        "least_q": 1 << total_q.bit_length() >> 1,
     }
 
 

@@ -94,27 +94,42 @@ class Combine:
         if cutlass.const_expr(config.ways > 1):
             total = add_ways(config, thread, total, values)
 
-        if in_range & (way == 0):
-            empty = Boolean(total == Float32(0.0))
-            factor = Float32(1.0)
-            if cutlass.const_expr(config.normalize):
-                divisor = total
-                if cutlass.const_expr(config.has_sink):
-                    exponent = (sink[head].to(Float32) - finite(maximum)) * LOG2_E
-                    divisor = total + cute.math.exp2(exponent, fastmath=True)
-                factor = Float32(1.0) / divisor
-            target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)
-            converted = cute.make_rmem_tensor(VECTOR, o.element_type)
-            for i in cutlass.range_constexpr(VECTOR):
-                value = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))
-                converted[i] = value.to(o.element_type)
-            cute.autovec_copy(converted, target)
-            if column == 0:
-                if cutlass.const_expr(config.has_lse):
-                    lse[batch, head, query] = maximum + cute.math.log2(total, fastmath=True) * LN_2
-                if cutlass.const_expr(not config.normalize):
-                    row_max[batch, head, query] = maximum
-                    row_sum[batch, head, query] = total
+        place = (batch, query, head)
+        outputs = (sink, o, lse, row_max, row_sum)
+        write_row(config, in_range & (way == 0), place, column, maximum, total, values, outputs)
+
+
+@cute.jit
+def write_row(
+    config: cutlass.Constexpr, writes, place: cutlass.Constexpr, column, maximum, total, values, outputs
+):
+    """Write VECTOR columns of a row, and once a row its statistics.
+
+    config: ``CombineConfig`` or ``JoinConfig``. place: (batch, query, head). column: in units of VECTOR. maximum,
+    total, values (VECTOR): the row's state. outputs: (sink, o, lse, row_max, row_sum).
+    """
+    (batch, query, head), (sink, o, lse, row_max, row_sum) = place, outputs
+    if writes:
+        empty = Boolean(total == Float32(0.0))
+        factor = Float32(1.0)
+        if cutlass.const_expr(config.normalize):
+            divisor = total
+            if cutlass.const_expr(config.has_sink):
+                exponent = (sink[head].to(Float32) - finite(maximum)) * LOG2_E
+                divisor = total + cute.math.exp2(exponent, fastmath=True)
+            factor = Float32(1.0) / divisor
+        target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)
+        converted = cute.make_rmem_tensor(VECTOR, o.element_type)
+        for i in cutlass.range_constexpr(VECTOR):
+            value = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))
+            converted[i] = value.to(o.element_type)
+        cute.autovec_copy(converted, target)
+        if column == 0:
+            if cutlass.const_expr(config.has_lse):
+                lse[batch, head, query] = maximum + cute.math.log2(total, fastmath=True) * LN_2
+            if cutlass.const_expr(not config.normalize):
+                row_max[batch, head, query] = maximum
+                row_sum[batch, head, query] = total
 
 
 def finite(maximum) -> Float32:

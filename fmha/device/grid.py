@@ -19,12 +19,16 @@ def grid_of(config: KernelFeatures, operands) -> tuple:
     batch, seq_q, heads_q, _ = operands.q.shape
     heads_kv = operands.k.shape[2]
     if config.packed_q:
-        requests = cute.size(operands.cu_seqlens_q) - 1
-        query_tiles = packed.query_tiles(config.queries, seq_q, requests)
+        query_tiles = packed.query_tiles(config.queries, seq_q, requests_of(config, operands))
     else:
         query_tiles = cute.ceil_div(seq_q, config.queries)
     head_tiles = cute.ceil_div(heads_q // heads_kv, config.pack)
     return TileGrid(query_tiles, head_tiles, heads_kv, batch), operands.o.shape[0] if config.splits else 1
+
+
+def requests_of(config: KernelFeatures, operands):
+    """Requests of a launch, or batch rows."""
+    return cute.size(operands.cu_seqlens_q) - 1 if config.packed_q else operands.q.shape[0]
 
 
 class Grid(NamedTuple):

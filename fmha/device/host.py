@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -11,17 +13,26 @@ from warpspec.common import tma
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.bias import TYPES
-from warpspec.fmha.features import BLOCK, KernelFeatures
+from warpspec.fmha.features import BLOCK, JOIN_WORDS, KernelFeatures
 from warpspec.fmha.operands import Operands
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: tiles fill it.
 SMEM_CARVEOUT_PERCENT = 100
 
 
+class LaunchNumbers(NamedTuple):
+    """The numbers among the arguments of ``AttentionHost.__call__``; window: (left, right)."""
+
+    scale_log2: Float32
+    window: tuple[Int32, Int32]
+    ctas: Int32
+    section: Int32
+
+
 class AttentionHost:
     """``cute.compile(Attention(config), ...)`` makes one kernel; the arguments are those of ``__call__``.
 
-    An architecture's ``Attention`` adds ``launch``, which gets them as one ``Operands`` and the numbers.
+    An architecture's ``Attention`` adds ``launch``, which gets them as ``Operands`` and ``LaunchNumbers``.
     """
 
     def __init__(self, config: KernelFeatures):
@@ -44,6 +55,8 @@ class AttentionHost:
         bias: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
+        pieces: cute.Tensor | None,
+        joins: cute.Tensor | None,
         scale_log2: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -71,8 +84,11 @@ class AttentionHost:
             bias,
             cu_seqlens_q,
             cu_seqlens_k,
+            pieces,
+            joins,
         )
-        self.launch(operands, scale_log2, (window_left, window_right), ctas, section, stream)
+        numbers = LaunchNumbers(scale_log2, (window_left, window_right), ctas, section)
+        self.launch(operands, numbers, stream)
 
     def loads(self, operands: Operands) -> list:
         """``tma.make_load`` of Q, and of K and V or the one tensor that is both."""
@@ -125,5 +141,7 @@ def fake_arguments(config: KernelFeatures) -> tuple:
         bias=fake_rows(TYPES[config.bias], 4, alignment=config.bias_alignment) if config.bias else None,
         cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
+        pieces=fake_rows(fp32, 3, config.piece_columns, alignment=TMA_ALIGNMENT) if config.chunked else None,
+        joins=fake_rows(int32, 2, JOIN_WORDS) if config.chunked else None,
     )
     return (*operands, 1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section

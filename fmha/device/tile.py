@@ -7,6 +7,7 @@ or a stack slot, for all of them, although they have different register budgets.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32
@@ -31,6 +32,29 @@ class Row:
     member: Int32
     first: Int32
     end: Int32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of an M tile's KV tiles that a chunk of the line holds (``device.line``): ``count`` of them from number
+    ``first`` of the span on. whole: it is all of them, and this CTA writes the rows' results; else their state, to
+    ``slot``."""
+
+    first: Int32
+    count: Int32
+    whole: Boolean
+    slot: Int32
+
+
+class Request(NamedTuple):
+    """Where a request's (without packed queries, a batch row's) queries and keys are. first_row, first_key: where they
+    begin in their rows of q and k. start: position of query 0. length: KV length."""
+
+    first_row: Int32 | int
+    seq_q: Int32
+    first_key: Int32 | int
+    length: Int32
+    start: Int32
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,12 @@ class Tile:
     seq_q: Int32
     bounds: dict
     span: KeySpan
+    piece: Piece | None = None
+
+    def cut(self, piece: Piece) -> Tile:
+        """The piece of this tile."""
+        span = replace(self.span, begin=self.span.begin + piece.first, count=piece.count)
+        return replace(self, span=span, piece=piece)
 
     @property
     def first_head(self):
@@ -97,7 +127,9 @@ class Tile:
         """A row and the keys it sees; an idle row gets the keys of the query it would be."""
         position = self.start + self.first_query_of(row_group) + index // self.config.pack
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
-        if cutlass.const_expr(self.config.splits):  # of the row's keys, those of this split
+        if cutlass.const_expr(
+            self.config.splits or self.config.chunked
+        ):  # of the row's keys, those of this part
             begin = self.span.begin * self.config.tile_n
             first = cutlass.max(first, begin)
             end = cutlass.min(end, begin + self.span.count * self.config.tile_n)
@@ -116,64 +148,84 @@ class Tile:
         return Place(self.batch, self.request, self.kv_head, head, query, inside & busy)
 
 
-def tile_at(config: KernelFeatures, operands, grid, window, index, section=None) -> Tile:
-    """The index-th tile of the launch.
-
-    operands: ``Operands``. grid: ``grid.Grid`` or ``grid.DivisorGrid``. window: (left, right), not read where
-    unbounded. section: of ``TileGrid.decode``.
-    """
+def request_at(config: KernelFeatures, operands, request) -> Request:
+    """Where a request's queries and keys are."""
     seq_q, length = operands.q.shape[1], operands.k.shape[1]
     if cutlass.const_expr(config.page_size > 0):
         length = operands.page_table.shape[1] * config.page_size
-    split = Int32(0)
-    if cutlass.const_expr(config.splits):
-        index, split = index // grid.splits, index % grid.splits
-    section = None if config.packed_q else section
-    query_tile, head_tile, kv_head, batch = grid.tiles(operands).decode(
-        index, longest_first=config.last_first, section=section, minimum=cutlass.min
-    )
-    request, first_row, first_key = batch, 0, 0
+    first_row, first_key = 0, 0
     if cutlass.const_expr(config.packed_q):
-        cu_seqlens, total = operands.cu_seqlens_q, seq_q
-        if cutlass.const_expr(not config.many_queries):
-            query_tile = extent(grid.query_tiles) - 1 - query_tile
-        request, query_tile = request_of(cu_seqlens, query_tile, config.queries, total)
-        batch = 0
-        first_row, seq_q = extent_of(cu_seqlens, request, total)
+        first_row, seq_q = extent_of(operands.cu_seqlens_q, request, seq_q)
     if cutlass.const_expr(config.packed_k):
         first_key, length = extent_of(operands.cu_seqlens_k, request, length)
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
     # Where the last query stands at the last position by default; keys may each stand for several positions.
     start = length - seq_q if operands.q_start is None else operands.q_start[request]
-    bounds = {
+    return Request(first_row, seq_q, first_key, length, start)
+
+
+def bounds_of(config: KernelFeatures, window) -> dict:
+    """Arguments of ``key_range``. window: (left, right), not read where unbounded."""
+    return {
         "causal": config.causal,
         "left": window[0] if config.has_left else None,
         "right": window[1] if config.has_right else None,
         "key_stride": config.key_stride,
     }
+
+
+def tile_at(config: KernelFeatures, operands, grid, window, index, section=None) -> Tile:
+    """The index-th tile of the launch.
+
+    operands: ``Operands``. grid: ``grid.Grid`` or ``grid.DivisorGrid``. window: (left, right), not read where
+    unbounded. section: of ``TileGrid.decode``.
+    """
+    split = Int32(0)
+    if cutlass.const_expr(config.splits):
+        index, split = index // grid.splits, index % grid.splits
+    if cutlass.const_expr(config.packed_q and not config.many_queries):
+        section = None
+    query_tile, head_tile, kv_head, request = grid.tiles(operands).decode(
+        index, longest_first=config.last_first, section=section, minimum=cutlass.min
+    )
+    if cutlass.const_expr(config.packed_q):
+        if cutlass.const_expr(not config.many_queries):
+            query_tile = extent(grid.query_tiles) - 1 - query_tile
+        total = operands.q.shape[1]
+        request, query_tile = request_of(operands.cu_seqlens_q, query_tile, config.queries, total)
+    tile = tile_of(
+        config, operands, grid.heads_of_kv(operands), window, query_tile, head_tile, kv_head, request
+    )
+    if cutlass.const_expr(config.splits):
+        tile = replace(tile, split=split, span=tile.span.part(split, extent(grid.splits)))
+    return tile
+
+
+def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_tile, kv_head, request) -> Tile:
+    """The tile at a place of the grid, with all of its keys. group: query heads of a KV head."""
+    first_row, seq_q, first_key, length, start = request_at(config, operands, request)
+    bounds = bounds_of(config, window)
     first_query = query_tile * config.queries
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
     span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
     if cutlass.const_expr(config.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
-    if cutlass.const_expr(config.splits):
-        span = span.part(split, extent(grid.splits))
     return Tile(
         config,
         query_tile,
         head_tile,
         kv_head,
-        batch,
+        0 if config.packed_q else request,
         request,
         first_query,
         first_row,
         first_key,
         start,
         length,
-        split,
-        grid.heads_of_kv(operands),
+        Int32(0),
+        group,
         seq_q,
         bounds,
         span,

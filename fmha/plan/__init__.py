@@ -19,6 +19,12 @@ from warpspec.fmha.problem import AttentionProblem
 # A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
 
+# Work is cut by length from so many KV tiles on: of the longest query tile, and of a CTA.
+CUT_TILES, CUT_WORK = 8, 8
+# Packed queries that make so many query tiles a CTA, and are at least such a part of all that requests may have, are
+# done in whole tiles.
+WHOLE_TILES, WHOLE_SHARE = 6, 0.125
+
 
 class Plan(NamedTuple):
     """How a problem is computed on a target.
@@ -48,16 +54,38 @@ def choose_config(
 ) -> tuple[KernelFeatures, int]:
     """The kernel of a problem's plan, and into how many parts the keys are split. As ``make_plan``."""
     config = config_class.of(problem)
+    if config_class.cuts_line and cut_by_length(problem, config, target):
+        return config_class.of(problem, chunked=True), 1
     splits = problem.num_splits or best_splits(config, problem, target)
     if splits > 1:
         config = config_class.of(problem, splits=True)
     return config, splits
 
 
-def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Target) -> int:
-    """``choose_splits`` for a problem."""
+def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Target) -> bool:
+    """Whether work is to follow lengths that only the device knows (``line``): of packed queries, or of few queries
+    with KV lengths, where nobody says how to split.
+
+    Not where that gains nothing: where there is little work, where a window makes tiles alike, and where packed queries
+    make so many whole tiles that rounds of them are balanced.
+    """
+    unknown = problem.packed_q or (problem.has_kv_lengths and problem.seq_q <= config.queries)
+    if problem.num_splits is not None or not unknown or problem.has_bias or config.column_parts > 1:
+        return False
+    ctas, kv_tiles = target.sm_count * config.shape.ctas_per_sm, most_tiles(config, problem)
+    heads = problem.heads_kv * -(-problem.group // config.pack)
+    if problem.packed_q:
+        full = problem.least_q // config.queries * heads
+        if full >= WHOLE_TILES * ctas and problem.least_q >= WHOLE_SHARE * problem.batch * problem.seq_q:
+            return False
+    tiles = problem.batch * -(-problem.seq_q // config.queries) * heads
+    return kv_tiles >= CUT_TILES and tiles * kv_tiles >= CUT_WORK * ctas
+
+
+def most_tiles(config: KernelFeatures, problem: AttentionProblem) -> int:
+    """KV tiles that one M tile visits at most, from shapes alone."""
     plain = problem.key_stride == 1  # only then do positions count keys
-    kv_tiles = visited_tiles(
+    return visited_tiles(
         seq_k=problem.seq_k,
         queries=config.queries,
         tile_n=config.tile_n,
@@ -65,6 +93,11 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         right=problem.window_right if plain else None,
         causal=problem.causal and plain,
     )
+
+
+def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Target) -> int:
+    """``choose_splits`` for a problem."""
+    kv_tiles = most_tiles(config, problem)
     query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
     return choose_splits(
         m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,

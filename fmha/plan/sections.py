@@ -32,12 +32,17 @@ MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as mem
 def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int) -> int:
     """Heads of a section (``TileGrid.decode``).
 
-    The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time.
+    The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. Of packed queries the
+    lengths are not known: as many heads as have the K and V of the longest request in L2, and all sections alike.
     """
     head_tiles = -(-problem.group // config.pack)
+    if config.packed_q:
+        heads = problem.heads_kv * head_tiles
+        fit = max(int(L2_SHARE * L2_BYTES / (problem.seq_k * key_bytes(problem, config))) * head_tiles, 1)
+        return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
     query_tiles = -(-problem.seq_q // config.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
-    if not config.causal or config.packed_q:
+    if not config.causal:
         return 1  # not read
     bounds = {
         "causal": True,
@@ -54,18 +59,23 @@ def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int)
     )
 
 
+def key_bytes(problem: AttentionProblem, config: KernelFeatures) -> int:
+    """K and V of a key and KV head."""
+    return problem.head_dim * ELEMENT_BYTES * len(config.rings)
+
+
 def reading_cost(problem: AttentionProblem, config: KernelFeatures, ctas: int, heads: float) -> float:
     """Time as a multiple of that with K and V in L2, where CTAs work on so many KV heads at a time.
 
     CTAs of one head keep pace, so that memory is read once for all of them.
     """
-    key_bytes = problem.head_dim * ELEMENT_BYTES * len(config.rings)
-    if heads * problem.seq_k * key_bytes <= L2_SHARE * L2_BYTES:
+    read = key_bytes(problem, config)
+    if heads * problem.seq_k * read <= L2_SHARE * L2_BYTES:
         return 1.0
     clocks = config.tile_m * (
         4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
     )  # of a key, nothing overlapped
-    asked = key_bytes / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of what memory gives
+    asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of what memory gives
     return 1.0 + MISS_COST * asked
 
 

@@ -24,8 +24,8 @@ from warpspec.fmha.sm100.softmax_warps import Columns, softmax
 class Attention(AttentionHost):
     """The kernel of one ``AttentionConfig``."""
 
-    def launch(self, operands, scale_log2, window, ctas, section, stream):
-        """Host side: TMA descriptors, grid, launch. Every tile has a CTA: ctas and section are not read."""
+    def launch(self, operands, numbers, stream):
+        """Host side: TMA descriptors, grid, launch. Every tile has a CTA, whatever ``numbers.ctas``."""
         config = self.config
         loads = self.loads(operands)
         if config.bias_stages:
@@ -36,8 +36,8 @@ class Attention(AttentionHost):
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             Grid(tiles.query_tiles, tiles.head_tiles, splits),
-            scale_log2,
-            *window,
+            numbers.scale_log2,
+            *numbers.window,
         ).launch(
             grid=(tiles.size * splits, 1, 1),
             block=(config.threads, 1, 1),

@@ -6,6 +6,7 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
@@ -21,14 +22,17 @@ from warpspec.common.hardware import (
 from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.features import (
     BLOCK,
+    CURSOR_WORDS,
     ELEMENT_BYTES,
     FP32_BYTES,
+    WORD_BYTES,
     KernelFeatures,
     check_page_size,
     check_requests,
     choose_pack,
     features,
 )
+from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape
 
@@ -47,6 +51,7 @@ class AttentionConfig(KernelFeatures):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     shape: Shape = PREFILL[64]
+    cuts_line: ClassVar[bool] = True  # CTAs are persistent, so that work can be cut by length
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,10 +61,18 @@ class AttentionConfig(KernelFeatures):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
+        assert barrier_count(self.barriers) * 8 + self.cursor_bytes <= BARRIER_BYTES
+        assert not (self.chunked and self.paired)
 
     @classmethod
-    def of(cls, problem: AttentionProblem, *, shape: Shape | None = None, splits: bool = False):
+    def of(
+        cls,
+        problem: AttentionProblem,
+        *,
+        shape: Shape | None = None,
+        splits: bool = False,
+        chunked: bool = False,
+    ):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
@@ -69,7 +82,7 @@ class AttentionConfig(KernelFeatures):
         if shape is None:
             shape = choose_shape(problem, pack, splits)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
-        return cls(**features(problem, pack=pack, tile_m=tile_m, splits=splits), shape=shape)
+        return cls(**features(problem, pack=pack, tile_m=tile_m, splits=splits, chunked=chunked), shape=shape)
 
     @property
     def consumers(self) -> int:
@@ -114,6 +127,11 @@ class AttentionConfig(KernelFeatures):
     def takes_turns(self) -> bool:
         """Consumers issue their products one after another."""
         return self.consumers > 1 and not self.paired
+
+    @property
+    def skips_idle(self) -> bool:
+        """Consumers without rows of a tile leave the SM to the others: tiles of decoding among those of prefill."""
+        return self.chunked and self.row_groups > 1
 
     @property
     def tile_m(self) -> int:
@@ -195,6 +213,22 @@ class AttentionConfig(KernelFeatures):
         return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
 
     @property
+    def cursor_bytes(self) -> int:
+        """Ends of the CTA's chunks, behind the barriers."""
+        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
+
+    @property
+    def q_stages(self) -> int:
+        """Tiles whose Q has room: two where CTAs do tiles that differ in length, so that Q, and the keys that are
+        loaded behind it, are there when a short tile begins."""
+        return self.q_stages_that_fit if self.chunked else 1
+
+    @property
+    def q_stages_that_fit(self) -> int:
+        ring = self.kv_stages * self.kv_tile_bytes + self.v_bytes
+        return 2 if BARRIER_BYTES + 2 * self.row_groups * self.q_bytes + ring <= self.smem_limit else 1
+
+    @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         """(region, bytes, what stands in it), in order."""
         stages = self.kv_stages
@@ -202,8 +236,8 @@ class AttentionConfig(KernelFeatures):
             ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
             (
                 "Q",
-                self.row_groups * self.q_bytes,
-                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
+                self.q_stages * self.row_groups * self.q_bytes,
+                f"{self.q_stages * self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
             ),
             (
                 "K and V" if self.shared_kv else "K",
@@ -251,11 +285,12 @@ class AttentionConfig(KernelFeatures):
         warp = "consumers, one thread a warp"
         own = "the rows' consumers, one thread a warp"
         readers = WARPGROUP_THREADS // WARP_THREADS * self.column_parts
+        q_stages = self.q_stages * self.row_groups
         q = (
-            Barrier("q_full", self.row_groups, self.parts, filled, own, "the rows' Q is in shared memory"),
+            Barrier("q_full", q_stages, self.parts, filled, own, "the rows' Q is in shared memory"),
             Barrier(
                 "q_empty",
-                self.row_groups,
+                q_stages,
                 readers,
                 own,
                 load,

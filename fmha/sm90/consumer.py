@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -32,8 +32,8 @@ ONE_WARPGROUP = (1, 1, 1)
 
 
 class Products(NamedTuple):
-    """Both products of a consumer. q (MMA, MMA_M, MMA_K), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of shared
-    memory. s, o (n): fp32 registers. p (MMA, MMA_M, MMA_K): registers in q's dtype."""
+    """Both products of a consumer. q (MMA, MMA_M, MMA_K, STAGE), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of
+    shared memory. s, o (n): fp32 registers. p (MMA, MMA_M, MMA_K): registers in q's dtype."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -75,6 +75,8 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
 
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
+    q_stages = cute.make_layout(config.q_stages, stride=config.row_groups * rows * depth)  # of one row group
+    q = cute.make_tensor(q.iterator, cute.append(q[None, None, 0].layout, q_stages))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
     # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
     v_layout = hopper.make_smem_layout_b(column_major, (rows, columns, keys), dtype, 1)
@@ -86,7 +88,7 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
     v = cute.make_tensor(v_first.iterator, cute.append(v_first.layout, stages))
     qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
     return Products(
-        q=qk.make_fragment_A(qk_slice.partition_A(q))[None, None, None, 0],
+        q=qk.make_fragment_A(qk_slice.partition_A(q)),
         k=qk.make_fragment_B(qk_slice.partition_B(k)),
         v=pv.make_fragment_B(pv_slice.partition_B(v)),
         s=cute.make_rmem_tensor(qk.partition_shape_C((rows, keys)), Float32),
@@ -146,7 +148,11 @@ class Work:
     def issue_qk(self, step) -> None:
         """S of the step-th KV tile."""
         k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
-        multiply(make_qk(self.config, self.mma.p.element_type), self.mma.s, self.mma.q, k, False)
+        stage = 0
+        if cutlass.const_expr(self.config.q_stages > 1):
+            stage = self.q_use // self.config.row_groups % self.config.q_stages
+        q = self.mma.q[None, None, None, stage]
+        multiply(make_qk(self.config, self.mma.p.element_type), self.mma.s, q, k, False)
 
     def issue_pv(self, step) -> None:
         """O plus P V of the step-th KV tile."""
@@ -165,11 +171,40 @@ class Work:
         keys = [(i, column(i)) for i in elements(scores, r)]
         hide(scores, keys, row.first - origin if self.config.has_left else None, row.end - origin)
 
-    def take_turn(self) -> None:
-        """Wait until it is this consumer's turn to issue."""
-        if self.config.takes_turns:
-            turn = FIRST_ORDER_BARRIER + self.consumer
-            cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP_THREADS)
+    @property
+    def idle(self) -> Boolean:
+        """None of the consumer's rows is a query's."""
+        return Boolean(self.tile.first_query_of(self.row_group) >= self.tile.seq_q)
+
+    @property
+    def several(self) -> Boolean:
+        """Other consumers have rows of the tile, too."""
+        return Boolean(self.tile.first_query_of(1) < self.tile.seq_q)
+
+
+@cute.jit
+def take_turn(work):
+    """Wait until it is this consumer's turn to issue. Where one consumer alone has rows there are no turns."""
+    if cutlass.const_expr(work.config.skips_idle):
+        if work.several:
+            wait_turn(work)
+    elif cutlass.const_expr(work.config.takes_turns):
+        wait_turn(work)
+
+
+def wait_turn(work) -> None:
+    turn = FIRST_ORDER_BARRIER + work.consumer
+    cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+@cute.jit
+def end_turn(work):
+    """It is the turn of the consumer after this one."""
+    if cutlass.const_expr(work.config.skips_idle):
+        if work.several:
+            pass_turn(work.config, work.consumer)
+    else:
+        pass_turn(work.config, work.consumer)
 
 
 def pass_turn(config, consumer) -> None:
@@ -215,6 +250,26 @@ def attend(work):
     return state
 
 
+@cute.jit
+def attend_idle(work):
+    """``attend`` of a consumer whose rows are nobody's: its waits and arrivals, without the work."""
+    config, span, channels = work.config, work.tile.span, work.channels
+    for step in cutlass.range(span.count, unroll=1):
+        use = work.use + step
+        channels["k_full"].wait(use)
+        if step > 0:
+            take_turn(work)
+            end_turn(work)
+        work.release_k(step)
+        work.v_full.wait(use)
+        if cutlass.const_expr(config.band or config.ends_in_tile):  # noqa: SIM102
+            if span.has_unseen(span.tile(step), config.tile_n):
+                cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
+        work.v_empty.arrive_warp(use)
+    if span.count > 0:
+        channels["q_empty"].arrive_warp(work.q_use)
+
+
 def unmasked_steps(config, span) -> tuple:
     """(first, end) of the steps whose KV tiles every row sees whole. The others come first (the newest keys; the first
     step always counts as one of them) and last (the window's left edge)."""
@@ -229,11 +284,11 @@ def unmasked_steps(config, span) -> tuple:
 def advance(work, step, state, masked: cutlass.Constexpr):
     """QK and softmax of the step-th KV tile, PV of the one before."""
     work.channels["k_full"].wait(work.use + step)
-    work.take_turn()
+    take_turn(work)
     work.issue_qk(step)
     work.v_full.wait(work.use + step - 1)
     work.issue_pv(step - 1)
-    pass_turn(work.config, work.consumer)
+    end_turn(work)
     warpgroup.wait_group(1)  # S; PV goes on
     work.release_k(step)
     state, factors, moved = weigh(work, step, state, masked)

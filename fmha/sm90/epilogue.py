@@ -9,11 +9,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.fmha.device.bias import unit
-from warpspec.fmha.device.results import of_split, statistics
+from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm90.consumer import flat
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 from warpspec.fmha.sm90.staging import (
     CHUNKS,
@@ -33,8 +34,21 @@ def epilogue(work, state, operands, stage):
     """Write both rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
     work: ``consumer.Work``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
-    shared memory that the consumer may write to, or None. A row that sees no key writes zeros and -inf.
+    shared memory that the consumer may write to, or None. A row that sees no key writes zeros and -inf. Of a piece of a
+    tile the rows' states are written, into the workspace.
     """
+    if cutlass.const_expr(work.config.chunked):
+        if work.tile.piece.whole:
+            write_results(work, state, operands, stage)
+        else:
+            write_piece(work, state, operands)
+    else:
+        write_results(work, state, operands, stage)
+
+
+@cute.jit
+def write_results(work, state, operands, stage):
+    """As ``epilogue``, of a whole tile, or of a split."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
     references, maxima, sums = state
     score_unit = unit(config, work.scale_log2)
@@ -48,10 +62,7 @@ def epilogue(work, state, operands, stage):
         # One thread of all that share the row writes its statistics.
         teller = replace(row, member=row.member + work.part * QUAD)
         factor = statistics(config, teller, place, tile, row_state, operands, score_unit, empty)
-        if cutlass.const_expr(config.band or config.bias is not None):
-            own = row_columns(config, o, r, row, work.part)
-            if place.in_range & tainted(o, own, total):
-                recompute(config, row, place, operands, references[r], work.scale_log2, o, own)
+        untaint(work, r, place, references[r], total, operands)
         if cutlass.const_expr(stage is not None):
             factors.append(factor)
             empties.append(empty)
@@ -65,6 +76,37 @@ def epilogue(work, state, operands, stage):
                 store_pairs(o, r, row.member, target, place.in_range)
     if cutlass.const_expr(stage is not None):
         store_tiles(work, factors, empties, operands, stage)
+
+
+@cute.jit
+def write_piece(work, state, operands):
+    """Write the states of both rows of a thread to the piece's slot of the workspace."""
+    config, tile, o = work.config, work.tile, flat(work.mma.o)
+    references, maxima, sums = state
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        row = work.rows[r]
+        total = over_quad(sums[r], lambda a, b: a + b)
+        empty = Boolean(total == Float32(0.0))
+        place = tile.place(row.index, work.row_group)
+        target = operands.pieces[
+            tile.piece.slot, work.row_group * WARPGROUP_ROWS + row.index, None
+        ]  # (D + 4)
+        row_state = (references[r], maxima[r], total)
+        factor = piece_statistics(config, row, target, row_state, unit(config, work.scale_log2), empty)
+        untaint(work, r, place, references[r], total, operands)
+        for i in elements(o, r):
+            o[i] = o[i] * factor
+        store_pairs(o, r, row.member, target, place.in_range)
+
+
+@cute.jit
+def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
+    """Sum row r of the thread again where a hidden value reached it (``device.unseen``)."""
+    config, o, row = work.config, flat(work.mma.o), work.rows[r]
+    if cutlass.const_expr(config.band or config.bias is not None):
+        own = row_columns(config, o, r, row, work.part)
+        if place.in_range & tainted(o, own, total):
+            recompute(config, row, place, operands, reference, work.scale_log2, o, own)
 
 
 def columns(work, o: cute.Tensor, place) -> cute.Tensor:

@@ -5,6 +5,7 @@ ARCHITECTURE.md, "Attention kernel (sm_90a)", has the picture.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -15,17 +16,19 @@ from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.device.bias import row_of
-from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, index_of, rounds
+from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
-from warpspec.fmha.device.tile import tile_at
-from warpspec.fmha.features import FP32_BYTES
+from warpspec.fmha.device.line import SIDES, Chunks, Line, place_chunks, write_join
+from warpspec.fmha.features import CURSOR_WORDS, FP32_BYTES, WORD_BYTES
+from warpspec.fmha.line import MOST_ROUNDS, round_count
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
-from warpspec.fmha.sm90.consumer import Work, attend, pass_turn, products
+from warpspec.fmha.sm90.consumer import Products, Work, attend, attend_idle, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.rings import Source
+from warpspec.fmha.sm90.tiles import each_tile
 
 
 class Shared(NamedTuple):
@@ -43,19 +46,20 @@ class Shared(NamedTuple):
 class Attention(AttentionHost):
     """The kernel of one ``AttentionConfig``."""
 
-    def launch(self, operands, scale_log2, window, ctas, section, stream):
+    def launch(self, operands, numbers, stream):
         """Host side: TMA descriptors, grid, launch."""
         config = self.config
         loads = self.loads(operands)
-        where = where_of(config, operands, ctas, section, window)
+        where = where_of(config, operands, numbers)
+        ctas = numbers.ctas if config.chunked else cutlass.min(where.tiles, numbers.ctas)
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             where,
-            scale_log2,
+            numbers.scale_log2,
         ).launch(
-            grid=(cutlass.min(where.tiles, ctas), 1, 1),
+            grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -72,9 +76,11 @@ class Attention(AttentionHost):
         # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
+            barriers: cute.struct.MemRange[cutlass.Int64, (BARRIER_BYTES - config.cursor_bytes) // 8]
+            cursors: cute.struct.MemRange[Int32, config.cursor_bytes // WORD_BYTES]
             q: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.row_groups * config.q_bytes], tma.TILE_ALIGNMENT
+                cute.struct.MemRange[cutlass.Uint8, config.q_stages * config.row_groups * config.q_bytes],
+                tma.TILE_ALIGNMENT,
             ]
             k: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
@@ -92,8 +98,12 @@ class Attention(AttentionHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        if cutlass.const_expr(config.chunked):
+            places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
+            where = where.at(cute.make_tensor(storage.cursors.data_ptr(), places))
+            place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
-        if cutlass.const_expr(config.splits):
+        if cutlass.const_expr(config.splits or config.chunked):
             cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         # 2. Roles.
@@ -107,6 +117,9 @@ class Attention(AttentionHost):
             storage.sums.data_ptr(),
         )
         if warp >= config.load_warp:
+            if cutlass.const_expr(config.chunked):  # noqa: SIM102
+                if warp == config.load_warp + 1:  # which has nothing else to do
+                    write_join(config, operands, where.line, where.cursors)
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
             if warp < config.load_warp + config.parts:
                 part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
@@ -123,17 +136,41 @@ class Attention(AttentionHost):
                 consume(config, channels, shared, operands, where, scale_log2, dtype, thread, consumer)
 
 
-def where_of(config, operands, ctas, section, window) -> Where:
-    """What at most so many persistent CTAs need to find their tiles. Host side."""
+def where_of(config, operands, numbers):
+    """What persistent CTAs need to find their tiles. Host side."""
     tiles, splits = grid_of(config, operands)
+    group = operands.q.shape[2] // operands.k.shape[2]
+    if config.chunked:
+        heads = tiles.head_tiles * tiles.heads_kv
+        full = operands.q.shape[1] // config.queries * operands.q.shape[0] * heads
+        rounds = round_count(full, numbers.ctas, minimum=cutlass.min, maximum=cutlass.max)
+        requests = requests_of(config, operands)
+        return Chunks(Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window))
     total = Int32(tiles.size * splits)
+    section = numbers.section
     if config.paired:
-        group = operands.q.shape[2] // operands.k.shape[2]
-        grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, ctas))
+        grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, numbers.ctas))
         section = cute.FastDivmodDivisorV2(section)
     else:
         grid = Grid(tiles.query_tiles, tiles.head_tiles, splits)
-    return Where(grid, total, section, *window)
+    return Where(grid, total, section, *numbers.window)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer has for all of its tiles. number: which it is, known at compile time where paired; row_group:
+    which 64 rows it has; part: which part of O's columns. thread: 0..127 of it."""
+
+    config: object
+    channels: dict
+    shared: Shared
+    operands: object
+    scale_log2: Float32
+    mma: Products
+    number: Int32 | int
+    row_group: Int32 | int
+    part: Int32 | int
+    thread: Int32
 
 
 @cute.jit
@@ -158,41 +195,52 @@ def consume(
     mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if consumer == config.consumers - 1:
         pass_turn(config, consumer)  # the first consumer begins
-    tile_use, use = Int32(0), Int32(0)
-    for round_ in cutlass.range(rounds(where), unroll=1):
-        tile = tile_at(config, operands, where.grid, where.window, index_of(round_), where.section)
-        mine = thread_rows(tile, row_group, thread)
-        q_use = tile_use * config.row_groups + row_group
-        if tile.span.count > 0:
-            channels["q_full"].wait(q_use)
-        biases = None
-        if cutlass.const_expr(config.bias is not None):
-            places = (tile.place(row.index, row_group) for row in mine)
-            biases = tuple(row_of(config, operands.bias, place) for place in places)
-        work = Work(
-            config,
-            channels,
-            mma,
-            tile,
-            mine,
-            biases,
-            consumer,
-            row_group,
-            part,
-            thread,
-            use,
-            q_use,
-            scale_log2,
-            shared.v,
-        )
-        if cutlass.const_expr(config.paired):
-            state = attend_paired(Pair(work, shared, tile_use))
+    role = Consumer(config, channels, shared, operands, scale_log2, mma, consumer, row_group, part, thread)
+    each_tile(config, operands, where, consume_tile, role, (Int32(0), Int32(0)))
+
+
+@cute.jit
+def consume_tile(role, tile, uses):
+    """One tile of a consumer's. uses: (tiles with keys, KV tiles) that the CTA has done before; returns those after."""
+    config, channels, operands = role.config, role.channels, role.operands
+    tile_use, use = uses
+    mine = thread_rows(tile, role.row_group, role.thread)
+    q_use = tile_use * config.row_groups + role.row_group
+    if tile.span.count > 0:
+        channels["q_full"].wait(q_use)
+    biases = None
+    if cutlass.const_expr(config.bias is not None):
+        places = (tile.place(row.index, role.row_group) for row in mine)
+        biases = tuple(row_of(config, operands.bias, place) for place in places)
+    work = Work(
+        config,
+        channels,
+        role.mma,
+        tile,
+        mine,
+        biases,
+        role.number,
+        role.row_group,
+        role.part,
+        role.thread,
+        use,
+        q_use,
+        role.scale_log2,
+        role.shared.v,
+    )
+    if cutlass.const_expr(config.skips_idle):
+        if work.idle:
+            attend_idle(work)
         else:
-            state = attend(work)
-        if tile.span.count > 0:
-            tile_use += 1
-        use += tile.span.count
+            epilogue(work, attend(work), operands, None)
+    elif cutlass.const_expr(config.paired):
+        state = attend_paired(Pair(work, role.shared, tile_use))
         stage = None
-        if cutlass.const_expr(config.paired and config.normalize):
-            stage = own_stage(config, shared, consumer)  # every P has been read
+        if cutlass.const_expr(config.normalize):
+            stage = own_stage(config, role.shared, role.number)  # every P has been read
         epilogue(work, state, operands, stage)
+    else:
+        epilogue(work, attend(work), operands, None)
+    if tile.span.count > 0:
+        tile_use += 1
+    return tile_use, use + tile.span.count

@@ -3,62 +3,83 @@ the columns (``AttentionConfig.parts``). ``prefetch`` has what they bring into L
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.pages import kv_places
-from warpspec.fmha.device.tile import tile_at
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
+from warpspec.fmha.sm90.rings import Source
+from warpspec.fmha.sm90.tiles import each_tile
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What a load warp has for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``."""
+
+    config: object
+    channels: dict
+    source: Source
+    where: object
 
 
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     """Fill shared memory, tile after tile of this CTA: Q of each row group, then one K and one V tile for every KV
-    tile of the span, in order; one tile for both where they are one tensor. source: ``rings.Source``.
+    tile of the span, in order; one tile for both where they are one tensor.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
     buffer of each before it is filled again. Leaves only when every buffer has been released.
     """
-    tile_use, use = Int32(0), Int32(0)
-    part, blocks, pieces = source.part, source.blocks, config.pieces // config.parts
-    for round_ in cutlass.range(rounds(where), unroll=1):
-        tile = tile_at(config, source.operands, where.grid, where.window, index_of(round_), where.section)
-        span = tile.span
-        if cutlass.const_expr(config.prefetches):  # noqa: SIM102
-            if tile_use > 0:  # while the tile before ends
-                prefetch_q(source, tile)
-                for step in cutlass.range_constexpr(config.kv_stages):
-                    prefetch_kv(source, where, tile, step)
-        if span.count > 0:
-            for row_group in cutlass.range_constexpr(config.row_groups):
-                q_use = tile_use * config.row_groups + row_group
-                ring = source.q(tile, row_group)
-                channels["q_empty"].wait_previous(q_use)
-                channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
-                for i in cutlass.range_constexpr(blocks):
-                    block = part * blocks + i
-                    ring.load(block, row_group * config.blocks + block, channels["q_full"].barrier(q_use))
-            tile_use += 1
-        for step in cutlass.range(span.count, unroll=1):
-            places = kv_places(config, source.operands, tile, span.tile(step))
-            for i, name in enumerate(config.rings):
-                ring = source.kv(tile, i)
-                full, empty = channels[name + "_full"], channels[name + "_empty"]
-                empty.wait_previous((use + step) * config.parts + part)
-                if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
-                    load_piece(config, ring, full, use + step, 0, places)
-                else:
-                    for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
-                        load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
-            if cutlass.const_expr(config.prefetches):
-                prefetch_kv(source, where, tile, step + config.kv_stages)
-        use += span.count
+    role = Loader(config, channels, source, where)
+    _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
         for name in config.rings:
-            channels[name + "_empty"].wait(last * config.parts + part)
+            channels[name + "_empty"].wait(last * config.parts + source.part)
+
+
+@cute.jit
+def load_tile(role, tile, uses):
+    """Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns those after."""
+    config, channels, source, where = role.config, role.channels, role.source, role.where
+    tile_use, use = uses
+    part, blocks, pieces = source.part, source.blocks, config.pieces // config.parts
+    span = tile.span
+    if cutlass.const_expr(config.prefetches):  # noqa: SIM102
+        if tile_use > 0:  # while the tile before ends
+            prefetch_q(source, tile)
+            for step in cutlass.range_constexpr(config.kv_stages):
+                prefetch_kv(source, where, tile, step)
+    if span.count > 0:
+        for row_group in cutlass.range_constexpr(config.row_groups):
+            q_use = tile_use * config.row_groups + row_group
+            ring = source.q(tile, row_group)
+            channels["q_empty"].wait_previous(q_use)
+            channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
+            for i in cutlass.range_constexpr(blocks):
+                block = part * blocks + i
+                stage = row_group
+                if cutlass.const_expr(config.q_stages > 1):
+                    stage = q_use % (config.q_stages * config.row_groups)
+                ring.load(block, stage * config.blocks + block, channels["q_full"].barrier(q_use))
+        tile_use += 1
+    for step in cutlass.range(span.count, unroll=1):
+        places = kv_places(config, source.operands, tile, span.tile(step))
+        for i, name in enumerate(config.rings):
+            ring = source.kv(tile, i)
+            full, empty = channels[name + "_full"], channels[name + "_empty"]
+            empty.wait_previous((use + step) * config.parts + part)
+            if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
+                load_piece(config, ring, full, use + step, 0, places)
+            else:
+                for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
+                    load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
+        if cutlass.const_expr(config.prefetches):
+            prefetch_kv(source, where, tile, step + config.kv_stages)
+    return tile_use, use + span.count
 
 
 @cute.jit

@@ -89,7 +89,7 @@ class Pair:
             if block % per_piece == 0:
                 self.work.channels["k_full"].wait(self.use(step) * config.pieces + at // per_piece)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block > 0)
-            cute.gemm(tiled_mma, mma.s, mma.q[None, None, at], k[None, None, at], mma.s)
+            cute.gemm(tiled_mma, mma.s, mma.q[None, None, at, 0], k[None, None, at], mma.s)
         warpgroup.commit_group()
 
     def issue_others_pv(self, step) -> None:

@@ -1,0 +1,201 @@
+"""Work cut by length, second launch: the states of the pieces of every tile that was cut become results.
+
+CTAs (x, y): part x of the rows of the tile whose first cut is the begin of CTA y's chunk in the launch before, where
+there is such a tile. The records of cuts (``device.line.Join``) say so: those of the following CTAs that name the same
+tile are its further cuts. The first piece is in a slot of CTA y - 1, the others in the first slots of CTAs y, y + 1 and
+so on. States are summed in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.combine import VECTOR
+from warpspec.fmha.device.combine import finite, write_row
+from warpspec.fmha.device.line import Join as Record
+from warpspec.fmha.device.line import slot_of
+from warpspec.fmha.device.softmax import LOG2_E
+from warpspec.fmha.features import FP32_BYTES, JOIN_WORDS
+from warpspec.fmha.join import BATCH, THREADS, JoinConfig
+
+
+class Join:
+    """``Join(config)(...)`` launches the kernel behind an attention launch."""
+
+    def __init__(self, config: JoinConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        pieces: cute.Tensor,
+        joins: cute.Tensor,
+        sink: cute.Tensor | None,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        row_max: cute.Tensor | None,
+        row_sum: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """Host side.
+
+        pieces: [2 CTAs, rows, D + 4] fp32; joins: [CTAs, 9] int32. The rest as ``combine.Combine``, whose way of
+        launching is this one's.
+        """
+        self.kernel(pieces, joins, sink, o, lse, row_max, row_sum).launch(
+            grid=(self.config.parts, joins.shape[0], 1),
+            block=(THREADS, 1, 1),
+            smem=self.config.smem_bytes,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, pieces, joins, sink, o, lse, row_max, row_sum):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, cta, _ = cute.arch.block_idx()
+        lane, group = thread % config.lanes, thread // config.lanes
+        smem = cutlass.memory.SmemAllocator()
+        layout = cute.make_layout((VECTOR + 2, THREADS))
+        shared = smem.allocate_tensor(Float32, layout, byte_alignment=VECTOR * FP32_BYTES)  # (NUMBER, THREAD)
+
+        cute.arch.griddepcontrol_wait()
+        record = record_of(joins, cta)
+        earlier = record_of(joins, cutlass.max(cta - 1, 0))
+        continues = same_tile(earlier, record) & Boolean(cta > 0)
+        first = Boolean(record.before > 0) & Boolean(record.before < record.count) & Boolean(record.head >= 0)
+        first = first & (Boolean(earlier.before == 0) | Boolean(not continues))
+        if first:
+            count = Int32(2) + further_cuts(joins, record, cta)
+            tile = Tile(config, pieces, cta, count, slot_of(cta - 1, Boolean(not continues)), record)
+            outputs = (sink, o, lse, row_max, row_sum)
+            queries = cutlass.min(record.queries, config.row_groups * config.row_group_queries)
+            rows = queries * config.pack
+            if count <= BATCH:
+                for row in cutlass.range(
+                    block * config.groups + group, rows, config.parts * config.groups, unroll=1
+                ):
+                    if row % config.pack < record.heads:
+                        for chunk in cutlass.range_constexpr(config.chunks):
+                            column = chunk * config.lanes + lane
+                            state = join(tile, row, column, 0, 1)
+                            write_row(config, True, tile.place(row), column, *state, outputs)
+            else:
+                for row in cutlass.range(block, rows, config.parts, unroll=1):
+                    for chunk in cutlass.range_constexpr(config.chunks):
+                        column = chunk * config.lanes + lane
+                        state = join(tile, row, column, group, config.groups)
+                        state = add_groups(config, shared, thread, state)
+                        writes = Boolean(group == 0) & Boolean(row % config.pack < record.heads)
+                        write_row(config, writes, tile.place(row), column, *state, outputs)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile that was cut. cta: whose chunk begins at its first cut. count: of its pieces. first_slot: of the first."""
+
+    config: JoinConfig
+    pieces: cute.Tensor
+    cta: Int32
+    count: Int32
+    first_slot: Int32
+    record: Record
+
+    def place(self, row) -> tuple:
+        """(batch, query, head) of a row; rows are counted without the idle ones of row groups."""
+        record, pack = self.record, self.config.pack
+        return record.batch, record.first_row + row // pack, record.first_head + row % pack
+
+    def state(self, number, row) -> cute.Tensor:
+        """(D + 4): what the number-th piece left of a row."""
+        config = self.config
+        slot = Int32(
+            cutlass.select_(Boolean(number == 0), self.first_slot, slot_of(self.cta + number - 1, False))
+        )
+        row = row // config.row_group_rows * config.row_group_size + row % config.row_group_rows
+        return self.pieces[slot, row, None]
+
+
+def record_of(joins: cute.Tensor, cta) -> Record:
+    """The record that a CTA left."""
+    return Record(*(joins[cta, i] for i in range(JOIN_WORDS)))
+
+
+def same_tile(a: Record, b: Record) -> Boolean:
+    return Boolean(a.head == b.head) & Boolean(a.query_tile == b.query_tile)
+
+
+@cute.jit
+def further_cuts(joins: cute.Tensor, record, cta) -> Int32:
+    """How many of the CTAs behind one have cuts through the same tile. By a whole warp."""
+    ctas, cuts, more = joins.shape[0], Int32(0), Int32(WARP_THREADS)
+    while more == WARP_THREADS:
+        other = cta + 1 + cuts + cute.arch.lane_idx()
+        cuts_it = same_tile(record_of(joins, cutlass.min(other, ctas - 1)), record) & Boolean(other < ctas)
+        more = cute.arch.popc(cute.arch.vote_ballot_sync(cuts_it))  # they follow one another
+        cuts += more
+    return cuts
+
+
+@cute.jit
+def join(tile, row, column, first: cutlass.Constexpr, step: cutlass.Constexpr) -> tuple:
+    """(maximum, sum, o (VECTOR)) of a row over the pieces first, first + step, ...: VECTOR of its columns, in natural
+    units."""
+    config, count = tile.config, tile.count
+    state = (-Float32.inf, Float32(0.0), cute.make_rmem_tensor(VECTOR, Float32))
+    state[2].fill(0.0)
+    for begin in cutlass.range(first, count, BATCH * step, unroll=1):
+        loaded = cute.make_rmem_tensor((VECTOR + 2, BATCH), Float32)
+        for i in cutlass.range_constexpr(BATCH):
+            found = tile.state(cutlass.min(begin + i * step, count - 1), row)
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(cute.local_tile(found, (VECTOR,), (column,)), values)
+            for j in cutlass.range_constexpr(VECTOR):
+                loaded[j, i] = values[j]
+            for j in cutlass.range_constexpr(2):
+                loaded[VECTOR + j, i] = found[config.head_dim + j]
+        for i in cutlass.range_constexpr(BATCH):
+            state = added(state, loaded[None, i], Boolean(begin + i * step >= count))
+    return state
+
+
+def added(state: tuple, other: cute.Tensor, skipped) -> tuple:
+    """A state (maximum, sum, o) with that of ``other``, (VECTOR + 2): o, maximum, sum. Passed over by selection where
+    ``skipped``, or where no key was visible: then the maximum is -inf and o is anything."""
+    maximum, total, values = state
+    skipped = skipped | Boolean(other[VECTOR + 1] == Float32(0.0))
+    own = Float32(cutlass.select_(skipped, -Float32.inf, other[VECTOR]))
+    highest = cute.arch.fmax(maximum, own)
+    kept = cute.math.exp2((maximum - finite(highest)) * LOG2_E, fastmath=True)
+    weight = cute.math.exp2((own - finite(highest)) * LOG2_E, fastmath=True)
+
+    def weighted(value):
+        return Float32(cutlass.select_(skipped, Float32(0.0), value * weight))
+
+    for j in range(VECTOR):
+        values[j] = values[j] * kept + weighted(other[j])
+    return highest, total * kept + weighted(other[VECTOR + 1]), values
+
+
+@cute.jit
+def add_groups(config: cutlass.Constexpr, shared: cute.Tensor, thread, state) -> tuple:
+    """In the first group the states of all groups' same columns, in their order. By the whole CTA."""
+    maximum, total, values = state
+    for j in cutlass.range_constexpr(VECTOR):
+        shared[j, thread] = values[j]
+    shared[VECTOR, thread], shared[VECTOR + 1, thread] = maximum, total
+    cute.arch.sync_threads()
+    for group in cutlass.range_constexpr(1, config.groups):
+        other = cute.make_rmem_tensor(VECTOR + 2, Float32)
+        for j in cutlass.range_constexpr(VECTOR + 2):
+            other[j] = shared[j, thread % config.lanes + group * config.lanes]
+        state = added(state, other, Boolean(False))
+    cute.arch.sync_threads()  # before the next row's
+    return state

@@ -1,0 +1,303 @@
+"""Cutting the line (``fmha.line``) on the device: where a CTA's chunks begin and end, and the tiles in them.
+
+Before the roles begin, warps work out the ends of the CTA's chunks, each by itself: a lane adds up the lengths of the
+requests of its share, the lanes' sums are scanned, and the place of a cut is searched for, first among shares, then
+among requests, then among query tiles. The ends (``Cursor``) wait in shared memory for the roles.
+
+Cuts of all rounds but the last move back to the begin of a query tile: pieces of tiles cost, and where there are
+several rounds, tiles are small against chunks. In the last round a chunk may begin and end within a tile. Of a tile
+that is cut, every chunk that has a piece of it leaves a state in its slot of a workspace, two slots a CTA; and the CTA
+whose chunk begins at the tile's first cut leaves a join record, from which ``device.join`` puts the states together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.device.tile import INTEGERS, Piece, bounds_of, request_at, tile_of
+from warpspec.fmha.line import LEAST_TILES, cut, stretch
+
+SIDES = 2  # a chunk's begin and its end
+BEGIN, END = range(SIDES)
+LAST_LANE = WARP_THREADS - 1
+
+
+class Line(NamedTuple):
+    """What a launch needs to cut its line. heads: (KV head, head tile) pairs; head_tiles: of a KV head; group: query
+    heads of one. rounds: of chunks. window: not read where unbounded."""
+
+    heads: Int32
+    head_tiles: Int32
+    group: Int32
+    requests: Int32
+    rounds: Int32
+    window_left: Int32
+    window_right: Int32
+
+    @property
+    def window(self) -> tuple:
+        return self.window_left, self.window_right
+
+
+class Chunks(NamedTuple):
+    """What a persistent CTA needs to find its chunks. cursors: words in shared memory, (WORD, SIDE, ROUND)."""
+
+    line: Line
+    cursors: cute.Tensor | None = None
+
+    def at(self, cursors: cute.Tensor) -> Chunks:
+        return self._replace(cursors=cursors)
+
+
+class Cursor(NamedTuple):
+    """A place on the line. head: request * heads + its (KV head, head tile) pair. query_tile: of the request. part: of
+    the tile's length that lies before the place, 0 to 1; 0 is the tile's begin."""
+
+    head: Int32
+    query_tile: Int32
+    part: Float32
+
+
+class Join(NamedTuple):
+    """Record of a cut through a tile, int32 words in global memory. head, query_tile: which tile (``Cursor``); head is
+    -1 where no tile is cut. before, count: its KV tiles before the cut, and in all. The tile's rows: batch row of o,
+    first head, first query in that row; heads and queries that it has."""
+
+    head: Int32
+    query_tile: Int32
+    before: Int32
+    count: Int32
+    batch: Int32
+    first_head: Int32
+    first_row: Int32
+    heads: Int32
+    queries: Int32
+
+
+class Scan(NamedTuple):
+    """Lengths by lane. before: of all lanes before this one. total: of all lanes."""
+
+    before: Int64
+    total: Int64
+
+    def lane_of(self, place) -> Int32:
+        """The last lane that begins no later than a place."""
+        return cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(self.before <= place))) - 1
+
+    def before_lane(self, lane) -> Int64:
+        return cute.arch.shuffle_sync(self.before, lane)
+
+
+def stretch_of(config, operands, line: Line, request):
+    """``Stretch`` of a request. One without queries has one tile, too, which is idle."""
+    found = request_at(config, operands, request)
+    tiles = cutlass.max((found.seq_q + config.queries - 1) // config.queries, 1)
+    bounds = bounds_of(config, line.window)
+    sizes = {"queries": config.queries, "tile_n": config.tile_n}
+    return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
+
+
+@cute.jit
+def length_of(config: cutlass.Constexpr, operands, line, request, end) -> Int64:
+    """Length of a request on the line; 0 from request ``end`` on."""
+    found = stretch_of(config, operands, line, cutlass.min(request, end - 1))
+    length = found.upto(found.tiles) * Int64(line.heads)
+    return Int64(cutlass.select_(Boolean(request < end), length, Int64(0)))
+
+
+@cute.jit
+def scan(own) -> Scan:
+    """Of every lane's length. By a whole warp."""
+    lane, upto = cute.arch.lane_idx(), own
+    for bit in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
+        other = cute.arch.shuffle_sync_up(upto, 1 << bit, mask_and_clamp=0)
+        upto += Int64(cutlass.select_(Boolean(lane >= 1 << bit), other, Int64(0)))
+    return Scan(upto - own, cute.arch.shuffle_sync(upto, LAST_LANE))
+
+
+@cute.jit
+def shares(config: cutlass.Constexpr, operands, line, of_lane) -> Scan:
+    """Of the requests lane * of_lane and so many on. By a whole warp."""
+    first, own = cute.arch.lane_idx() * of_lane, Int64(0)
+    for request in cutlass.range(first, first + of_lane, unroll=1):
+        own += length_of(config, operands, line, request, line.requests)
+    return scan(own)
+
+
+def chunk_length(config, line: Line, total, ctas) -> Int64:
+    """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more."""
+    chunks = Int32(line.rounds * ctas)
+    most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
+    return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.key_stride))
+
+
+@cute.jit
+def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> tuple:
+    """(head of the line, query tile, offset in it, its length) of a place before the line's end. By a whole warp.
+
+    found, of_lane: ``shares``, and requests of a lane.
+    """
+    share, thread = found.lane_of(place), cute.arch.lane_idx()
+    rest = place - found.before_lane(share)
+    request = share * of_lane
+    end = cutlass.min(request + of_lane, line.requests)
+    while request + 1 < end:
+        group = scan(length_of(config, operands, line, request + thread, end))
+        if rest < group.total:
+            lane = group.lane_of(rest)
+            rest -= group.before_lane(lane)
+            request += lane
+            end = request + 1  # found
+        else:
+            rest -= group.total
+            request += WARP_THREADS
+    request = cutlass.min(request, line.requests - 1)
+    tiles = stretch_of(config, operands, line, request)
+    of_head = tiles.upto(tiles.tiles)
+    head = Int32(Float32(rest) * cute.arch.rcp_approx(Float32(of_head)))  # or one more, or less
+    head = cutlass.max(cutlass.min(head, line.heads - 1), 0)
+    rest -= of_head * Int64(head)
+    if rest < 0:
+        head -= 1
+        rest += of_head
+    elif rest >= of_head:
+        head += 1
+        rest -= of_head
+    low, count, length = Int32(0), tiles.tiles, of_head
+    if count > 1:
+        while count > 1:
+            step = (count + WARP_THREADS - 1) // WARP_THREADS
+            probe = thread * step
+            begins = Boolean(probe < count) & Boolean(tiles.upto(low + cutlass.min(probe, count)) <= rest)
+            passed = (cute.arch.popc(cute.arch.vote_ballot_sync(begins)) - 1) * step
+            low, count = low + passed, cutlass.min(step, count - passed)
+        begin = tiles.upto(low)
+        length = tiles.upto(low + 1) - begin
+        rest -= begin
+    return request * line.heads + head, low, rest, length
+
+
+@cute.jit
+def place_chunks(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
+    """Write the cursors of this CTA's chunks to shared memory. By the whole CTA; a barrier has to follow."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    if warp < SIDES * line.rounds:
+        of_lane = (line.requests + WARP_THREADS - 1) // WARP_THREADS
+        found = shares(config, operands, line, of_lane)
+        size = chunk_length(config, line, found.total, ctas)
+        for number in cutlass.range(warp, SIDES * line.rounds, config.threads // WARP_THREADS, unroll=1):
+            round_, side = number // SIDES, number % SIDES
+            chunk = round_ * ctas + cta + side
+            place = size * Int64(chunk)
+            head, query_tile, offset, length = line.requests * line.heads, Int32(0), Int64(0), Int64(1)
+            if place < found.total:
+                head, query_tile, offset, length = locate(config, operands, line, found, of_lane, place)
+                if chunk <= (line.rounds - 1) * ctas:  # moves to the begin of the tile
+                    offset = Int64(0)
+            part = Float32(offset) * cute.arch.rcp_approx(Float32(length))  # grows with the offset
+            if cute.arch.lane_idx() == 0:
+                cursors[0, side, round_] = head
+                cursors[1, side, round_] = query_tile
+                floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
+                floats[2, side, round_] = part
+
+
+@cute.jit
+def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
+    """Write the record of this CTA's last chunk: where its begin cuts a tile, and whose rows the tile has. By a warp;
+    reads the cursors."""
+    cta, _, _ = cute.arch.block_idx()
+    begin = cursor_at(cursors, BEGIN, line.rounds - 1)
+    head = cutlass.min(begin.head, line.requests * line.heads - 1)
+    tile = tile_of(config, operands, line.group, line.window, begin.query_tile, *heads_of(line, head))
+    words = Join(
+        head=select_integer(begin.part > Float32(0.0), head, -1),
+        query_tile=begin.query_tile,
+        before=tiles_before(begin.part, tile.span.count),
+        count=tile.span.count,
+        batch=Int32(tile.batch),
+        first_head=tile.first_head,
+        first_row=tile.first_row_of(0),
+        heads=cutlass.min(tile.group - tile.head_tile * config.pack, config.pack),
+        queries=tile.seq_q - tile.first_query,
+    )
+    if cute.arch.lane_idx() == 0:
+        record = operands.joins[cta, None]
+        for i, word in enumerate(words):
+            record[i] = word
+
+
+def tiles_before(part, kv_tiles) -> Int32:
+    """``line.cut``."""
+    return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
+
+
+def select_integer(condition, yes, no) -> Int32:
+    return Int32(cutlass.select_(Boolean(condition), Int32(yes), Int32(no)))
+
+
+def slot_of(cta, begins) -> Int32:
+    """Slot of a CTA's piece of a tile; begins: the tile begins in its chunk."""
+    return 2 * cta + Int32(begins)
+
+
+def heads_of(line: Line, head) -> tuple:
+    """(head tile, KV head, request) of a head of the line."""
+    request, pair = head // line.heads, head % line.heads
+    return pair % line.head_tiles, pair // line.head_tiles, request
+
+
+def cursor_at(cursors: cute.Tensor, side: int, round_) -> Cursor:
+    floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
+    return Cursor(cursors[0, side, round_], cursors[1, side, round_], floats[2, side, round_])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a CTA does in one round: from begin to end."""
+
+    config: object
+    operands: object
+    line: Line
+    begin: Cursor
+    end: Cursor
+
+    def holds(self, head, query_tile) -> Boolean:
+        """A tile no earlier than the chunk's begin has a piece in it."""
+        last = self.end.query_tile + Int32(self.end.part > Float32(0.0))
+        return Boolean(head < self.end.head) | (Boolean(head == self.end.head) & Boolean(query_tile < last))
+
+    def tile(self, head, query_tile):
+        """The ``Tile`` that a query tile's piece in the chunk is."""
+        cta, _, _ = cute.arch.block_idx()
+        window, place = self.line.window, heads_of(self.line, head)
+        tile = tile_of(self.config, self.operands, self.line.group, window, query_tile, *place)
+        count = tile.span.count
+
+        def other_than(cursor):
+            return Boolean(head != cursor.head) | Boolean(query_tile != cursor.query_tile)
+
+        begins = other_than(self.begin) | Boolean(self.begin.part == Float32(0.0))
+        ends = other_than(self.end)
+        first = select_integer(begins, 0, tiles_before(self.begin.part, count))
+        last = select_integer(ends, count, tiles_before(self.end.part, count))
+        whole = Boolean(first == 0) & Boolean(last == count) & (begins | Boolean(count > 0))
+        return tile.cut(Piece(first, last - first, whole, slot_of(cta, begins)))
+
+    def next(self, head, query_tile, tile) -> tuple:
+        """(head, query tile) behind ``tile``, which is at (head, query_tile)."""
+        last = Boolean((query_tile + 1) * self.config.queries >= tile.seq_q)
+        return head + Int32(last), select_integer(last, 0, query_tile + 1)
+
+
+def chunk_at(config, operands, line: Line, cursors: cute.Tensor, round_) -> Chunk:
+    """The CTA's chunk of a round."""
+    return Chunk(config, operands, line, *(cursor_at(cursors, side, round_) for side in range(SIDES)))

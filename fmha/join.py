@@ -1,0 +1,90 @@
+"""Work cut by length, second launch: configuration and launch of the kernel that joins the pieces of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.launch import Kernel
+from warpspec.fmha.combine import CHUNK, VECTOR
+from warpspec.fmha.features import FP32_BYTES, JOIN_WORDS, PIECE_STATISTICS
+
+THREADS = 256
+PART_CTAS = 4, 16  # CTAs that share a tile's rows: of one row group, of more
+BATCH = 4  # pieces whose states a thread loads at a time; more are many
+
+
+@dataclass(frozen=True)
+class JoinConfig:
+    """Compile-time shape of one join kernel (``device.join``).
+
+    pack, row_group_size, row_groups: the rows of an M tile, as in ``KernelFeatures``. dtype: of o. The rest is as in
+    ``CombineConfig``.
+    """
+
+    head_dim: int
+    pack: int
+    row_group_size: int
+    row_groups: int
+    dtype: str = "bfloat16"
+    normalize: bool = True
+    has_sink: bool = False
+    has_lse: bool = False
+
+    @property
+    def row_group_queries(self) -> int:
+        """Queries of a row group."""
+        return self.row_group_size // self.pack
+
+    @property
+    def row_group_rows(self) -> int:
+        """Rows of a row group that are some query's."""
+        return self.row_group_queries * self.pack
+
+    @property
+    def lanes(self) -> int:
+        """Threads that have a row's columns, VECTOR each, or one CHUNK of them after the other."""
+        return min(self.head_dim, CHUNK) // VECTOR
+
+    @property
+    def chunks(self) -> int:
+        """Vectors of a thread."""
+        return self.head_dim // VECTOR // self.lanes
+
+    @property
+    def groups(self) -> int:
+        """Groups of threads of a CTA. Each has a row; or, where pieces are many, a share of the pieces of one row."""
+        return THREADS // self.lanes
+
+    @property
+    def smem_bytes(self) -> int:
+        """States that groups add up: VECTOR columns, maximum and sum of each thread."""
+        return THREADS * (VECTOR + 2) * FP32_BYTES
+
+    @property
+    def parts(self) -> int:
+        """CTAs that share the rows of a tile, of which few are queries' where few are decoded."""
+        return PART_CTAS[self.row_groups > 1]
+
+
+def join_arguments(config: JoinConfig) -> tuple:
+    """The host function of a configuration and its arguments but the stream."""
+    import cutlass
+
+    from warpspec.fmha.device.join import Join
+
+    fp32, int32 = cutlass.Float32, cutlass.Int32
+    o_types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": fp32}
+    return (
+        Join(config),
+        fake_rows(fp32, 3, config.head_dim + PIECE_STATISTICS, alignment=TMA_ALIGNMENT),
+        fake_rows(int32, 2, JOIN_WORDS),
+        fake_rows(fp32, 1) if config.has_sink else None,
+        fake_rows(o_types[config.dtype], 4, config.head_dim, alignment=TMA_ALIGNMENT),
+        fake_rows(fp32, 3) if config.has_lse else None,
+        *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
+    )
+
+
+JOIN = Kernel("fmha.join", join_arguments)

@@ -1,0 +1,102 @@
+"""The line: all M tiles of a launch one behind another, each as long as its work, cut into chunks of equal length.
+
+Where lengths of keys or queries are known on the device alone, this is how work follows them (``device.line``). CTAs do
+chunks in rounds: chunk number round * ctas + cta. What is here is arithmetic that kernels and tests share: ints, or
+Int32 and Int64 in a kernel.
+
+On the line stand the requests in order; of a request its heads; of a head its query tiles; of a query tile its KV
+tiles. A query tile's length is the number of positions of keys that it visits, rounded nowhere, so that sums over many
+have a closed form, and so much more for its start and end. Cuts need not know how many KV tiles a length stands for:
+a cut through a tile goes through its KV tiles in the same proportion (``cut``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
+LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
+ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
+MOST_ROUNDS = 24  # the ends of so many chunks have room in shared memory
+EDGE_TILES = 1  # KV tiles: a cut no further from an end of a query tile moves there, as a piece costs more
+FAR = 1 << 30  # positions that count as no end
+
+
+def round_count(query_tiles, ctas, minimum=min, maximum=max):
+    """Rounds of chunks for so many query tiles: as many as leave a chunk ROUND_TILES of them, so that those of a round
+    share keys in L2, and chunks of whole tiles balance."""
+    return maximum(minimum(query_tiles // (ctas * ROUND_TILES), MOST_ROUNDS), 1)
+
+
+def clamped_sum(count, first, step: int, limit, wide=int, minimum=min, maximum=max):
+    """Sum of first + step i, at least 0 and at most limit, over 0 <= i < count, as a ``wide`` integer; first and limit
+    within FAR of 0."""
+    below = minimum((maximum(-first, 0) + step - 1) // step, count)
+    rising = maximum(minimum((maximum(limit - first, 0) + step - 1) // step, count), below)
+    number = rising - below
+    last_two = wide(first) * 2 + wide(below + rising - 1) * step  # first and last term of those that rise
+    return wide(number) * last_two // 2 + wide(count - rising) * wide(limit)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The query tiles of one head of a request.
+
+    tiles: how many. queries: of a tile. overhead: length of a tile of no keys. first_end: one past the last position
+    of keys that the first tile sees, None where all see all; first_start: the first such position, None where it is 0.
+    Both move up by a tile's queries from tile to tile. limit: positions of the request's keys. arithmetic: ``wide``,
+    ``minimum`` and ``maximum`` of ``clamped_sum``.
+    """
+
+    tiles: int
+    queries: int
+    overhead: int
+    first_end: int | None
+    first_start: int | None
+    limit: int
+    arithmetic: dict
+
+    def upto(self, count):
+        """Length of the first ``count`` tiles, wide."""
+        wide = self.arithmetic["wide"]
+
+        def edges(first):
+            return clamped_sum(count, first, self.queries, self.limit, **self.arithmetic)
+
+        if self.first_end is None:
+            total = wide(count) * wide(self.limit + self.overhead)
+        else:
+            total = wide(count) * wide(self.overhead) + edges(self.first_end)
+        return total if self.first_start is None else total - edges(self.first_start)
+
+
+def stretch(
+    start, length, tiles, *, queries, tile_n, bounds: dict, wide=int, minimum=min, maximum=max
+) -> Stretch:
+    """``Stretch`` of a request whose query 0 stands at ``start`` and that has so many keys.
+
+    bounds: the compile-time arguments of ``mask.key_range``.
+    """
+    causal, left, right, key_stride = (bounds[name] for name in ("causal", "left", "right", "key_stride"))
+    start = maximum(minimum(start, FAR // 2), -FAR // 2)
+    limit, first_end, first_start = minimum(length, FAR // key_stride) * key_stride, None, None
+    if causal or right is not None:
+        first_end = start + queries
+        if right is not None:
+            right = maximum(minimum(right, 0 if causal else FAR // 4), -FAR // 4)
+            first_end = first_end + right
+    if left is not None:
+        first_start = start - maximum(minimum(left, FAR // 4), -FAR // 4)
+        if first_end is not None:
+            first_start = minimum(first_start, first_end)  # no tile is shorter than nothing
+    arithmetic = {"wide": wide, "minimum": minimum, "maximum": maximum}
+    return Stretch(
+        tiles, queries, TILE_OVERHEAD * tile_n * key_stride, first_end, first_start, limit, arithmetic
+    )
+
+
+def cut(part, kv_tiles, integer=int, minimum=min, select=lambda condition, yes, no: yes if condition else no):
+    """How many of a query tile's KV tiles lie before a cut at this part of its length, a number from 0 to 1."""
+    before = minimum(integer(part * kv_tiles + 0.5), kv_tiles)
+    before = select(before <= EDGE_TILES, 0, before)
+    return select(before >= kv_tiles - EDGE_TILES, kv_tiles, before)
