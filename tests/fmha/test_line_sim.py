@@ -1,0 +1,127 @@
+"""Work cut by length, in the simulator: pieces of tiles, joined, are what whole tiles give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, check
+from page_layouts import paged
+from simulate import run_unchecked, simulate_as
+from suites import long, long_but
+from varlen_cases import Packed, random_batch
+
+from warpspec import sim
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention, attention_varlen, launch, plan
+from warpspec.fmha.line import round_count
+from warpspec.fmha.problem import AttentionProblem
+
+# One request among others that many CTAs share; rows without keys, requests without queries.
+MIXED = Packed("mixed", seq_q=(3, 0, 1, 70, 5), seq_k=(900, 20, 0, 1100, 5), causal=True, sink=True)
+DECODE = Packed(
+    "decode", seq_q=(1,) * 9, seq_k=(900, 3, 0, 250, 1400, 64, 65, 1, 700), heads_q=8, head_dim=128, page_size=16,
+    sink=True, poisoned=(3,),
+)  # fmt: skip
+STATE = Packed("state", seq_q=(150, 2), seq_k=(150, 900), heads_q=2, heads_kv=1, causal=True, normalize=False)
+LONG = Packed("long", seq_q=(2,), seq_k=(3000,), heads_q=8, heads_kv=2, page_size=64, causal=True)
+WINDOW = Packed("window", seq_q=(200, 40, 1), seq_k=(900, 40, 700), window=(300, 0), sink=True, page_size=128)
+WIDE = Packed("wide", seq_q=(20, 1, 0, 4), seq_k=(300, 700, 5, 64), heads_kv=1, head_dim=256, causal=True)
+STRIDE = Packed(
+    "stride",
+    seq_q=(20, 1, 0, 300),
+    seq_k=(300, 700, 5, 640),
+    heads_kv=1,
+    head_dim=128,
+    causal=True,
+    key_stride=4,
+)
+CASES = [(MIXED, 5), (DECODE, 3), (LONG, 11)]
+MORE = [(STATE, 5), (WINDOW, 4), (WIDE, 2), (STRIDE, 3), (MIXED, 1), (MIXED, 132), (LONG, 132)]
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Everything that can be cut is, however small. What was prepared is forgotten: it does not know of this."""
+    for name, value in (("CUT_TILES", 0), ("CUT_WORK", 0), ("WHOLE_TILES", 10**9)):
+        monkeypatch.setattr(plan, name, value)
+    launch.prepare.cache_clear()
+    yield
+    launch.prepare.cache_clear()
+
+
+def run(batch: Packed):
+    arguments = batch.arguments()
+    result = attention_varlen(
+        **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
+    )
+    batch.check(result)
+    launches = sim.last_report().launches
+    assert len(launches) == 2 and all(found.local_bytes == 0 for found in launches)
+    return tuple(result)
+
+
+@pytest.mark.parametrize(
+    "batch, sms", [*CASES, *(long(*case) for case in MORE)], ids=lambda x: getattr(x, "id", x)
+)
+def test_cases(monkeypatch, cut, batch, sms):
+    simulate_as(monkeypatch, "sm_90a", sm_count=sms)
+    run(batch)
+
+
+def test_bits_depend_on_the_batch_alone(monkeypatch, cut):
+    """Not on the order in which CTAs run."""
+    results = []
+    for seed in (0, 1):
+        simulate_as(monkeypatch, "sm_90a", sm_count=3, seed=seed)
+        o, lse = run(DECODE)
+        queries = sum(DECODE.seq_q)  # nobody writes what is behind them
+        results.append((o[:queries], lse[:, :queries]))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def test_rounds_of_chunks(monkeypatch, cut):
+    """Whole tiles in all rounds but the last."""
+    batch = Packed(
+        "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=48, heads_kv=48, causal=True
+    )
+    simulate_as(monkeypatch, "sm_90a", sm_count=1)
+    config = launch.plan(AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]).config
+    assert round_count(batch.total_q // config.queries * 48, config.shape.ctas_per_sm) > 1
+    run(batch)
+
+
+def test_decoding_with_kv_lengths(monkeypatch, cut):
+    """A rectangle of few queries, whose lengths the device knows."""
+    simulate_as(monkeypatch, "sm_90a", sm_count=3)
+    lengths, generator = (700, 0, 64, 333), torch.Generator().manual_seed(0)
+    q = torch.randn(4, 2, 8, 64, generator=generator).bfloat16()
+    k, v = torch.randn(2, 4, 700, 2, 64, generator=generator).bfloat16()
+    pages, table = paged([k, v], lengths, 32, spare_slots=2, seed=0)
+    inputs = {"kv_lengths": torch.tensor(lengths, dtype=torch.int32), "causal": True, "sink": None}
+    out = torch.full_like(q, torch.nan)
+    result = attention(q, *pages, **inputs, page_table=table, out=out, return_lse=True, backend="sim")
+    assert len(sim.last_report().launches) == 2
+    check(Case("lengths"), result, {"q": q, "k": k, "v": v, **inputs}, against_torch=False)
+
+
+def test_lengths_that_nobody_checked_touch_nothing_else(cut):
+    """Descending, negative and too large entries: memory outside the tensors is not touched; the simulator says so."""
+    batch = replace(MIXED, sink=False)
+    arguments = batch.arguments()
+    q, k, v = (arguments[name].nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v"))
+    o = torch.full_like(q, torch.nan)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
+    cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
+    arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
+    assert launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"]).config.chunked
+    run_unchecked(arguments, o=o, arch="sm_90a", lse=lse)
+    assert o[5].isfinite().all()  # the first request begins here
+    assert o.nan_to_num(0.0).abs().max() <= v.abs().max()
+
+
+@pytest.mark.parametrize("seed", long_but([200], range(200, 230)))
+def test_random_batches(monkeypatch, cut, seed):
+    batch = random_batch(seed, num_splits=None, shared_kv=False)
+    simulate_as(monkeypatch, "sm_90a", sm_count=1 + seed % 7, seed=seed)
+    run(batch)
