@@ -2,8 +2,8 @@
 
 Two warps have a row, a thread of them neighbouring columns, VECTOR at a time. The router's z is a product on mma.sync:
 its A rows are the four rows in two terms each, for a vector's number times its norm weight, both bf16, is exactly the
-sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z; half of
-their weights stay in registers, loaded before the phase waits for what it reads.
+sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z; part of
+their weights stays in registers, loaded before the phase waits for what it reads.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from warpspec.swap.weights import BANKS, LANE_BITS
 WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
 MMA_N = 8
 GATE = 4  # of a decision's word
+SPLITS_AT_ONCE = 4  # whose partial sums a thread loads before it adds them up
 ROUTER_MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
     "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
@@ -139,20 +140,24 @@ def spread(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
 def summed(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
     """An FFN step's result: the splits' sums in their order, plus the vector itself where there is a residual."""
     vectors = columns_of(config) // VECTOR
-    parts = cute.make_rmem_tensor((VECTOR, vectors, config.splits), Float32)
-    for split in cutlass.range_constexpr(config.splits):  # all loads first: they overlap
-        for i in cutlass.range_constexpr(vectors):
-            source = vector_of(ops.partial[split, at.row, None], i, at.member)
-            cute.autovec_copy(source, parts[None, i, split])
     values = cute.make_rmem_tensor(columns_of(config), Float32)
+    for first in cutlass.range_constexpr(0, config.splits, SPLITS_AT_ONCE):
+        taken = min(SPLITS_AT_ONCE, config.splits - first)
+        parts = cute.make_rmem_tensor((VECTOR, vectors, taken), Float32)
+        for split in cutlass.range_constexpr(taken):  # all loads first: they overlap
+            for i in cutlass.range_constexpr(vectors):
+                source = vector_of(ops.partial[first + split, at.row, None], i, at.member)
+                cute.autovec_copy(source, parts[None, i, split])
+        for split in cutlass.range_constexpr(taken):
+            for i in cutlass.range_constexpr(columns_of(config)):
+                part = parts[i % VECTOR, i // VECTOR, split]
+                values[i] = part if cutlass.const_expr(first + split == 0) else values[i] + part
     for i in cutlass.range_constexpr(vectors):
         old = cute.make_rmem_tensor(VECTOR, BFloat16)
         if cutlass.const_expr(config.residual):
             cute.autovec_copy(vector_of(ops.vectors[at.row, None], i, at.member), old)
         for j in cutlass.range_constexpr(VECTOR):
-            value = parts[j, i, 0]
-            for split in cutlass.range_constexpr(1, config.splits):
-                value = value + parts[j, i, split]
+            value = values[i * VECTOR + j]
             if cutlass.const_expr(config.residual):
                 value = value + old[j].to(Float32)
             values[i * VECTOR + j] = value.to(BFloat16).to(Float32)
@@ -202,8 +207,8 @@ def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor, inverse):
 
 
 def early_chunks(config) -> int:
-    """Chunks of the router's weights that are kept in registers. The others come when the partial sums of a group have
-    been added up: registers have no room for both."""
+    """Chunks of the router's weights that are kept in registers. The others are loaded for every group: there is no
+    room for them while partial sums are added up."""
     return config.d_model // ROUTER_CHUNK // 4
 
 
@@ -224,11 +229,10 @@ def load_router(config: cutlass.Constexpr, ops, thread, chunks: cutlass.Constexp
 def exchange(config: cutlass.Constexpr, ops, scratch, router, at, thread, values, total, event) -> Float32:
     """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. Returns
     the sum of squares of what ``values`` are then. All threads call it, after ``row_sum`` into buffer 0."""
-    late = load_router(config, ops, thread, range(early_chunks(config), config.d_model // ROUTER_CHUNK))
     write_terms(config, ops, scratch, at, values)
     map_ = Int32(ops.map[at.row])
     synchronize()
-    multiply_router(config, scratch, (router, late), thread)
+    multiply_router(config, ops, scratch, router, thread)
     synchronize()
     gate, logical = decide(ops, scratch, at, inverse_rms(config, total), event)
     physical = map_ >> (logical * LANE_BITS) & (BANKS - 1)
@@ -265,7 +269,7 @@ def write_terms(config: cutlass.Constexpr, ops, scratch, at, values: cute.Tensor
 
 
 @cute.jit
-def multiply_router(config: cutlass.Constexpr, scratch, router: tuple, thread):
+def multiply_router(config: cutlass.Constexpr, ops, scratch, early: cute.Tensor, thread):
     """z before 1 / RMS, eight outputs a warp.
 
     K is permuted in every chunk of 32, alike for both operands, so that a thread's 8 numbers of it lie together.
@@ -274,9 +278,10 @@ def multiply_router(config: cutlass.Constexpr, scratch, router: tuple, thread):
     sums = [[Float32(0.0)] * 4 for _ in range(2)]
     zero = Int32(0)
     row = scratch.terms[None, lane // QUAD]
-    early = early_chunks(config)
+    kept = early_chunks(config)
+    late = load_router(config, ops, thread, range(kept, config.d_model // ROUTER_CHUNK))
     for chunk in cutlass.range_constexpr(config.d_model // ROUTER_CHUNK):
-        weights = router[chunk >= early][None, chunk if chunk < early else chunk - early]
+        weights = early[None, chunk] if chunk < kept else late[None, chunk - kept]
         words = cute.make_rmem_tensor(WORDS, Int32)
         source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
         cute.autovec_copy(source, cute.recast_tensor(words, BFloat16))
