@@ -65,9 +65,14 @@ class Channel:
         """Every calling thread arrives, and releases what it wrote before."""
         cute.arch.mbarrier_arrive(self.barrier(use))
 
-    def arrive_in(self, rank, use):
-        """``arrive`` on the same barrier of the cluster's CTA ``rank``."""
-        cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=nvvm.MemScopeKind.CLUSTER)
+    def arrive_in(self, rank, use, *, has_read=False):
+        """``arrive`` on the same barrier of the cluster's CTA ``rank``.
+
+        has_read: what the thread hands back has been read by it, not written, so nothing is released: a release to the
+        cluster waits for every store of the thread (a MEMBAR of the GPU).
+        """
+        scope = nvvm.MemScopeKind.CLUSTER
+        cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=scope, relaxed=has_read)
 
     def arrive_warp(self, use, rank=None):
         """The warp arrives once, when all its lanes are here; on CTA ``rank``'s barrier where given."""

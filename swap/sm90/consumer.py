@@ -90,13 +90,16 @@ def product_phase(
             if k_tile > 0:
                 warpgroup.wait_group(1)
                 release(config, channels["empty"], work, use + k_tile - 1)
+        row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
+        row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
+        factors = None
+        if cutlass.const_expr(phase == "up"):
+            factors = inverse_of(ops, row)  # while the last products run
         warpgroup.wait_group(0)
         release(config, channels["empty"], work, use + piece.count - 1)
         use += piece.count
-        row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
-        row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
         if cutlass.const_expr(phase == "up"):
-            store_hidden(config, ops, flat(fragment), row, piece, thread % QUAD)
+            store_hidden(config, ops, flat(fragment), factors, row, piece, thread % QUAD)
         else:
             store_partial(config, ops, flat(fragment), row, piece, thread % QUAD)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
@@ -120,12 +123,22 @@ def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
         other += Int32(other >= work.rank_n)
         rank = work.rank_n * tiles.cluster_m + lane if in_column else other * tiles.cluster_m + work.rank_m
         if lane < config.sharers:
-            empty.arrive_in(rank, use)
+            empty.arrive_in(rank, use, has_read=True)
 
 
 @cute.jit
-def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, row, piece, member):
-    """silu(gate) * up in bf16, 16 bytes a store. sums: 8 columns of gate, 8 of up, in turn, before 1 / RMS of the row.
+def inverse_of(ops, row) -> list:
+    """1 / RMS of both rows of a thread, past L1: other CTAs of this launch write it where it is fused."""
+    found = []
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        at = cutlass.min(row + r * ROW_DISTANCE, ops.hidden.shape[0] - 1)
+        found.append(cute.arch.load(ops.inverse.iterator + at, Float32, sem="relaxed", scope="gpu"))
+    return found
+
+
+@cute.jit
+def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, factors, row, piece, member):
+    """silu(gate) * up in bf16, 16 bytes a store. sums: 8 columns of gate, 8 of up, in turn. factors: 1 / RMS a row.
 
     row: the thread's first. member: of the quad, whose threads swap words so that each stores 8 columns.
     """
@@ -134,9 +147,7 @@ def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, row, piece, 
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
         in_range = Boolean(at < ops.hidden.shape[0])
-        inverse = Float32(0.0)
-        if in_range:  # written by other CTAs of this launch where it is fused: past L1
-            inverse = cute.arch.load(ops.inverse.iterator + at, Float32, sem="relaxed", scope="gpu")
+        inverse = factors[r]
         target = ops.hidden[at, None]
         for block in cutlass.range_constexpr(0, blocks, QUAD):
             words = []
