@@ -130,10 +130,10 @@ def variants(case: Case) -> dict:
     """name -> plan: tile shapes, clusters, stages, splits."""
     found = {}
     for tiles in (
-        Tiles(256, 128, 1, 1, 4),
-        Tiles(256, 128, 2, 1, 4),
-        Tiles(256, 128, 1, 2, 4),
-        Tiles(256, 256, 2, 1, 4),
+        Tiles(256, 128, 1, 1),
+        Tiles(256, 128, 2, 1),
+        Tiles(256, 128, 1, 2),
+        Tiles(256, 256, 2, 1),
     ):
         for fused in (False, True):
             plan = launch.make_plan(case.problem, case.target, tiles)

@@ -48,10 +48,16 @@ OUTPUTS = 4  # requests whose sums of the collapse are added up at a time
 
 BARRIER_BYTES = 256
 SCRATCH_ALIGNMENT = 128
+MOST_STAGES = 8
 
 # Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
 TILE_COUNTERS = ("rows", "up", "down")
 GRID_COUNTERS = ("pooled", "summed", "finished")
+
+
+def padded(size: int) -> int:
+    """Bytes that a region of shared memory takes at most."""
+    return -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -60,21 +66,22 @@ class Tiles:
 
     up_n: columns of gate and up, half of them of each. down_n: columns of x. cluster_m: CTAs of neighbouring row tiles,
     which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. stages: of
-    the ring.
+    the ring; 0: as many as fit.
     """
 
     up_n: int = 256
     down_n: int = 128
     cluster_m: int = 2
     cluster_n: int = 1
-    stages: int = 4
+    stages: int = 0
 
     @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
 
     def __str__(self):
-        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n} {self.stages} stages"
+        stages = f" {self.stages} stages" if self.stages else ""
+        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{stages}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class SwapConfig:
         assert not (self.fused and self.arch == "sm100")
         if self.multiplies:
             tiles = self.tiles
-            assert tiles.stages >= 2
+            assert self.stages >= 2
             for columns in (tiles.up_n, tiles.down_n):
                 assert columns % (8 * tiles.cluster_m) == 0 and columns <= 256
             assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, tiles)
@@ -189,6 +196,14 @@ class SwapConfig:
         return self.a_bytes + self.columns(phase) * tma.ROW_BYTES
 
     @property
+    def stages(self) -> int:
+        """Of the ring."""
+        if self.tiles.stages:
+            return self.tiles.stages
+        fixed = sum(padded(size) for _, size, _ in self.other_regions) + tma.TILE_ALIGNMENT
+        return min((MAX_SMEM_PER_CTA - fixed) // (self.a_bytes + self.b_bytes), MOST_STAGES)
+
+    @property
     def sharers(self) -> int:
         """CTAs that write into each other's stage, this one among them."""
         return self.tiles.cluster_m + self.tiles.cluster_n - 1
@@ -209,19 +224,28 @@ class SwapConfig:
         return self.d_model + TERM_PADDING
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it), in order."""
+    def other_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """Those of ``smem_regions`` that are not the ring."""
         rows = GROUP_ROWS * TERMS
-        stages = self.tiles.stages if self.multiplies else 0
         terms = rows * self.term_pitch * ELEMENT_BYTES if self.routes else 0
         z = GROUP_ROWS * ROUTER_WIDTH * FP32_BYTES if self.routes else 0
         return (
             ("barriers", BARRIER_BYTES if self.multiplies else 0, "mbarriers and the TMEM address"),
-            ("activations", stages * self.a_bytes, f"{stages} x [{TILE_M}, {K_TILE}], 128-byte swizzle"),
-            ("weights", stages * self.b_bytes if stages else 0, f"{stages} stages, 128-byte swizzle"),
             ("terms", terms, f"[{rows}, {self.d_model}] of normalised rows, each number as two bf16"),
             ("z", z, f"[{GROUP_ROWS}, {ROUTER_WIDTH}] fp32, before 1 / RMS"),
             ("sums", self.sums_bytes, "what warps add up: of rows, or of the collapse"),
+        )
+
+    @property
+    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """(region, bytes, what stands in it)."""
+        if not self.multiplies:
+            return self.other_regions
+        stages = self.stages
+        return (
+            *self.other_regions,
+            ("activations", stages * self.a_bytes, f"{stages} x [{TILE_M}, {K_TILE}], 128-byte swizzle"),
+            ("weights", stages * self.b_bytes, f"{stages} stages, 128-byte swizzle"),
         )
 
     @property
@@ -234,13 +258,13 @@ class SwapConfig:
     @property
     def smem_bytes(self) -> int:
         """With the room that alignment may take."""
-        found = sum(-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for _, size, _ in self.smem_regions)
+        found = sum(padded(size) for _, size, _ in self.smem_regions)
         return found + (tma.TILE_ALIGNMENT if self.multiplies else 0)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Every mbarrier: who arrives, how often, who waits, what then holds."""
-        stages = self.tiles.stages
+        stages = self.stages
         load = "load warp, expect_tx + TMA bytes"
         if self.arch == "sm100":
             return (

@@ -75,7 +75,7 @@ class Loads(NamedTuple):
         rings = []
         for source, box, base, stage_bytes in shared:
             parts = cute.group_modes(cute.local_tile(source.coordinates, box, (None, None)), 2, 4)
-            boxes = tiles.stages * stage_bytes // tma.tile_bytes(box)
+            boxes = config.stages * stage_bytes // tma.tile_bytes(box)
             rings.append(tma.TileRing.make(source.atom, parts, tma.shared_tiles(base, dtype, box, boxes)))
         row_mask = sum(1 << n * tiles.cluster_m for n in range(tiles.cluster_n))
         column_mask = (1 << tiles.cluster_m) - 1
@@ -132,9 +132,9 @@ def load_phase(
         if cutlass.const_expr(config.fused):
             counter, target = awaited(config, phase, ops, flow, piece, step)
             if reached(counter, target) == 0:
-                ahead = cutlass.min(piece.count, config.tiles.stages)
+                ahead = cutlass.min(piece.count, config.stages)
         elif index == work.cluster:
-            ahead = cutlass.min(piece.count, config.tiles.stages)
+            ahead = cutlass.min(piece.count, config.stages)
         for k_tile in cutlass.range(ahead, unroll=1):
             empty.wait_previous(use + k_tile)
             full.expect_bytes(use + k_tile, stage_bytes)
@@ -167,5 +167,5 @@ def awaited(config, phase, ops, flow, piece, step) -> tuple:
 @cute.jit
 def drain(config: cutlass.Constexpr, channels: cutlass.Constexpr, use):
     """Wait until every stage has been released: no arrival is on its way to a barrier of a CTA that has ended."""
-    for last in cutlass.range(cutlass.max(use - config.tiles.stages, 0), use, unroll=1):
+    for last in cutlass.range(cutlass.max(use - config.stages, 0), use, unroll=1):
         channels["empty"].wait(last)

@@ -43,7 +43,7 @@ class Products(SwapHost):
 
         # 1. Shared memory: barriers, the TMEM address, the ring.
         smem = cutlass.memory.SmemAllocator()
-        stages = config.tiles.stages
+        stages = config.stages
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
         tmem_address = smem.allocate_array(Int32, 1)
         a_base = smem.allocate(stages * config.a_bytes, byte_alignment=tma.TILE_ALIGNMENT)

@@ -23,7 +23,7 @@ def make_mma(config) -> cute.TiledMma:
 
 def fragments(config, a_base, b_base, columns) -> tuple:
     """a, b (MMA, MMA_M or MMA_N, MMA_K, STAGE): descriptors of shared memory; d (MMA, MMA_M, MMA_N): tensor memory."""
-    tiled_mma, stages = make_mma(config), config.tiles.stages
+    tiled_mma, stages = make_mma(config), config.stages
     tiler = (TILE_M, config.columns(config.phase), K_TILE)
     mine = tiled_mma.get_slice(0)
 

@@ -41,7 +41,7 @@ def make_mma(config, phase: str) -> cute.TiledMma:
 
 def operands_of(config, phase: str, a_base, b_base, consumer) -> tuple:
     """a, b (MMA, MMA_M or MMA_N, MMA_K, STAGE): descriptors of the ring's stages. consumer: which 64 rows of A."""
-    mma, columns, stages = make_mma(config, phase), config.columns(phase), config.tiles.stages
+    mma, columns, stages = make_mma(config, phase), config.columns(phase), config.stages
     tiler = (WARPGROUP_ROWS, columns, K_TILE)
 
     def shared(base, layout, stage_bytes):

@@ -53,7 +53,7 @@ class Products(SwapHost):
 
         # 1. Shared memory: barriers, the ring, what rows and collapse phases need.
         smem = cutlass.memory.SmemAllocator()
-        stages = config.tiles.stages
+        stages = config.stages
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
         a_base = smem.allocate(stages * config.a_bytes, byte_alignment=tma.TILE_ALIGNMENT)
         b_base = smem.allocate(stages * config.b_bytes, byte_alignment=tma.TILE_ALIGNMENT)
