@@ -27,7 +27,9 @@ COLLAPSE_PHASES = ("pool", "basis", "decode")
 PHASES = (*ROWS_PHASES, *GEMM_PHASES, *COLLAPSE_PHASES, "fused")
 
 TILE_M = 128  # rows of a tile, and of the counters that phases wait for
-K_TILE = tma.ROW_BYTES // ELEMENT_BYTES  # of K to a stage: one span of the 128-byte swizzle
+K_TILE = tma.ROW_BYTES // ELEMENT_BYTES  # of K to a slot: one span of the 128-byte swizzle
+SLOT_ROWS = 128  # rows of a slot of the ring, and N of one MMA
+SLOT_BYTES = SLOT_ROWS * tma.ROW_BYTES
 
 # The threads that do rows and collapse phases: those of both consumers where the kernel is fused.
 CONSUMERS = 2
@@ -48,7 +50,7 @@ OUTPUTS = 4  # requests whose sums of the collapse are added up at a time
 
 BARRIER_BYTES = 256
 SCRATCH_ALIGNMENT = 128
-MOST_STAGES = 8
+MOST_SLOTS = 14  # whose barriers have room
 
 # Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
 TILE_COUNTERS = ("rows", "up", "down")
@@ -65,23 +67,23 @@ class Tiles:
     """Tiles of both products and the cluster that shares their loads.
 
     up_n: columns of gate and up, half of them of each. down_n: columns of x. cluster_m: CTAs of neighbouring row tiles,
-    which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. stages: of
-    the ring; 0: as many as fit.
+    which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. slots: of
+    the ring, at most; 0: as many as fit.
     """
 
     up_n: int = 256
     down_n: int = 128
     cluster_m: int = 2
     cluster_n: int = 1
-    stages: int = 0
+    slots: int = 0
 
     @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
 
     def __str__(self):
-        stages = f" {self.stages} stages" if self.stages else ""
-        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{stages}"
+        slots = f" {self.slots} slots" if self.slots else ""
+        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{slots}"
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,8 @@ class SwapConfig:
         assert not (self.fused and self.arch == "sm100")
         if self.multiplies:
             tiles = self.tiles
-            assert self.stages >= 2
-            for columns in (tiles.up_n, tiles.down_n):
-                assert columns % (8 * tiles.cluster_m) == 0 and columns <= 256
+            for phase in self.products:
+                assert self.columns(phase) in (SLOT_ROWS, 2 * SLOT_ROWS) and self.ahead(phase) >= 2
             assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, tiles)
             assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
             assert self.arch == "sm100" or self.role_registers <= REGISTERS_PER_SM
@@ -166,46 +167,44 @@ class SwapConfig:
     def role_registers(self) -> int:
         return THREADS * self.consumer_registers + WARPGROUP_THREADS * self.producer_registers
 
-    # The ring: in each stage a tile of activations and a tile of weights.
+    # The ring: slots of 128 rows and a K tile each. A K tile of a product takes one slot of activations and, for every
+    # 128 columns, one of weights, whatever the phase before has left.
 
     def columns(self, phase: str) -> int:
         """N of a product's tile."""
         return self.tiles.up_n if phase == "up" else self.tiles.down_n
 
-    @property
-    def a_bytes(self) -> int:
-        return TILE_M * tma.ROW_BYTES
+    def weight_slots(self, phase: str) -> int:
+        """Slots of weights to a K tile."""
+        return self.columns(phase) // SLOT_ROWS
+
+    def k_slots(self, phase: str) -> int:
+        """Slots to a K tile."""
+        return 1 + self.weight_slots(phase)
+
+    def ahead(self, phase: str) -> int:
+        """K tiles that the whole ring has room for."""
+        return self.slots // self.k_slots(phase)
 
     @property
-    def b_bytes(self) -> int:
-        """Room of a stage for weights."""
-        if self.fused:
-            return max(self.columns(phase) for phase in GEMM_PHASES) * tma.ROW_BYTES
-        return self.columns(self.phase) * tma.ROW_BYTES
-
     def a_box(self) -> tuple[int, int]:
-        """(K, ROW) of one load: this CTA's part of a tile that cluster_n CTAs share."""
-        return (K_TILE, TILE_M // self.tiles.cluster_n)
-
-    def b_box(self, phase: str) -> tuple[int, int]:
-        """(K, COLUMN) of one load: this CTA's part of a tile that cluster_m CTAs share."""
-        return (K_TILE, self.columns(phase) // self.tiles.cluster_m)
-
-    def stage_bytes(self, phase: str) -> int:
-        """What arrives in a stage."""
-        return self.a_bytes + self.columns(phase) * tma.ROW_BYTES
+        """(K, ROW) of one load: this CTA's part of activations that cluster_n CTAs share."""
+        return (K_TILE, SLOT_ROWS // self.tiles.cluster_n)
 
     @property
-    def stages(self) -> int:
+    def b_box(self) -> tuple[int, int]:
+        """(K, COLUMN) of one load: this CTA's part of weights that cluster_m CTAs share."""
+        return (K_TILE, SLOT_ROWS // self.tiles.cluster_m)
+
+    @property
+    def slots(self) -> int:
         """Of the ring."""
-        if self.tiles.stages:
-            return self.tiles.stages
         fixed = sum(padded(size) for _, size, _ in self.other_regions) + tma.TILE_ALIGNMENT
-        return min((MAX_SMEM_PER_CTA - fixed) // (self.a_bytes + self.b_bytes), MOST_STAGES)
+        return min((MAX_SMEM_PER_CTA - fixed) // SLOT_BYTES, self.tiles.slots or MOST_SLOTS)
 
     @property
     def sharers(self) -> int:
-        """CTAs that write into each other's stage, this one among them."""
+        """CTAs that write into each other's slots, this one among them."""
         return self.tiles.cluster_m + self.tiles.cluster_n - 1
 
     # Tensor memory (sm100): one accumulator.
@@ -241,12 +240,8 @@ class SwapConfig:
         """(region, bytes, what stands in it)."""
         if not self.multiplies:
             return self.other_regions
-        stages = self.stages
-        return (
-            *self.other_regions,
-            ("activations", stages * self.a_bytes, f"{stages} x [{TILE_M}, {K_TILE}], 128-byte swizzle"),
-            ("weights", stages * self.b_bytes, f"{stages} stages, 128-byte swizzle"),
-        )
+        slots = f"{self.slots} x [{SLOT_ROWS}, {K_TILE}] of activations or weights, 128-byte swizzle"
+        return (*self.other_regions, ("ring", self.slots * SLOT_BYTES, slots))
 
     @property
     def sums_bytes(self) -> int:
@@ -264,25 +259,25 @@ class SwapConfig:
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Every mbarrier: who arrives, how often, who waits, what then holds."""
-        stages = self.stages
+        slots = self.slots
         load = "load warp, expect_tx + TMA bytes"
         if self.arch == "sm100":
             return (
-                Barrier("full", stages, 1, load, "MMA warp", "activations and weights of a K tile are here"),
-                Barrier("empty", stages, 1, "MMA warp, commit", "load warp", "the MMAs have read them"),
+                Barrier("full", slots, 1, load, "MMA warp", "the slot's tile is here"),
+                Barrier("empty", slots, 1, "MMA warp, commit", "load warp", "the MMAs have read it"),
                 Barrier("accumulator_full", 1, 1, "MMA warp, commit", "epilogue", "a tile is summed up"),
                 Barrier("accumulator_empty", 1, 4, "epilogue, a warp", "MMA warp", "it has been read"),
             )
         loads = "load warps of the CTA and of those that share its tiles, expect_tx + TMA bytes"
         arrivals = WARPS * self.sharers
         return (
-            Barrier("full", stages, 1, loads, "consumers", "activations and weights of a K tile are here"),
+            Barrier("full", slots, 1, loads, "consumers", "the slot's tile is here"),
             Barrier(
                 "empty",
-                stages,
+                slots,
                 arrivals,
                 "consumers of the CTAs that this one loads for, a thread a warp",
                 "load warp",
-                "all of them have read the stage",
+                "all of them have read the slot",
             ),
         )

@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.swap.config import BARRIER_BYTES
+from warpspec.swap.config import BARRIER_BYTES, SLOT_BYTES
 from warpspec.swap.device.flow import Flow
 from warpspec.swap.device.host import SwapHost
 from warpspec.swap.device.load import Loads, drain, load_phase, make_sources
@@ -43,11 +43,9 @@ class Products(SwapHost):
 
         # 1. Shared memory: barriers, the TMEM address, the ring.
         smem = cutlass.memory.SmemAllocator()
-        stages = config.stages
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
         tmem_address = smem.allocate_array(Int32, 1)
-        a_base = smem.allocate(stages * config.a_bytes, byte_alignment=tma.TILE_ALIGNMENT)
-        b_base = smem.allocate(stages * config.b_bytes, byte_alignment=tma.TILE_ALIGNMENT)
+        base = smem.allocate(config.slots * SLOT_BYTES, byte_alignment=tma.TILE_ALIGNMENT)
         channels = init_barriers(config.barriers, barriers)
 
         # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
@@ -67,9 +65,9 @@ class Products(SwapHost):
             cute.arch.griddepcontrol_wait()
             epilogue(config, channels, columns, work, ops, thread)
         if warp == config.mma_warp:
-            mma(config, channels, fragments(config, a_base, b_base, columns), work)
+            mma(config, channels, fragments(config, base, columns), work)
         if warp == config.load_warp:
-            loads = Loads.make(config, config.phase, sources[0], a_base, b_base, BFloat16, work)
+            loads = Loads.make(config, sources[0], base, BFloat16, work)
             flow = Flow(None, Int32(0))
             use = load_phase(config, config.phase, channels, loads, work, ops, flow, Int32(0), Int32(0))
             drain(config, channels, use)

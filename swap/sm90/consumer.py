@@ -23,7 +23,7 @@ from warpspec.common.wgmma import (
     multiply,
     transpose,
 )
-from warpspec.swap.config import ELEMENT_BYTES, K_TILE, TILE_M
+from warpspec.swap.config import ELEMENT_BYTES, K_TILE, SLOT_BYTES, SLOT_ROWS, TILE_M
 from warpspec.swap.device.activation import swiglu
 from warpspec.swap.device.flow import count
 
@@ -31,29 +31,26 @@ ONE_WARPGROUP = (1, 1, 1)
 VECTOR = VECTOR_BYTES // ELEMENT_BYTES
 
 
-def make_mma(config, phase: str) -> cute.TiledMma:
-    """D [64, N] = A [64, K] B [N, K]^T: both operands from shared memory, K contiguous."""
-    major = OperandMajorMode.K
-    return hopper.make_trivial_tiled_mma(
-        BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, (WARPGROUP_ROWS, config.columns(phase))
-    )
+def make_mma() -> cute.TiledMma:
+    """D [64, 128] = A [64, K] B [128, K]^T: both operands from shared memory, K contiguous."""
+    major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, SLOT_ROWS)
+    return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, tile)
 
 
-def operands_of(config, phase: str, a_base, b_base, consumer) -> tuple:
-    """a, b (MMA, MMA_M or MMA_N, MMA_K, STAGE): descriptors of the ring's stages. consumer: which 64 rows of A."""
-    mma, columns, stages = make_mma(config, phase), config.columns(phase), config.stages
-    tiler = (WARPGROUP_ROWS, columns, K_TILE)
+def operands_of(config, base, consumer) -> tuple:
+    """a, b (MMA, MMA_M or MMA_N, MMA_K, SLOT): descriptors of the ring's slots. consumer: which 64 rows of A."""
+    mma, tiler = make_mma(), (WARPGROUP_ROWS, SLOT_ROWS, K_TILE)
 
-    def shared(base, layout, stage_bytes):
+    def shared(base, layout):
         first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
         first = first[None, None, 0]
-        ring = cute.make_layout(stages, stride=stage_bytes // ELEMENT_BYTES)
+        ring = cute.make_layout(config.slots, stride=SLOT_BYTES // ELEMENT_BYTES)
         return cute.make_tensor(first.iterator, cute.append(first.layout, ring))
 
-    a_base = (a_base + consumer * WARPGROUP_ROWS * tma.ROW_BYTES).align(tma.TILE_ALIGNMENT)
+    a_base = (base + consumer * WARPGROUP_ROWS * tma.ROW_BYTES).align(tma.TILE_ALIGNMENT)
     row_major = LayoutEnum.ROW_MAJOR
-    a = shared(a_base, hopper.make_smem_layout_a(row_major, tiler, BFloat16, 1), config.a_bytes)
-    b = shared(b_base, hopper.make_smem_layout_b(row_major, tiler, BFloat16, 1), config.b_bytes)
+    a = shared(a_base, hopper.make_smem_layout_a(row_major, tiler, BFloat16, 1))
+    b = shared(base, hopper.make_smem_layout_b(row_major, tiler, BFloat16, 1))
     mine = mma.get_slice(0)
     return mma.make_fragment_A(mine.partition_A(a)), mma.make_fragment_B(mine.partition_B(b))
 
@@ -63,45 +60,50 @@ def product_phase(
     config: cutlass.Constexpr,
     phase: cutlass.Constexpr,
     channels: cutlass.Constexpr,
-    bases: cutlass.Constexpr,
+    base: cutlass.Constexpr,
     work,
     ops,
     flow,
     thread,
     use,
 ) -> Int32:
-    """All tiles of this CTA in a product phase. Returns the stages used so far, ``use`` before.
+    """All tiles of this CTA in a product phase. Returns the slots used so far, ``use`` before.
 
-    bases: of activations and weights in shared memory. Consumes full, produces empty, one arrival a warp in every CTA
-    that loads for this one. Fused, produces the row tile's counts of the phase.
+    base: of the ring. Consumes full, produces empty, one arrival a warp in every CTA that loads for this one. Fused,
+    produces the row tile's counts of the phase.
     """
+    full, empty = channels["full"], channels["empty"]
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-    a, b = operands_of(config, phase, *bases, consumer)
-    mma = make_mma(config, phase)
-    fragment = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.columns(phase))), Float32)
+    a, b = operands_of(config, base, consumer)
+    mma, weight_slots, k_slots = make_mma(), config.weight_slots(phase), config.k_slots(phase)
+    shape = mma.partition_shape_C((WARPGROUP_ROWS, SLOT_ROWS))
+    fragments = [cute.make_rmem_tensor(shape, Float32) for _ in range(weight_slots)]  # of 128 columns each
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
         for k_tile in cutlass.range(piece.count, unroll=1):
-            channels["full"].wait(use + k_tile)
-            stage = channels["full"].stage(use + k_tile)
-            multiply(
-                mma, fragment, a[None, None, None, stage], b[None, None, None, stage], Boolean(k_tile > 0)
-            )
+            first = use + k_tile * k_slots
+            full.wait(first)
+            activations = a[None, None, None, full.stage(first)]
+            for i in cutlass.range_constexpr(weight_slots):
+                full.wait(first + 1 + i)
+                weights = b[None, None, None, full.stage(first + 1 + i)]
+                multiply(mma, fragments[i], activations, weights, Boolean(k_tile > 0))
             if k_tile > 0:
-                warpgroup.wait_group(1)
-                release(config, channels["empty"], work, use + k_tile - 1)
+                warpgroup.wait_group(weight_slots)
+                release(config, empty, work, first - k_slots, k_slots)
         row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
         row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
         factors = None
         if cutlass.const_expr(phase == "up"):
             factors = inverse_of(ops, row)  # while the last products run
         warpgroup.wait_group(0)
-        release(config, channels["empty"], work, use + piece.count - 1)
-        use += piece.count
+        use += piece.count * k_slots
+        release(config, empty, work, use - k_slots, k_slots)
+        sums = [flat(fragment) for fragment in fragments]
         if cutlass.const_expr(phase == "up"):
-            store_hidden(config, ops, flat(fragment), factors, row, piece, thread % QUAD)
+            store_hidden(config, ops, sums, factors, row, piece, thread % QUAD)
         else:
-            store_partial(config, ops, flat(fragment), row, piece, thread % QUAD)
+            store_partial(config, ops, sums, row, piece, thread % QUAD)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
             if piece.row_tile < flow.row_tiles:
                 count(flow.tile(phase, piece.row_tile), thread)
@@ -109,11 +111,14 @@ def product_phase(
 
 
 @cute.jit
-def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
-    """The warp has read a stage: tell the load warps that write into it, a lane each."""
+def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, first, slots: cutlass.Constexpr):
+    """The warp has read some slots, from use ``first`` on: tell the load warps that write into them, a lane each."""
     tiles = config.tiles
     if cutlass.const_expr(tiles.cluster == 1):
-        empty.arrive_warp(use)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(slots):
+                empty.arrive(first + i)
     else:
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
@@ -123,7 +128,8 @@ def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
         other += Int32(other >= work.rank_n)
         rank = work.rank_n * tiles.cluster_m + lane if in_column else other * tiles.cluster_m + work.rank_m
         if lane < config.sharers:
-            empty.arrive_in(rank, use, has_read=True)
+            for i in cutlass.range_constexpr(slots):
+                empty.arrive_in(rank, first + i, has_read=True)
 
 
 @cute.jit
@@ -136,9 +142,16 @@ def inverse_of(ops, row) -> list:
     return found
 
 
+def element(sums: list, i: int) -> Float32:
+    """The i-th element of neighbouring fragments."""
+    size = cute.size(sums[0])
+    return sums[i // size][i % size]
+
+
 @cute.jit
-def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, factors, row, piece, member):
-    """silu(gate) * up in bf16, 16 bytes a store. sums: 8 columns of gate, 8 of up, in turn. factors: 1 / RMS a row.
+def store_hidden(config: cutlass.Constexpr, ops, sums: list, factors, row, piece, member):
+    """silu(gate) * up in bf16, 16 bytes a store. sums: of 128 columns each, 8 of
+    gate and 8 of up in turn. factors: 1 / RMS a row.
 
     row: the thread's first. member: of the quad, whose threads swap words so that each stores 8 columns.
     """
@@ -156,7 +169,7 @@ def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, factors, row
                 for j in cutlass.range_constexpr(PAIR):
                     gate = ((block + i) * 2 * THREAD_ROWS + r) * PAIR + j
                     up = gate + THREAD_ROWS * PAIR
-                    pair[j] = swiglu(sums[gate] * inverse, sums[up] * inverse).to(BFloat16)
+                    pair[j] = swiglu(element(sums, gate) * inverse, element(sums, up) * inverse).to(BFloat16)
                 words.append(cute.recast_tensor(pair, Int32)[0])
             moved = transpose(words, member)
             if in_range:
@@ -168,7 +181,7 @@ def store_hidden(config: cutlass.Constexpr, ops, sums: cute.Tensor, factors, row
 
 
 @cute.jit
-def store_partial(config: cutlass.Constexpr, ops, sums: cute.Tensor, row, piece, member):
+def store_partial(config: cutlass.Constexpr, ops, sums: list, row, piece, member):
     """The split's sums in fp32, pairs of columns: 32 bytes a quad."""
     first = piece.column_tile * (config.tiles.down_n // PAIR)
     for r in cutlass.range_constexpr(THREAD_ROWS):
@@ -178,5 +191,5 @@ def store_partial(config: cutlass.Constexpr, ops, sums: cute.Tensor, row, piece,
             for block in cutlass.range_constexpr(config.tiles.down_n // COLUMNS):
                 pair = cute.make_rmem_tensor(PAIR, Float32)
                 for j in cutlass.range_constexpr(PAIR):
-                    pair[j] = sums[(block * THREAD_ROWS + r) * PAIR + j]
+                    pair[j] = element(sums, (block * THREAD_ROWS + r) * PAIR + j)
                 cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (first + block * QUAD + member,)))

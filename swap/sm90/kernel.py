@@ -11,7 +11,7 @@ from cutlass import BFloat16, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.swap.config import BARRIER_BYTES, GEMM_PHASES, TILE_M
+from warpspec.swap.config import BARRIER_BYTES, GEMM_PHASES, SLOT_BYTES, TILE_M
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
@@ -53,10 +53,8 @@ class Products(SwapHost):
 
         # 1. Shared memory: barriers, the ring, what rows and collapse phases need.
         smem = cutlass.memory.SmemAllocator()
-        stages = config.stages
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
-        a_base = smem.allocate(stages * config.a_bytes, byte_alignment=tma.TILE_ALIGNMENT)
-        b_base = smem.allocate(stages * config.b_bytes, byte_alignment=tma.TILE_ALIGNMENT)
+        base = smem.allocate(config.slots * SLOT_BYTES, byte_alignment=tma.TILE_ALIGNMENT)
         scratch = make_scratch(config, smem) if cutlass.const_expr(config.fused) else None
         channels = init_barriers(config.barriers, barriers)
         if warp == config.load_warp:
@@ -72,12 +70,11 @@ class Products(SwapHost):
         rows = ops.vectors.shape[0] if cutlass.const_expr(config.fused) else 0
         flow = Flow(ops.counters, Int32(cute.ceil_div(rows, TILE_M)))
         works = {phase: Work.of(config, ops, phase) for phase in config.products}
-        bases = (a_base, b_base)
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp == config.load_warp:
                 loads = {
-                    phase: Loads.make(config, phase, pair, *bases, BFloat16, works[phase])
+                    phase: Loads.make(config, pair, base, BFloat16, works[phase])
                     for phase, pair in zip(config.products, sources, strict=True)
                 }
                 load(config, channels, loads, works, ops, flow, steps)
@@ -85,13 +82,13 @@ class Products(SwapHost):
             cute.arch.setmaxregister_increase(config.consumer_registers)
             place = (thread, block, blocks)
             if cutlass.const_expr(config.fused):
-                consume(config, channels, bases, works, ops, scratch, flow, place, steps, k_ffn)
+                consume(config, channels, base, works, ops, scratch, flow, place, steps, k_ffn)
             else:
                 cute.arch.griddepcontrol_wait()
                 phase = config.phase
-                product_phase(config, phase, channels, bases, works[phase], ops, flow, thread, Int32(0))
+                product_phase(config, phase, channels, base, works[phase], ops, flow, thread, Int32(0))
 
-        # 3. No CTA leaves while others may arrive at its barriers or write into its stages.
+        # 3. No CTA leaves while others may arrive at its barriers or write into its slots.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -122,7 +119,7 @@ def load(
 def consume(
     config: cutlass.Constexpr,
     channels: cutlass.Constexpr,
-    bases: cutlass.Constexpr,
+    base: cutlass.Constexpr,
     works: cutlass.Constexpr,
     ops,
     scratch: cutlass.Constexpr,
@@ -136,8 +133,8 @@ def consume(
     use = Int32(0)
     rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0))
     for step in cutlass.range(steps, unroll=1):
-        use = product_phase(config, "up", channels, bases, works["up"], ops, flow, thread, use)
-        use = product_phase(config, "down", channels, bases, works["down"], ops, flow, thread, use)
+        use = product_phase(config, "up", channels, base, works["up"], ops, flow, thread, use)
+        use = product_phase(config, "down", channels, base, works["down"], ops, flow, thread, use)
         done = step + 1
         if (done % k_ffn == 0) & (done < steps):
             rows_phase(config, "swap", ops, scratch, flow, place, done // k_ffn, done)
