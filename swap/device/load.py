@@ -51,8 +51,8 @@ def columns_first(matrix: cute.Tensor) -> cute.Tensor:
 
 class Loads(NamedTuple):
     """How a CTA fills slots in one phase. a, b: rings of its parts of activations and weights; a_parts, b_parts: parts
-    of a slot; a_mask, b_mask: the CTAs that a part goes to, None where there is only this one. a_rank, b_rank: which parts
-    are this CTA's."""
+    of a slot; a_mask, b_mask: the CTAs that a part goes to, None where there is only this one. a_rank, b_rank: which
+    parts are this CTA's."""
 
     a: tma.TileRing
     b: tma.TileRing
