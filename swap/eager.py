@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from warpspec.swap.reference import lanes, pack_lanes
+from warpspec.swap.reference import Decisions, lanes, pack_lanes
 from warpspec.swap.weights import SwapFFNWeights
 
 
@@ -19,11 +19,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def swap(x, ram, map_, w: SwapFFNWeights, forced=None):
-    """The router and the exchange, in place in ram and map_. Returns the new x. forced: (gate, logical)."""
+def swap(x, ram, map_, w: SwapFFNWeights, forced=None, seen=None):
+    """The router and the exchange, in place in ram and map_. Returns the new x. forced, seen: as of ``decode``."""
     z = rms_norm(x, w["router_norm"], w.eps) @ w["router_w"].T
-    gate = z @ w["swap_w"] + w["swap_b"] > 0
-    logical = (z @ w["bank_w"] + w["bank_b"]).argmax(-1)
+    logit, scores = z @ w["swap_w"] + w["swap_b"], z @ w["bank_w"] + w["bank_b"]
+    gate, logical = logit > 0, scores.argmax(-1)
+    if seen is not None:
+        best = scores.float().topk(2, dim=-1).values
+        seen.append(Decisions(gate, logical, logit.float(), best[..., 0] - best[..., 1]))
     if forced is not None:
         gate, logical = forced
     lanes_ = lanes(map_)
@@ -42,12 +45,17 @@ def ffn(x: torch.Tensor, w: SwapFFNWeights) -> torch.Tensor:
     return (silu(n @ w["w1"].T) * (n @ w["w3"].T)) @ w["w2"].T
 
 
-def decode(x, ram, map_, w: SwapFFNWeights, *, events: int, k_ffn: int, residual: bool, forced=None):
-    """delta [B, D] bf16; ram and map_ are changed in place. Arguments as of ``reference.decode``."""
+def decode(
+    x, ram, map_, w: SwapFFNWeights, *, events: int, k_ffn: int, residual: bool, forced=None, seen=None
+):
+    """delta [B, D] bf16; ram and map_ are changed in place. Arguments as of ``reference.decode``.
+
+    seen: a list that the router's ``Decisions`` of every event are added to, for tests.
+    """
     x = x[:, None] * w.core_scale.to(x.dtype) + w.core_shift.to(x.dtype)
     for event in range(events):
         taken = None if forced is None else (forced[0][event], forced[1][event])
-        x = swap(x, ram, map_, w, taken)
+        x = swap(x, ram, map_, w, taken, seen)
         for _ in range(k_ffn):
             x = ffn(x, w) + x if residual else ffn(x, w)
     pooled = torch.einsum("ck,bcd->bkd", w.core_alpha.to(x.dtype), x)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from shared.swap_inputs import random_call, random_weights
-from swap_cases import check_forced, reference_of, run
+from swap_cases import check_forced, reference_of, run, unfused
 
 from warpspec.common.launch import target_of
 from warpspec.swap import launch, swap_ffn_decode
@@ -15,7 +15,6 @@ from warpspec.swap.weights import SwapState
 
 pytestmark = pytest.mark.gpu
 CALL = dict(events=8, k_ffn=2, residual=False)
-MARGIN = 0.05  # of a decision: half a percent of the logits' spread is what bf16 vectors leave open
 
 
 def plan_of(x, state, w, call, **changes) -> launch.Plan:
@@ -46,15 +45,22 @@ def test_odd_sizes(sizes):
 
 
 def test_free_running_decisions():
-    """Until a core first decides otherwise than the reference, its margins were within rounding; few cores ever do."""
+    """How many cores ever decide otherwise than the reference, and by which margins: no more than in the unfused step.
+    From a core's first such decision on it holds another vector, so only first ones count."""
     x, state, w = case(1)
     _, _, made = reference_of(x, state, w, CALL)
+    *_, peer = unfused(x, state, w, CALL)
     got = run(x, state, w, CALL, plan_of(x, state, w, CALL))
-    other = (got.gate != made.gate) | (made.gate & (got.logical != made.logical))
-    first = other & (other.cumsum(0) == 1)
-    margin = torch.where(got.gate != made.gate, made.gate_logit.abs(), made.margin)[first]
-    print(f"{first.sum().item()} of {first[0].numel()} cores, largest margin {margin.max().item():.4f}")
-    assert first.sum() < 0.2 * first[0].numel() and (margin < MARGIN).all()
+    counts = []
+    for name, gate, logical in (("ours", got.gate, got.logical), ("unfused", peer.gate, peer.logical)):
+        other = (gate != made.gate) | (made.gate & (logical != made.logical))
+        first = other & (other.cumsum(0) == 1)
+        margin = torch.where(gate != made.gate, made.gate_logit.abs(), made.margin)[first]
+        counts.append(first.sum().item())
+        by_event = first.flatten(1).sum(1).tolist()
+        print(f"{name}: {counts[-1]} of {first[0].numel()} cores, by event {by_event}; ", end="")
+        print(f"margins: median {margin.median():.4f}, largest {margin.max():.4f}")
+    assert counts[0] <= 1.25 * counts[1] + 2
 
 
 def test_a_hundred_steps_of_state():

@@ -85,7 +85,7 @@ def test_unfused_peer_is_the_same_step_in_bf16():
     x, state, w = small(2, cores=24)
     call = dict(events=3, k_ffn=2, residual=False)
     delta, new, made = reference_of(x, state, w, call)
-    own, peer = unfused(x, state, w, call, made)
+    own, peer, _ = unfused(x, state, w, call, made)
     assert 1e-3 < error(own, delta) < 5e-2 and error(peer.ram, new.ram) < 1e-2
     assert torch.equal(peer.map, new.map)
 

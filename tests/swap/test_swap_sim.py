@@ -54,7 +54,7 @@ def test_chain_on_sm100():
     check_forced(x, state, w, CALL, plan, SM100, seed=5)
     delta, new = swap_ffn_decode(x, state, w, events=2, backend="sim")
     wanted, wanted_state, made = reference_of(x, state, w, CALL)
-    own, peer = unfused(x, state, w, CALL, made)
+    own, peer, _ = unfused(x, state, w, CALL, made)
     assert torch.equal(new.map, wanted_state.map)
     assert error(delta, wanted) <= OF_UNFUSED * error(own, wanted)
     assert error(new.ram, wanted_state.ram) <= OF_UNFUSED * error(peer.ram, wanted_state.ram)
