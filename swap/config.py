@@ -51,6 +51,7 @@ OUTPUTS = 4  # requests whose sums of the collapse are added up at a time
 BARRIER_BYTES = 256
 SCRATCH_ALIGNMENT = 128
 MOST_SLOTS = 14  # whose barriers have room
+MOST_TAIL = 4  # K tiles: their products take about as long as half of an epilogue
 
 # Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
 TILE_COUNTERS = ("rows", "up", "down")
@@ -185,6 +186,11 @@ class SwapConfig:
     def ahead(self, phase: str) -> int:
         """K tiles that the whole ring has room for."""
         return self.slots // self.k_slots(phase)
+
+    def tail(self, phase: str) -> int:
+        """The last K tiles of a tile, whose products sm90 does for the first 128 columns, then for the second."""
+        fewest = self.d_model // K_TILE if phase == "up" else 1
+        return min(self.ahead(phase), fewest, MOST_TAIL) if self.weight_slots(phase) > 1 else 0
 
     @property
     def a_box(self) -> tuple[int, int]:

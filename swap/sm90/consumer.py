@@ -75,39 +75,69 @@ def product_phase(
     full, empty = channels["full"], channels["empty"]
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
     a, b = operands_of(config, base, consumer)
-    mma, weight_slots, k_slots = make_mma(), config.weight_slots(phase), config.k_slots(phase)
-    shape = mma.partition_shape_C((WARPGROUP_ROWS, SLOT_ROWS))
+    weight_slots, k_slots = config.weight_slots(phase), config.k_slots(phase)
+    shape = make_mma().partition_shape_C((WARPGROUP_ROWS, SLOT_ROWS))
     fragments = [cute.make_rmem_tensor(shape, Float32) for _ in range(weight_slots)]  # of 128 columns each
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
-        for k_tile in cutlass.range(piece.count, unroll=1):
+        tail = config.tail(phase)
+        body = piece.count - tail
+        for k_tile in cutlass.range(body, unroll=1):
             first = use + k_tile * k_slots
-            full.wait(first)
-            activations = a[None, None, None, full.stage(first)]
             for i in cutlass.range_constexpr(weight_slots):
-                full.wait(first + 1 + i)
-                weights = b[None, None, None, full.stage(first + 1 + i)]
-                multiply(mma, fragments[i], activations, weights, Boolean(k_tile > 0))
+                issue(full, fragments[i], a, b, first, 1 + i, Boolean(k_tile > 0))
             if k_tile > 0:
                 warpgroup.wait_group(weight_slots)
                 release(config, empty, work, first - k_slots, k_slots)
+        # The last K tiles, column by column: the first half is stored while the second's products run.
+        last = use + body * k_slots
+        for i in cutlass.range_constexpr(weight_slots):
+            for t in cutlass.range_constexpr(tail):
+                issue(full, fragments[i], a, b, last + t * k_slots, 1 + i, Boolean(body > 0) | (t > 0))
+                if cutlass.const_expr(i + t == 0):
+                    warpgroup.wait_group(1)
+                    if body > 0:
+                        release(config, empty, work, last - k_slots, k_slots)
         row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
         row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
+        place = (row, piece, thread % QUAD)
         factors = None
         if cutlass.const_expr(phase == "up"):
             factors = inverse_of(ops, row)  # while the last products run
-        warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(weight_slots):
+            warpgroup.wait_group((weight_slots - 1 - i) * tail)
+            for t in cutlass.range_constexpr(tail):
+                release(config, empty, work, last + t * k_slots + 1 + i, 1)
+            if cutlass.const_expr(i + 1 == weight_slots):
+                if cutlass.const_expr(tail == 0):
+                    release(config, empty, work, last - k_slots, k_slots)
+                for t in cutlass.range_constexpr(tail):
+                    release(config, empty, work, last + t * k_slots, 1)
+            column_slot = piece.column_tile * weight_slots + i
+            if cutlass.const_expr(phase == "up"):
+                store_hidden(ops, flat(fragments[i]), factors, place, column_slot)
+            else:
+                store_partial(ops, flat(fragments[i]), place, column_slot)
         use += piece.count * k_slots
-        release(config, empty, work, use - k_slots, k_slots)
-        sums = [flat(fragment) for fragment in fragments]
-        if cutlass.const_expr(phase == "up"):
-            store_hidden(config, ops, sums, factors, row, piece, thread % QUAD)
-        else:
-            store_partial(config, ops, sums, row, piece, thread % QUAD)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
             if piece.row_tile < flow.row_tiles:
                 count(flow.tile(phase, piece.row_tile), thread)
     return use
+
+
+@cute.jit
+def issue(full, fragment, a, b, first, weights: cutlass.Constexpr, accumulate):
+    """The products of a K tile with 128 columns. first: its activations' use of the ring; weights: slots behind it."""
+    full.wait(first)
+    full.wait(first + weights)
+    activations, columns = full.stage(first), full.stage(first + weights)
+    multiply(
+        make_mma(),
+        fragment,
+        a[None, None, None, activations],
+        b[None, None, None, columns],
+        Boolean(accumulate),
+    )
 
 
 @cute.jit
@@ -142,26 +172,18 @@ def inverse_of(ops, row) -> list:
     return found
 
 
-def element(sums: list, i: int) -> Float32:
-    """The i-th element of neighbouring fragments."""
-    size = cute.size(sums[0])
-    return sums[i // size][i % size]
-
-
 @cute.jit
-def store_hidden(config: cutlass.Constexpr, ops, sums: list, factors, row, piece, member):
-    """silu(gate) * up in bf16, 16 bytes a store. sums: of 128 columns each, 8 of
-    gate and 8 of up in turn. factors: 1 / RMS a row.
+def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, column_slot):
+    """silu(gate) * up of 64 features in bf16, 16 bytes a store. sums: 8 columns of gate and 8 of up, in turn. factors:
+    1 / RMS of the thread's rows.
 
-    row: the thread's first. member: of the quad, whose threads swap words so that each stores 8 columns.
+    place: (the thread's first row, piece, member of the quad, whose threads swap words so that each stores 8 columns).
+    column_slot: which 128 columns.
     """
-    blocks = config.tiles.up_n // COLUMNS // 2  # of outputs
-    first = piece.column_tile * (config.tiles.up_n // 2 // VECTOR)
+    row, _, member = place
+    blocks = SLOT_ROWS // COLUMNS // 2  # of outputs
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
-        in_range = Boolean(at < ops.hidden.shape[0])
-        inverse = factors[r]
-        target = ops.hidden[at, None]
         for block in cutlass.range_constexpr(0, blocks, QUAD):
             words = []
             for i in cutlass.range_constexpr(QUAD):
@@ -169,27 +191,31 @@ def store_hidden(config: cutlass.Constexpr, ops, sums: list, factors, row, piece
                 for j in cutlass.range_constexpr(PAIR):
                     gate = ((block + i) * 2 * THREAD_ROWS + r) * PAIR + j
                     up = gate + THREAD_ROWS * PAIR
-                    pair[j] = swiglu(element(sums, gate) * inverse, element(sums, up) * inverse).to(BFloat16)
+                    pair[j] = swiglu(sums[gate] * factors[r], sums[up] * factors[r]).to(BFloat16)
                 words.append(cute.recast_tensor(pair, Int32)[0])
             moved = transpose(words, member)
-            if in_range:
+            if at < ops.hidden.shape[0]:
                 vector = cute.make_rmem_tensor(QUAD, Int32)
                 for i in cutlass.range_constexpr(QUAD):
                     vector[i] = moved[i]
-                part = cute.local_tile(target, (VECTOR,), (first + block + member,))
+                part = cute.local_tile(
+                    ops.hidden[at, None], (VECTOR,), (column_slot * blocks + block + member,)
+                )
                 cute.autovec_copy(cute.recast_tensor(vector, BFloat16), part)
 
 
 @cute.jit
-def store_partial(config: cutlass.Constexpr, ops, sums: list, row, piece, member):
-    """The split's sums in fp32, pairs of columns: 32 bytes a quad."""
-    first = piece.column_tile * (config.tiles.down_n // PAIR)
+def store_partial(ops, sums: cute.Tensor, place: tuple, column_slot):
+    """The split's sums of 128 columns in fp32, pairs of columns: 32 bytes a quad. Arguments as of ``store_hidden``."""
+    row, piece, member = place
+    blocks = SLOT_ROWS // COLUMNS
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
         if at < ops.hidden.shape[0]:
             target = ops.partial[piece.split, at, None]
-            for block in cutlass.range_constexpr(config.tiles.down_n // COLUMNS):
+            for block in cutlass.range_constexpr(blocks):
                 pair = cute.make_rmem_tensor(PAIR, Float32)
                 for j in cutlass.range_constexpr(PAIR):
-                    pair[j] = element(sums, (block * THREAD_ROWS + r) * PAIR + j)
-                cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (first + block * QUAD + member,)))
+                    pair[j] = sums[(block * THREAD_ROWS + r) * PAIR + j]
+                part = (column_slot * blocks + block) * QUAD + member
+                cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (part,)))
