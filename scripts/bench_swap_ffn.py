@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 
 import torch
@@ -101,8 +102,10 @@ def table(weights, batches, tflops: float, *, compiled: bool, markdown: bool = F
         candidates = {"graph": case.unfused()}
         if compiled:
             state = case.state.clone()
-            step = torch.compile(eager.decode, dynamic=False)
-            candidates["compile"] = lambda: step(case.x, state.ram, state.map, weights, **CALL)  # noqa: B023
+            options = CALL | dict(step=torch.compile(eager.event, dynamic=False))
+            candidates["compile"] = functools.partial(
+                eager.decode, case.x, state.ram, state.map, weights, **options
+            )
         for name, plan in plans.items():
             candidates[name], *_ = case.ours(plan)
         times = {"eager": gpu_bench.gpu_times({"": case.unfused()}, [()], rounds=2, round_ms=30.0)[""] / 1e3}

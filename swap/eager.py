@@ -45,19 +45,36 @@ def ffn(x: torch.Tensor, w: SwapFFNWeights) -> torch.Tensor:
     return (silu(n @ w["w1"].T) * (n @ w["w3"].T)) @ w["w2"].T
 
 
+def event(x, ram, map_, w: SwapFFNWeights, k_ffn: int, residual: bool, forced=None, seen=None):
+    """A swap, in place in ram and map_, and k_ffn FFN steps. Returns the new x."""
+    x = swap(x, ram, map_, w, forced, seen)
+    for _ in range(k_ffn):
+        x = ffn(x, w) + x if residual else ffn(x, w)
+    return x
+
+
 def decode(
-    x, ram, map_, w: SwapFFNWeights, *, events: int, k_ffn: int, residual: bool, forced=None, seen=None
+    x,
+    ram,
+    map_,
+    w: SwapFFNWeights,
+    *,
+    events: int,
+    k_ffn: int,
+    residual: bool,
+    forced=None,
+    seen=None,
+    step=event,
 ):
     """delta [B, D] bf16; ram and map_ are changed in place. Arguments as of ``reference.decode``.
 
-    seen: a list that the router's ``Decisions`` of every event are added to, for tests.
+    seen: a list that the router's ``Decisions`` of every event are added to, for tests. step: ``event``, or what
+    torch.compile makes of it.
     """
     x = x[:, None] * w.core_scale.to(x.dtype) + w.core_shift.to(x.dtype)
-    for event in range(events):
-        taken = None if forced is None else (forced[0][event], forced[1][event])
-        x = swap(x, ram, map_, w, taken, seen)
-        for _ in range(k_ffn):
-            x = ffn(x, w) + x if residual else ffn(x, w)
+    for i in range(events):
+        taken = None if forced is None else (forced[0][i], forced[1][i])
+        x = step(x, ram, map_, w, k_ffn, residual, taken, seen)
     pooled = torch.einsum("ck,bcd->bkd", w.core_alpha.to(x.dtype), x)
     s = torch.einsum("krd,bkd->br", w["basis"], pooled)
     return silu(s) @ w["decoder"].T

@@ -27,8 +27,9 @@ def case(batch=1, *, seed=0, **sizes):
     return *random_call(w, batch, seed=seed + 1), w
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("batch", "residual"), [(1, False), (3, True), (16, False)])
+@pytest.mark.parametrize(
+    ("batch", "residual", "fused"), [(1, False, False), (1, False, True), (3, True, True), (16, False, True)]
+)
 def test_forced_decisions_at_full_size(batch, residual, fused):
     x, state, w = case(batch)
     call = CALL | dict(residual=residual)
@@ -40,8 +41,7 @@ def test_forced_decisions_at_full_size(batch, residual, fused):
 )
 def test_odd_sizes(sizes):
     x, state, w = case(2, **sizes)
-    for fused in (False, True):
-        check_forced(x, state, w, CALL, plan_of(x, state, w, CALL, fused=fused))
+    check_forced(x, state, w, CALL, plan_of(x, state, w, CALL))
 
 
 def test_free_running_decisions():
