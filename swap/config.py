@@ -115,6 +115,7 @@ class SwapConfig:
             for phase in self.products:
                 assert self.columns(phase) in (SLOT_ROWS, 2 * SLOT_ROWS) and self.ahead(phase) >= 2
             assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, tiles)
+            assert self.router_slots <= self.slots - self.slot_unit
             assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
             assert self.arch == "sm100" or self.role_registers <= REGISTERS_PER_SM
             assert self.arch == "sm90" or tiles.cluster == 1
@@ -192,6 +193,11 @@ class SwapConfig:
         fewest = self.d_model // K_TILE if phase == "up" else 1
         return min(self.ahead(phase), fewest, MOST_TAIL) if self.weight_slots(phase) > 1 else 0
 
+    def padding(self, phase: str, use):
+        """Slots that are passed over before a tile."""
+        unit = self.slot_unit
+        return (unit - use % unit) % unit if self.weight_slots(phase) == 2 else 0
+
     @property
     def a_box(self) -> tuple[int, int]:
         """(K, ROW) of one load: this CTA's part of activations that cluster_n CTAs share."""
@@ -206,7 +212,18 @@ class SwapConfig:
     def slots(self) -> int:
         """Of the ring."""
         fixed = sum(padded(size) for _, size, _ in self.other_regions) + tma.TILE_ALIGNMENT
-        return min((MAX_SMEM_PER_CTA - fixed) // SLOT_BYTES, self.tiles.slots or MOST_SLOTS)
+        found = min((MAX_SMEM_PER_CTA - fixed) // SLOT_BYTES, self.tiles.slots or MOST_SLOTS)
+        return found // self.slot_unit * self.slot_unit
+
+    @property
+    def slot_unit(self) -> int:
+        """K tiles with two slots of weights begin at multiples of it, so that these slots are neighbours."""
+        return 3 if any(self.weight_slots(phase) == 2 for phase in self.products) else 1
+
+    @property
+    def router_slots(self) -> int:
+        """Slots that the router's weights take in the fused kernel: each 64 outputs and two K tiles."""
+        return self.d_model // (2 * K_TILE) if self.fused else 0
 
     @property
     def sharers(self) -> int:

@@ -13,9 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.swap.config import SLOT_BYTES, SLOT_ROWS
+from warpspec.swap.config import K_TILE, ROUTER_WIDTH, SLOT_BYTES, SLOT_ROWS
 from warpspec.swap.device.flow import groups_of, reached, wait_for
 from warpspec.swap.device.work import Work
+
+ROUTER_BOX = (K_TILE, ROUTER_WIDTH)
 
 
 class Source(NamedTuple):
@@ -33,13 +35,16 @@ class Sources(NamedTuple):
 
 
 def make_sources(config, ops) -> tuple[Sources, ...]:
-    """Host side: descriptors of the kernel's products, in order."""
+    """Host side: descriptors of the kernel's products, in order; fused, then of the router, twice."""
     found = []
     for phase in config.products:
         a, b = (ops.vectors, ops.w13) if phase == "up" else (ops.hidden, ops.w2)
         a_load = tma.make_load(columns_first(a), config.a_box, multicast=config.tiles.cluster_n > 1)
         b_load = tma.make_load(columns_first(b), config.b_box, multicast=config.tiles.cluster_m > 1)
         found.append(Sources(Source(*a_load), Source(*b_load)))
+    if config.fused:
+        router = Source(*tma.make_load(columns_first(ops.router_w), ROUTER_BOX))
+        found.append(Sources(router, router))
     return tuple(found)
 
 
@@ -124,6 +129,11 @@ def load_phase(
     weight_slots, k_slots = config.weight_slots(phase), config.k_slots(phase)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
+        padding = config.padding(phase, use)
+        for i in cutlass.range(padding, unroll=1):
+            channels["empty"].wait_previous(use + i)
+            channels["full"].arrive_warp(use + i)
+        use += padding
         column_slot = piece.column_tile * weight_slots
         ahead = Int32(0)
         counter, target = flow.counters, Int32(0)
@@ -150,6 +160,22 @@ def load_phase(
                 loads.load_b(channels, first + 1 + i, piece.first + k_tile, column_slot + i)
         use += piece.count * k_slots
     return use
+
+
+def router_ring(config, source: Source, base, dtype) -> tma.TileRing:
+    """tiles (K TILE, 0); two of them to a slot."""
+    tiles = cute.group_modes(cute.local_tile(source.coordinates, ROUTER_BOX, (None, None)), 2, 4)
+    return tma.TileRing.make(source.atom, tiles, tma.shared_tiles(base, dtype, ROUTER_BOX, 2 * config.slots))
+
+
+@cute.jit
+def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, use) -> Int32:
+    """Fill slots with the router's weights, which are constant. Returns the slots filled so far, ``use`` before."""
+    for i in cutlass.range(config.router_slots, unroll=1):
+        slot, mbarrier = expect(channels, use + i)
+        for half in cutlass.range_constexpr(2):
+            ring.load((2 * i + half, 0), 2 * slot + half, mbarrier)
+    return use + config.router_slots
 
 
 def awaited(config, phase, ops, flow, piece, step) -> tuple:

@@ -2,8 +2,8 @@
 
 Two warps have a row, a thread of them neighbouring columns, VECTOR at a time. The router's z is a product on mma.sync:
 its A rows are the four rows in two terms each, for a vector's number times its norm weight, both bf16, is exactly the
-sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z; part of
-their weights stays in registers, loaded before the phase waits for what it reads.
+sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z, whose
+weights are fetched before the phase waits for what it reads: into registers, or into the fused kernel's ring.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
 
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.wgmma import QUAD
 from warpspec.swap.config import (
     GROUP_ROWS,
+    K_TILE,
     ROUTER_CHUNK,
     ROUTER_WIDTH,
     ROW_THREADS,
     ROW_WARPS,
+    SLOT_BYTES,
     TILE_M,
     VECTOR,
     WARPS,
@@ -31,6 +34,7 @@ from warpspec.swap.weights import BANKS, LANE_BITS
 
 WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
 MMA_N = 8
+SWIZZLE_ROWS = 8  # after which the 128-byte swizzle repeats
 GATE = 4  # of a decision's word
 SPLITS_AT_ONCE = 4  # whose partial sums a thread loads before it adds them up
 ROUTER_MMA = (
@@ -85,16 +89,19 @@ def rows_phase(
     place,
     event,
     step,
+    ring=None,
 ):
     """All groups of this CTA, group after group. By the threads of ``flow.synchronize``.
 
-    kind: of ROWS_PHASES. place: (thread, CTA, CTAs). event: which one. step: FFN steps done. Fused, consumes a row
-    tile's down counts and produces its rows counts.
+    kind: of ROWS_PHASES. place: (thread, CTA, CTAs). event: which one. step: FFN steps done. ring: fused,
+    ``RouterSlots``. Fused, consumes a row tile's down counts and produces its rows counts.
     """
     thread, cta, ctas = place
     rows = ops.vectors.shape[0]
     routes = cutlass.const_expr(kind != "rows")
-    router = load_router(config, ops, thread, range(early_chunks(config))) if routes else None
+    router = ring
+    if cutlass.const_expr(routes and not config.fused):
+        router = load_router(config, ops, thread)
     if cutlass.const_expr(not config.fused):
         cute.arch.griddepcontrol_wait()
     for group in cutlass.range(cta, cute.ceil_div(rows, GROUP_ROWS), ctas, unroll=1):
@@ -206,22 +213,40 @@ def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor, inverse):
 # The router and the exchange.
 
 
-def early_chunks(config) -> int:
-    """Chunks of the router's weights that are kept in registers. The others are loaded for every group: there is no
-    room for them while partial sums are added up."""
-    return config.d_model // ROUTER_CHUNK // 4
+class RouterSlots(NamedTuple):
+    """The router's weights in the fused kernel's ring: its base, its full channel, the use of the first slot."""
+
+    base: cute.Pointer
+    full: object
+    use: Int32
 
 
 @cute.jit
-def load_router(config: cutlass.Constexpr, ops, thread, chunks: cutlass.Constexpr) -> cute.Tensor:
-    """(WORDS, CHUNK) Int32: a thread's part of some chunks of the router's weights, of output lane / 4 of the warp's
-    eight. They are constant: no phase need be waited for."""
+def load_router(config: cutlass.Constexpr, ops, thread) -> cute.Tensor:
+    """(WORDS, CHUNK) Int32: a thread's part of the router's weights, of output lane / 4 of the warp's eight. They are
+    constant: no phase need be waited for."""
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    words = cute.make_rmem_tensor((WORDS, len(chunks)), Int32)
+    chunks = config.d_model // ROUTER_CHUNK
+    words = cute.make_rmem_tensor((WORDS, chunks), Int32)
     row = ops.router_w[warp * MMA_N + lane // QUAD, None]
-    for i in cutlass.range_constexpr(len(chunks)):
-        source = cute.local_tile(row, (2 * WORDS,), (chunks[i] * QUAD + lane % QUAD,))
-        cute.autovec_copy(source, cute.recast_tensor(words[None, i], BFloat16))
+    for chunk in cutlass.range_constexpr(chunks):
+        source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
+        cute.autovec_copy(source, cute.recast_tensor(words[None, chunk], BFloat16))
+    return words
+
+
+def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
+    """(WORDS): a thread's part of a chunk of the router's weights, in registers or, fused, in the ring."""
+    if not config.fused:
+        return router[None, chunk]
+    k_tile, row = chunk * ROUTER_CHUNK // K_TILE, warp * MMA_N + lane // QUAD
+    address = router.base.toint() + router.full.stage(router.use + k_tile // 2) * SLOT_BYTES
+    address += k_tile % 2 * ROUTER_WIDTH * tma.ROW_BYTES + row * tma.ROW_BYTES
+    column = chunk * ROUTER_CHUNK % K_TILE // (2 * WORDS) + lane % QUAD  # in units of 16 bytes
+    address += (column ^ row % SWIZZLE_ROWS) * VECTOR_BYTES
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    words = cute.make_rmem_tensor(WORDS, Int32)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)
     return words
 
 
@@ -232,7 +257,7 @@ def exchange(config: cutlass.Constexpr, ops, scratch, router, at, thread, values
     write_terms(config, ops, scratch, at, values)
     map_ = Int32(ops.map[at.row])
     synchronize()
-    multiply_router(config, ops, scratch, router, thread)
+    multiply_router(config, scratch, router, thread)
     synchronize()
     gate, logical = decide(ops, scratch, at, inverse_rms(config, total), event)
     physical = map_ >> (logical * LANE_BITS) & (BANKS - 1)
@@ -269,19 +294,20 @@ def write_terms(config: cutlass.Constexpr, ops, scratch, at, values: cute.Tensor
 
 
 @cute.jit
-def multiply_router(config: cutlass.Constexpr, ops, scratch, early: cute.Tensor, thread):
+def multiply_router(config: cutlass.Constexpr, scratch, router, thread):
     """z before 1 / RMS, eight outputs a warp.
 
     K is permuted in every chunk of 32, alike for both operands, so that a thread's 8 numbers of it lie together.
     """
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
+    if cutlass.const_expr(config.fused):
+        for i in cutlass.range_constexpr(config.router_slots):
+            router.full.wait(router.use + i)
     sums = [[Float32(0.0)] * 4 for _ in range(2)]
     zero = Int32(0)
     row = scratch.terms[None, lane // QUAD]
-    kept = early_chunks(config)
-    late = load_router(config, ops, thread, range(kept, config.d_model // ROUTER_CHUNK))
     for chunk in cutlass.range_constexpr(config.d_model // ROUTER_CHUNK):
-        weights = early[None, chunk] if chunk < kept else late[None, chunk - kept]
+        weights = chunk_of(config, router, chunk, warp, lane)
         words = cute.make_rmem_tensor(WORDS, Int32)
         source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
         cute.autovec_copy(source, cute.recast_tensor(words, BFloat16))

@@ -31,15 +31,16 @@ ONE_WARPGROUP = (1, 1, 1)
 VECTOR = VECTOR_BYTES // ELEMENT_BYTES
 
 
-def make_mma() -> cute.TiledMma:
-    """D [64, 128] = A [64, K] B [128, K]^T: both operands from shared memory, K contiguous."""
-    major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, SLOT_ROWS)
+def make_mma(columns: int) -> cute.TiledMma:
+    """D [64, N] = A [64, K] B [N, K]^T: both operands from shared memory, K contiguous."""
+    major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, columns)
     return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, tile)
 
 
-def operands_of(config, base, consumer) -> tuple:
-    """a, b (MMA, MMA_M or MMA_N, MMA_K, SLOT): descriptors of the ring's slots. consumer: which 64 rows of A."""
-    mma, tiler = make_mma(), (WARPGROUP_ROWS, SLOT_ROWS, K_TILE)
+def operands_of(config, base, consumer, columns: int) -> tuple:
+    """a, b (MMA, MMA_M or MMA_N, MMA_K, SLOT): descriptors of the ring's slots; b's of a slot and, for 256 columns, the
+    one behind it. consumer: which 64 rows of A."""
+    mma, tiler = make_mma(columns), (WARPGROUP_ROWS, columns, K_TILE)
 
     def shared(base, layout):
         first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
@@ -74,26 +75,35 @@ def product_phase(
     """
     full, empty = channels["full"], channels["empty"]
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-    a, b = operands_of(config, base, consumer)
     weight_slots, k_slots = config.weight_slots(phase), config.k_slots(phase)
-    shape = make_mma().partition_shape_C((WARPGROUP_ROWS, SLOT_ROWS))
-    fragments = [cute.make_rmem_tensor(shape, Float32) for _ in range(weight_slots)]  # of 128 columns each
+    columns = config.columns(phase)
+    whole, parts = (operands_of(config, base, consumer, n) for n in (columns, SLOT_ROWS))
+    fragment = cute.make_rmem_tensor(make_mma(columns).partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
+    halves = split_fragment(fragment, weight_slots)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
+        padding = config.padding(phase, use)
+        for i in cutlass.range(padding, unroll=1):
+            full.wait(use + i)
+            release(config, empty, work, use + i, 1)
+        use += padding
         tail = config.tail(phase)
         body = piece.count - tail
         for k_tile in cutlass.range(body, unroll=1):
             first = use + k_tile * k_slots
             for i in cutlass.range_constexpr(weight_slots):
-                issue(full, fragments[i], a, b, first, 1 + i, Boolean(k_tile > 0))
+                full.wait(first + 1 + i)
+            issue(full, columns, fragment, *whole, first, 1, Boolean(k_tile > 0))
             if k_tile > 0:
-                warpgroup.wait_group(weight_slots)
+                warpgroup.wait_group(1)
                 release(config, empty, work, first - k_slots, k_slots)
         # The last K tiles, column by column: the first half is stored while the second's products run.
         last = use + body * k_slots
         for i in cutlass.range_constexpr(weight_slots):
             for t in cutlass.range_constexpr(tail):
-                issue(full, fragments[i], a, b, last + t * k_slots, 1 + i, Boolean(body > 0) | (t > 0))
+                issue(
+                    full, SLOT_ROWS, halves[i], *parts, last + t * k_slots, 1 + i, Boolean(body > 0) | (t > 0)
+                )
                 if cutlass.const_expr(i + t == 0):
                     warpgroup.wait_group(1)
                     if body > 0:
@@ -115,9 +125,9 @@ def product_phase(
                     release(config, empty, work, last + t * k_slots, 1)
             column_slot = piece.column_tile * weight_slots + i
             if cutlass.const_expr(phase == "up"):
-                store_hidden(ops, flat(fragments[i]), factors, place, column_slot)
+                store_hidden(ops, flat(halves[i]), factors, place, column_slot)
             else:
-                store_partial(ops, flat(fragments[i]), place, column_slot)
+                store_partial(ops, flat(halves[i]), place, column_slot)
         use += piece.count * k_slots
         if cutlass.const_expr(config.fused):  # noqa: SIM102
             if piece.row_tile < flow.row_tiles:
@@ -125,19 +135,22 @@ def product_phase(
     return use
 
 
+def split_fragment(fragment: cute.Tensor, parts: int) -> list[cute.Tensor]:
+    """The registers of a fragment as fragments of 128 columns each."""
+    layout = make_mma(SLOT_ROWS).partition_shape_C((WARPGROUP_ROWS, SLOT_ROWS))
+    size = cute.size(layout)
+    assert size * parts == cute.size(fragment)
+    return [cute.make_tensor(fragment.iterator + i * size, cute.make_layout(layout)) for i in range(parts)]
+
+
 @cute.jit
-def issue(full, fragment, a, b, first, weights: cutlass.Constexpr, accumulate):
-    """The products of a K tile with 128 columns. first: its activations' use of the ring; weights: slots behind it."""
+def issue(full, columns: cutlass.Constexpr, fragment, a, b, first, weights: cutlass.Constexpr, accumulate):
+    """The products of a K tile with some columns. first: its activations' use of the ring; weights: slots behind it."""
     full.wait(first)
     full.wait(first + weights)
-    activations, columns = full.stage(first), full.stage(first + weights)
-    multiply(
-        make_mma(),
-        fragment,
-        a[None, None, None, activations],
-        b[None, None, None, columns],
-        Boolean(accumulate),
-    )
+    a_slot, b_slot = full.stage(first), full.stage(first + weights)
+    a, b = a[None, None, None, a_slot], b[None, None, None, b_slot]
+    multiply(make_mma(columns), fragment, a, b, Boolean(accumulate))
 
 
 @cute.jit
@@ -206,16 +219,24 @@ def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, column_slot):
 
 @cute.jit
 def store_partial(ops, sums: cute.Tensor, place: tuple, column_slot):
-    """The split's sums of 128 columns in fp32, pairs of columns: 32 bytes a quad. Arguments as of ``store_hidden``."""
+    """The split's sums of 128 columns in fp32. Arguments as of ``store_hidden``.
+
+    Of two blocks of 8 columns, neighbours exchange a pair, so that each stores four columns, 16 bytes: even threads of
+    the quad those of the first block, odd ones those of the second.
+    """
     row, piece, member = place
-    blocks = SLOT_ROWS // COLUMNS
+    blocks, odd = SLOT_ROWS // COLUMNS, Boolean(member % 2 == 1)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
-        if at < ops.hidden.shape[0]:
-            target = ops.partial[piece.split, at, None]
-            for block in cutlass.range_constexpr(blocks):
-                pair = cute.make_rmem_tensor(PAIR, Float32)
-                for j in cutlass.range_constexpr(PAIR):
-                    pair[j] = sums[(block * THREAD_ROWS + r) * PAIR + j]
-                part = (column_slot * blocks + block) * QUAD + member
-                cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (part,)))
+        for block in cutlass.range_constexpr(0, blocks, 2):
+            first, second = ((block + i) * THREAD_ROWS * PAIR + r * PAIR for i in range(2))
+            vector = cute.make_rmem_tensor(2 * PAIR, Float32)
+            for j in cutlass.range_constexpr(PAIR):
+                low, high = sums[first + j], sums[second + j]
+                got = cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(odd, low, high)), 1)
+                vector[j] = Float32(cutlass.select_(odd, got, low))
+                vector[PAIR + j] = Float32(cutlass.select_(odd, high, got))
+            if at < ops.hidden.shape[0]:
+                target = ops.partial[piece.split, at, None]
+                part = (column_slot * blocks + block + member % 2) * 2 + member // 2
+                cute.autovec_copy(vector, cute.local_tile(target, (2 * PAIR,), (part,)))

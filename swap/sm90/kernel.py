@@ -15,11 +15,11 @@ from warpspec.swap.config import BARRIER_BYTES, GEMM_PHASES, SLOT_BYTES, TILE_M
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
-from warpspec.swap.device.load import Loads, drain, load_phase, make_sources
+from warpspec.swap.device.load import Loads, drain, load_phase, load_router, make_sources, router_ring
 from warpspec.swap.device.phase import make_scratch
-from warpspec.swap.device.rows import rows_phase
+from warpspec.swap.device.rows import RouterSlots, rows_phase
 from warpspec.swap.device.work import Work
-from warpspec.swap.sm90.consumer import product_phase
+from warpspec.swap.sm90.consumer import product_phase, release
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: the ring fills it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -75,9 +75,11 @@ class Products(SwapHost):
             if warp == config.load_warp:
                 loads = {
                     phase: Loads.make(config, pair, base, BFloat16, works[phase])
-                    for phase, pair in zip(config.products, sources, strict=True)
+                    for phase, pair in zip(config.products, sources, strict=False)
                 }
-                load(config, channels, loads, works, ops, flow, steps)
+                if cutlass.const_expr(config.fused):
+                    loads["router"] = router_ring(config, sources[-1].a, base, BFloat16)
+                load(config, channels, loads, works, ops, flow, steps, k_ffn)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
             place = (thread, block, blocks)
@@ -102,13 +104,18 @@ def load(
     ops,
     flow,
     steps,
+    k_ffn,
 ):
-    """The load warp: the phase's tiles, or those of both products of every FFN step."""
+    """The load warp: the phase's tiles, or those of both products of every FFN step, and the router's weights before
+    every swap."""
     use = Int32(0)
     if cutlass.const_expr(config.fused):
+        use = load_router(config, channels, loads["router"], use)
         for step in cutlass.range(steps, unroll=1):
             for phase in GEMM_PHASES:
                 use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, step, use)
+            if swaps_after(step, steps, k_ffn):
+                use = load_router(config, channels, loads["router"], use)
     else:
         phase = config.phase
         use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), use)
@@ -131,16 +138,35 @@ def consume(
     """Both consumers of the fused kernel: every phase in order."""
     thread = place[0]
     use = Int32(0)
-    rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0))
+    full = channels["full"]
+    rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0), RouterSlots(base, full, use))
+    use = release_router(config, channels, works["up"], use)
     for step in cutlass.range(steps, unroll=1):
         use = product_phase(config, "up", channels, base, works["up"], ops, flow, thread, use)
         use = product_phase(config, "down", channels, base, works["down"], ops, flow, thread, use)
         done = step + 1
-        if (done % k_ffn == 0) & (done < steps):
-            rows_phase(config, "swap", ops, scratch, flow, place, done // k_ffn, done)
+        if swaps_after(step, steps, k_ffn):
+            router = RouterSlots(base, full, use)
+            rows_phase(config, "swap", ops, scratch, flow, place, done // k_ffn, done, router)
+            use = release_router(config, channels, works["up"], use)
         else:
             rows_phase(config, "rows", ops, scratch, flow, place, Int32(0), done)
     pool(config, ops, scratch.sums, flow, place, steps)
     basis(config, ops, scratch.sums, flow, place)
     decode(config, ops, flow, place)
     finish(flow, thread)
+
+
+def swaps_after(step, steps, k_ffn):
+    """Whether an event begins after an FFN step."""
+    return ((step + 1) % k_ffn == 0) & (step + 1 < steps)
+
+
+@cute.jit
+def release_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, work, use) -> Int32:
+    """The warp has read the router's weights, if it had rows at all. Returns the slots used so far, ``use`` before."""
+    for i in cutlass.range_constexpr(config.router_slots):
+        channels["full"].wait(use + i)
+    cute.arch.fence_view_async_shared()  # reads are complete before the copy engine's writes
+    release(config, channels["empty"], work, use, config.router_slots)
+    return use + config.router_slots
