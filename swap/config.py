@@ -74,7 +74,7 @@ class Tiles:
 
     up_n: int = 256
     down_n: int = 128
-    cluster_m: int = 1
+    cluster_m: int = 2
     cluster_n: int = 1
     slots: int = 0
 
