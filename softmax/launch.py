@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,7 +41,11 @@ def _host_and_arguments(config) -> tuple:
 
 softmax_kernel = Kernel("softmax", _host_and_arguments)
 
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+RESERVE_WORDS = 1 << 17  # 1 MiB
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+_reserves: dict[int, torch.Tensor] = {}  # by device: words that no launch has had yet
+_lock = threading.Lock()
 
 
 def new_workspace(words: int, device: torch.device) -> torch.Tensor:
@@ -48,13 +53,26 @@ def new_workspace(words: int, device: torch.device) -> torch.Tensor:
     return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
 
 
+def prepare_reserve(device_index: int) -> None:
+    """Fill the device's reserve, once, unless the current stream is being captured; waits for the device."""
+    if device_index not in _reserves and not torch.cuda.is_current_stream_capturing():
+        _reserves[device_index] = new_workspace(RESERVE_WORDS, torch.device("cuda", device_index))
+        torch.cuda.synchronize(device_index)
+
+
 def workspace(words: int, device_index: int) -> torch.Tensor:
     """On a CUDA device, at least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
 
     One for each stream, which runs its launches one after another and finds it as the last one left it, emptied.
-    A launch captured into a graph gets its own, which the graph fills at every replay.
+    A launch captured into a graph gets its own, for good: out of the reserve, or where that is used up one that the
+    graph fills at every replay.
     """
     if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            left = _reserves.get(device_index)
+            if left is not None and left.numel() >= words:
+                _reserves[device_index] = left[words:]
+                return left[:words]
         return new_workspace(words, torch.device("cuda", device_index))
     key = (device_index, torch._C._cuda_getCurrentRawStream(device_index))
     found = _workspaces.get(key)
@@ -74,11 +92,11 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) 
     if not plan.group:
         return kernel
     words, device, groups, group = plan.workspace_words(problem.rows), target.device, plan.groups, plan.group
-
-    def launch_groups(x: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(x, out, workspace(words, device), groups, group)
-
-    return launch_groups
+    if plan.config.cluster:  # which reduces in shared memory
+        unused = torch.empty(words, dtype=torch.int64, device=torch.device("cuda", device))
+        return lambda x, out: kernel(x, out, unused, groups, group)
+    prepare_reserve(device)
+    return lambda x, out: kernel(x, out, workspace(words, device), groups, group)
 
 
 def run_sim(

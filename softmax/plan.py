@@ -17,7 +17,7 @@ prints how far the choice is from the best.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.common.hardware import (
     MAX_CLUSTER_CTAS,
@@ -36,25 +36,50 @@ EMPTY = -1  # an unused word of a workspace: as two floats it is (NaN, NaN), whi
 SMEM_BESIDE_DATA = 1536  # bytes that a CTA takes besides its data: states, barriers, the system's
 
 # Measured.
-LAUNCH_US = 1.7
+LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # a launch; a dependent one
 WARPS_US = 0.1  # a reduction over the warps of a CTA
 STAGING_US = 0.1  # that a bulk copy takes longer than loads
-CLUSTER_US = 0.5  # a reduction over the CTAs of a cluster
+CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 MEMORY_BYTES_PER_US = 4.25e6  # read and written
-SHARE_BYTES_PER_US = 22e3  # read, processed and written by one CTA
 CLUSTER_CTAS_PER_US = 440.0  # started
-LIFE_US = 2.5  # of a CTA, besides the work on its share
-CLUSTER_LIFE_US = 0.75  # longer, each time the cluster doubles
-CLUSTER_LOSS_BYTES = 120.0  # the memory time grows by this times CTAs of the cluster over the share's bytes
-EXCESS_LOSS = 0.0003 / 1024  # and by this for every byte under way that is not needed
-FEW_CTAS_LOSS = 0.4  # and by this over the cube of the CTAs that share an SM
+CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # of all SMs, that clusters find room on
+SMALL_BYTES_PER_SM = (
+    128e3  # read and written: problems up to here count as dependent launches without clusters
+)
+DEPENDENT_CLUSTER = 16  # clusters of so many CTAs gain by dependent launches even where not all fit at once
+CLUSTER_LOSS_BYTES = 165.0  # the memory time grows by this times CTAs of the cluster over the share's bytes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of CTAs that have one share of one row.
+
+    life_us: of a CTA, besides the work on its share. doubled_us: longer, each time the cluster doubles.
+    bytes_per_us: of a share, read, processed and written. excess_loss: the memory time grows by this for every byte
+    under way that is not needed; few_loss: and by this over the power ``few_power`` of the CTAs that share an SM.
+    """
+
+    life_us: float
+    doubled_us: float
+    bytes_per_us: float
+    excess_loss: float
+    few_loss: float
+    few_power: float
+
+
+ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
+CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to rows of 32000 to 256000, 1 to 256 of them
 L2_USABLE = 0.4  # of the L2, for what is read again
 # Resident shares: one row after another by the same CTAs.
 ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0  # a reduction, and all that waits for it
 ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
-ROWS_MOST_VECTORS = 4  # a thread of the register kernel; more of them wait for each other
+# Vectors of a thread of the register kernel, without and with clusters; more of them wait for each other.
+ROWS_MOST_VECTORS, CLUSTER_MOST_VECTORS = 4, 5
+CLUSTER_MOST_LANES = (
+    4096  # of a cluster's register kernels: the states of more warps take too long to exchange
+)
 # Registers of a thread that has a row's part: some, and for each vector, and where rows have edges; as compiled. By
 # whether data are fp32 and whether several warps share a row.
 REGISTERS = {
@@ -63,7 +88,7 @@ REGISTERS = {
     (False, True): (17, 10, 5),
     (False, False): (16, 9, 8),
 }
-STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (2, 4, 6, 7), 40
+STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -122,39 +147,67 @@ def _clusters() -> tuple[int, ...]:
     return tuple(2**i for i in range(MAX_CLUSTER_CTAS.bit_length()))
 
 
-def _memory_us(problem, target, *, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
+def _sms(target: Target, cluster: int) -> int:
+    """SMs that clusters find room on: a processing cluster's (16 or 18 on an H200) do not always divide."""
+    return max(1, int(target.sm_count * CLUSTER_SMS[cluster]) // cluster) * cluster
+
+
+def _memory_us(problem, target, *, rates, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
     """Time of the traffic. under_way: bytes that an SM waits for at once. reread: the part of x that is read again from
     memory."""
-    life = LIFE_US + share_bytes / SHARE_BYTES_PER_US + CLUSTER_LIFE_US * (cluster.bit_length() - 1)
+    life = rates.life_us + share_bytes / rates.bytes_per_us + rates.doubled_us * (cluster.bit_length() - 1)
     needed = life * MEMORY_BYTES_PER_US / 2 / target.sm_count
     microseconds = problem.bytes * (1 + reread / 2) / MEMORY_BYTES_PER_US
     scarcity = needed / under_way
     if scarcity > 1:
         microseconds *= scarcity**0.5 if scarcity < 4 else scarcity / 2
-    microseconds *= 1 + EXCESS_LOSS * max(0.0, under_way - needed) + FEW_CTAS_LOSS / occupancy**3
+    few = rates.few_loss / occupancy**rates.few_power
+    microseconds *= 1 + rates.excess_loss * max(0.0, under_way - needed) + few
     return microseconds * (1 + CLUSTER_LOSS_BYTES * (cluster - 1) / share_bytes)
 
 
-def _one_row_a_cta_us(
-    problem, target, *, ctas, share_bytes, occupancy, under_way, cluster, batch=None, reread=0.0, extra=0.0
-) -> float:
-    """Time of a launch whose CTAs each take one share of one row. batch: bytes that a CTA loads at a time, where it is
-    not the whole share; it then does so twice. extra: microseconds."""
-    passes = 1 if batch is None else 2
+def _one_row_a_cta(
+    problem,
+    target,
+    *,
+    ctas,
+    share_bytes,
+    occupancy,
+    batch_bytes=None,
+    cluster,
+    reread=0.0,
+    extra=0.0,
+) -> tuple[float, bool]:
+    """(time, whether it is a dependent one) of a launch whose CTAs each take one share of one row.
+
+    occupancy: CTAs that an SM has room for. batch_bytes: that a CTA loads at a time, where it is not the whole share;
+    it then does so twice. extra: microseconds.
+    """
+    sms, rates = _sms(target, cluster), ALONE if cluster == 1 else CLUSTERED
+    waves = -(-ctas // (sms * occupancy))
+    dependent = batch_bytes is None and (waves == 1 or cluster == DEPENDENT_CLUSTER)
+    passes, loaded = (1, share_bytes) if batch_bytes is None else (2, min(share_bytes, batch_bytes))
     memory = _memory_us(
         problem,
         target,
-        share_bytes=share_bytes if batch is None else min(share_bytes, batch),
+        rates=rates,
+        share_bytes=loaded,
         occupancy=occupancy,
-        under_way=under_way,
+        under_way=(occupancy if cluster == 1 else min(occupancy, -(-ctas // sms))) * loaded,
         cluster=cluster,
         reread=reread,
     )
     if cluster > 1:
         memory = max(memory, ctas / CLUSTER_CTAS_PER_US)
+        memory = max(memory, (waves - 1) * (rates.life_us + share_bytes / rates.bytes_per_us))
     alone = -(-ctas // target.sm_count) if occupancy == 1 else 1
     reduction = CLUSTER_US if cluster > 1 else WARPS_US
-    return LAUNCH_US + extra + reduction + memory + alone * passes * share_bytes / SHARE_BYTES_PER_US
+    small = (
+        problem.bytes <= SMALL_BYTES_PER_SM * target.sm_count
+    )  # some candidates fit at once, others nearly
+    launch = DEPENDENT_US if (small if cluster == 1 else dependent) else LAUNCH_US
+    work = alone * passes * share_bytes / rates.bytes_per_us
+    return launch + extra + reduction + memory + work, dependent
 
 
 def rows_registers(config) -> int:
@@ -172,7 +225,9 @@ def _rows(problem: SoftmaxProblem, target: Target):
     for cluster in _clusters():
         for lanes in (4, 8, 16, 32, 64, 128, 256, 512):
             each = -(-vectors // (lanes * cluster))
-            if each > ROWS_MOST_VECTORS or (cluster > 1 and lanes < 2 * WARP_THREADS):
+            if each > (ROWS_MOST_VECTORS if cluster == 1 else CLUSTER_MOST_VECTORS):
+                continue
+            if cluster > 1 and not 2 * WARP_THREADS <= lanes <= CLUSTER_MOST_LANES // cluster:
                 continue
             if not problem.aligned and lanes < 2 * elements(problem.dtype):
                 continue
@@ -186,17 +241,15 @@ def _rows(problem: SoftmaxProblem, target: Target):
             occupancy = min(MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // config.threads, by_registers)
             if occupancy == 0:
                 continue
-            ctas = -(-problem.rows // rows) * cluster
-            share = -(-vectors // cluster) * rows * VECTOR_BYTES
-            microseconds = _one_row_a_cta_us(
+            microseconds, dependent = _one_row_a_cta(
                 problem,
                 target,
-                ctas=ctas,
-                share_bytes=share,
+                ctas=-(-problem.rows // rows) * cluster,
+                share_bytes=-(-vectors // cluster) * rows * VECTOR_BYTES,
                 occupancy=occupancy,
-                under_way=occupancy * share,
                 cluster=cluster,
             )
+            config = replace(config, dependent=dependent)
             yield Plan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
 
 
@@ -211,24 +264,29 @@ def _staged(problem: SoftmaxProblem, target: Target):
             threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
             smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
-            if each > STAGED_VECTORS[-1] or smem > MAX_SMEM_PER_CTA or (cluster > 1 and share < fewest):
+            if each > STAGED_VECTORS[0] or smem > MAX_SMEM_PER_CTA or (cluster > 1 and share < fewest):
                 continue
             occupancy = min(
                 MAX_CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), MAX_SMEM_PER_CTA // smem
             )
-            config = StagedConfig(
-                problem.dtype, threads, cluster, each, not problem.aligned, occupancy, problem.store_bytes
-            )
-            ctas = problem.rows * cluster
-            microseconds = _one_row_a_cta_us(
+            microseconds, dependent = _one_row_a_cta(
                 problem,
                 target,
-                ctas=ctas,
+                ctas=problem.rows * cluster,
                 share_bytes=share * VECTOR_BYTES,
                 occupancy=occupancy,
-                under_way=occupancy * share * VECTOR_BYTES,
                 cluster=cluster,
                 extra=STAGING_US,
+            )
+            config = StagedConfig(
+                problem.dtype,
+                threads,
+                cluster,
+                each,
+                not problem.aligned,
+                occupancy,
+                problem.store_bytes,
+                dependent,
             )
             yield Plan("staged", config, 0, 0, microseconds)
 
@@ -253,6 +311,7 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
     memory = _memory_us(
         problem,
         target,
+        rates=ALONE,
         share_bytes=share * VECTOR_BYTES,
         occupancy=config.resident,  # chunks take turns, as CTAs do elsewhere
         under_way=config.smem_bytes,
@@ -270,8 +329,12 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
 def _resident(problem: SoftmaxProblem, target: Target):
     for cluster in _clusters()[1:]:
         if cluster <= target.sm_count and _vectors(problem) >= cluster * RESIDENT_THREADS:
-            # Not every SM finds a cluster: those of a processing cluster (16 or 18 on an H200) do not always divide.
-            groups = min(problem.rows, max(1, target.sm_count * 7 // (8 * cluster)))
+            groups = min(problem.rows, _sms(target, cluster) // cluster)
+            if (
+                groups == problem.rows
+                and -(-_vectors(problem) // cluster) <= STAGED_VECTORS[0] * STAGED_THREADS[1]
+            ):
+                continue  # staged shares do the same, and come up faster
             yield _in_rounds(problem, target, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
 
 
@@ -292,17 +355,15 @@ def _two_pass(problem: SoftmaxProblem, target: Target):
         config = TwoPassConfig(
             problem.dtype, TWO_PASS_THREADS, cluster, not problem.aligned, problem.store_bytes
         )
-        batch = TWO_PASS_THREADS * TWO_PASS_UNROLL * VECTOR_BYTES
         between = min(ctas, target.sm_count * occupancy) * share  # read once and not yet twice
-        microseconds = _one_row_a_cta_us(
+        microseconds, _ = _one_row_a_cta(
             problem,
             target,
             ctas=ctas,
             share_bytes=share,
             occupancy=occupancy,
-            under_way=occupancy * min(share, batch),
             cluster=cluster,
-            batch=batch,
+            batch_bytes=TWO_PASS_THREADS * TWO_PASS_UNROLL * VECTOR_BYTES,
             reread=1 - min(1.0, L2_USABLE * target.l2_bytes / between),
         )
         yield Plan("two-pass", config, 0, 0, microseconds)

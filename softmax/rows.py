@@ -46,7 +46,8 @@ class RowsConfig:
     """dtype: name of it. lanes: threads of a CTA to a row, a power of two, or a multiple of a warp. rows: to a CTA.
     cluster: CTAs to a row, 1 to 16; then one row a CTA. vectors: 16-byte vectors a thread. edges: rows may start
     or end off a 16-byte boundary; then at least two vectors' elements of lanes. ctas_per_sm: that an SM must have
-    registers for. store_bytes: widest store that the distance of out from x allows."""
+    registers for. store_bytes: widest store that the distance of out from x allows. dependent: whether the launch is
+    a programmatic dependent one."""
 
     dtype: str
     lanes: int
@@ -56,6 +57,7 @@ class RowsConfig:
     edges: bool
     ctas_per_sm: int = 1
     store_bytes: int = VECTOR_BYTES
+    dependent: bool = False
 
     def __post_init__(self):
         if self.lanes % WARP_THREADS and (self.lanes > WARP_THREADS or WARP_THREADS % self.lanes):
@@ -109,6 +111,7 @@ class Rows:
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
+            use_pdl=config.dependent,
         )
 
     @cute.kernel
@@ -144,6 +147,7 @@ class Rows:
         begin, end = share_in_cluster(row, config.cluster)
         words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
         source = row.first + Int64(begin + lane) * VECTOR_BYTES  # of this thread's first vector
+        cute.arch.griddepcontrol_wait()  # for the launch before, which may have written x or be reading out
         for i in cutlass.range_constexpr(config.vectors):
             offset, vector = i * config.lanes * VECTOR_BYTES, begin + i * config.lanes + lane
             load_vector(words[None, i], source, offset, Boolean(vector < end), dtype, PLAIN)
@@ -177,6 +181,7 @@ class Rows:
         inverse = Float32(1.0) / total
 
         # 5. Scale and store.
+        cute.arch.griddepcontrol_launch_dependents()  # the next one comes up under the stores, not beside the loads
         target = row_span(out, row_index, dtype, False)
         destination = source + (target.address - row.address)
         factor = inverse

@@ -39,7 +39,8 @@ MOST_AT_ONCE = 6  # fp32 vectors of a thread
 @dataclass(frozen=True)
 class StagedConfig:
     """dtype, cluster, edges, store_bytes: as RowsConfig. threads: a CTA, whole warps. vectors: 16-byte vectors a
-    thread; threads * vectors * cluster bound the row. ctas_per_sm: that an SM must have registers for."""
+    thread; threads * vectors * cluster bound the row. ctas_per_sm: that an SM must have registers for. dependent: as
+    RowsConfig."""
 
     dtype: str
     threads: int
@@ -48,6 +49,7 @@ class StagedConfig:
     edges: bool
     ctas_per_sm: int = 1
     store_bytes: int = VECTOR_BYTES
+    dependent: bool = False
 
     @property
     def warps(self) -> int:
@@ -81,6 +83,7 @@ class Staged:
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
+            use_pdl=config.dependent,
         )
 
     @cute.kernel
@@ -112,9 +115,10 @@ class Staged:
             cute.arch.mbarrier_init(arrived, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, size * VECTOR_BYTES)
-            if size > 0:
-                source = row.first + Int64(begin) * VECTOR_BYTES
-                bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
+        cute.arch.griddepcontrol_wait()  # for the launch before, which may have written x or be reading out
+        if (thread == 0) & (size > 0):
+            source = row.first + Int64(begin) * VECTOR_BYTES
+            bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
         if cutlass.const_expr(config.cluster > 1):
             reduction.open(thread)
         edge = None
@@ -135,6 +139,7 @@ class Staged:
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.
+        cute.arch.griddepcontrol_launch_dependents()  # the next one comes up under the stores, not beside the loads
         target = row_span(out, row_index, dtype, False)
         destination = row.first + (target.address - row.address) + Int64(begin + thread) * VECTOR_BYTES
         for i in cutlass.range_constexpr(config.vectors):
