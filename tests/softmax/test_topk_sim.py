@@ -57,6 +57,7 @@ STREAMS = {
     "sixteen warps": dict(warps=16, unroll=1),
     "cluster of two": dict(warps=4, cluster=2, unroll=2),
     "cluster of eight": dict(warps=2, cluster=8, unroll=1),
+    "cluster of sixteen": dict(warps=1, cluster=16, unroll=1),
 }
 HELD = {
     "held by 8 lanes": dict(held=True, lanes=8, warps=1, rows=16, unroll=3),
@@ -88,6 +89,23 @@ def test_every_way_to_divide_a_row(arch, way):
     for offset, length in ((0, min(2309, longest(config))), (3, min(1031, longest(config) - 9)), (1, 40)):
         logits = poisoned(cases.random_rows(3, length, dtype, seed=offset), offset, gap=5)
         cases.judge(*run(config, logits, 5, arch, seed=offset), logits, 5)
+
+
+@pytest.mark.parametrize("way", ["a warp a row", "cluster of two"])
+def test_chunks_of_several_tiles(way):
+    """Rows of more tiles than a lane has chunks; all of the top in one lane, at both ends, nowhere (equal, sorted)."""
+    dtype = torch.bfloat16 if way == "cluster of two" else torch.float32
+    config = config_of(dtype, 20, **WAYS[way])
+    length = 40 * config.tile_vectors * config.per_vector - 3
+    row = cases.random_rows(1, length, dtype, seed=length)[0]
+    one_lane = row.clone()
+    one_lane[:: config.tile_vectors * config.per_vector // config.unroll] += 100.0
+    at_ends = row.clone()
+    at_ends[:7], at_ends[-9:] = 50.0, 50.0
+    logits = poisoned(
+        torch.stack([row, one_lane, at_ends, torch.full_like(row, 2.0), row.sort()[0]]), 3, gap=2
+    )
+    cases.judge(*run(config, logits, 20), logits, 20)
 
 
 @pytest.mark.parametrize("way", ["eight warps", "cluster of two"])
