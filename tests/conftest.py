@@ -28,3 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist: the process that starts them reports
     if config.getoption("progress") and not is_worker:
         config.pluginmanager.register(Progress(config), "progress")
+
+
+@pytest.fixture
+def check_order(monkeypatch):
+    """Every run in the simulator checks memory order, too. It costs up to four times the run: one test of each kernel
+    has it; WARPSPEC_SIM_CHECK=order checks all."""
+    from warpspec import sim
+
+    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
 
-from warpspec import sim
 from warpspec.common import compile, pipeline
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
@@ -18,13 +17,6 @@ from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave
 from warpspec.moe.sm100 import GemmConfig, choose_config, grouped_gemm, kernel
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED
 from warpspec.sim import SimError
-
-
-@pytest.fixture(autouse=True)
-def check_order(monkeypatch):
-    """Every run checks memory order, too."""
-    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
-
 
 SHAPES = (SINGLE, PAIR, *SWAPPED.values())
 EPILOGUES = {
@@ -73,6 +65,7 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize("shape, epilogue", DEFAULT, ids=str)
 def test_ragged_experts(shape, epilogue):
     for seed, sizes in enumerate((RAGGED, MANY)):
@@ -159,7 +152,6 @@ def test_random_problems(seed):
 @pytest.mark.parametrize("shape", [PAIR, SWAPPED[16]], ids=str)
 def test_wrong_offsets_reach_no_other_memory(shape, offsets, monkeypatch):
     """They give any result, but the simulator would stop at an access out of bounds."""
-    monkeypatch.delenv(sim.CHECK_VARIABLE)  # experts overlap: their rows are written twice
     case = GemmCase("", (9, 0, 30, 0, 2), k=16, width=104, **EPILOGUES["nvfp4"])
     inputs = inputs_of(case)
     launch(case, dataclasses.replace(inputs, offsets=torch.tensor(offsets, dtype=torch.int32)), shape)

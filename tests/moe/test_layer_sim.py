@@ -12,13 +12,6 @@ from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm100
 from warpspec.moe.operands import QuantizedRows, first_atoms
 from warpspec.moe.sm100.config import PAIR, SINGLE
 
-
-@pytest.fixture(autouse=True)
-def check_order(monkeypatch):
-    """Every run checks memory order, too."""
-    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
-
-
 STAGES = ("QuantizeRows", "GroupedGemm", "GroupedGemm", "Unpermute")
 EXPERTS, HIDDEN, WIDTH = 5, 80, 56  # tails everywhere: K of 80 and 64 (56 padded), N of 112 and 80
 
@@ -55,6 +48,7 @@ def check(layer, x, ids, weights, **options):
     return got
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("activation", "limit"), [("swiglu", None), ("swiglu", 0.7), ("swiglu_oai", 0.7)])
 def test_activations(plain, activation, limit):
     check(plain, *case(9, 3), activation=activation, limit=limit)

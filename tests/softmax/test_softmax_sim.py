@@ -8,7 +8,6 @@ import torch
 from softmax_cases import check, logits, matrix, untouched
 from suites import long
 
-from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.common.hardware import MIB, REGISTER_STEP
 from warpspec.common.launch import SIMULATED
@@ -23,12 +22,6 @@ from warpspec.softmax.two_pass import TwoPassConfig
 H200 = dataclasses.replace(SIMULATED["sm_90a"], sm_count=132, l2_bytes=60 * MIB)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAMES = {FP32: "float32", FP16: "float16", BF16: "bfloat16"}
-
-
-@pytest.fixture(autouse=True)
-def check_order(monkeypatch):
-    """Every run checks memory order, too."""
-    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
 
 
 # name: (configuration of (dtype, edges, store_bytes), groups, CTAs of a group, rows, longest row in 16-byte vectors)
@@ -70,6 +63,7 @@ def case(name, dtype, *, aligned, seed=0, shorten=0):
     return x, storage, out
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("arch, dtype, aligned", [("sm_90a", BF16, False), ("sm_100a", FP32, False)])
 def test_strategy(name, arch, dtype, aligned):
@@ -93,6 +87,7 @@ def test_aligned_rows(name):
     assert untouched(storage, out)
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(
     "name", ["warp", "cluster", "staged cluster", "two-pass cluster", "resident", "split"]
 )

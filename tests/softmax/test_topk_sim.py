@@ -7,20 +7,12 @@ import topk_cases as cases
 import torch
 from suites import long
 
-from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.softmax.topk import softmax_topk
 from warpspec.softmax.topk.config import HELD_MOST_K, TopkConfig, smallest_capacity
 from warpspec.softmax.topk.launch import topk_kernel
 from warpspec.softmax.topk.plan import choose_config
-
-
-@pytest.fixture(autouse=True)
-def check_order(monkeypatch):
-    """Every run checks memory order, too."""
-    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
-
 
 ARCHS = ("sm_90a", "sm_100a")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +67,7 @@ def longest(config) -> int:
 BY_TURNS = [(ARCHS[number % 2], way) for number, way in enumerate(WAYS)]
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("arch", "way"), [
     case if case in BY_TURNS else long(*case) for case in itertools.product(ARCHS, WAYS)
 ])  # fmt: skip
