@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
 from warpspec.common.hardware import WARP_THREADS
@@ -25,37 +24,15 @@ from warpspec.indexer.device.keys import (
     scores_arguments,
     store_tile,
 )
+from warpspec.indexer.device.scores_host import ScoresHost
 from warpspec.indexer.scores_config import BLOCKS, HEADS_STEP, SCALE_STEPS, ScoresConfig
 
 STEPS = 4  # of 32 numbers, of a product
 ACCUMULATORS = 4  # of a thread, of 8 heads
 
 
-class WarpScores:
-    """``WarpScores(config)(...)`` is the host function."""
-
-    def __init__(self, config: ScoresConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(
-        self,
-        queries: cute.Tensor,
-        weights: cute.Tensor,
-        pool: cute.Tensor,
-        page_table: cute.Tensor,
-        requests: cute.Tensor,
-        lengths: cute.Tensor,
-        logits: cute.Tensor,
-        page_size: Int32,
-        parts: Int32,
-        stream: CUstream,
-    ):
-        """As ``sm90.scores.Scores``."""
-        arguments = (queries, weights, pool, page_table, requests, lengths, logits, page_size, parts)
-        self.kernel(*arguments).launch(
-            grid=(parts, queries.shape[0], 1), block=(self.config.threads, 1, 1), stream=stream
-        )
+class WarpScores(ScoresHost):
+    """Tensor cores by mma.sync."""
 
     @cute.kernel
     def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, page_size, parts):

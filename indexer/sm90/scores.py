@@ -9,7 +9,6 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
@@ -29,6 +28,7 @@ from warpspec.indexer.device.keys import (
     scores_arguments,
     store_tile,
 )
+from warpspec.indexer.device.scores_host import ScoresHost
 from warpspec.indexer.scores_config import BLOCKS, SCALE_STEPS, TILE_KEYS, ScoresConfig
 
 E4M3 = cutlass.Float8E4M3FN
@@ -36,32 +36,8 @@ ROW_BYTES = 128  # of a query in shared memory: one span of the swizzle
 STEPS = 4  # of 32 numbers, of a product
 
 
-class Scores:
-    """``Scores(config)(...)`` is the host function."""
-
-    def __init__(self, config: ScoresConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(
-        self,
-        queries: cute.Tensor,
-        weights: cute.Tensor,
-        pool: cute.Tensor,
-        page_table: cute.Tensor,
-        requests: cute.Tensor,
-        lengths: cute.Tensor,
-        logits: cute.Tensor,
-        page_size: Int32,
-        parts: Int32,
-        stream: CUstream,
-    ):
-        """queries: [T, words], a page of H rows each. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
-        [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query."""
-        arguments = (queries, weights, pool, page_table, requests, lengths, logits, page_size, parts)
-        self.kernel(*arguments).launch(
-            grid=(parts, queries.shape[0], 1), block=(self.config.threads, 1, 1), stream=stream
-        )
+class Scores(ScoresHost):
+    """Tensor cores by wgmma."""
 
     @cute.kernel
     def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, page_size, parts):
