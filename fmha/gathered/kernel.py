@@ -14,13 +14,14 @@ from warpspec.common import tma
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
+from warpspec.common.wgmma import flat
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
 from warpspec.fmha.features import FP32_BYTES
 from warpspec.fmha.gathered.config import MAX_KEY_SETS, GatheredConfig
 from warpspec.fmha.gathered.gather import gather
 from warpspec.fmha.gathered.task import DeviceKeySet, Gathered, Units, task_at
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
-from warpspec.fmha.sm90.consumer import Work, flat, products
+from warpspec.fmha.sm90.consumer import Work, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import (
     PAIR,

@@ -19,6 +19,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.wgmma import flat, multiply
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.mask import hide
@@ -95,20 +96,6 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
         p=cute.make_rmem_tensor(pv.partition_shape_A((rows, keys)), dtype),
         o=cute.make_rmem_tensor(pv.partition_shape_C((rows, columns)), Float32),
     )
-
-
-def flat(fragment: cute.Tensor) -> cute.Tensor:
-    """(n): the registers of a fragment in order."""
-    return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
-
-
-def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate: bool) -> None:
-    """Issue D = A B, plus D where ``accumulate``: one wgmma for every 16 of K; one group."""
-    warpgroup.fence()
-    for k_block in range(cute.size(a, mode=[2])):
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)
-        cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)
-    warpgroup.commit_group()
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.wgmma import flat, transpose
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.sm90.consumer import flat
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
@@ -167,22 +167,6 @@ def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, i
                 vector[i] = moved[i]
             part = cute.local_tile(target, (VECTOR,), (first + lane,))
             cute.autovec_copy(cute.recast_tensor(vector, target.element_type), part)
-
-
-def transpose(words: list, lane) -> list:
-    """4 words of each of 4 threads: thread t gets word t of every thread, in the threads' order."""
-    for bit in (1, 2):
-        upper = Boolean((lane & bit) != 0)
-        moved = list(words)
-        for low in (i for i in range(QUAD) if not i & bit):
-            high = low | bit
-            send = Int32(cutlass.select_(upper, words[low], words[high]))
-            keep = Int32(cutlass.select_(upper, words[high], words[low]))
-            got = cute.arch.shuffle_sync_bfly(send, bit)
-            moved[low] = Int32(cutlass.select_(upper, got, keep))
-            moved[high] = Int32(cutlass.select_(upper, keep, got))
-        words = moved
-    return words
 
 
 @cute.jit

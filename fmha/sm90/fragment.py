@@ -10,15 +10,9 @@ from __future__ import annotations
 import cutlass.cute as cute
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS
 from warpspec.fmha.device.tile import Row
 from warpspec.fmha.device.unseen import RowColumns
-
-WARP_ROWS = 16  # rows of a warp
-THREAD_ROWS = 2  # rows of a thread
-ROW_DISTANCE = 8  # rows from a thread's first to its second
-QUAD = 4  # threads that share a row
-PAIR = 2  # neighbouring columns of a thread
-COLUMNS = QUAD * PAIR  # columns that the four threads of a row share, two each
 
 
 def elements(fragment: cute.Tensor, r: int) -> list[int]:
