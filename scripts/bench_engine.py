@@ -1,13 +1,15 @@
 """Engines with our attention and with their own, on this machine's GPU: tokens a second and time to first token.
 
     python scripts/bench_engine.py [transformers] [nano-vllm] [--model gpt-oss-20b] [--layers 24] [--requests 64]
-        [--prompt 1024] [--new 128] [--attention warpspec sdpa flash-attn-4] [--profile] [--markdown]
+        [--prompt 1024] [--new 128] [--attention warpspec sdpa flash-attn-4] [--tensor-parallel 2]
+        [--profile] [--markdown]
 
 Models have their published shapes and seeded random weights; --layers takes fewer layers. Prompts are random, of
 lengths from half of --prompt to --prompt; all requests come at once, and each makes --new tokens. Medians of three
 rounds after two that do not count (of attention that is too slow to wait for, the second of two), all in one process.
 transformers: continuous batching of the installed version.
 nano-vllm has one model class, Qwen3, whose shapes it is given; it samples at a temperature that is as good as greedy.
+--tensor-parallel is its own: so many GPUs, a process each.
 
 --profile prints the kernels of decode steps with their share of the GPU's time.
 """
@@ -18,6 +20,7 @@ import argparse
 import atexit
 import importlib.util
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -57,10 +60,12 @@ ATTENTION = {
     "transformers": ("warpspec", "flash-attn-4", "sdpa", "eager"),
     "nano-vllm": ("warpspec", "flash-attn-4"),
 }
+RANKS_ATTENTION = "BENCH_ENGINE_ATTENTION"  # environment: what nano-vllm's other ranks are to register
 NO_SDPA = ("gpt-oss-20b",)  # has sinks
 SLOW = ("sdpa", "eager")  # rounds of seconds, without CUDA graphs
 ROUNDS, COUNTED = 5, 3  # the first ones capture CUDA graphs, of two sets of buffers that take turns
 PROFILED_STEPS = 8
+PORT = 23333  # of nano-vllm's ranks
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens that each request makes")
     parser.add_argument("--attention", nargs="+", help="default: all that the engine has here")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of nano-vllm")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
@@ -248,12 +254,11 @@ class NoTokenizer:
         return ""
 
 
-def nano_vllm_rounds(attention: str, arguments) -> Run:
-    """ROUNDS rounds, of which the last ones count."""
+def prepare_nano_vllm(attention: str) -> None:
+    """What every rank's process needs before it makes its model."""
     if importlib.util.find_spec("flash_attn") is not None:
-        importlib.import_module(
-            "flash_attn.cute"
-        )  # before torch.package, which nano-vllm imports: it could not be
+        # before torch.package, which nano-vllm imports: it could not be
+        importlib.import_module("flash_attn.cute")
     import warpspec.engines.nano_vllm as engine
 
     if attention == "warpspec":
@@ -262,14 +267,23 @@ def nano_vllm_rounds(attention: str, arguments) -> Run:
         from shared import flash_attn4_names
 
         engine.register(flash_attn4_names)
-    from nanovllm import LLM, SamplingParams
     from nanovllm.engine import model_runner
     from nanovllm.layers.rotary_embedding import get_rope
     from nanovllm.models import qwen3
 
     model_runner.load_model = seeded_weights
+    # Each rank looks for a free port by itself, and finds another one once rank 0 listens.
+    model_runner.find_available_port = lambda: PORT
     # transformers 5 gives plain rotary embeddings a dictionary as well, which nano-vllm takes for scaled ones.
     qwen3.get_rope = lambda *sizes, rope_scaling, **named: get_rope(*sizes, **named)
+
+
+def nano_vllm_rounds(attention: str, arguments) -> Run:
+    """ROUNDS rounds, of which the last ones count."""
+    os.environ[RANKS_ATTENTION] = attention
+    prepare_nano_vllm(attention)
+    from nanovllm import LLM, SamplingParams
+
     folder = Path(tempfile.mkdtemp())
     sizes = sizes_of(arguments) | dict(
         model_type="qwen3", attention_bias=False, dtype="bfloat16", architectures=["Qwen3ForCausalLM"]
@@ -281,6 +295,7 @@ def nano_vllm_rounds(attention: str, arguments) -> Run:
         max_num_seqs=arguments.requests,
         max_model_len=arguments.prompt + arguments.new,
         gpu_memory_utilization=0.6,
+        tensor_parallel_size=arguments.tensor_parallel,
     )
     params = SamplingParams(temperature=1e-5, max_tokens=arguments.new, ignore_eos=True)
     rounds = [prompts_of(arguments, sizes["vocab_size"], turn) for turn in range(ROUNDS + 1)]
@@ -321,7 +336,8 @@ def nano_vllm_round(llm, prompts, params) -> Run:
 
 def seeded_weights(model, path) -> None:
     """In the place of nano-vllm's reader of files."""
-    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -353,3 +369,5 @@ class profile:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and RANKS_ATTENTION in os.environ:
+    prepare_nano_vllm(os.environ[RANKS_ATTENTION])
