@@ -7,6 +7,7 @@ import torch
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
+from warpspec.fmha.backward import ops as _  # noqa: F401  (makes the operators differentiable)
 from warpspec.fmha.checks import check_kinds, check_window, kind_of
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
@@ -32,13 +33,15 @@ def attention(
     return_lse: bool = False,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
-    """Scaled dot-product attention, forward only.
+    """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
 
     Per query row, over the keys j it sees: logit[j] = scale * q.k[j] + bias[j], and
     o = sum of exp(logit[j]) v[j] / (sum of exp(logit[j]) + exp(sink)). No argument but ``out`` is ever
-    modified.
+    modified. Gradients flow back from o and from lse to those tensors that require them; rows and keys that nobody sees
+    get zeros. Without derivatives: forward mode, second derivatives, page_table, normalize=False, out.
 
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
@@ -73,6 +76,8 @@ def attention(
         out: o is written here and returned: [B, Sq, Hq, D] in q's dtype (fp32 with normalize=False), rows
             aligned like q's, overlapping no input (address ranges are compared, so a view interleaved with an
             input's elements counts).
+        deterministic: gradients are the same bits every time, which costs time; torch.use_deterministic_algorithms
+            asks for it, too. (Results always are.)
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -86,11 +91,14 @@ def attention(
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
         UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
-        NotImplementedError: a gradient is asked for: from backward(), or at once where out is given or in forward mode.
+        NotImplementedError: a gradient is asked for that there is not: from backward(), or at once where out is given
+            or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none (D 512).
         All name the argument; the first three are raised before anything is launched or written.
     """
     operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)
-    options = Options(scale, causal, window, key_stride, normalize, return_lse, num_splits)
+    options = Options(
+        scale, causal, window, key_stride, normalize, return_lse, num_splits, deterministic=deterministic
+    )
     return _call(operands, options, backend)
 
 
@@ -115,6 +123,7 @@ def attention_varlen(
     return_lse: bool = False,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
@@ -140,7 +149,7 @@ def attention_varlen(
             page_table has room for (which may be many more than there are: give it).
         page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
-        scale, causal, window, sink, key_stride, normalize, num_splits, backend: as of ``attention``.
+        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, backend: as of ``attention``.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -169,7 +178,16 @@ def attention_varlen(
         cu_seqlens_k=cu_seqlens_k,
     )
     options = Options(
-        scale, causal, window, key_stride, normalize, return_lse, num_splits, max_seqlen_q, max_seqlen_k
+        scale,
+        causal,
+        window,
+        key_stride,
+        normalize,
+        return_lse,
+        num_splits,
+        max_seqlen_q,
+        max_seqlen_k,
+        deterministic,
     )
     return _call(operands, options, backend)
 
@@ -194,14 +212,9 @@ def _check_and_run(operands: Operands, options: Options, backend, key):
     if not isinstance(backend, str):
         raise TypeError(f"backend: must be a string, got {backend!r}")
     refuse_tangents(**operands.inputs)
-    differentiable = (operands.q, operands.k, operands.v, operands.sink, operands.bias, operands.o)
-    if (
-        operands.o is not None
-        and torch.is_grad_enabled()
-        and any(tensor is not None and tensor.requires_grad for tensor in differentiable)
-    ):
+    if operands.o is not None and ops.needs_gradient(operands):
         raise NotImplementedError(
-            "out: gradients are not implemented (forward only); call under torch.no_grad()"
+            "out: gradients are not implemented for a call with out; leave it out, or call under torch.no_grad()"
         )
     return ops.forward(operands, options, backend, key)
 

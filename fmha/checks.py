@@ -27,7 +27,7 @@ def check_kinds(operands: Operands, options: Options) -> None:
     for name, tensor in {**operands.inputs, "out": operands.o}.items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
             raise TypeError(f"{name}: must be a torch.Tensor, got {kind_of(tensor)}")
-    for name in ("causal", "normalize", "return_lse"):
+    for name in ("causal", "normalize", "return_lse", "deterministic"):
         flag = getattr(options, name)
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: must be a bool, got {kind_of(flag)}")

@@ -5,7 +5,8 @@
 Arguments by position are those of flash-attn 2; by name also those of flash-attn 3 and 4 and of engines: ``page_table``
 for ``block_table``; ``learnable_sink``, ``s_aux`` or ``sinks``; ``return_lse`` or ``return_softmax_lse``;
 ``seqused_k``, ``num_splits``, ``out``. What may be given and does nothing here: NO_EFFECT. What is not done raises
-NotImplementedError with its name: UNSUPPORTED, and gradients. Errors of what reaches ``attention`` name its arguments.
+NotImplementedError with its name: UNSUPPORTED, and gradients where ``attention`` has none. Errors of what reaches
+``attention`` name its arguments.
 
 Differences from flash-attn: head sizes are 64, 128, 256 and 512; pages hold a multiple of 16 keys up to 128 or a
 multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Where lse is not asked for the result is
@@ -24,7 +25,7 @@ from warpspec.fmha.values import are_checked
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-# Other arguments: hints about speed, or about gradients, of which there are none.
+# Other arguments: hints about speed, or about gradients, of which there are none with a cache.
 NO_EFFECT = ("deterministic", "pack_gqa", "sm_margin", "scheduler_metadata", "min_seqlen_k", "fa_version")
 # Other arguments, and the values that ask for nothing.
 UNSUPPORTED = {
@@ -69,6 +70,7 @@ def flash_attn_func(
         causal: the last query sees the last key.
         window_size: (left, right), -1 or None for unbounded.
         return_attn_probs, return_lse: what is returned besides out.
+        deterministic: gradients are the same bits every time.
         num_splits: parts into which the keys are split; 0 lets the kernel choose.
         out: [B, Sq, Hq, D], written and returned.
         others: see the module; learnable_sink, s_aux or sinks: [Hq], one more logit per row.
@@ -84,7 +86,9 @@ def flash_attn_func(
     sink = _sink_of(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, **others)
     options = _options(softmax_scale, causal, window_size, num_splits)
     wants = return_attn_probs or return_lse
-    result = attention(*_plain(q, k, v), sink=sink, out=out, return_lse=wants, **options)
+    result = attention(
+        *_plain(q, k, v), sink=sink, out=out, return_lse=wants, deterministic=deterministic, **options
+    )
     return _returned(result, wants, return_attn_probs, sink)
 
 
@@ -146,6 +150,7 @@ def flash_attn_varlen_func(
     if table is not None and seqused_k is None and cu_seqlens_k is not None:
         seqused_k = cu_seqlens_k.diff()
     options |= {"sink": sink, "out": out, "return_lse": wants, "page_table": table, "kv_lengths": seqused_k}
+    options["deterministic"] = deterministic
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None and table is None:
             raise NotImplementedError("cu_seqlens_q: must be given with packed keys (cu_seqlens_k), got None")

@@ -62,3 +62,4 @@ class Options(NamedTuple):
     num_splits: int | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    deterministic: bool = False

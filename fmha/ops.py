@@ -33,7 +33,8 @@ SCHEMA = ", ".join(
     (
         *(f"Tensor{'' if name in ('q', 'k') else '?'} {name}" for name in INPUTS),
         "float? scale, bool causal, SymInt? window_left, SymInt? window_right, SymInt key_stride",
-        "bool normalize, bool return_lse, SymInt? num_splits, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str backend",
+        "bool normalize, bool return_lse, SymInt? num_splits, SymInt? max_seqlen_q, SymInt? max_seqlen_k",
+        "bool deterministic, str backend",
     )
 )
 
@@ -151,10 +152,10 @@ def check_call(operands: Operands, options: Options, backend: str) -> Call:
 
 def run(call: Call, operands: Operands):
     """What a checked call computes: (o, stats), stats None where there are none. o is the operands' where given."""
-    q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens = operands
+    q, o = operands.q, operands.o
     if o is None:
         o = torch.empty(call.o_shape, dtype=call.o_dtype, device=q.device)
-    stats = None
+    stats = lse = row_max = row_sum = None
     if call.stat_count == 2:
         row_max, row_sum = stats = new_stats(call.problem, q)
     elif call.stat_count == 1:
@@ -166,10 +167,23 @@ def run(call: Call, operands: Operands):
             if stat is not None:
                 stat.fill_(value)
         return o, stats
+    stats_of = {"lse": lse, "row_max": row_max, "row_sum": row_sum}
+    record = kernel_operands(call.problem, operands._replace(o=o, **stats_of), call.regular)
+    if call.prepared is None:
+        run_reference(call.problem, record)
+    else:
+        call.prepared.run(record)
+    return o, stats
+
+
+def kernel_operands(problem: AttentionProblem, operands: Operands, regular: bool = False) -> Operands:
+    """A checked call's tensors as kernels want them. regular: strides of q, k, v and o are known to be."""
+    q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens = operands[
+        :14
+    ]
     v = k if v is None else v
-    written = o
-    if not call.regular:
-        q, k, v, written = (regular_strides(tensor) for tensor in (q, k, v, o))
+    if not regular:
+        q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
     if sink is not None:
         sink = sink.detach().to(torch.float32).contiguous()
     if bias is not None:
@@ -180,19 +194,15 @@ def run(call: Call, operands: Operands):
         q_start = q_start.contiguous()
     if page_table is not None:
         page_table = page_table.contiguous()
-    if call.problem.packed_q:
+    if problem.packed_q:
         cu_seqlens = [None if starts is None else starts.contiguous() for starts in cu_seqlens]
-        q, written = q[None], written[None]
-        if call.problem.packed_k:
+        q, o = q[None], o[None]
+        if problem.packed_k:
             k, v = k[None], v[None]
         lse, row_max, row_sum = (None if stat is None else stat[None] for stat in (lse, row_max, row_sum))
-    others = (sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens)
-    record = Operands(q, k, v, written, *others)
-    if call.prepared is None:
-        run_reference(call.problem, record)
-    else:
-        call.prepared.run(record)
-    return o, stats
+    return Operands(
+        q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens
+    )
 
 
 def run_reference(problem: AttentionProblem, operands: Operands):
@@ -233,10 +243,18 @@ def forward(operands: Operands, options: Options, backend: str, key):
         if key is not None:
             _checked.remember(key, call)
         return forward_known(call, operands)
+    if operands.o is None and options.normalize and needs_gradient(operands):
+        options = options._replace(return_lse=True)  # what gradients are computed from
     arguments = flat(operands, options, backend)
     if operands.o is None:
         return fmha_forward(*arguments)
     return operands.o, fmha_forward_out(*arguments, operands.o)
+
+
+def needs_gradient(operands: Operands) -> bool:
+    """Whether autograd records a call."""
+    found = (operands.q, operands.k, operands.v, operands.sink, operands.bias, operands.o)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in found)
 
 
 def unobserved(operands: Operands) -> bool:
@@ -292,10 +310,3 @@ def _(*arguments):
 def _(*arguments):
     operands, options, _ = unflat(arguments[:-1], arguments[-1])
     return new_outputs(AttentionProblem.check(operands, options, memory=False), operands)[1]
-
-
-def _backward(context, *gradients):
-    raise NotImplementedError("warpspec.fmha.attention: gradients are not implemented (forward only)")
-
-
-fmha_forward.register_autograd(_backward)

@@ -1,0 +1,38 @@
+"""The problem of a backward pass: that of its forward pass, and which gradients are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.fmha.problem import AttentionProblem
+
+DIFFERENTIABLE = ("q", "k", "v", "sink", "bias")  # in the order in which gradients are returned
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """What a backward kernel may rely on. forward: the problem whose gradients these are, ``return_lse`` set. wanted:
+    names of DIFFERENTIABLE, in their order; never v where V is K. has_do, has_dlse: which results have gradients, at
+    least one. deterministic: the same call gives the same bits every time."""
+
+    forward: AttentionProblem
+    wanted: tuple[str, ...]
+    has_do: bool = True
+    has_dlse: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self):
+        assert self.wanted and set(self.wanted) <= set(DIFFERENTIABLE)
+        assert self.has_do or self.has_dlse
+
+    @classmethod
+    def check(cls, forward: AttentionProblem, wanted: tuple[str, ...], **options) -> BackwardProblem:
+        """NotImplementedError, naming the argument, where a forward pass has no gradients."""
+        if not forward.normalize:
+            raise NotImplementedError(
+                "normalize: gradients are not implemented with normalize=False; a gradient flows through "
+                "attention(..., return_lse=True)"
+            )
+        if forward.paged:
+            raise NotImplementedError("page_table: gradients are not implemented for paged keys")
+        return cls(forward, wanted, **options)

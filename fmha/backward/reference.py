@@ -1,0 +1,97 @@
+"""Attention's gradients by their definition, in FP32 torch: what every backward kernel is compared with.
+
+One query head at a time, as in ``fmha.reference``; nothing that the forward pass rounded is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.mask import visible
+from warpspec.fmha.operands import Operands
+from warpspec.fmha.reference import weighted_sum
+from warpspec.fmha.values import request_rows
+
+
+def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str, torch.Tensor]:
+    """The gradients that are wanted, by name, fp32, of their tensors' shapes; rows of no request are 0.
+
+    operands: as kernels get them, v given. do: like o; dlse: like lse; None where there is none.
+    """
+    found = {name: torch.zeros_like(getattr(operands, name), dtype=torch.float32) for name in problem.wanted}
+    if not problem.forward.packed_q:
+        rectangle(problem, operands, do, dlse, found)
+        return found
+    forward = problem.forward
+    keys = request_rows(operands.cu_seqlens_k, operands.k.shape[1])
+    for b, rows in enumerate(request_rows(operands.cu_seqlens_q, forward.total_q)):
+        q_start = None if operands.q_start is None else operands.q_start[b : b + 1]
+        parts = {"q": rows, "k": keys[b], "v": keys[b]}
+        one = Operands(*(getattr(operands, n)[:, part] for n, part in parts.items()), sink=operands.sink)
+        own = {name: t[:, parts[name]] if name in parts else t for name, t in found.items()}
+        sizes = {"batch": 1, "seq_q": one.q.shape[1], "seq_k": one.k.shape[1]}
+        request = replace(forward, packed_q=False, packed_k=False, **sizes)
+        if not request.is_empty:
+            rectangle(
+                replace(problem, forward=request),
+                one._replace(q_start=q_start),
+                None if do is None else do[:, rows],
+                None if dlse is None else dlse[..., rows],
+                own,
+            )
+    return found
+
+
+def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dict) -> None:
+    """Add to ``found`` the gradients of a problem with as many queries in each batch row."""
+    forward = problem.forward
+    q, k, v, sink, bias = operands.q, operands.k, operands.v, operands.sink, operands.bias
+    seen = visible(forward, operands.kv_lengths, operands.q_start)  # [B, Sq, Sk]
+    for b in range(forward.batch):
+        for h in range(forward.heads_q):
+            head, kv_head = seen[b], h // forward.group  # [Sq, Sk]
+            if bias is not None:
+                head_bias = bias.expand(forward.batch, forward.heads_q, -1, -1)[b, h].float()
+                head = head & (head_bias != -torch.inf)
+            rows, keys = (head.any(dim=dim).nonzero()[:, 0] for dim in (1, 0))
+            if len(keys) == 0:
+                continue  # what no row sees, and rows that see nothing, take no part
+            head = head[rows][:, keys]
+            head_q, head_k, head_v = (
+                q[b, rows, h].float(),
+                k[b, keys, kv_head].float(),
+                v[b, keys, kv_head].float(),
+            )
+            logits = forward.scale * (head_q @ head_k.T)
+            if bias is not None:
+                logits = logits + head_bias[rows][:, keys]
+            logits = torch.where(head, logits, -torch.inf)
+            row_max = logits.amax(dim=1, keepdim=True)
+            weights = torch.exp(logits - row_max)
+            row_sum = weights.sum(dim=1, keepdim=True)
+            sink_weight = 0.0 if sink is None else torch.exp(sink[h].float() - row_max)
+            p = weights / (row_sum + sink_weight)
+            ds, row_dot = torch.zeros_like(p), 0.0
+            if do is not None:
+                head_do = do[b, rows, h].float()
+                dp = torch.where(head, head_do @ head_v.T, 0.0)
+                row_dot = (p * dp).sum(dim=1, keepdim=True)
+                ds = p * (dp - row_dot)
+            if dlse is not None:
+                ds = ds + dlse[b, h, rows, None] * weights / row_sum
+            ds = torch.where(head, ds, 0.0)
+            values = "k" if forward.shared_kv else "v"
+            if values in found and do is not None:
+                found[values][b, keys, kv_head] += weighted_sum(p.T, head.T, head_do)
+            if "q" in found:
+                found["q"][b, rows, h] += forward.scale * weighted_sum(ds, head, head_k)
+            if "k" in found:
+                found["k"][b, keys, kv_head] += forward.scale * weighted_sum(ds.T, head.T, head_q)
+            if "sink" in found:
+                found["sink"][h] -= (sink_weight / (row_sum + sink_weight) * row_dot).sum()
+            if "bias" in found:
+                place = found["bias"][b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0]
+                place[rows[:, None], keys] += ds

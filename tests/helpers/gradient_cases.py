@@ -1,0 +1,246 @@
+"""Attention's gradients: cases, the float64 autograd that judges them, and how near a result must be."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from warpspec.fmha import attention, attention_varlen
+
+NAMES = ("q", "k", "v", "sink", "bias")
+# Worst head's ||got - expected|| / ||expected||. The reference works in fp32 and rounds its results.
+REFERENCE_TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
+KERNEL_TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call and what flows back through it. lengths_q: packed requests of so many queries (lengths_k: keys), else a
+    rectangle. bias: (batch rows, heads) that have each their own. through: results that have gradients. hostile: NaN at
+    keys behind kv_lengths."""
+
+    id: str
+    batch: int = 1
+    seq_q: int = 24
+    seq_k: int = 24
+    heads_q: int = 2
+    heads_kv: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    scale: float | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    key_stride: int = 1
+    sink: bool = False
+    bias: tuple[bool, bool] | None = None
+    bias_dtype: torch.dtype = torch.float32
+    kv_lengths: tuple[int, ...] | None = None
+    q_start: tuple[int, ...] | None = None
+    shared_kv: bool = False
+    through: str = "o"
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    wanted: tuple[str, ...] = NAMES
+    deterministic: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return self.lengths_q is not None
+
+    def tensors(self, device="cpu", seed=0) -> dict:
+        """The differentiable arguments; those wanted require a gradient."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, dtype=self.dtype):
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        if self.packed:
+            rows, keys = (sum(self.lengths_q) + 2,), (sum(self.lengths_k) + 2,)
+        else:
+            rows, keys = (self.batch, self.seq_q), (self.batch, self.seq_k)
+        found = {
+            "q": normal(*rows, self.heads_q, self.head_dim),
+            "k": normal(*keys, self.heads_kv, self.head_dim),
+        }
+        if not self.shared_kv:
+            found["v"] = normal(*keys, self.heads_kv, self.head_dim)
+        if self.sink:
+            found["sink"] = normal(self.heads_q, dtype=torch.float32)
+        if self.bias is not None:
+            batches, heads = self.bias
+            shape = (self.batch if batches else 1, self.heads_q if heads else 1, self.seq_q, self.seq_k)
+            found["bias"] = normal(*shape, dtype=self.bias_dtype)
+            found["bias"][..., -1, 1] = -torch.inf
+        for b, length in enumerate(self.kv_lengths or ()):
+            for name in "kv":
+                if name in found:
+                    found[name][b, length:] = torch.nan
+        if self.packed:  # rows of no request
+            for t in found.values():
+                if t.dim() == 3:
+                    t[-2:] = torch.nan
+        return {name: t.to(device).requires_grad_(name in self.wanted) for name, t in found.items()}
+
+    def call(self, tensors: dict, **options):
+        """(o, lse) of a call."""
+        device = tensors["q"].device
+
+        def int32(values):
+            return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+        options |= {
+            "scale": self.scale,
+            "causal": self.causal,
+            "window": self.window,
+            "key_stride": self.key_stride,
+        }
+        options |= {"q_start": int32(self.q_start), "return_lse": True, "deterministic": self.deterministic}
+        if not self.packed:
+            return attention(**tensors, **options, kv_lengths=int32(self.kv_lengths))
+        starts = {
+            f"cu_seqlens_{name}": int32([0, *itertools.accumulate(lengths)])
+            for name, lengths in (("q", self.lengths_q), ("k", self.lengths_k))
+        }
+        return attention_varlen(**tensors, **starts, max_seqlen_q=max(self.lengths_q), **options)
+
+    def gradients(self, tensors: dict, **options) -> dict:
+        """What flows back to the wanted tensors, by autograd."""
+        results = [
+            t
+            for name, t in zip(("o", "lse"), self.call(tensors, **options), strict=True)
+            if name in self.through.split("+")
+        ]
+        wanted = {name: t for name, t in tensors.items() if t.requires_grad}
+        seeds = [self.seed_of(t) for t in results]
+        return dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), seeds), strict=True))
+
+    def seed_of(self, result) -> torch.Tensor:
+        """The gradient of a result; that of rows of no request is NaN."""
+        generator = torch.Generator().manual_seed(7)
+        seed = torch.randn(result.shape, generator=generator)
+        if self.packed:
+            (seed[-2:] if result.dim() == 3 else seed[:, -2:]).fill_(torch.nan)
+        return seed.to(result)
+
+    def expected(self, tensors: dict) -> dict:
+        """The same in float64 by autograd of the definition, of each batch row or request by itself."""
+        leaves = {
+            n: t.detach().cpu().double().nan_to_num(0.0, neginf=-torch.inf).requires_grad_()
+            for n, t in tensors.items()
+        }
+        total = torch.zeros((), dtype=torch.float64)
+        shape = tensors["q"].shape
+        dtypes = {"o": self.dtype, "lse": torch.float32}
+        stat_shape = (shape[1], shape[0]) if self.packed else (shape[0], shape[2], shape[1])
+        seeds = {
+            "o": self.seed_of(torch.empty(shape, dtype=dtypes["o"])).double(),
+            "lse": self.seed_of(torch.empty(stat_shape)).double(),
+        }
+        if self.packed:
+            ends_q, ends_k = ([0, *itertools.accumulate(n)] for n in (self.lengths_q, self.lengths_k))
+            parts = [
+                (slice(*q), slice(*k))
+                for q, k in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True)
+            ]
+        else:
+            lengths = self.kv_lengths or (self.seq_k,) * self.batch
+            parts = [(b, b) for b in range(self.batch)]
+        for b, (rows, keys) in enumerate(parts):
+            q, k, v = (
+                leaves.get(n, leaves["k"])[part] for n, part in (("q", rows), ("k", keys), ("v", keys))
+            )
+            if not self.packed:
+                k, v = k[: lengths[b]], v[: lengths[b]]
+            start = None if self.q_start is None else self.q_start[b]
+            bias = leaves.get("bias")
+            if bias is not None:
+                bias = bias.expand(self.batch, self.heads_q, -1, -1)[b, :, :, : k.shape[0]]
+            o, lse = definition(self, q, k, v, leaves.get("sink"), bias, start)
+            some = lse != -torch.inf
+            seed_o, seed_lse = seeds["o"][rows], (seeds["lse"][:, rows] if self.packed else seeds["lse"][b])
+            if "o" in self.through.split("+"):
+                total = total + (o * torch.where(some.T[..., None], seed_o, 0.0)).sum()
+            if "lse" in self.through.split("+"):
+                total = total + torch.where(some, lse * torch.where(some, seed_lse, 0.0), 0.0).sum()
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        return {
+            n: torch.zeros_like(t) if g is None else g
+            for (n, t), g in zip(leaves.items(), found, strict=True)
+        }
+
+    def check(self, found: dict, tensors: dict, tolerance: float) -> None:
+        """Assert that gradients are near the definition's, head by head; exactly zero where those are."""
+        expected = self.expected(tensors)
+        assert set(found) == {name for name, t in tensors.items() if t.requires_grad}
+        for name, got in found.items():
+            assert got.shape == tensors[name].shape and got.dtype == tensors[name].dtype
+            got, wanted = got.cpu().double(), expected[name]
+            if self.packed and name in "qkv":  # rows of no request hold anything in q's, zeros in the keys'
+                got, wanted = got[:-2], wanted[:-2]
+            assert got.isfinite().all(), f"{self.id}: d{name} is not finite"
+            heads = {"sink": got.dim() - 1, "bias": 1}.get(name, got.dim() - 2)
+            if name == "sink":
+                parts = [(got, wanted)]
+            else:
+                parts = list(zip(got.unbind(heads), wanted.unbind(heads), strict=True))
+            floor = 1e-3 * wanted.norm() / len(parts) ** 0.5
+            for h, (a, b) in enumerate(parts):
+                error = (
+                    ((a - b).norm() / b.norm().clamp(min=floor)).item()
+                    if wanted.norm() > 0
+                    else a.abs().max().item()
+                )
+                assert error <= tolerance, f"{self.id}: d{name} of head {h} is off by {error:.2e}"
+            zero = (wanted == 0) if name != "sink" else torch.zeros(1, dtype=torch.bool)
+            if zero.any():
+                assert (got[zero] == 0).all(), f"{self.id}: d{name} is not zero where nobody sees"
+
+
+def definition(case: Case, q, k, v, sink, bias, start):
+    """(o [Sq, Hq, D], lse [Hq, Sq]) of one batch row in float64, by the docstring of ``attention``."""
+    group = case.heads_q // case.heads_kv
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    logits = scale * torch.einsum("qhd,khd->hqk", q, k)
+    if bias is not None:
+        logits = logits + bias
+    position = torch.arange(len(q))[:, None] + (len(k) - len(q) if start is None else start)
+    key = torch.arange(len(k))
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    left, right = case.window or (None, None)
+    if case.causal:
+        seen &= (key + 1) * case.key_stride - 1 <= position
+    if left is not None:
+        seen &= key >= position - left
+    if right is not None:
+        seen &= key <= position + right
+    logits = logits.masked_fill(~seen, -torch.inf)
+    some = (logits > -torch.inf).any(-1)
+    safe = torch.where(some[..., None], logits, 0.0)
+    lse = torch.where(some, safe.logsumexp(-1), -torch.inf)
+    total = safe.logsumexp(-1)
+    if sink is not None:
+        total = torch.logaddexp(total, sink[:, None].expand_as(total))
+    p = torch.where(some[..., None], torch.exp(safe - total[..., None]), 0.0)
+    return torch.einsum("hqk,khd->qhd", p, v), lse
+
+
+# Features in pairs, rows that see nothing, one key, no key, grouped heads.
+CASES = [
+    Case("plain", heads_kv=2),
+    Case("one-token-one-key", seq_q=1, seq_k=1),
+    Case("causal-gqa", heads_q=4, heads_kv=2, causal=True),
+    Case("causal-empty-rows-sink-lse", seq_q=30, seq_k=11, causal=True, sink=True, through="o+lse"),
+    Case("mqa-window-sink", batch=2, heads_q=3, window=(5, 2), sink=True, dtype=torch.float16),
+    Case("bias-by-head", batch=2, bias=(False, True), causal=True, through="o+lse"),
+    Case("bias-by-batch-sink", batch=2, bias=(True, False), bias_dtype=torch.bfloat16, sink=True),
+    Case("bias-of-all-window", batch=2, bias=(False, False), window=(4, None)),
+    Case("lengths", batch=3, kv_lengths=(24, 7, 0), sink=True, through="lse"),
+    Case("lengths-causal-bias", batch=2, kv_lengths=(20, 3), causal=True, bias=(True, True)),
+    Case("q-start-stride", batch=2, seq_q=30, seq_k=9, q_start=(0, 40), causal=True, key_stride=4, sink=True),
+    Case("negative-scale-shared", scale=-0.2, shared_kv=True, causal=True, wanted=("k",)),
+    Case("packed", lengths_q=(5, 0, 17, 1), lengths_k=(9, 3, 17, 0), causal=True, sink=True, through="o+lse"),
+    Case("packed-window-gqa", heads_q=4, heads_kv=2, lengths_q=(20, 3), lengths_k=(20, 30), window=(6, 0), causal=True),
+]  # fmt: skip
