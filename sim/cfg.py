@@ -172,6 +172,7 @@ class Liveness:
     """
 
     registers: tuple[str, ...]
+    touched: list[tuple[tuple[str, ...], tuple[str, ...]]]  # of each instruction: `reads_writes`
     bit: dict[str, int]
     live_in: list[int]
     live_out: list[int]
@@ -200,15 +201,13 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
     """Which registers are live at each block's start and end (backward data flow to a fixed point)."""
     registers = (*kernel.registers, CARRY)
     bit = {name: i for i, name in enumerate(registers)}
+    touched = [((), ()) if find(ins.opcode) is None else reads_writes(ins) for ins in kernel.instrs]
     uses: list[int] = []
     defs: list[int] = []
     homes = 0
     for block in blocks:
         used = defined = 0
-        for ins in kernel.instrs[block.start : block.end]:
-            if find(ins.opcode) is None:
-                continue
-            reads, writes = reads_writes(ins)
+        for reads, writes in touched[block.start : block.end]:
             for name in reads:
                 used |= (1 << bit[name]) & ~defined
             for name in writes:
@@ -241,4 +240,4 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
                     pending.append(predecessor)
     for bits in live_in:
         homes |= bits
-    return Liveness(registers, bit, live_in, live_out, uses, defs, homes)
+    return Liveness(registers, touched, bit, live_in, live_out, uses, defs, homes)

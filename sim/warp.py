@@ -137,7 +137,9 @@ class Warp:
         self.index = index
         registers = self.program.registers
         self._offset, self._bits = registers.offset, registers.bits
-        self.regs = aligned_bytes(registers.size, fill=POISON)
+        self.regs = aligned_bytes(registers.end)
+        self._homes = self.regs[: registers.size]
+        self._homes.fill(POISON)
         self._u16, self._u32, self._u64 = (self.regs.view(t) for t in (np.uint16, np.uint32, np.uint64))
         self._u8 = self.regs
         self.regs_ptr = self.regs.ctypes.data
@@ -364,7 +366,7 @@ class Warp:
     def state_hash(self) -> int:
         """A hash of where its lanes are, of its registers and of its local memory."""
         groups = tuple((group.block, group.mask) for group in self.groups)
-        return hash((groups, self.regs.tobytes(), b"" if self.local is None else self.local.tobytes()))
+        return hash((groups, self._homes.tobytes(), b"" if self.local is None else self.local.tobytes()))
 
     def merge(self) -> None:
         """Join groups that have come to the same block and are free to run."""

@@ -1,12 +1,15 @@
-"""Emits the LLVM text of one block. A PTX register is a `<32 x iN>`, a predicate a `<32 x i1>`.
+"""Emits the LLVM text of one instruction. A PTX register is a `<32 x iN>`, a predicate a `<32 x i1>`.
 
-Values stay in SSA form inside a block; registers that are live at its end are stored to the warp's register file,
-in the lanes that execute. Lanes that do not execute compute garbage that nothing reads.
+The text is that of the instruction's form: where registers lie, immediates and offsets are parameters, which the
+function reads from the instruction's record (`FIRST_PARAMETER`), so that instructions that differ in nothing else
+share one compiled function. Lanes that do not execute compute garbage that nothing reads.
 """
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.layout import CLOCK_REGISTERS, Ctx, RegisterFile
+from dataclasses import dataclass, field
+
+from warpspec.sim.codegen.layout import CLOCK_REGISTERS, FIRST_PARAMETER, Ctx, RegisterFile
 from warpspec.sim.instruction import Imm, Instr, Not, Operand, Reg, Sym, Vec
 from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.registry import row_of
@@ -28,27 +31,57 @@ def fvec(bits: int) -> str:
     return f"<{WARP_SIZE} x {FLOAT_TYPE[bits]}>"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an instruction's registers lie, as byte offsets in a warp's register file.
+
+    sources: by name, what it may read; a register that is in no place has never been written. targets: by name,
+    (offset, whether only the lanes that execute may be written) of what it writes.
+    """
+
+    sources: dict[str, int]
+    targets: dict[str, tuple[int, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Compiled code of instructions: its text and the definitions that it needs. The text is its name."""
+
+    text: str
+    needs: frozenset[str] = field(compare=False)
+
+
 class Emitter:
-    """Text of one block function `i32 @name(ptr %regs, ptr %ctx, i32 %mask)`."""
+    """Text of a function `i32 (ptr %regs, ptr %ctx, i32 %mask, ptr %record)`, and the parameters of one use of it.
+
+    It returns 0, the negative of a `Stop`, or, for the last record of a block, the block that follows. place: None to
+    see whether there is a translation.
+    """
 
     def __init__(
-        self, registers: RegisterFile, symbols: dict[str, int], params: dict[str, int], shared: dict[str, int]
+        self,
+        registers: RegisterFile,
+        symbols: dict[str, int],
+        params: dict[str, int],
+        shared: dict[str, int],
+        place: Place | None = None,
     ):
         self.registers = registers
         self.symbols = symbols  # module variable -> index in the symbol table
         self.params = params  # kernel parameter -> byte offset
         self.shared = shared  # shared variable -> offset in shared memory
+        self.place = place
+        self.parameters: list[int] = []  # 64-bit words of the record
+        self.head: list[str] = []
         self.lines: list[str] = []
         self.allocas: dict[tuple[str, int], str] = {}
         self.values: dict[str, str] = {}  # register -> SSA name, integer typed
-        self.dirty: set[str] = set()
+        self.dirty: dict[str, None] = {}  # registers that are written, in order
         self.intrinsics: set[str] = set()
         self.count = 0
         self.guard: str | None = None
-        self.index = 0  # instruction being translated
         self.logging = False  # accesses to shared and global memory are written to the context's log
         self._ctx: dict[int, str] = {}
-        self._cache: dict[tuple, str] = {}
 
     # ---- plain text -------------------------------------------------------------------------------------------
 
@@ -96,29 +129,45 @@ class Emitter:
         self.do(f"store i64 {value}, ptr {at}, align 8")
         self._ctx.pop(field, None)
 
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def parameter(self, value: int) -> str:
+        """A 64-bit word that the form reads from the record; `value` is that of this use."""
+        at = len(self.parameters)
+        self.parameters.append(value & 0xFFFFFFFFFFFFFFFF)
+        self.head.append(f"  %p{at}.at = getelementptr i64, ptr %record, i64 {FIRST_PARAMETER + at}")
+        self.head.append(f"  %p{at} = load i64, ptr %p{at}.at, align 8")
+        return f"%p{at}"
+
+    def parameter32(self, value: int) -> str:
+        """The same as an i32."""
+        return self.op(f"trunc i64 {self.parameter(value)} to i32")
+
     # ---- registers --------------------------------------------------------------------------------------------
 
-    def home(self, name: str) -> str:
-        """A pointer to the register's place in the register file."""
-        return self.op(f"getelementptr i8, ptr %regs, i64 {self.registers.offset[name]}")
+    def at(self, offset: int) -> str:
+        """A pointer into the warp's register file."""
+        return self.op(f"getelementptr i8, ptr %regs, i64 {self.parameter(offset)}")
 
-    def load_home(self, name: str) -> str:
-        """The register's value in the register file."""
-        bits = self.registers.bits[name]
-        if name not in self.registers.offset:  # never live into a block: read before any write
+    def load(self, name: str) -> str:
+        """The register's value from where it lies."""
+        bits, offset = self.registers.bits[name], 0
+        if self.place is not None:
+            offset = self.place.sources.get(name, self.registers.offset.get(name))
+        if offset is None:  # read before any write
             return "zeroinitializer"
-        at = self.home(name)
+        at = self.at(offset)
         if bits == 1:
             raw = self.op(f"load i32, ptr {at}, align 4")
             return self.op(f"bitcast i32 {raw} to {ivec(1)}")
-        return self.op(f"load {ivec(bits)}, ptr {at}, align 64")
+        return self.op(f"load {ivec(bits)}, ptr {at}, align {min(64, 4 * bits)}")
 
     def current(self, name: str) -> str:
         """The register's value as its full-width integer vector."""
         if name in CLOCK_REGISTERS:
             return self._clock(name)
         if name not in self.values:
-            self.values[name] = self.load_home(name)
+            self.values[name] = self.load(name)
         return self.values[name]
 
     def _clock(self, name: str) -> str:
@@ -129,22 +178,23 @@ class Emitter:
             ticks = self.op(f"lshr i64 {ticks}, 32")
         return self.splat(32, self.op(f"trunc i64 {ticks} to i32"))
 
-    def store_live(self, live: list[str]) -> None:
-        """Write back the registers of `live` that this block changed, in executing lanes only."""
-        for name in live:
-            if name not in self.dirty:
-                continue
-            bits, value, at = self.registers.bits[name], self.values[name], self.home(name)
+    def store(self) -> None:
+        """Write the registers that have changed to where they belong."""
+        for name in self.dirty:
+            offset, masked = (0, False) if self.place is None else self.place.targets[name]
+            bits, value, at = self.registers.bits[name], self.values[name], self.at(offset)
             if bits == 1:
-                new = self.op(f"bitcast {ivec(1)} {value} to i32")
-                old = self.op(f"load i32, ptr {at}, align 4")
-                keep = self.op(f"and i32 {old}, %notmask")
-                take = self.op(f"and i32 {new}, %mask")
-                self.do(f"store i32 {self.op(f'or i32 {keep}, {take}')}, ptr {at}, align 4")
-            else:
-                old = self.op(f"load {ivec(bits)}, ptr {at}, align 64")
-                new = self.select("%m", value, old, ivec(bits))
-                self.do(f"store {ivec(bits)} {new}, ptr {at}, align 64")
+                value = self.op(f"bitcast {ivec(1)} {value} to i32")
+                if masked:
+                    keep = self.op(f"and i32 {self.op(f'load i32, ptr {at}, align 4')}, %notmask")
+                    value = self.op(f"or i32 {keep}, {self.op(f'and i32 {value}, %mask')}")
+                self.do(f"store i32 {value}, ptr {at}, align 4")
+                continue
+            align = min(64, 4 * bits)
+            if masked:
+                old = self.op(f"load {ivec(bits)}, ptr {at}, align {align}")
+                value = self.select("%m", value, old, ivec(bits))
+            self.do(f"store {ivec(bits)} {value}, ptr {at}, align {align}")
 
     # ---- operands ---------------------------------------------------------------------------------------------
 
@@ -153,8 +203,12 @@ class Emitter:
         one = self.op(f"insertelement {ivec(bits)} poison, i{bits} {scalar}, i32 0")
         return self.op(f"shufflevector {ivec(bits)} {one}, {ivec(bits)} poison, {ivec(32)} zeroinitializer")
 
+    def scalar(self, bits: int, word: str) -> str:
+        """A 64-bit word as an integer of the given width."""
+        return word if bits == 64 else self.op(f"trunc i64 {word} to i{bits}")
+
     def imm(self, bits: int, value: int) -> str:
-        """An integer constant in all lanes (a constant expression, usable as an operand)."""
+        """A constant of the form in all lanes (a constant expression, usable as an operand)."""
         value &= (1 << bits) - 1
         return f"splat (i{bits} {value})"
 
@@ -164,7 +218,7 @@ class Emitter:
             case Imm(value, is_float):
                 if is_float and bits == 32 and value >> 32:
                     raise NotNative("double literal in a 32-bit operand")
-                return self.imm(bits, value)
+                return self.splat(bits, self.scalar(bits, self.parameter(value)))
             case Reg(name):
                 return self.resize(self.current(name), self.registers.bits[name], bits)
             case Sym(name, offset):
@@ -199,19 +253,17 @@ class Emitter:
         """The address of a variable: shared addresses carry the CTA's rank, others are host addresses."""
         if name in self.shared:
             rank = self.op(f"shl i64 {self.ctx(Ctx.CTA_RANK)}, 24")
-            scalar = self.op(f"add i64 {rank}, {self.shared[name] + offset}")
+            scalar = self.op(f"add i64 {rank}, {self.parameter(self.shared[name] + offset)}")
         elif name in self.params:
-            scalar = self.op(f"add i64 {self.ctx(Ctx.PARAMS)}, {self.params[name] + offset}")
+            scalar = self.op(f"add i64 {self.ctx(Ctx.PARAMS)}, {self.parameter(self.params[name] + offset)}")
         elif name in self.symbols:
             at = self.op(f"inttoptr i64 {self.ctx(Ctx.SYMBOLS)} to ptr")
-            at = self.op(f"getelementptr i64, ptr {at}, i64 {self.symbols[name]}")
+            at = self.op(f"getelementptr i64, ptr {at}, i64 {self.parameter(self.symbols[name])}")
             base = self.op(f"load i64, ptr {at}, align 8")
-            scalar = self.op(f"add i64 {base}, {offset}")
+            scalar = self.op(f"add i64 {base}, {self.parameter(offset)}")
         else:
             raise NotNative(f"address of {name}")
-        if bits != 64:
-            scalar = self.op(f"trunc i64 {scalar} to i{bits}")
-        return self.splat(bits, scalar)
+        return self.splat(bits, self.scalar(bits, scalar))
 
     def getf(self, operand: Operand, bits: int) -> str:
         """An operand as floats of the given width (same bits, other type)."""
@@ -242,7 +294,7 @@ class Emitter:
         if self.guard is not None:
             value = self.select(self.guard, value, self.current(operand.name), ivec(have))
         self.values[operand.name] = value
-        self.dirty.add(operand.name)
+        self.dirty[operand.name] = None
 
     def unpack(self, items: tuple, value: str, bits: int) -> None:
         """Assign the parts of `<32 x i{bits}>`, the lowest first, to the items of a destination vector."""
@@ -277,8 +329,7 @@ class Emitter:
         translator = row_of(ins.opcode).translator
         if translator is None:
             raise NotNative(ins.opcode)
-        self.index, self.instruction = ins.index, ins
-        self.guard = None
+        self.instruction = ins
         if ins.guard is not None:
             self.guard = self.pred(Not(ins.guard) if ins.guard_negated else ins.guard)
         try:
@@ -288,6 +339,15 @@ class Emitter:
         except Exception as error:
             error.add_note(f"in the translation of PTX line {ins.line}: `{ins.text}`")
             raise
+        self.guard = None
+        self.store()
+
+    def form(self, returns: str = "0") -> Form:
+        """What has been emitted, as a function that returns the i32 `returns`."""
+        head = [f"  {name} = alloca {type_}, align 64" for (type_, _), name in self.allocas.items()]
+        head += [f"  %m = bitcast i32 %mask to {ivec(1)}", "  %notmask = xor i32 %mask, -1"]
+        ending = returns if returns.startswith("  ") else f"  ret i32 {returns}"
+        return Form("\n".join([*head, *self.head, *self.lines, ending, "}\n"]), frozenset(self.intrinsics))
 
 
 def _type_of(argument: str) -> str:

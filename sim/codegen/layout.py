@@ -10,6 +10,8 @@ from warpspec.sim.lanes import WARP_SIZE
 
 LOG_WORDS = 33  # of an access: instruction | lanes << 32, then the address in each lane
 REGISTER_ALIGN = 64  # bytes: one AVX-512 vector
+# A record, of 64-bit words: its function, the next record (0: it is the last of its block), the function's parameters.
+FIRST_PARAMETER = 2
 
 
 class Ctx(IntEnum):
@@ -108,15 +110,16 @@ class RegisterFile:
         self.special = [
             n for n in self.bits if n not in kernel.registers and n != CARRY and n not in CLOCK_REGISTERS
         ]
-        self.offset: dict[str, int] = {}
-        self.size = 0
+        self.offset: dict[str, int] = {}  # of homes
+        self.size = 0  # bytes of the homes
+        self.end = 0  # bytes with the temporary places behind them
 
     def place(self, homes: list[str]) -> None:
         """Lay out the registers in `homes` and the special ones, widest first, so that each is aligned."""
         for name in sorted([*homes, *self.special], key=lambda n: -self.bits[n]):
             self.offset[name] = self.size
             self.size += register_bytes(self.bits[name])
-        self.size = -(-max(self.size, 1) // REGISTER_ALIGN) * REGISTER_ALIGN
+        self.size = self.end = -(-max(self.size, 1) // REGISTER_ALIGN) * REGISTER_ALIGN
 
 
 def register_bytes(bits: int) -> int:

@@ -54,12 +54,12 @@ def addresses(e: Emitter, operand: Mem | Reg, space: str) -> str:
             bits = e.registers.bits[name]
             value = e.current(name)
             if operand.offset:
-                value = e.op(f"add {ivec(bits)} {value}, {e.imm(bits, operand.offset)}")
+                value = e.op(f"add {ivec(bits)} {value}, {e.get(Imm(operand.offset), bits)}")
             value = e.resize(value, bits, 64)
         case Sym(name, offset):
             value = e.symbol(name, offset + operand.offset, 64)
         case Imm(value_, _):
-            value = e.imm(64, value_ + operand.offset)
+            value = e.get(Imm(value_ + operand.offset), 64)
         case _:
             raise NotNative(f"address {operand}")
     buffer = e.buffer(ivec(64))
@@ -71,8 +71,9 @@ def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, add
     """Call a lane loop; leave the block on a fault."""
     name, text = function
     e.intrinsics.add(text)
+    index = e.parameter32(e.instruction.index)
     bad = e.op(
-        f"call i32 @{name}(ptr %ctx, i32 {SPACES[space]}, ptr {address}, i32 {e.active()}, {buffers}, i32 {e.index})"
+        f"call i32 @{name}(ptr %ctx, i32 {SPACES[space]}, ptr {address}, i32 {e.active()}, {buffers}, i32 {index})"
     )
     failed = e.op(f"icmp ne i32 {bad}, 0")
     stop, go = e.label("fault"), e.label("ok")
@@ -81,7 +82,7 @@ def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, add
     e.do(f"ret i32 -{int(Stop.FAULT)}")
     e.lines.append(f"{go}:")
     if e.logging and is_logged(e.instruction):
-        e.do(f"call void @record(ptr %ctx, ptr {address}, i32 {e.active()}, i32 {e.index})")
+        e.do(f"call void @record(ptr %ctx, ptr {address}, i32 {e.active()}, i32 {index})")
 
 
 def access_bytes(ins: Instr) -> int:

@@ -1,30 +1,28 @@
-"""A kernel translated for execution: its blocks, its register file and the native code, cached on disk."""
+"""A kernel translated for execution: its blocks, its register file and records of native code.
+
+A block's records stand one behind the other: for each instruction the function of its form (`forms.py`) and that
+function's parameters.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from dataclasses import replace
 from functools import cache, cached_property
-from pathlib import Path
 
-import llvmlite
-import llvmlite.binding as llvm
 import numpy as np
 
-from warpspec.common.disk_cache import DiskCache
 from warpspec.sim import cfg
-from warpspec.sim.codegen import control
-from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
-from warpspec.sim.codegen.layout import LOG_WORDS, Ctx, RegisterFile, Stop, registers_of
+from warpspec.sim.codegen import control, forms
+from warpspec.sim.codegen.emitter import Emitter, Form, NotNative, Place
+from warpspec.sim.codegen.layout import FIRST_PARAMETER, LOG_WORDS, RegisterFile, Stop, registers_of
 from warpspec.sim.codegen.memory import access_bytes, is_logged
-from warpspec.sim.codegen.support import LOGGING_TRAMPOLINE, RECORD, RESOLVE, TRAMPOLINE
-from warpspec.sim.instruction import Instr, Kernel, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
+from warpspec.sim.codegen.places import TemporaryPlaces
+from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
 from warpspec.sim.memory import SHARED_BASE_OFFSET
 from warpspec.sim.registry import Control, Family, find, row_of
 
 LOG_ENTRIES = 2048  # that a program's log holds beside those of one block
-OBJECTS = DiskCache("sim", limit=2 << 30)
 
 
 def _shape(operand) -> str:
@@ -76,13 +74,13 @@ class SymbolTables:
 class _KernelEmitter(Emitter):
     """An emitter that also knows local variables (their addresses are offsets in local memory)."""
 
-    def __init__(self, registers: RegisterFile, tables: SymbolTables):
-        super().__init__(registers, tables.symbols, tables.params, tables.shared)
+    def __init__(self, registers: RegisterFile, tables: SymbolTables, place: Place | None = None):
+        super().__init__(registers, tables.symbols, tables.params, tables.shared, place)
         self.local = tables.local
 
     def symbol(self, name: str, offset: int, bits: int) -> str:
         if name in self.local:
-            return self.imm(bits, self.local[name] + offset)
+            return self.get(Imm(self.local[name] + offset), bits)
         return super().symbol(name, offset, bits)
 
 
@@ -194,27 +192,72 @@ class Program:
     # ---- native code ------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        code = self._object_code()
-        # The engine owns its target machine: a shared one would be freed with the first program that goes.
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        self._engine = engine
         count = len(self.blocks) + 1
         self.table = np.zeros(count, np.uint64)
         self.flags = np.zeros(count, np.uint8)
         self.hook_table = np.zeros(count, np.uint64)
         self._no_flags = np.zeros(count, np.uint8)
+        first = self._write_records()
         for block in self.blocks:
             if self.hooked[block.index]:
-                self.hook_table[block.index] = engine.get_function_address(f"b{block.index}")
+                self.hook_table[block.index] = first[block.index]
             if not self.system[block.index]:
-                self.table[block.index] = engine.get_function_address(f"b{block.index}")
+                self.table[block.index] = first[block.index]
                 self.flags[block.index] = block.kind == "collective"
-        self.table[self.exit_index] = engine.get_function_address("leave")
+        self.table[self.exit_index] = first[self.exit_index]
         signature = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 4, *[ctypes.c_uint32] * 3)
-        self._run = signature(engine.get_function_address("run"))
+        self._run = signature(forms.trampoline(self.logging))
         self.table_pointer, self.flags_pointer = self.table.ctypes.data, self.flags.ctypes.data
+
+    def _write_records(self) -> dict[int, int]:
+        """Write the records of all native blocks; the address of each block's first."""
+        native = [b for b in self.blocks if not self.system[b.index] or self.hooked[b.index]]
+        temporary = TemporaryPlaces(self.registers)
+        places = {}
+        for block in native:
+            touched = self.live.touched[block.start : block.end]
+            live_out = frozenset(self.live.names(self.live.live_out[block.index]))
+            places[block.index] = temporary.block(touched, live_out)
+        self.registers.end = temporary.reserve(self.registers.size)
+        words: list[int] = []
+        uses: list[tuple[int, Form]] = []  # where a record begins, its function
+        following: list[int] = []  # where records begin that the next one follows
+        first: dict[int, int] = {}
+
+        def add(form: Form, parameters: list[int], last: bool) -> None:
+            uses.append((len(words), form))
+            if not last:
+                following.append(len(words))
+            words.extend((0, 0 if last else len(words) + FIRST_PARAMETER + len(parameters), *parameters))
+
+        for block in native:
+            first[block.index] = len(words)
+            instrs = self.kernel.instrs[block.start : block.end]
+            ends_by = cfg.control_of(instrs[-1]) if instrs else None
+            through = self.through(block.index)
+            logging = self.logging and not self.hooked[block.index]
+            for ins, found in zip(instrs, places[block.index], strict=True):
+                e = _KernelEmitter(self.registers, self.tables, temporary.resolve(*found))
+                e.logging = logging
+                if ins is instrs[-1] and ends_by is not None:
+                    form = control.ending(e, ins, ends_by, self.targets(ins), through)
+                    add(form, e.parameters, True)
+                else:
+                    e.translate(ins)
+                    add(e.form(), e.parameters, False)
+            if ends_by is None:
+                e = _KernelEmitter(self.registers, self.tables)
+                add(control.jump(e, through), e.parameters, True)
+        first[self.exit_index] = len(words)
+        add(forms.LEAVE, [], True)
+        address = forms.addresses({form for _, form in uses})
+        self._records = records = np.array(words, np.uint64)
+        base = records.ctypes.data
+        at, functions = zip(*((at, address[form]) for at, form in uses), strict=True)
+        records[list(at)] = functions
+        behind = np.array(following, np.int64) + 1
+        records[behind] = records[behind] * np.uint64(8) + np.uint64(base)
+        return {block: base + 8 * at for block, at in first.items()}
 
     def run(self, registers: int, context: int, mask: int, block: int, budget: int) -> tuple[Stop, int]:
         """Run native blocks from `block` for the lanes in `mask` until one stops; (why, block)."""
@@ -227,70 +270,6 @@ class Program:
         answer = self._run(*tables, registers, context, mask, block, 1)
         return answer >> 32, answer & 0xFFFFFFFF
 
-    def _object_key(self) -> str:
-        """Names the object code by all that decides it: the kernel, what its opcodes' rows say of it, the sources."""
-        cut = [(block.start, block.kind) for block in self.blocks]
-        kept = [hex(bits) for bits in (self.live.homes, *self.live.live_out)]
-        decisive = (
-            self.kernel,
-            self.module.variables,
-            cut,
-            kept,
-            self.logging,
-            _generator_version(),
-            _host_id(),
-        )
-        parts = map(repr, decisive)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-    def _object_code(self) -> bytes:
-        name = f"{self._object_key()}.o"
-        code = OBJECTS.read(name)
-        if code is None:
-            code = _target_machine().emit_object(llvm.parse_assembly(self._text()))
-            OBJECTS.write(name, code)
-        return code
-
-    def _text(self) -> str:
-        functions, extras = [], set()
-        for block in self.blocks:
-            if not self.system[block.index] or self.hooked[block.index]:
-                text, needed = self._block(block)
-                functions.append(text)
-                extras |= needed
-        leave = f"define i32 @leave(ptr %regs, ptr %ctx, i32 %mask) {{\n  ret i32 -{int(Stop.EXIT)}\n}}\n"
-        support = [RESOLVE, RECORD, LOGGING_TRAMPOLINE] if self.logging else [RESOLVE, TRAMPOLINE]
-        return "\n".join([*support, leave, *sorted(extras), *functions])
-
-    def _block(self, block: cfg.Block) -> tuple[str, set[str]]:
-        e = _KernelEmitter(self.registers, self.tables)
-        e.logging = self.logging and not self.hooked[block.index]
-        instrs = self.kernel.instrs[block.start : block.end]
-        ends_by = cfg.control_of(instrs[-1]) if instrs else None
-        for ins in instrs if ends_by is None else instrs[:-1]:
-            e.translate(ins)
-        e.guard = None
-        e.store_live(self.live.names(self.live.live_out[block.index]))
-        through = self.through(block.index)
-        if ends_by is None:
-            ending = f"  ret i32 {through}"
-        else:
-            ending = control.ending(e, instrs[-1], ends_by, self.targets(instrs[-1]), through)
-        count = [
-            f"  %counters.at = getelementptr i64, ptr %ctx, i64 {int(Ctx.COUNTERS)}",
-            "  %counters = load ptr, ptr %counters.at, align 8",
-            f"  %counter.at = getelementptr i64, ptr %counters, i64 {block.index}",
-            "  %counter = load i64, ptr %counter.at, align 8",
-            "  %counter.next = add i64 %counter, 1",
-            "  store i64 %counter.next, ptr %counter.at, align 8",
-        ]
-        head = [f"  {name} = alloca {type_}, align 64" for (type_, _), name in e.allocas.items()]
-        head += [f"  %m = bitcast i32 %mask to {ivec(1)}", "  %notmask = xor i32 %mask, -1", *count]
-        text = "\n".join(
-            [f"define i32 @b{block.index}(ptr %regs, ptr %ctx, i32 %mask) {{", *head, *e.lines, ending, "}\n"]
-        )
-        return text, e.intrinsics
-
 
 def _is_access(ins: Instr) -> bool:
     return access_bytes(ins) > 0 and is_logged(ins)
@@ -298,31 +277,3 @@ def _is_access(ins: Instr) -> bool:
 
 def _register_names(ins: Instr) -> list[str]:
     return [name for operand in ins.operands for name in registers_of(operand)]
-
-
-def _target_machine():
-    """A new target machine; an execution engine owns the one it is given."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=1,
-        codemodel="large",
-        jit=True,
-    )
-
-
-@cache
-def _host_id() -> str:
-    return (
-        f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} llvmlite {llvmlite.__version__}"
-    )
-
-
-@cache
-def _generator_version() -> str:
-    """Hash of the sources that decide the generated code."""
-    folder = Path(__file__).parent
-    sources = [*sorted(folder.glob("*.py")), folder.parent / "cfg.py", folder.parent / "memory.py"]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()

@@ -118,7 +118,8 @@ fault:
 
 TRAMPOLINE = f"""
 define i64 @run(ptr %table, ptr %flags, ptr %regs, ptr %ctx, i32 %mask, i32 %start, i32 %budget) {{
-entry:{_field("alive64", Ctx.ALIVE)}
+entry:{_field("alive64", Ctx.ALIVE)}{_field("counters.raw", Ctx.COUNTERS)}
+  %counters = inttoptr i64 %counters.raw to ptr
   %alive = trunc i64 %alive64 to i32
   %whole = icmp eq i32 %mask, %alive
   br label %loop
@@ -126,9 +127,9 @@ loop:
   %pc = phi i32 [ %start, %entry ], [ %next, %spend ]
   %left = phi i32 [ %budget, %entry ], [ %left.next, %spend ]
   %pc64 = zext i32 %pc to i64
-  %fn.at = getelementptr ptr, ptr %table, i64 %pc64
-  %fn = load ptr, ptr %fn.at, align 8
-  %none = icmp eq ptr %fn, null
+  %first.at = getelementptr ptr, ptr %table, i64 %pc64
+  %first = load ptr, ptr %first.at, align 8
+  %none = icmp eq ptr %first, null
   br i1 %none, label %python, label %native
 native:
   %flag.at = getelementptr i8, ptr %flags, i64 %pc64
@@ -144,9 +145,22 @@ unforce:
   store i64 0, ptr %force.at, align 8
   br label %go
 go:
-  %next = call i32 %fn(ptr %regs, ptr %ctx, i32 %mask)
+  %counter.at = getelementptr i64, ptr %counters, i64 %pc64
+  %counter = load i64, ptr %counter.at, align 8
+  %counter.next = add i64 %counter, 1
+  store i64 %counter.next, ptr %counter.at, align 8
+  br label %step
+step:
+  %record = phi ptr [ %first, %go ], [ %following, %on ]
+  %following.at = getelementptr i64, ptr %record, i64 1
+  %following = load ptr, ptr %following.at, align 8
+  %fn = load ptr, ptr %record, align 8
+  %next = call i32 %fn(ptr %regs, ptr %ctx, i32 %mask, ptr %record)
   %stops = icmp slt i32 %next, 0
-  br i1 %stops, label %stop.block, label %spend
+  br i1 %stops, label %stop.block, label %on
+on:
+  %last = icmp eq ptr %following, null
+  br i1 %last, label %spend, label %step
 spend:
   %left.next = sub i32 %left, 1
   %out = icmp eq i32 %left.next, 0
