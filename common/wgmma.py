@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, select_
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 WARPGROUP_ROWS = 64  # M of one wgmma
 WARP_ROWS = 16  # rows of a warp
@@ -33,6 +36,25 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate) -> None:
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
         cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)
     warpgroup.commit_group()
+
+
+@dsl_user_op
+def settle(words: cute.Tensor, *, loc=None, ip=None) -> None:
+    """Have the values of registers (n), Int32, computed here. The compiler knows of no tie between wgmma.fence and the
+    registers of an A operand, and moves what computes them behind the fence, or does it again there."""
+    count = cute.size(words)
+    values = [Int32(words[i]).ir_value(loc=loc, ip=ip) for i in range(count)]
+    settled = llvm.inline_asm(
+        ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>"),
+        values,
+        "",
+        ",".join(["=r"] * count + [str(i) for i in range(count)]),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    for i in range(count):
+        words[i] = Int32(llvm.extractvalue(T.i32(), settled, [i], loc=loc, ip=ip))
 
 
 def transpose(words: list, lane) -> list:

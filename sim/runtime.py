@@ -148,11 +148,14 @@ def execute(
 
     try:
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
+        static = wgmma_registers.check(program)
         if check == "order":
-            stats.findings |= wgmma_registers.check(program)
+            stats.findings |= static
         errors = [finding for finding in stats.findings.values() if not finding.tolerated]
         if errors:
             raise OrderError(errors, kernel)
+        for finding in static.values():
+            stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
         for finding in stats.findings.values():
             stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}")
     finally:

@@ -27,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.wgmma import settle
 from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
@@ -208,6 +209,7 @@ def publish(pair, step, state, factors):
     use = pair.use(step)
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
+    settle(words)  # PV comes behind a branch
     work.channels["p_empty"].wait_previous(use)
     store_words(pair.own_p, work.rows[0], [words[i] for i in range(TILE_WORDS)])
     told = pair.statistics(step)

@@ -8,6 +8,8 @@ after the other need no fence between them.
 
 from __future__ import annotations
 
+from functools import cache
+
 from warpspec.sim import cfg
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Instr, Vec
@@ -17,8 +19,9 @@ from warpspec.sim.registry import Family, find, row_of
 KIND = "no wgmma.fence between an access of a register and wgmma.mma_async"
 
 
+@cache
 def check(program: Program) -> dict[tuple, Finding]:
-    """Findings by kind and PTX lines."""
+    """Findings by kind and PTX lines. It takes no run, so that every run of such a kernel has it."""
     kernel = program.kernel
     if not any(ins.opcode.startswith("wgmma.mma_async") for ins in kernel.instrs):
         return {}
