@@ -1,45 +1,85 @@
 """Mutants on a Hopper GPU: the same changes to the kernel's PTX, assembled by ptxas, run many times.
 
-Every mutant runs in a process of its own, which is ended where it hangs. The parent never touches the GPU. The list of
-mutants (`plan`) is made where the simulator is installed; running it needs only the DSL and ptxas.
+``plan`` compiles and lists where the DSL and the simulator are installed; ``score`` needs torch, ptxas and the GPU.
+Mutants run in processes of their own, which are ended where they hang or where one has gone wrong. The parent never
+touches the GPU.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 
 from warpspec.common import kernel_cache, launch
 
-SECONDS = 4  # a mutant's process, its start included
-RUNS = 30
-AT_ONCE = 8  # processes
+START_SECONDS = 30  # of a fresh process with a new case, ptxas included
+SECONDS = 8  # of a mutant's runs
+RUNS = 40
+ALIKE = 3  # mutants of one instruction in the source, which unrolling may have put in many places
+AT_ONCE = 16  # processes
+PTXAS = "/usr/local/cuda/bin/ptxas"
+BEGINS = "begins"  # what a process says when a mutant is assembled
+# Without these a role waits for ever, as every processor shows: they come last.
+SURE_TO_HANG = ("mbarrier arrive",)
 
 
-def plan(text: str) -> list[dict]:
-    """The mutants of a kernel's PTX: class, what is changed, line (from 1), the line before and after."""
+class Case(NamedTuple):
+    """A call to mutate. compiled: the kernel, natively, without a GPU. inputs: of a seed, on the GPU. call: tensors of
+    its results. family: the name of the `launch.Kernel` that it launches once."""
+
+    family: str
+    compiled: Callable[[], object]
+    inputs: Callable[[int], object]
+    call: Callable[[object], list[torch.Tensor]]
+
+
+def plan(folder: Path, cases: dict[str, Case]) -> None:
+    """Write of every case PTX, object and mutants (class, what is changed, line, the line before and after)."""
+    os.environ["WARPSPEC_CACHE_DIR"] = ""  # objects of kept kernels cannot be written again
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, case in cases.items():
+        compiled = case.compiled()
+        code, cubin = kernel_cache._export_native(compiled), compiled.artifacts.CUBIN
+        if cubin not in code:
+            raise ValueError(f"{name}: the object does not hold the kernel's cubin")
+        place = [code.index(cubin), len(cubin)]
+        text, rows = changes(compiled.artifacts.PTX)
+        (folder / f"{name}.o").write_bytes(code)
+        (folder / f"{name}.ptx").write_text(text)
+        (folder / f"{name}.json").write_text(json.dumps(dict(place=place, rows=rows)))
+        print(f"{name}: {len(rows)} mutants", flush=True)
+
+
+def changes(text: str) -> tuple[str, list[dict]]:
+    """A kernel's PTX without line information, and its mutants."""
     from shared.mutants import mutants
     from warpspec.sim import ptx
 
     (kernel,) = ptx.parse(text).kernels.values()
     lines = text.split("\n")
-    result = []
+    alike: dict[tuple, list[dict]] = {}
     for mutant in mutants(kernel.instrs):
         ins = kernel.instrs[mutant.index]
-        before = lines[ins.line - 1]
-        row = dict(group=mutant.group, change=mutant.describe(ins), line=ins.line, before=before)
-        result.append(row | dict(after=_changed(before, ins, mutant)))
-    return result
+        after = _changed(lines[ins.line - 1], ins, mutant)
+        kind = (mutant.group, mutant.change, ins.opcode, ins.source)
+        row = dict(group=mutant.group, change=mutant.describe(ins), line=ins.line, after=after)
+        alike.setdefault(kind, []).append(row)
+    rows = [row for found in alike.values() for row in found[:: -(-len(found) // ALIKE)]]
+    kept = ["" if re.match(r"\s*\.(loc|file)\b", line) else line for line in lines]  # as many lines
+    text = "\n".join(kept)
+    return re.sub(r"^\s*\.section[^{]*\{[^}]*\}", lambda m: "\n" * m[0].count("\n"), text, flags=re.M), rows
 
 
 def _changed(line: str, ins, mutant) -> str:
@@ -50,11 +90,9 @@ def _changed(line: str, ins, mutant) -> str:
     end = line.index(";", start) + 1
     statement = line[start:end]
     if mutant.opcode == NOTHING:
-        new = "/* deleted */"
-        head, head_rest = line[:start], line[end:]
+        head = line[:start]
         guard = re.search(r"@!?\S+\s*$", head)
-        line = head[: guard.start()] if guard else head
-        return line + new + head_rest
+        return (head[: guard.start()] if guard else head) + line[end:]
     if mutant.opcode == TRUE:
         predicate = statement.split(None, 1)[1].split(",")[0]
         new = f"setp.eq.u32 {predicate}, 0, 0;"
@@ -65,154 +103,166 @@ def _changed(line: str, ins, mutant) -> str:
     return line[:start] + new + line[end:]
 
 
-def assemble(text: str) -> bytes | None:
-    """ptxas's cubin of a PTX text, or None where it refuses."""
+def assemble(text: str) -> bytes | str:
+    """ptxas's cubin of a PTX text, or what it says where it refuses."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "a.ptx", Path(folder) / "a.cubin"
         # The toolkit may be older than the DSL; what these kernels need is in PTX 9.0.
-        text = re.sub(r"^\s*\.(loc|file)\b.*$", "", text, flags=re.M)  # without line information
-        text = re.sub(r"^\s*\.section[^{]*\{[^}]*\}", "", text, flags=re.M)
         source.write_text(re.sub(r"^\.version .*$", ".version 9.0", text, count=1, flags=re.M))
-        command = ["ptxas", "-arch=sm_90a", "-o", str(target), str(source)]
+        command = [PTXAS, "-arch=sm_90a", "-o", str(target), str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
-        return target.read_bytes() if done.returncode == 0 else None
+        return target.read_bytes() if done.returncode == 0 else (done.stderr or done.stdout)[:300]
 
 
-class Recorder:
-    """Stands for ``launch.Kernel.compiled``: remembers what is compiled, and puts a mutant's code in one's place."""
+class Replaced:
+    """Stands for what ``launch.Kernel.compiled`` returns, also where it is remembered: calls the present mutant."""
 
-    def __init__(self):
-        self.original = launch.Kernel.compiled
-        self.made: list[tuple] = []
-        self.code: dict[tuple, bytes] = {}
+    def __init__(self, text: str, cubin: bytes):
+        self.artifacts = SimpleNamespace(PTX=text, CUBIN=cubin)
+        self.function: Callable | None = None
 
-    def __call__(self, kernel, config, arch, *, native=False):
-        key = (kernel.name, repr(config))
-        if key in self.code:
-            artifacts = next(compiled.artifacts for k, compiled in self.made if k == key)
-            return kernel_cache.NativeFunction(self.code[key], artifacts)
-        compiled = self.original(kernel, config, arch, native=native)
-        self.made.append((key, compiled))
-        return compiled
+    def __call__(self, *arguments) -> None:
+        self.function(*arguments)
 
 
-class Child:
-    """A forked process that does some work and says how it ended."""
+class Loaded:
+    """A case in a process that has the GPU: its results with the kernel as it was compiled."""
 
-    def __init__(self, work: Callable[[], str], seconds: float):
-        reading, writing = os.pipe()
-        self.pid: int | None = os.fork()
-        if self.pid == 0:
-            try:
-                os.write(writing, work().encode())
-            finally:
-                os._exit(0)
-        os.close(writing)
-        self.pipe = os.fdopen(reading, "rb")
-        self.end = time.monotonic() + seconds
+    def __init__(self, folder: Path, name: str, case: Case):
+        self.case, self.text = case, (folder / f"{name}.ptx").read_text()
+        self.rows = json.loads((folder / f"{name}.json").read_text())
+        self.code = (folder / f"{name}.o").read_bytes()
+        at, size = self.rows["place"]
+        self.replaced = Replaced(self.text, self.code[at : at + size])
+        self.inputs = [case.inputs(seed) for seed in range(2)]
+        self.use(self.code)
+        self.right = [[t.clone() for t in self.call(i)] for i in range(2)]
+
+    def use(self, code: bytes) -> None:
+        """Launch this object's kernel from now on."""
+        self.replaced.function = kernel_cache.NativeFunction(code, self.replaced.artifacts)
+
+    def call(self, i: int) -> list[torch.Tensor]:
+        """The results of the i-th inputs."""
+        original = launch.Kernel.compiled
+
+        def compiled(kernel, *arguments, **options):
+            mine = kernel.name == self.case.family
+            return self.replaced if mine else original(kernel, *arguments, **options)
+
+        with mock.patch.object(launch.Kernel, "compiled", compiled):
+            results = self.case.call(self.inputs[i])
+            torch.cuda.synchronize()
+        return results
+
+    def outcome(self, number: int, runs: Callable[[], None]) -> str:
+        """What becomes of a mutant; -1: of the kernel as it is, assembled here. runs: is called when it begins."""
+        lines = self.text.split("\n")
+        if number >= 0:
+            row = self.rows["rows"][number]
+            lines[row["line"] - 1] = row["after"]
+        new = assemble("\n".join(lines))
+        if isinstance(new, str):
+            return f"not assembled: {new}"
+        at, size = self.rows["place"]
+        if len(new) > size:
+            return f"not assembled: {len(new) - size} bytes too long"
+        runs()
+        self.use(self.code[:at] + new.ljust(size, b"\0") + self.code[at + size :])
+        for i in range(RUNS):
+            results = self.call(i % 2)
+            for got, right in zip(results, self.right[i % 2], strict=True):
+                if not torch.equal(got.view(torch.uint8), right.view(torch.uint8)):
+                    return f"wrong in run {i}"
+                got.view(torch.uint8).fill_(0xFF)  # what the next call may be given to write into
+        return "right"
+
+
+def _work(pipe, folder: Path, cases: dict[str, Case]) -> None:
+    """A process: runs the mutants it is told until one is not right."""
+    torch.set_num_threads(1)
+    loaded: dict[str, Loaded] = {}
+    while True:
+        name, number = pipe.recv()
+        try:
+            if name not in loaded:
+                loaded[name] = Loaded(folder, name, cases[name])
+            found = loaded[name].outcome(number, lambda: pipe.send(BEGINS))
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"[:200].replace("\n", " ")
+        pipe.send(found)
+        if found != "right" and not found.startswith("not assembled"):
+            os._exit(0)  # what it left may spoil the next
+
+
+class Worker:
+    """A process and what it is at. Forked: the parent has no CUDA context."""
+
+    def __init__(self, folder: Path, cases: dict[str, Case]):
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, folder, cases), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.job: tuple[str, int] | None = None
+        self.end = 0.0
+
+    def give(self, job: tuple[str, int]) -> None:
+        """Start on a mutant."""
+        self.job, self.end = job, time.monotonic() + START_SECONDS
+        self.pipe.send(job)
 
     def result(self) -> str | None:
-        """What the work returned; "hangs" where it took too long, "crashes" where it ended otherwise; None: not yet."""
-        if os.waitpid(self.pid, os.WNOHANG)[0]:
-            with self.pipe:
-                return self.pipe.read().decode() or "crashes"
-        if time.monotonic() < self.end:
-            return None
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self.pipe.close()
-        return "hangs"
-
-
-def in_children(works: list[Callable[[], str] | None], seconds: float, budget: float) -> list[str]:
-    """What each work returns, several at a time; "not run" where the time of all is over."""
-    results = ["not run"] * len(works)
-    waiting = [i for i, work in enumerate(works) if work is not None]
-    running: dict[int, Child] = {}
-    end = time.monotonic() + budget
-    while running or (waiting and time.monotonic() < end):
-        while waiting and len(running) < AT_ONCE and time.monotonic() < end:
-            i = waiting.pop(0)
-            running[i] = Child(works[i], seconds)
-        for i, child in list(running.items()):
-            found = child.result()
-            if found is not None:
-                results[i] = found
-                del running[i]
-        time.sleep(0.01)
-    return results
-
-
-def score(
-    call: Callable[[], torch.Tensor], rows_of: Callable[[str], list[dict]], budget: float
-) -> list[tuple[str, str, str]]:
-    """(class, mutant, outcome) of every mutant of the first kernel that `call` launches on CUDA tensors.
-
-    rows_of: makes `plan` of its PTX.
-
-    outcome: "right", "wrong", "hangs", "crashes", an error's name, or "not assembled". budget: seconds, of all.
-    """
-    recorder = Recorder()
-    folder = Path(tempfile.mkdtemp())
-
-    def compile_() -> str:
-        with mock.patch.object(launch.Kernel, "compiled", lambda *a, **k: recorder(*a, **k)):
-            right = call()
-        (key, compiled), *_ = recorder.made
-        code = getattr(compiled, "code", None) or kernel_cache._export_native(compiled)
-        (folder / "code").write_bytes(code)
-        (folder / "cubin").write_bytes(compiled.artifacts.CUBIN)
-        (folder / "ptx").write_text(compiled.artifacts.PTX)
-        torch.save(right.cpu(), folder / "right")
-        return "\n".join(key)
-
-    key = tuple(in_children([compile_], 60, 60)[0].split("\n"))
-    if len(key) != 2:
-        return [("", "the kernel itself", f"not compiled: {key}")]
-    text, code = (folder / "ptx").read_text(), (folder / "code").read_bytes()
-    cubin = (folder / "cubin").read_bytes()
-    at = code.index(cubin)
-    chosen = rows_of(text)
-    lines = text.split("\n")
-    texts = [text]
-    for row in chosen:
-        at_line = row["line"] - 1
-        if lines[at_line] != row["before"]:
-            return [("", "the kernel itself", f"is another one: line {row['line']} is {lines[at_line]}")]
-        texts.append("\n".join([*lines[:at_line], row["after"], *lines[at_line + 1 :]]))
-    with ThreadPoolExecutor(16) as pool:
-        cubins = list(pool.map(assemble, texts))
-
-    class Artifacts:
-        PTX, CUBIN = text, cubin
-
-    def outcome(new: bytes | None) -> Callable[[], str] | None:
-        def work() -> str:
+        """What became of it; None: not yet."""
+        if self.pipe.poll():
             try:
-                right = torch.load(folder / "right").cuda().float()
-                patched = Recorder()
-                patched.made = [(key, type("Kept", (), {"artifacts": Artifacts}))]
-                patched.code[key] = code[:at] + new.ljust(len(cubin), b"\0") + code[at + len(cubin) :]
-                with mock.patch.object(launch.Kernel, "compiled", lambda *a, **k: patched(*a, **k)):
-                    for _ in range(RUNS):
-                        got = call()
-                        torch.cuda.synchronize()
-                        if not torch.allclose(
-                            got.float(), right.float(), rtol=0.05, atol=0.02, equal_nan=True
-                        ):
-                            return "wrong"
-                return "right"
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
+                said = self.pipe.recv()
+            except EOFError:
+                return "crashes"
+            if said != BEGINS:
+                return said
+            self.end = time.monotonic() + SECONDS
+        if time.monotonic() > self.end:
+            self.process.kill()
+            return "hangs"
+        return None
 
-        return None if new is None or len(new) > len(cubin) else work
 
-    names = ["the kernel itself", *(row["change"] for row in chosen)]
-    groups = ["control", *(row["group"] for row in chosen)]
-    results = in_children([outcome(new) for new in cubins], SECONDS, budget)
-    rows = []
-    for group, name, new, result in zip(groups, names, cubins, results, strict=True):
-        if new is None or len(new) > len(cubin):
-            result = "not assembled" if new is None else f"too long by {len(new) - len(cubin)}"
-        rows.append((group, name, result))
-    return rows
+def score(folder: Path, cases: dict[str, Case], budget: float) -> Iterator[tuple[str, str, str, str]]:
+    """(case, class, mutant, outcome) of every mutant of a plan, as they come in.
+
+    outcome: "right", "wrong in run ...", "hangs", "crashes", an error's name, "not assembled", or "not run" where the
+    budget, seconds of all, is over.
+    """
+    rows = {name: json.loads((folder / f"{name}.json").read_text())["rows"] for name in cases}
+    jobs = [(name, number) for name in cases for number in range(-1, len(rows[name]))]
+
+    def group(job: tuple[str, int]) -> str:
+        return "control" if job[1] < 0 else rows[job[0]][job[1]]["group"]
+
+    jobs.sort(key=lambda job: (group(job) in SURE_TO_HANG, job[1] >= 0))
+    end = time.monotonic() + budget
+    workers = [Worker(folder, cases) for _ in range(AT_ONCE)]
+    while jobs or any(worker.job for worker in workers):
+        for i, worker in enumerate(workers):
+            if worker.job:
+                found = worker.result()
+                if found is None:
+                    if time.monotonic() < end:
+                        continue
+                    worker.process.kill()
+                    found = "not run"
+                name, number = worker.job
+                yield name, group(worker.job), "" if number < 0 else rows[name][number]["change"], found
+                worker.job = None
+                if found != "right" and not found.startswith("not assembled") and jobs:
+                    workers[i] = worker = Worker(folder, cases)
+            if jobs and not worker.job and time.monotonic() < end:
+                worker.give(jobs.pop(0))
+        if time.monotonic() >= end:
+            for job in jobs:
+                yield job[0], group(job), "" if job[1] < 0 else rows[job[0]][job[1]]["change"], "not run"
+            jobs = []
+        time.sleep(0.005)
+    for worker in workers:
+        worker.process.kill()
