@@ -114,6 +114,11 @@ class GlobalShadow:
         self.shadow: Shadow | None = None
         self.pending: list[tuple] = []
 
+    @property
+    def size(self) -> int:
+        """Units of the allocation."""
+        return -(-(self.allocation.end - self.base) // self.unit)
+
     def units(self, low: int, high: int) -> slice:
         """The units of the bytes low to high."""
         return slice((low - self.base) // self.unit, -(-(high - self.base) // self.unit))
@@ -392,8 +397,7 @@ class OrderChecker:
     def _note_pending(self, memory: GlobalShadow) -> None:
         """Give an allocation shadow memory and note the reads so far in it."""
         if memory.shadow is None:
-            units = -(-(memory.allocation.end - memory.base) // memory.unit)
-            memory.shadow = Shadow(units)
+            memory.shadow = Shadow(memory.size)
             for old_where, old_views, old, old_clock in memory.pending:
                 shadow = memory.shadow if old_views is None else part(memory.shadow, old_views)
                 self.ledger.touch(shadow, old_where, old, old_clock or Clock(old.domain))
@@ -456,8 +460,13 @@ class OrderChecker:
         """What it saw of global memory by allocation, for a share of the launch that runs apart."""
         result = {}
         for address, memory in self._globals.items():
-            self._note_pending(memory)
-            result[address] = touched(memory.allocation.name, memory.unit, memory.shadow, self.ledger)
+            shadow = memory.shadow
+            if shadow is None:  # nothing here writes it: one of a unit's readers stands for all
+                shadow = Shadow(memory.size)
+                for where, views, access, _ in memory.pending:
+                    shadow_part = shadow if views is None else part(shadow, views)
+                    shadow_part.reads[where] = self.ledger.alone(access)
+            result[address] = touched(memory.allocation.name, memory.unit, shadow, self.ledger)
         return result
 
     # ---- what native code has accessed ------------------------------------------------------------------------

@@ -62,6 +62,15 @@ class Ledger:
             self.accesses.append(access)
         return access.key
 
+    def alone(self, access: Access) -> int:
+        """The number of the set that has one read only."""
+        key = (0, self.number(access))
+        joined = self._joined.get(key)
+        if joined is None:
+            joined = self._joined[key] = len(self.sets)
+            self.sets.append((access,))
+        return joined
+
     def with_reader(self, number: int, access: Access, clock: Clock | Snapshot) -> int:
         """The number of a set of reads with one more; those that happen before it (by its clock) are left out."""
         key = (number, self.number(access))

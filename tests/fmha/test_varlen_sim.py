@@ -52,6 +52,7 @@ def run(batch: Packed, **changes) -> sim.SimReport:
     return sim.last_report()
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("batch", CASES, ids=lambda batch: batch.id)
 def test_cases(monkeypatch, arch, batch):
