@@ -1,10 +1,14 @@
-"""cvt between integers, f16, bf16, f32 and f64 in native code (PTX ISA 9.7.9.21); the rest goes to Python."""
+"""cvt between integers, f16, bf16, f32, f64 and pairs of small formats in native code (PTX ISA 9.7.9.21).
+
+The rest goes to Python.
+"""
 
 from __future__ import annotations
 
 from warpspec.sim.codegen.emitter import Emitter, NotNative, fvec, ivec
 from warpspec.sim.codegen.floating import canonical
 from warpspec.sim.codegen.integer import INTEGER_TYPES, flush
+from warpspec.sim.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FloatFormat
 from warpspec.sim.instruction import Instr
 from warpspec.sim.registry import Family, translator
 
@@ -44,9 +48,13 @@ def widen(e: Emitter, bits16: str, type_: str) -> str:
 
 @translator("cvt", family=Family.CONVERT, destinations=1)
 def cvt(e: Emitter, ins: Instr) -> None:
-    """cvt among integers, f16, bf16, f32 and f64, in the common roundings."""
+    """cvt among integers, f16, bf16, f32, f64, and to and from pairs of small formats, in the common roundings."""
     to, from_ = ins.parts[-2], ins.parts[-1]
     modifiers = set(ins.parts[1:-2])
+    if to in _PAIRS and from_ == "f32":
+        return _pack_small(e, ins, _PAIRS[to], modifiers)
+    if to == "f16x2" and from_ in _PAIRS:
+        return _unpack_small(e, ins, _PAIRS[from_], modifiers)
     if to in ("bf16x2", "f16x2") and from_ == "f32":
         return _pack_halves(e, ins, to, modifiers)
     if to in INTEGER_TYPES and from_ in INTEGER_TYPES:
@@ -123,3 +131,89 @@ def _integer_to_float(e: Emitter, ins: Instr, to: str, from_: str, modifiers: se
     word = "sitofp" if from_[0] == "s" else "uitofp"
     value = e.op(f"{word} {ivec(have)} {e.get(ins.operands[1], have)} to {fvec(want)}")
     e.setf(ins.operands[0], value, want)
+
+
+# ---- pairs of small formats -------------------------------------------------------------------------------------------
+
+_PAIRS = {f"{fmt.name}x2": fmt for fmt in (E2M1, E2M3, E3M2, E4M3, E5M2)}
+
+
+def _field(fmt: FloatFormat) -> int:
+    """Bits that a value takes in a pair: those of 6 bits are padded to 8."""
+    return 4 if fmt is E2M1 else 8
+
+
+def _pack_small(e: Emitter, ins: Instr, fmt: FloatFormat, modifiers: set[str]) -> None:
+    """cvt.rn[.satfinite][.relu].fmtx2.f32 d, a, b: a to the upper half, b to the lower."""
+    if not {"rn"} <= modifiers <= {"rn", "satfinite", "relu"} or len(ins.operands) != 3:
+        raise NotNative(ins.opcode)
+    upper, lower = (encode(e, e.get(operand, 32), fmt, modifiers) for operand in ins.operands[1:])
+    field = _field(fmt)
+    both = e.op(f"or {ivec(32)} {e.op(f'shl {ivec(32)} {upper}, {e.imm(32, field)}')}, {lower}")
+    e.set(ins.operands[0], e.resize(both, 32, 2 * field), 2 * field)
+
+
+def encode(e: Emitter, raw: str, fmt: FloatFormat, modifiers: set[str]) -> str:
+    """Codes of f32 bits, rounded to nearest even, in `<32 x i32>`: `formats.encode`, whose names these are."""
+    t = ivec(32)
+
+    def op(word: str, a: str, b: str | int) -> str:
+        return e.op(f"{word} {t} {a}, {e.imm(32, b) if isinstance(b, int) else b}")
+
+    def at_least(a: str, b: int) -> str:
+        return e.call(t, "llvm.smax.v32i32", f"{t} {a}", f"{t} {e.imm(32, b)}")
+
+    magnitude = op("and", raw, 0x7FFFFFFF)
+    negative, nan = op("icmp slt", raw, 0), op("icmp ugt", magnitude, 0x7F800000)
+    exponent, fraction = op("lshr", magnitude, 23), op("and", magnitude, 0x7FFFFF)
+    implicit = e.select(op("icmp ne", exponent, 0), e.imm(32, 1 << 23), e.imm(32, 0), t)
+    significand = op("or", fraction, implicit)
+    above = op("sub", at_least(exponent, 1), 127 + 1 - fmt.bias)  # exponent over that of the smallest normal number
+    below = at_least(e.op(f"sub {t} zeroinitializer, {above}"), 0)
+    shift = op("add", below, 23 - fmt.mantissa_bits)
+    shift = e.call(t, "llvm.umin.v32i32", f"{t} {shift}", f"{t} {e.imm(32, 31)}")
+    kept = op("lshr", significand, shift)
+    unit = e.op(f"shl {t} {e.imm(32, 1)}, {shift}")
+    remainder, half = op("and", significand, op("sub", unit, 1)), op("lshr", unit, 1)
+    odd = op("icmp ne", op("and", kept, 1), 0)
+    tie = e.op(f"and {ivec(1)} {op('icmp eq', remainder, half)}, {odd}")
+    up = e.op(f"or {ivec(1)} {op('icmp ugt', remainder, half)}, {tie}")
+    kept = op("add", kept, e.op(f"zext {ivec(1)} {up} to {t}"))
+    code = op("add", kept, op("shl", at_least(above, 0), fmt.mantissa_bits))
+    limit = fmt.max_code
+    if "satfinite" not in modifiers and (fmt.inf_code is not None or fmt.has_nan):
+        limit = fmt.nan_code if fmt.inf_code is None else fmt.inf_code
+    code = e.select(op("icmp sgt", code, fmt.max_code), e.imm(32, limit), code, t)
+    signed = e.imm(32, 0) if "relu" in modifiers else op("or", code, 1 << fmt.sign_shift)
+    code = e.select(negative, signed, code, t)
+    return e.select(nan, e.imm(32, fmt.nan_code), code, t)
+
+
+def _unpack_small(e: Emitter, ins: Instr, fmt: FloatFormat, modifiers: set[str]) -> None:
+    """cvt.rn[.relu].f16x2.fmtx2 d, a: exact, as f16 has more exponents and a longer mantissa."""
+    if not {"rn"} <= modifiers <= {"rn", "relu"} or len(ins.operands) != 2:
+        raise NotNative(ins.opcode)
+    field, t = _field(fmt), ivec(32)
+    pair = e.resize(e.get(ins.operands[1], 2 * field), 2 * field, 32)
+    halves = []
+    for position in (0, 1):
+        code = e.op(f"lshr {t} {pair}, {e.imm(32, position * field)}")
+        magnitude = e.op(f"and {t} {code}, {e.imm(32, (1 << fmt.sign_shift) - 1)}")
+        # The same fields in an f16 stand for a value that is 2**(bias - 15) times too large.
+        wide = e.resize(e.op(f"shl {t} {magnitude}, {e.imm(32, 10 - fmt.mantissa_bits)}"), 32, 16)
+        half = e.op(f"bitcast {ivec(16)} {wide} to {fvec(16)}")
+        scale = e.op(f"bitcast {t} {e.imm(32, 127 + 15 - fmt.bias << 23)} to {fvec(32)}")
+        value = e.op(f"fmul {fvec(32)} {e.op(f'fpext {fvec(16)} {half} to {fvec(32)}')}, {scale}")
+        bits = e.op(f"bitcast {fvec(16)} {e.op(f'fptrunc {fvec(32)} {value} to {fvec(16)}')} to {ivec(16)}")
+        bits = e.resize(bits, 16, 32)
+        sign = e.op(f"and {t} {code}, {e.imm(32, 1 << fmt.sign_shift)}")
+        negative = e.op(f"icmp ne {t} {sign}, zeroinitializer")
+        signed = e.imm(32, 0) if "relu" in modifiers else e.op(f"or {t} {bits}, {e.imm(32, 0x8000)}")
+        bits = e.select(negative, signed, bits, t)
+        if fmt.has_nan:
+            last = fmt.max_code if fmt.inf_code is None else fmt.inf_code
+            nan = e.op(f"icmp ugt {t} {magnitude}, {e.imm(32, last)}")
+            bits = e.select(nan, e.imm(32, 0x7FFF), bits, t)
+        halves.append(bits)
+    upper = e.op(f"shl {t} {halves[1]}, {e.imm(32, 16)}")
+    e.set(ins.operands[0], e.op(f"or {t} {halves[0]}, {upper}"), 32)

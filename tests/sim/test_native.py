@@ -98,6 +98,9 @@ CONVERT = [
     *(f"cvt.{mode}.f32.f32 %r4, %r11;" for mode in ("rni", "rzi", "rmi", "rpi")),
     "cvt.rn.f32.s32 %r4, %r11;", "cvt.rn.f32.u32 %r4, %r11;", "cvt.rn.f32.u64 %r4, %rd1;", "cvt.rn.f64.s64 %rd4, %rd1;",
     "cvt.rn.bf16.f32 %h7, %r11;", "cvt.rn.f16.f32 %h7, %r11;", "cvt.rn.bf16x2.f32 %r4, %r11, %r21;", "cvt.rn.f16x2.f32 %r4, %r11, %r21;",
+    *(f"cvt.rn{sat}{relu}.{fmt}x2.f32 %h7, %r11, %r21;" for fmt in ("e4m3", "e5m2", "e2m3", "e3m2") for sat in ("", ".satfinite") for relu in ("", ".relu")),
+    *(f"cvt.rn.satfinite{relu}.e2m1x2.f32 %h7, %r11, %r21;" for relu in ("", ".relu")),
+    *(f"cvt.rn{relu}.f16x2.{fmt}x2 %r4, %h1;" for fmt in ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2") for relu in ("", ".relu")),
     "cvt.f32.bf16 %r4, %h1;", "cvt.f32.f16 %r4, %h1;", "cvt.f64.f32 %rd4, %r11;", "cvt.rn.f32.f64 %r4, %rd1;",
 ]  # fmt: skip
 
