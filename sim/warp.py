@@ -142,6 +142,7 @@ class Warp:
         self._homes.fill(POISON)
         self._u16, self._u32, self._u64 = (self.regs.view(t) for t in (np.uint16, np.uint32, np.uint64))
         self._u8 = self.regs
+        self._rows = self._u32[: len(self._u32) // WARP_SIZE * WARP_SIZE].reshape(-1, WARP_SIZE)
         self.regs_ptr = self.regs.ctypes.data
         self.ctx = np.zeros(Ctx.COUNT, np.uint64)
         self.ctx_ptr = self.ctx.ctypes.data
@@ -273,22 +274,23 @@ class Warp:
         return address & 0xFFFFFFFF if in_shared_window(address) else address
 
     def read_vec(self, vec: Operand) -> np.ndarray:
-        """A vector of 32-bit registers as uint32 [n, 32]."""
+        """A vector of 32-bit registers as uint32 [n, 32], a copy."""
+        rows = self.program.vector(vec).rows
+        if rows is not None:
+            return self._rows[rows].copy() if isinstance(rows, slice) else self._rows[rows]
         items = vec.items if isinstance(vec, Vec) else (vec,)
         return np.stack([self.values(item, 32) for item in items])
 
     def write_vec(self, vec: Operand, values: np.ndarray, mask: int) -> None:
-        """Write uint32 [n, 32] to a vector of 32-bit registers in the lanes of the mask."""
+        """Write uint32 [n, 32] (or what broadcasts to it) to a vector of 32-bit registers in the lanes of the mask."""
+        rows = self.program.vector(vec).rows
+        if rows is not None and mask == FULL_MASK:
+            self._rows[rows] = values
+            return
         items = vec.items if isinstance(vec, Vec) else (vec,)
-        if mask == FULL_MASK:
-            for item, row in zip(items, values, strict=True):
-                if item is not None:
-                    at = self._offset[item.name] >> 2
-                    self._u32[at : at + 32] = row
-        else:
-            for item, row in zip(items, values, strict=True):
-                if item is not None:
-                    self._set(item, row, mask)
+        for item, row in zip(items, np.broadcast_to(values, (len(items), WARP_SIZE)), strict=True):
+            if item is not None:
+                self._set(item, row, mask)
 
     def _set(self, reg: Reg | None, values, mask: int) -> None:
         if reg is None:
@@ -333,9 +335,7 @@ class Warp:
         owner: what `landed` names when it has filled them itself. moved_only: why no instruction but mov may read
         them until then (ptxas, too, follows a result in flight through moves).
         """
-        items = vec.items if isinstance(vec, Vec) else (vec,)
-        bits = self.program.live.bits(item.name for item in items if item is not None)
-        self.flying.append(InFlight(bits, fill, owner, moved_only))
+        self.flying.append(InFlight(self.program.vector(vec).bits, fill, owner, moved_only))
 
     def settle(self, touched: int = -1, block: int | None = None) -> None:
         """Fill registers in flight: those in the bitset `touched`, or all. block: the one that touches them."""

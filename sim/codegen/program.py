@@ -7,7 +7,7 @@ function's parameters.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -15,10 +15,17 @@ import numpy as np
 from warpspec.sim import cfg
 from warpspec.sim.codegen import control, forms
 from warpspec.sim.codegen.emitter import Emitter, Form, NotNative, Place
-from warpspec.sim.codegen.layout import FIRST_PARAMETER, LOG_WORDS, RegisterFile, Stop, registers_of
+from warpspec.sim.codegen.layout import (
+    FIRST_PARAMETER,
+    LOG_WORDS,
+    RegisterFile,
+    Stop,
+    register_bytes,
+    registers_of,
+)
 from warpspec.sim.codegen.memory import access_bytes, is_logged
 from warpspec.sim.codegen.places import TemporaryPlaces
-from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Pair, PtxModule, Reg, Sym, Vec
+from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Operand, Pair, PtxModule, Reg, Sym, Vec
 from warpspec.sim.memory import SHARED_BASE_OFFSET
 from warpspec.sim.registry import Control, Family, find, row_of
 
@@ -71,6 +78,18 @@ class SymbolTables:
         self.local_size = -(-local_at // 16) * 16
 
 
+@dataclass(frozen=True, slots=True)
+class VectorPlace:
+    """Where the registers of a vector operand lie. bits: as a set of registers (`Liveness`).
+
+    rows: of a register file as uint32 [rows, 32], in the order of the operand; None where they are not all of 32 bits.
+    """
+
+    operand: Operand
+    bits: int
+    rows: slice | np.ndarray | None
+
+
 class _KernelEmitter(Emitter):
     """An emitter that also knows local variables (their addresses are offsets in local memory)."""
 
@@ -96,6 +115,7 @@ class Program:
         self.tables = SymbolTables(module, kernel)
         self.registers = RegisterFile(kernel)
         self._native: dict[str, bool] = {}
+        self._vectors: dict[int, VectorPlace] = {}  # by the operand's id
         self.blocks = cfg.cut(kernel, self.is_uninterrupted)
         self.live = cfg.liveness(kernel, self.blocks)
         self.registers.place(self.live.names(self.live.homes))
@@ -164,6 +184,24 @@ class Program:
                 used |= self.live.bits(reads) & ~defined
             defined |= self.live.bits(writes)
         return used
+
+    def vector(self, operand: Operand) -> VectorPlace:
+        """Where the registers of a vector operand (or a single register) lie; they must have homes."""
+        found = self._vectors.get(id(operand))
+        if found is None:
+            found = self._vectors[id(operand)] = self._vector_place(operand)
+        return found
+
+    def _vector_place(self, operand: Operand) -> VectorPlace:
+        items = operand.items if isinstance(operand, Vec) else (operand,)
+        names = [item.name for item in items if isinstance(item, Reg)]
+        bits = self.live.bits(name for name in names if name in self.live.bit)
+        rows: slice | np.ndarray | None = None
+        if len(names) == len(items) and all(self.registers.bits[name] == 32 for name in names):
+            rows = np.array([self.registers.offset[name] // register_bytes(32) for name in names])
+            if (np.diff(rows) == 1).all():
+                rows = slice(int(rows[0]), int(rows[-1]) + 1)
+        return VectorPlace(operand, bits, rows)
 
     def through(self, block: int) -> int:
         """The block behind one in the text."""

@@ -28,6 +28,7 @@ from warpspec.sim.tcgen05.transfer import TransferMap
 from warpspec.sim.warp import Warp
 
 MOVED_ONLY = "before tcgen05.wait::ld has waited for the tcgen05.ld that writes it"
+POISONED = np.uint32(POISON)
 EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
 SCALES_PER_ROW = {
     ("mxf8f6f4", ""): 1,
@@ -461,7 +462,7 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     values = None
     if m.rng.random() < EARLY:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
-    w.write_vec(registers, np.full((len(tmap.lane), 32), POISON, np.uint32), mask)
+    w.write_vec(registers, POISONED, mask)
     load = Transfer(registers, lane, column, tmap, packed, mask, values)
     w.in_flight(registers, lambda: finish_load(w, load), moved_only="" if m.order is None else MOVED_ONLY)
 
