@@ -11,7 +11,7 @@ from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import RegisterHazard, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
-from warpspec.sim.lanes import FULL_MASK, WARP_SIZE
+from warpspec.sim.lanes import FULL_MASK, WARP_SIZE, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
 from warpspec.sim.operation import Wait
 from warpspec.sim.tcgen05.memory import Tmem
@@ -251,6 +251,33 @@ class Warp:
                 return int(self.values(operand, bits)[lane])
         raise UnsupportedInstruction(f"operand {operand} as a scalar")
 
+    def uniform(self, operand: Operand, mask: int) -> int | None:
+        """The operand's unsigned value where it is the same in all lanes of the mask, else None."""
+        if isinstance(operand, Imm):
+            return operand.value & (1 << 64) - 1
+        if not isinstance(operand, Reg):
+            return self.scalar(operand, mask) if mask & mask - 1 == 0 else None
+        view = self._view(operand.name)
+        value = view[(mask & -mask).bit_length() - 1]
+        if mask == FULL_MASK:
+            same = np.count_nonzero(view == value) == WARP_SIZE
+        else:
+            same = mask & mask - 1 == 0 or (view[list(lanes(mask))] == value).all()
+        return int(value) if same else None
+
+    def uniform_address(self, operand: Operand, mask: int) -> int | None:
+        """The address that all lanes of the mask have of a memory operand; None where they have several."""
+        offset = 0
+        if isinstance(operand, Mem):
+            operand, offset = operand.base, operand.offset
+        if isinstance(operand, Sym):
+            return self.symbol(operand) + offset
+        base = self.uniform(operand, mask)
+        if base is None:
+            return None
+        narrow = isinstance(operand, Reg) and self._bits[operand.name] == 32
+        return base + offset & (FULL_MASK if narrow else (1 << 64) - 1)
+
     def address(self, operand: Operand) -> np.ndarray:
         """Each lane's address of a memory operand, uint64; 32-bit bases wrap at 32 bits."""
         if isinstance(operand, Mem):
@@ -265,8 +292,7 @@ class Warp:
 
     def address_scalar(self, operand: Operand, mask: int) -> int:
         """The address in the lowest lane of the mask."""
-        lane = (mask & -mask).bit_length() - 1
-        return int(self.address(operand)[lane])
+        return self.uniform_address(operand, mask & -mask)
 
     def shared_address(self, operand: Operand, mask: int) -> int:
         """Like address_scalar, for an operand that may be a shared or a generic address; returns the shared one."""

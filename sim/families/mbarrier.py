@@ -12,7 +12,7 @@ import numpy as np
 
 from warpspec.sim.errors import BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
-from warpspec.sim.lanes import lanes
+from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import CTA_RANK_SHIFT
 from warpspec.sim.operation import Wait
@@ -119,17 +119,17 @@ def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int, *, op=None) -> N
 # ---- instructions -------------------------------------------------------------------------------------------------
 
 
-def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[list[int], Cta, int]]:
-    """(lanes, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
-    addresses = w.address(operand)
-    chosen = lanes(mask)
-    first = int(addresses[chosen[0]])
-    if len(chosen) == 1 or (addresses[chosen] == first).all():
-        groups = {first & 0xFFFFFFFF: chosen}
+def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[int, Cta, int]]:
+    """(lanes as a mask, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
+    first = w.uniform_address(operand, mask)
+    if first is not None:
+        groups = {first & 0xFFFFFFFF: mask}
     else:
         groups = {}
-        for lane in chosen:
-            groups.setdefault(int(addresses[lane]) & 0xFFFFFFFF, []).append(lane)
+        addresses = w.address(operand)
+        for lane in lanes(mask):
+            address = int(addresses[lane]) & 0xFFFFFFFF
+            groups[address] = groups.get(address, 0) | 1 << lane
     own_only = "shared::cluster" not in ins.parts and "shared::cta" in ins.parts
     found = []
     for address, members in groups.items():
@@ -138,18 +138,18 @@ def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> lis
         if address % SIZE:
             raise MemoryFault(f"mbarrier address {address:#x} is not aligned to {SIZE} bytes")
         m.shared(w, address, SIZE)
-        found.append((members, *m.cta_at(w, address)))
+        cta = w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF]
+        found.append((members, cta, address & ((1 << CTA_RANK_SHIFT) - 1)))
     return found
 
 
 @handler("mbarrier.init", family=Family.MBARRIER, destinations=0)
 def mbarrier_init(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mbarrier.init [addr], count."""
-    counts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        barrier = initialise(cta, offset, int(counts[members[0]]))
+        barrier = initialise(cta, offset, w.scalar(ins.operands[1], members))
         if m.order is not None:
-            m.order.barrier_init(w, ins, barrier, _mask_of(members))
+            m.order.barrier_init(w, ins, barrier, members)
 
 
 @handler("mbarrier.inval", family=Family.MBARRIER, destinations=0)
@@ -177,19 +177,22 @@ def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """
     operands = list(ins.operands)
     state = None if isinstance(operands[0], Mem) else operands.pop(0)
-    amounts = w.u32(operands[1]) if len(operands) > 1 else None
-    tokens = np.zeros(32, np.uint64)
+    amounts = operands[1] if len(operands) > 1 else None
+    tokens = None if state is None else np.zeros(WARP_SIZE, np.uint64)
     drop = ins.parts[1] == "arrive_drop"
-    expects = ins.has("expect_tx")
+    expects = "expect_tx" in ins.parts
     for members, cta, offset in _places(m, w, ins, operands[0], mask):
+        barrier = lookup(cta, offset)
         if m.order is not None:
-            m.order.arrive(w, ins, lookup(cta, offset), _mask_of(members))
-        if amounts is None:
-            _arrive_alone(m, lookup(cta, offset), members, tokens, drop)
+            m.order.arrive(w, ins, barrier, members)
+        if amounts is None or (not expects and w.uniform(amounts, members) == 1):
+            _arrive_alone(m, barrier, members, tokens, drop)
             continue
-        for lane in members:
-            tokens[lane] = _state(lookup(cta, offset))
-            amount = int(amounts[lane])
+        values = w.u32(amounts)
+        for lane in lanes(members):
+            if tokens is not None:
+                tokens[lane] = _state(lookup(cta, offset))
+            amount = int(values[lane])
             if expects:
                 expect_tx(m, cta, offset, amount)
             arrive(m, cta, offset, 1 if expects else amount, drop)
@@ -201,11 +204,16 @@ def _state(barrier: Mbarrier, arrived: int = 0) -> int:
     return barrier.phase | (barrier.pending - arrived) << STATE_PENDING
 
 
-def _arrive_alone(m: Machine, barrier: Mbarrier, members: list[int], tokens: np.ndarray, drop: bool) -> None:
+def _arrive_alone(m: Machine, barrier: Mbarrier, members: int, tokens: np.ndarray | None, drop: bool) -> None:
     """One arrival a lane, in as few steps as there are phases that they end."""
-    while members:
-        now, members = members[: max(barrier.pending, 1)], members[max(barrier.pending, 1) :]
-        tokens[now] = [_state(barrier, before) for before in range(len(now))]
+    if tokens is None and members.bit_count() <= barrier.pending:
+        arrive(m, barrier.cta, barrier.offset, members.bit_count(), drop)
+        return
+    left = lanes(members)
+    while left:
+        now, left = left[: max(barrier.pending, 1)], left[max(barrier.pending, 1) :]
+        if tokens is not None:
+            tokens[now] = [_state(barrier, before) for before in range(len(now))]
         arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 
@@ -214,7 +222,7 @@ def mbarrier_expect_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mbarrier.expect_tx [addr], bytes: each lane's bytes count."""
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        for lane in members:
+        for lane in lanes(members):
             expect_tx(m, cta, offset, int(amounts[lane]))
 
 
@@ -223,7 +231,7 @@ def mbarrier_complete_tx(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mbarrier.complete_tx [addr], bytes: each lane's bytes count."""
     amounts = w.u32(ins.operands[1])
     for members, cta, offset in _places(m, w, ins, ins.operands[0], mask):
-        for lane in members:
+        for lane in lanes(members):
             complete_tx(m, cta, offset, int(amounts[lane]))
 
 
@@ -235,32 +243,31 @@ def mbarrier_pending_count(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarrier | None]:
     """(lanes whose phase has completed, a barrier that the others wait for)."""
-    parity = ins.has("parity")
-    wanted = w.values(ins.operands[2], 32 if parity else 64)
+    parity = "parity" in ins.parts
+    operand = ins.operands[2]
     done, missing = 0, None
     for members, cta, offset in _places(m, w, ins, ins.operands[1], mask):
         barrier = lookup(cta, offset)
-        values = wanted[members]
-        if parity and (values > 1).any():
-            raise BarrierFault(barrier.describe(f"phase parity {values.max()} (0 or 1 is allowed) for the"))
-        phases = values if parity else values & np.uint64((1 << STATE_PENDING) - 1)
-        completed = (phases != (barrier.phase & 1)) if parity else (phases < barrier.phase)
-        if completed.all():
-            done |= sum(1 << lane for lane in members)
+        same = w.uniform(operand, members)
+        if same is not None:
+            groups = ((same, members),)
         else:
-            done |= sum(1 << lane for lane, ok in zip(members, completed, strict=True) if ok)
-            missing = barrier
+            values = w.values(operand, 32 if parity else 64)
+            groups = tuple((int(values[lane]), 1 << lane) for lane in lanes(members))
+        for value, those in groups:
+            if parity and value > 1:
+                raise BarrierFault(barrier.describe(f"phase parity {value} (0 or 1 is allowed) for the"))
+            if value != barrier.phase & 1 if parity else value & ((1 << STATE_PENDING) - 1) < barrier.phase:
+                done |= those
+            else:
+                missing = barrier
     return done, missing
-
-
-def _mask_of(members: list[int]) -> int:
-    return sum(1 << lane for lane in members)
 
 
 def _note_waits(m: Machine, w: Warp, ins: Instr, mask: int, done: int) -> None:
     """Tell the order checker whose phases lanes have seen complete."""
     for members, cta, offset in _places(m, w, ins, ins.operands[1], mask):
-        m.order.waited(w, ins, lookup(cta, offset), bool(done >> members[0] & 1))
+        m.order.waited(w, ins, lookup(cta, offset), bool(done & members & -members))
 
 
 @handler("mbarrier.test_wait", family=Family.MBARRIER, destinations=1)
