@@ -148,6 +148,7 @@ class ClusterFactory:
             threads = min(WARP_SIZE, launch.threads - index * WARP_SIZE)
             w = Warp(program, launch.symbol_addresses, cta, index, threads, special | self._of_warp(index))
             w.counters = self.stats.counters(index, len(program.blocks))
+            w.executed = memoryview(w.counters)
             w.ctx[:] = context
             w.ctx[Ctx.COUNTERS] = w.counters.ctypes.data
             w.ctx[Ctx.ALIVE] = w.alive

@@ -28,6 +28,8 @@ SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
 PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
+PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
+COLLECTIVE = int(Stop.COLLECTIVE)
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
 
@@ -52,12 +54,15 @@ class Machine:
         self.queue_keys: list[Hashable] = []  # keys of non-empty queues
         self._unordered = 0
         kernel = program.kernel
+        # By block, the one behind the kernel's end included.
         self.system_instr: list[Instr | None] = [
             kernel.instrs[b.start] if program.system[b.index] else None for b in program.blocks
-        ]
+        ] + [None]
         self.system_row: list[Opcode | None] = [
             None if ins is None else find(ins.opcode) for ins in self.system_instr
         ]
+        self._hooked = program.hooked
+        self._reads_clock = program.reads_clock
         self.factory = ClusterFactory(program, launch, gmem, stats)
         self.resident: list[Cluster] = []
         self.watch = SpinWatch(program)
@@ -133,7 +138,7 @@ class Machine:
             if self.queue_keys and (not self.ready or rng.random() < self.eagerness):
                 self.complete_one()
             elif self.ready:
-                position = rng.randrange(len(self.ready))
+                position = int(rng.random() * len(self.ready))
                 warp = self.ready[position]
                 before = self.progress
                 if not self.turn(warp):
@@ -176,7 +181,7 @@ class Machine:
 
     def complete_one(self) -> None:
         """Let one pending asynchronous operation take effect."""
-        position = self.rng.randrange(len(self.queue_keys))
+        position = int(self.rng.random() * len(self.queue_keys))
         key = self.queue_keys[position]
         queue = self.queues[key]
         op = queue.popleft()
@@ -201,57 +206,59 @@ class Machine:
 
     def turn(self, w: Warp) -> bool:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
-        program = self.program
-        quota = self.rng.randint(1, SYSTEM_QUOTA)
+        program, system_instr, groups = self.program, self.system_instr, w.groups
+        quota = 1 + int(self.rng.random() * SYSTEM_QUOTA)
         steps = BLOCK_BUDGET
-        favoured = self.favoured(w) if len(w.groups) > 1 else None
+        favoured = self.favoured(w) if len(groups) > 1 else None
         forced = None  # a group whose collective instruction may run although other lanes are elsewhere
         while forced is not None or (quota > 0 and steps > 0):
+            groups = w.groups
+            single = len(groups) == 1
             if forced is not None:
-                group = forced
-            elif len(w.groups) == 1:
-                group = w.groups[0]
+                group, forced = forced, None
+            elif single:
+                group = groups[0]
             else:
-                group = favoured if favoured in w.groups and favoured.free else w.runnable()
-            forced = None
+                group = favoured if favoured in groups and favoured.free else w.runnable()
             if group is None or group.wait is not None or group.converge:
                 return False
             block = group.block
-            ins = self.system_instr[block] if block < len(self.system_instr) else None
             if w.flying and block < len(program.blocks):
                 w.settle(program.touches(block), block)
+            ins = system_instr[block]
             if ins is not None:
                 quota -= 1
                 self.clock += 1
                 if not self.execute(w, group, block, ins):
                     return bool(w.alive) and w.runnable() is not None
                 continue
-            single = len(w.groups) == 1
             # Lanes that could meet this group on its way are looked for after every block.
-            alone = single or not any(other.free for other in w.groups if other is not group)
+            alone = single or not any(other.free for other in groups if other is not group)
             budget = BLOCK_BUDGET if alone and not w.flying else 1
             steps -= 1
-            w.ctx[Ctx.CLOCK] = self.clock
-            why, at = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, budget)
+            if self._reads_clock:
+                w.ctx[Ctx.CLOCK] = self.clock
+            answer = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, budget)
+            why, at = answer >> 32, answer & 0xFFFFFFFF
             self.clock += 1
             group.block = at
             if self.order is not None:
                 self.order.native(w)
-            if why == Stop.PYTHON:
+            if why == PYTHON:
                 if not single:
                     w.merge()
-            elif why == Stop.BUDGET:
+            elif why == BUDGET:
                 if not single:
                     w.merge()
                 if budget > 1:
                     return True
-            elif why == Stop.DIVERGED:
+            elif why == DIVERGED:
                 self.diverge(w, group, at)
-            elif why == Stop.EXIT:
+            elif why == EXIT:
                 self.exit(w, group)
                 if not w.alive:
                     return False
-            elif why == Stop.COLLECTIVE:
+            elif why == COLLECTIVE:
                 if not self.gathered(w, group, program.kernel.instrs[program.blocks[at].start]):
                     continue
                 w.ctx[Ctx.FORCE] = 1
@@ -333,14 +340,15 @@ class Machine:
 
     def execute(self, w: Warp, group: Group, block: int, ins: Instr) -> bool:
         """Execute a system instruction for a group; False if the warp's turn ends here."""
-        row = self.system_row[block]
+        row, hooked = self.system_row[block], self._hooked[block]
         try:
-            hooked = self.program.hooked[block]
             if row is None or (row.handler is None and not hooked):
                 raise unsupported(ins.opcode)
-            if row.collective is not None and group.mask != w.alive and not self.gathered(w, group, ins):
-                return w.runnable() is not None
             mask = group.mask
+            if row.collective is not None and mask != w.alive:
+                if not self.gathered(w, group, ins):
+                    return w.runnable() is not None
+                mask = group.mask
             if ins.guard is not None:
                 allowed = w.pred(ins.guard)
                 mask &= ~allowed if ins.guard_negated else allowed
@@ -361,7 +369,7 @@ class Machine:
             diagnosis.locate(self.program, error, w, ins, group.mask)
             raise
         if not (mask and hooked):  # native code counts itself
-            w.counters[block] += 1
+            w.executed[block] += 1
         group.block = block + 1
         if len(w.groups) > 1:
             w.merge()
@@ -369,15 +377,15 @@ class Machine:
 
     def run_hooked(self, w: Warp, group: Group, block: int) -> None:
         """Execute the native instruction of a block at which the order checker stops."""
-        w.ctx[Ctx.CLOCK] = self.clock
-        why, _ = self.program.run_hooked(w.regs_ptr, w.ctx_ptr, group.mask, block)
-        if why == Stop.FAULT:
+        if self._reads_clock:
+            w.ctx[Ctx.CLOCK] = self.clock
+        if self.program.run_hooked(w.regs_ptr, w.ctx_ptr, group.mask, block) >> 32 == Stop.FAULT:
             raise diagnosis.fault(self.program, self.gmem, w, group)
 
     def block(self, w: Warp, group: Group, wait: Wait) -> None:
         """Park a group until its wait's object is notified."""
         if wait.resume_after:
-            w.counters[group.block] += 1
+            w.executed[group.block] += 1
         group.wait = wait
         group.since = self.clock
         self.waiters.setdefault(wait.on, []).append((w, group))
@@ -430,7 +438,7 @@ class Machine:
         if named & ~together:
             return False
         for other in waiting:
-            w.counters[other.block] += 1
+            w.executed[other.block] += 1
             other.block += 1
             other.converge = False
         return True

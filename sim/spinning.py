@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from warpspec.sim.codegen.layout import CLOCK_REGISTERS
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.warp import Warp
 
@@ -25,7 +24,7 @@ class SpinWatch:
         self.rounds = 0
         self._seen: dict[Warp, set[int]] = {}
         self._spinning: set[Warp] = set()
-        self._reads_clock = any(name in CLOCK_REGISTERS for name in program.registers.bits)
+        self._reads_clock = program.reads_clock
 
     def event(self) -> None:
         """Something happened that may unblock somebody."""

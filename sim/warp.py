@@ -143,6 +143,9 @@ class Warp:
         self._u16, self._u32, self._u64 = (self.regs.view(t) for t in (np.uint16, np.uint32, np.uint64))
         self._u8 = self.regs
         self._rows = self._u32[: len(self._u32) // WARP_SIZE * WARP_SIZE].reshape(-1, WARP_SIZE)
+        # The same words as Python integers, which are read faster one by one.
+        raw = self._bytes = memoryview(self.regs)
+        self._words = {bits: raw.cast(code) for bits, code in ((8, "B"), (16, "H"), (32, "I"), (64, "Q"))}
         self.regs_ptr = self.regs.ctypes.data
         self.ctx = np.zeros(Ctx.COUNT, np.uint64)
         self.ctx_ptr = self.ctx.ctypes.data
@@ -226,56 +229,55 @@ class Warp:
 
     def pred(self, operand: Operand) -> int:
         """A predicate operand as a bitmask over lanes."""
-        match operand:
-            case Reg(name):
-                return int(self._u32[self._offset[name] >> 2])
-            case Not(Reg(name)):
-                return int(self._u32[self._offset[name] >> 2]) ^ FULL_MASK
-            case Imm(value, _):
-                return FULL_MASK if value else 0
+        if type(operand) is Reg:
+            return self._words[32][self._offset[operand.name] >> 2]
+        if isinstance(operand, Not):
+            return self._words[32][self._offset[operand.reg.name] >> 2] ^ FULL_MASK
+        if isinstance(operand, Imm):
+            return FULL_MASK if operand.value else 0
         raise UnsupportedInstruction(f"predicate operand {operand}")
 
     def scalar(self, operand: Operand, mask: int) -> int:
         """The operand's unsigned value in the lowest lane of the mask."""
-        match operand:
-            case Imm(value, _):
-                return value
-            case Reg(name):
-                lane = (mask & -mask).bit_length() - 1
-                return int(self._view(name)[lane])
-            case Sym():
-                return self.symbol(operand)
-            case Vec(items):
-                bits = sum(self._bits[i.name] if isinstance(i, Reg) else 32 for i in items)
-                lane = (mask & -mask).bit_length() - 1
-                return int(self.values(operand, bits)[lane])
+        kind = type(operand)
+        lane = (mask & -mask).bit_length() - 1
+        if kind is Reg:
+            bits = self._bits[operand.name]
+            words = self._words.get(bits)
+            if words is not None:
+                return words[self._offset[operand.name] * 8 // bits + lane]
+        elif kind is Imm:
+            return operand.value
+        elif kind is Sym:
+            return self.symbol(operand)
+        elif kind is Vec:
+            bits = sum(self._bits[i.name] if isinstance(i, Reg) else 32 for i in operand.items)
+            return int(self.values(operand, bits)[lane])
         raise UnsupportedInstruction(f"operand {operand} as a scalar")
 
     def uniform(self, operand: Operand, mask: int) -> int | None:
         """The operand's unsigned value where it is the same in all lanes of the mask, else None."""
-        if isinstance(operand, Imm):
-            return operand.value & (1 << 64) - 1
-        if not isinstance(operand, Reg):
-            return self.scalar(operand, mask) if mask & mask - 1 == 0 else None
-        view = self._view(operand.name)
-        value = view[(mask & -mask).bit_length() - 1]
+        one_lane = mask & mask - 1 == 0
+        if one_lane or type(operand) is not Reg:
+            value = None if isinstance(operand, Vec) and not one_lane else self.scalar(operand, mask)
+            return None if value is None else value & (1 << 64) - 1
+        bits, at = self._bits[operand.name], self._offset[operand.name]
+        size = bits // 8
         if mask == FULL_MASK:
-            same = np.count_nonzero(view == value) == WARP_SIZE
-        else:
-            same = mask & mask - 1 == 0 or (view[list(lanes(mask))] == value).all()
-        return int(value) if same else None
+            raw = self._bytes[at : at + WARP_SIZE * size].tobytes()
+            return int.from_bytes(raw[:size], "little") if raw == raw[:size] * WARP_SIZE else None
+        view = self._view(operand.name)[list(lanes(mask))]
+        return int(view[0]) if (view == view[0]).all() else None
 
     def uniform_address(self, operand: Operand, mask: int) -> int | None:
         """The address that all lanes of the mask have of a memory operand; None where they have several."""
         offset = 0
-        if isinstance(operand, Mem):
+        if type(operand) is Mem:
             operand, offset = operand.base, operand.offset
-        if isinstance(operand, Sym):
-            return self.symbol(operand) + offset
         base = self.uniform(operand, mask)
         if base is None:
             return None
-        narrow = isinstance(operand, Reg) and self._bits[operand.name] == 32
+        narrow = type(operand) is Reg and self._bits[operand.name] == 32
         return base + offset & (FULL_MASK if narrow else (1 << 64) - 1)
 
     def address(self, operand: Operand) -> np.ndarray:

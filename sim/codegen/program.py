@@ -16,6 +16,7 @@ from warpspec.sim import cfg
 from warpspec.sim.codegen import control, forms
 from warpspec.sim.codegen.emitter import Emitter, Form, NotNative, Place
 from warpspec.sim.codegen.layout import (
+    CLOCK_REGISTERS,
     FIRST_PARAMETER,
     LOG_WORDS,
     RegisterFile,
@@ -127,6 +128,11 @@ class Program:
             for system, block in zip(self.system, self.blocks, strict=True)
         ]
         self._load()
+
+    @cached_property
+    def reads_clock(self) -> bool:
+        """Whether it reads a clock."""
+        return not CLOCK_REGISTERS.isdisjoint(self.registers.bits)
 
     def is_uninterrupted(self, ins: Instr) -> bool:
         """Whether an instruction is native code between others."""
@@ -297,16 +303,14 @@ class Program:
         records[behind] = records[behind] * np.uint64(8) + np.uint64(base)
         return {block: base + 8 * at for block, at in first.items()}
 
-    def run(self, registers: int, context: int, mask: int, block: int, budget: int) -> tuple[Stop, int]:
-        """Run native blocks from `block` for the lanes in `mask` until one stops; (why, block)."""
-        answer = self._run(self.table_pointer, self.flags_pointer, registers, context, mask, block, budget)
-        return answer >> 32, answer & 0xFFFFFFFF
+    def run(self, registers: int, context: int, mask: int, block: int, budget: int) -> int:
+        """Run native blocks from `block` for the lanes in `mask` until one stops; `Stop` << 32 | block."""
+        return self._run(self.table_pointer, self.flags_pointer, registers, context, mask, block, budget)
 
-    def run_hooked(self, registers: int, context: int, mask: int, block: int) -> tuple[Stop, int]:
+    def run_hooked(self, registers: int, context: int, mask: int, block: int) -> int:
         """Run one native block at which `run` stops."""
         tables = self.hook_table.ctypes.data, self._no_flags.ctypes.data
-        answer = self._run(*tables, registers, context, mask, block, 1)
-        return answer >> 32, answer & 0xFFFFFFFF
+        return self._run(*tables, registers, context, mask, block, 1)
 
 
 def _is_access(ins: Instr) -> bool:

@@ -200,20 +200,17 @@ def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         w.set_values(state, tokens, 64, mask)
 
 
-def _state(barrier: Mbarrier, arrived: int = 0) -> int:
-    return barrier.phase | (barrier.pending - arrived) << STATE_PENDING
+def _state(barrier: Mbarrier) -> np.uint64:
+    return np.uint64(barrier.phase | barrier.pending << STATE_PENDING)
 
 
 def _arrive_alone(m: Machine, barrier: Mbarrier, members: int, tokens: np.ndarray | None, drop: bool) -> None:
     """One arrival a lane, in as few steps as there are phases that they end."""
-    if tokens is None and members.bit_count() <= barrier.pending:
-        arrive(m, barrier.cta, barrier.offset, members.bit_count(), drop)
-        return
     left = lanes(members)
     while left:
         now, left = left[: max(barrier.pending, 1)], left[max(barrier.pending, 1) :]
         if tokens is not None:
-            tokens[now] = [_state(barrier, before) for before in range(len(now))]
+            tokens[now] = _state(barrier) - (np.arange(len(now), dtype=np.uint64) << np.uint64(STATE_PENDING))
         arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 
