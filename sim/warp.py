@@ -352,8 +352,8 @@ class Warp:
     def set_pred(self, reg: Reg | None, bits: int, mask: int) -> None:
         if reg is None:
             return
-        at = self._offset[reg.name] >> 2
-        self._u32[at] = (int(self._u32[at]) & ~mask & FULL_MASK) | (bits & mask)
+        words, at = self._words[32], self._offset[reg.name] >> 2
+        words[at] = (words[at] & ~mask & FULL_MASK) | (bits & mask)
 
     def in_flight(
         self, vec: Operand, fill: Callable[[], None], owner: object = None, moved_only: str = ""

@@ -166,15 +166,16 @@ def rem(e: Emitter, ins: Instr) -> None:
 
 
 def min_max_integer(e: Emitter, ins: Instr) -> None:
+    """min and max; .relu, of s32, makes negative results 0."""
     signed, bits = integer_type(ins)
-    _plain(ins)
+    _plain(ins, "relu")
     a, b = e.get(ins.operands[1], bits), e.get(ins.operands[2], bits)
     word = ("s" if signed else "u") + ins.parts[0]
-    e.set(
-        ins.operands[0],
-        e.call(ivec(bits), f"llvm.{word}.v32i{bits}", f"{ivec(bits)} {a}", f"{ivec(bits)} {b}"),
-        bits,
-    )
+    value = e.call(ivec(bits), f"llvm.{word}.v32i{bits}", f"{ivec(bits)} {a}", f"{ivec(bits)} {b}")
+    if ins.has("relu"):
+        zero = e.imm(bits, 0)
+        value = e.call(ivec(bits), f"llvm.smax.v32i{bits}", f"{ivec(bits)} {value}", f"{ivec(bits)} {zero}")
+    e.set(ins.operands[0], value, bits)
 
 
 def neg_abs_integer(e: Emitter, ins: Instr) -> None:

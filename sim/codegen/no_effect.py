@@ -27,6 +27,19 @@ def fence(e: Emitter, ins: Instr) -> None:
     """Memory is sequentially consistent here: only the order checker notices a missing fence."""
 
 
+def note_tensor_fence(order, w, ins: Instr, mask: int) -> None:
+    """Tell the order checker of a tcgen05.fence."""
+    order.tensor_fence(w, before=ins.parts[1].endswith("before_thread_sync"))
+
+
+@translator(
+    "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync",
+    family=Family.TCGEN05, destinations=0, orders=True, order=note_tensor_fence,
+)  # fmt: skip
+def tensor_fence(e: Emitter, ins: Instr) -> None:
+    """tcgen05.fence orders tensor-memory accesses with thread synchronisation: only the order checker notices."""
+
+
 @translator("griddepcontrol", family=Family.BARRIER, destinations=0)
 def griddepcontrol(e: Emitter, ins: Instr) -> None:
     """Launches run one after the other, so a dependent grid never waits."""

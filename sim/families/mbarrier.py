@@ -24,6 +24,9 @@ MAX_TX = (1 << 20) - 1
 SIZE = 8  # bytes, and the alignment
 TIMEOUT_CHANCE = 1 / 32  # that try_wait gives up instead of waiting
 STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
+ARRIVED_BEFORE = np.arange(WARP_SIZE, dtype=np.uint64) << np.uint64(
+    STATE_PENDING
+)  # by earlier lanes, in a state
 
 
 @dataclass(eq=False)
@@ -210,7 +213,7 @@ def _arrive_alone(m: Machine, barrier: Mbarrier, members: int, tokens: np.ndarra
     while left:
         now, left = left[: max(barrier.pending, 1)], left[max(barrier.pending, 1) :]
         if tokens is not None:
-            tokens[now] = _state(barrier) - (np.arange(len(now), dtype=np.uint64) << np.uint64(STATE_PENDING))
+            tokens[now] = _state(barrier) - ARRIVED_BEFORE[: len(now)]
         arrive(m, barrier.cta, barrier.offset, len(now), drop)
 
 

@@ -506,15 +506,3 @@ def wait_st(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     w.state.pop("tcgen05.st", None)
     if m.order is not None:
         m.order.tensor_waited(w, write=True)
-
-
-@handler(
-    "tcgen05.fence::before_thread_sync",
-    "tcgen05.fence::after_thread_sync",
-    family=Family.TCGEN05,
-    destinations=0,
-)
-def fence(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """tcgen05.fence orders tensor-memory accesses with thread synchronisation: only the order checker notices."""
-    if m.order is not None:
-        m.order.tensor_fence(w, before=ins.parts[1].endswith("before_thread_sync"))

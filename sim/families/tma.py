@@ -106,7 +106,8 @@ def _tensor_map(m: Machine, address: int) -> tma.TensorMap:
 
 def _coordinates(w: Warp, mem: Mem, lane: int) -> tuple[int, ...]:
     """Signed coordinates, dimension 0 first."""
-    return tuple(int(w.u32(item)[lane].astype(np.int32)) for item in mem.coords)
+    values = (w.scalar(item, 1 << lane) & 0xFFFFFFFF for item in mem.coords)
+    return tuple(value - (value >> 31 << 32) for value in values)
 
 
 # ---- loads -------------------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ def _trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
     expected = ins.has(MULTICAST) + ins.has(CACHE_HINT)
     if len(ins.operands) != first + expected:
         raise UnsupportedInstruction(f"`{ins.opcode}` with {len(ins.operands)} operands")
-    return int(w.u16(ins.operands[first])[lane]) if ins.has(MULTICAST) else None
+    return w.scalar(ins.operands[first], 1 << lane) & 0xFFFF if ins.has(MULTICAST) else None
 
 
 def _read(
@@ -239,12 +240,11 @@ def _read(
 
 
 def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    dst, tensor, mbar = ins.operands[:3]
-    dsts, maps, mbars = (w.address(operand) for operand in (dst, tensor, mbar))
     for lane in lanes(mask):
-        coords = _coordinates(w, tensor, lane)
-        map_read = MapRead(partial(_tensor_map, address=int(maps[lane])), open_group(w, lane))
-        offset = int(dsts[lane]) & OFFSET_MASK
+        dst, map_address, mbar = (w.address_scalar(operand, 1 << lane) for operand in ins.operands[:3])
+        coords = _coordinates(w, ins.operands[1], lane)
+        map_read = MapRead(partial(_tensor_map, address=map_address), open_group(w, lane))
+        offset = dst & OFFSET_MASK
 
         def load(m: Machine, map_read=map_read, coords=coords):
             tensor_map = map_read.get(m)
@@ -257,7 +257,7 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         cta_mask = _trailing(w, ins, 3, lane)
         what = f"tensor load at {coords}"
-        _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, lane)
+        _issue_load(m, w, ins, dst, mbar, cta_mask, load, place, what, lane)
 
 
 def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:

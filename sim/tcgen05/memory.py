@@ -80,6 +80,9 @@ class Tmem:
 
     def require(self, column: int, columns: int, what: str) -> None:
         """Raise TmemFault unless [column, column + columns) lies in allocated columns."""
+        for first, count in self.blocks.items():
+            if first <= column and column + columns <= first + count:
+                return
         if column + columns > COLUMNS:
             raise TmemFault(f"{what} reaches columns {column} to {column + columns - 1}; there are {COLUMNS}")
         if not self.allocated[column : column + columns].all():

@@ -21,7 +21,7 @@ PARTITIONS = LANES // PARTITION_LANES
 SAFE_SCALE = 2.0**40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mma:
     """One instruction. a, b: descriptors, or for `a_in_tmem` a tensor-memory address.
 

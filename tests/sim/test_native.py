@@ -72,6 +72,7 @@ INTEGER = [
     *(f"shf.{d}.{mode}.b32 %r4, %r11, %r21, %r31;" for d in "lr" for mode in ("wrap", "clamp")), "shf.l.wrap.b32 %r4, %r11, %r21, 7;",
     *(f"prmt.b32 %r4, %r11, %r21, {selector};" for selector in (0x3210, 0x5410, 0x7632, 0x0123, 0xBA98, 0xF0C4)),
     "bfe.u32 %r4, %r11, 3, 7;", "bfe.u64 %rd4, %rd1, 30, 20;", "bfe.u32 %r4, %r11, 28, 12;", "bfe.u32 %r4, %r11, 40, 12;",
+    "min.relu.s32 %r4, %r11, %r21;", "max.relu.s32 %r4, %r11, %r21;",
     "popc.b32 %r4, %r11;", "clz.b32 %r4, %r11;", "brev.b32 %r4, %r11;", "popc.b64 %r4, %rd1;", "clz.b64 %r4, %rd1;",
     "selp.b32 %r4, %r11, %r21, %p1;", "selp.b64 %rd4, %rd1, %rd2, %p1;", "selp.b16 %h7, %h1, %h3, %p1;",
 ]  # fmt: skip
