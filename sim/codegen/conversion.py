@@ -133,7 +133,7 @@ def _integer_to_float(e: Emitter, ins: Instr, to: str, from_: str, modifiers: se
     e.setf(ins.operands[0], value, want)
 
 
-# ---- pairs of small formats -------------------------------------------------------------------------------------------
+# ---- pairs of small formats ---------------------------------------------------------------------------------------
 
 _PAIRS = {f"{fmt.name}x2": fmt for fmt in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 

@@ -20,7 +20,6 @@ from warpspec.sim.codegen.layout import (
     FIRST_PARAMETER,
     LOG_WORDS,
     RegisterFile,
-    Stop,
     register_bytes,
     registers_of,
 )
