@@ -29,6 +29,13 @@ MAX_REGISTERS_PER_THREAD = 255
 REGISTER_STEP = 8  # a thread's registers come in multiples of it
 SM_PARTITIONS = 4  # an SM's warp schedulers, each with its quarter of the registers
 
+# wgmma's fragments (``common/wgmma.py`` says which thread has what).
+WARPGROUP_ROWS = 64  # M of one wgmma
+WARP_ROWS = 16  # rows of a warp
+THREAD_ROWS = 2  # rows of a thread
+ROW_DISTANCE = 8  # rows from a thread's first to its second
+QUAD = 4  # threads that share a row
+
 # Accesses to memory.
 VECTOR_BYTES = 16  # the widest load or store of one thread that every kernel may use
 TMA_ALIGNMENT = 16  # bytes: TMA wants a tensor's address and strides to be multiples of it

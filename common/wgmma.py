@@ -14,11 +14,21 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-WARPGROUP_ROWS = 64  # M of one wgmma
-WARP_ROWS = 16  # rows of a warp
-THREAD_ROWS = 2  # rows of a thread
-ROW_DISTANCE = 8  # rows from a thread's first to its second
-QUAD = 4  # threads that share a row
+from warpspec.common.hardware import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, WARPGROUP_ROWS
+
+__all__ = [
+    "COLUMNS",
+    "PAIR",
+    "QUAD",
+    "ROW_DISTANCE",
+    "THREAD_ROWS",
+    "WARPGROUP_ROWS",
+    "WARP_ROWS",
+    "flat",
+    "multiply",
+    "transpose",
+]
+
 PAIR = 2  # neighbouring columns of a thread
 COLUMNS = QUAD * PAIR  # columns that the four threads of a row share, two each
 

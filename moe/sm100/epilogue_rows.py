@@ -11,6 +11,7 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
 from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
 from warpspec.moe.operands import INTERLEAVE
+from warpspec.moe.gate import gated
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment
@@ -129,5 +130,5 @@ def activate(config, values, limit) -> cute.Tensor:
     outputs = cute.make_rmem_tensor(BLOCK, Float32)
     for i in range(BLOCK):
         gate = i // INTERLEAVE * 2 * INTERLEAVE + i % INTERLEAVE
-        outputs[i] = activation.gated(config, values[gate], values[gate + INTERLEAVE], limit)
+        outputs[i] = gated(config, values[gate], values[gate + INTERLEAVE], limit)
     return outputs

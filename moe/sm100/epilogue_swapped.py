@@ -17,6 +17,7 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
 from warpspec.moe.operands import INTERLEAVE
+from warpspec.moe.gate import gated
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
 
@@ -146,4 +147,4 @@ def paired_output(config, values, token: int, upper, limit) -> Float32:
     received = cute.arch.shuffle_sync_bfly(sent, INTERLEAVE)
     gate = Float32(cutlass.select_(upper, received, first))
     up = Float32(cutlass.select_(upper, second, received))
-    return activation.gated(config, gate, up, limit)
+    return gated(config, gate, up, limit)

@@ -1,0 +1,84 @@
+"""Grouped GEMM on sm_90a with streamed 4-bit weights: compiled once a configuration, run on a GPU or simulated."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.compile import fake_rows
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import TMA_ALIGNMENT, WARPGROUP_ROWS
+from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.moe.sm90.config import StreamConfig
+from warpspec.moe.streamed import StreamedWeights, chunks_of
+
+WGMMA_MAJOR = 9  # compute capability that has wgmma
+WORK_COLUMNS = 4
+
+
+def _host_and_arguments(config: StreamConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    import cutlass
+
+    from warpspec.moe.sm90.kernel import StreamedGemm
+
+    def rows(dtype, rank):
+        return fake_rows(dtype, rank, alignment=TMA_ALIGNMENT)
+
+    return (
+        StreamedGemm(config),
+        rows(cutlass.BFloat16, 2),
+        fake_rows(cutlass.Int32, 1) if config.gathers else None,
+        rows(cutlass.Uint8, 3),
+        fake_rows(cutlass.Float32, 2, 2 if config.gated else 1),
+        fake_rows(cutlass.Float32, 2) if config.has_bias else None,
+        fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
+        rows(cutlass.BFloat16, 2),
+        *(1, 1, 1, 0.0, 1),  # choices, n, chunks, limit, ctas
+    )
+
+
+stream_kernel = Kernel("moe.stream", _host_and_arguments)  # by StreamConfig
+
+
+def entries_bound(rows: int, experts: int, tokens: int) -> int:
+    """Most entries of work that rows of experts can make, each of at most so many rows."""
+    return rows // tokens + min(experts, rows)
+
+
+def grouped_gemm(
+    config: StreamConfig,
+    tokens: torch.Tensor,
+    source: torch.Tensor | None,
+    w: StreamedWeights,
+    work: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    choices: int = 1,
+    limit: float | None = None,
+    ctas: int | None = None,
+    target: Target | None = None,
+    seed: int = 0,
+):
+    """out[r] = epilogue(tokens[r] @ w[e]^T) for the rows of every entry of work, in one launch, no synchronisation.
+
+    tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
+    source[r] // choices; None: tokens are the rows. work: int32 [entries + 1, 4]: (number of entries), then (expert,
+    first row, rows up to the configuration's). out: bf16 [R, columns]. ctas: instead of the chosen number. CPU tensors
+    run in the simulator; its SimReport is returned, otherwise None.
+    """
+    target = target or target_of(out.device)
+    if target.major != WGMMA_MAJOR:
+        raise UnsupportedProblem(f"grouped_gemm: {target.arch} does not have the wgmma of sm_90a")
+    shape = config.shape
+    tiles = (work.shape[0] - 1) * -(-w.row_tiles // shape.row_groups)
+    ctas = ctas or max(1, min(tiles, target.sm_count * shape.ctas_per_sm))
+    return stream_kernel.run(
+        config,
+        target,
+        *(tokens, source, w.data, w.global_scale, w.bias, work, out),
+        *(choices, w.n, chunks_of(w.k), float(limit or 0.0), ctas),
+        seed=seed,
+    )
+
+
+__all__ = ["WARPGROUP_ROWS", "StreamConfig", "entries_bound", "grouped_gemm", "stream_kernel"]

@@ -1,0 +1,113 @@
+"""From sums to results: global scales, biases, activation, and pairs of neighbouring features stored as one word.
+
+A thread has rows g and g + 8 of its warp's 16 features and tokens 2 q and 2 q + 1 of every 8. Gate and up alternate by 8
+rows: they are its two rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32
+
+from warpspec.common.hardware import (
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARP_ROWS,
+    WARP_THREADS,
+    WARPGROUP_ROWS,
+)
+from warpspec.common.wgmma import COLUMNS, PAIR
+from warpspec.moe.gate import gated
+from warpspec.moe.operands import GATE, UP
+from warpspec.moe.sm90.tiles import Operands, Tile
+from warpspec.moe.streamed import CHUNK, CODE_POWER
+
+
+class Terms(NamedTuple):
+    """Of a thread's two rows: what its sums are multiplied by, and what is added."""
+
+    scales: tuple
+    biases: tuple
+
+
+def terms_of(config, ops: Operands, tile: Tile, group, thread) -> Terms:
+    """Read before the products: they take long enough."""
+    last = UP if config.gated else GATE
+    scales = tuple(
+        ops.global_scale[tile.expert, column] * Float32(2.0**CODE_POWER) for column in (GATE, last)
+    )
+    biases = (Float32(0.0),) * THREAD_ROWS
+    if config.has_bias:
+        biases = bias_of(ops, tile.expert, first_row(tile, group, thread))
+    return Terms(scales, biases)
+
+
+@cute.jit
+def bias_of(ops, expert, row) -> tuple:
+    """Biases of both rows of a thread, 0 behind the last."""
+    found = []
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        value = Float32(0.0)
+        if row + r * ROW_DISTANCE < ops.n:
+            value = Float32(ops.bias[expert, row + r * ROW_DISTANCE])
+        found.append(value)
+    return tuple(found)
+
+
+def first_row(tile: Tile, group, thread) -> Int32:
+    """Of the weights, the thread's first."""
+    row = (tile.row_tile + group) * WARPGROUP_ROWS + thread // WARP_THREADS * WARP_ROWS
+    return row + thread % WARP_THREADS // QUAD
+
+
+@cute.jit
+def store(config: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor, terms):
+    """The tile's results. sums (n): the fragment's registers."""
+    row = first_row(tile, group, thread)
+    member = thread % QUAD
+    odd = Boolean(thread // QUAD % 2 == 1)
+    for block in cutlass.range_constexpr(config.shape.tokens // COLUMNS):
+        if block * COLUMNS < tile.count:
+            token = block * COLUMNS + member * PAIR + Int32(odd)
+            values = cute.make_rmem_tensor((PAIR, THREAD_ROWS), Float32)
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                for j in cutlass.range_constexpr(PAIR):
+                    i = (block * THREAD_ROWS + r) * PAIR + j
+                    values[j, r] = cute.math.fma(sums[i], terms.scales[r], terms.biases[r])
+            if cutlass.const_expr(config.gated):
+                results = [
+                    (gated(config, values[j, 0], values[j, 1], ops.limit)) for j in range(PAIR)
+                ]
+                # 8 features of a warp: its rows without those of up
+                feature = row // WARP_ROWS * ROW_DISTANCE + row % ROW_DISTANCE
+                store_pair(config, ops, tile, feature, token, odd, results)
+            else:
+                for r in cutlass.range_constexpr(THREAD_ROWS):
+                    results = [values[j, r] for j in range(PAIR)]
+                    store_pair(config, ops, tile, row + r * ROW_DISTANCE, token, odd, results)
+
+
+@cute.jit
+def store_pair(config: cutlass.Constexpr, ops, tile, feature, token, odd, results: cutlass.Constexpr):
+    """Threads of neighbouring features, g even and odd, exchange: each stores both features of one token."""
+    low, high = results
+    got = cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(odd, low, high)), QUAD)
+    pair = cute.make_rmem_tensor(PAIR, BFloat16)
+    pair[0] = Float32(cutlass.select_(odd, got, low)).to(BFloat16)
+    pair[1] = Float32(cutlass.select_(odd, high, got)).to(BFloat16)
+    column = place_of(feature - feature % 2) if config.ordered else feature - feature % 2
+    if (token < tile.count) & (column < ops.out.shape[1]):
+        target = ops.out[tile.first + token, None]
+        cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (column // PAIR,)))
+
+
+def place_of(feature) -> Int32:
+    """Where an even feature stands in an activation row: the inverse of ``streamed.column_order``."""
+    chunk, column = feature // CHUNK, feature % CHUNK
+    q, rest = column // 16, column % 16
+    s, inner = rest // QUAD, rest % QUAD
+    return chunk * CHUNK + s * 16 + q * PAIR + inner // 2 * 8 + inner % 2

@@ -1,0 +1,92 @@
+"""The grouped GEMM for sm_90a: host side, storage, role dispatch.
+
+ARCHITECTURE.md, "Grouped GEMM (sm_90a)", has the picture.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+
+from warpspec.common import tma
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.pipeline import init_barriers
+from warpspec.moe.sm90.config import BARRIER_BYTES, WARPS, StreamConfig
+from warpspec.moe.sm90.consumer import consume
+from warpspec.moe.sm90.load import load
+from warpspec.moe.sm90.tiles import Operands
+
+# Of an SM's L1 and shared memory, all it can have as shared memory: the rings fill it.
+SMEM_CARVEOUT_PERCENT = 100
+
+
+class Shared(NamedTuple):
+    """Where the regions of shared memory begin, in bytes."""
+
+    weights: cute.Pointer
+    tokens: cute.Pointer
+
+
+class StreamedGemm:
+    """``StreamedGemm(config)(...)`` is the host function."""
+
+    def __init__(self, config: StreamConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        tokens: cute.Tensor,
+        source: cute.Tensor | None,
+        data: cute.Tensor,
+        global_scale: cute.Tensor,
+        bias: cute.Tensor | None,
+        work: cute.Tensor,
+        out: cute.Tensor,
+        choices: Int32,
+        n: Int32,
+        chunks: Int32,
+        limit: Float32,
+        ctas: Int32,
+        stream: CUstream,
+    ):
+        """Tensors as in ``tiles.Operands``. choices: rows of a token. n: features. chunks: of K. ctas: persistent."""
+        ops = Operands(tokens, source, data, global_scale, bias, work, out, choices, n, chunks, limit)
+        self.kernel(ops).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=self.config.shape.ctas_per_sm,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, ops):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sizes = {name: size for name, size, _ in config.smem_regions}
+
+        # 1. Shared memory: barriers and the ring.
+        smem = cutlass.memory.SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
+        tokens = smem.allocate(sizes["tokens"], byte_alignment=tma.TILE_ALIGNMENT)
+        weights = smem.allocate(sizes["weights"], byte_alignment=tma.ROW_BYTES)
+        shared = Shared(weights, tokens)
+        channels = init_barriers(config.barriers, barriers)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(not config.early):
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # 2. Roles.
+        if warp >= config.load_warp:
+            load(config, channels, shared, ops, warp - config.load_warp)
+        else:
+            group = cute.arch.make_warp_uniform(warp // WARPS)
+            consume(config, channels, shared, ops, group, thread % WARPGROUP_THREADS)

@@ -1,0 +1,65 @@
+"""Which tile a CTA does when: entries of work, each some rows of one expert, times row tiles of its weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+HEAD = 0  # row of the list that says how many entries there are
+EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
+
+
+class Operands(NamedTuple):
+    """tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None, source[r] // choices is row r's
+    token. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias: [E, N] or None. work: int32 [entries + 1,
+    4]: (number), then (expert, first row, rows). out: [R, columns] bf16."""
+
+    tokens: cute.Tensor
+    source: cute.Tensor | None
+    data: cute.Tensor
+    global_scale: cute.Tensor
+    bias: cute.Tensor | None
+    work: cute.Tensor
+    out: cute.Tensor
+    choices: Int32
+    n: Int32
+    chunks: Int32
+    limit: cute.Numeric
+
+
+class Tile(NamedTuple):
+    """expert; first, count: its rows; row_tile: the first of 64 features."""
+
+    expert: Int32
+    first: Int32
+    count: Int32
+    row_tile: Int32
+
+
+def tile_count(config, ops) -> Int32:
+    """Tiles of the launch."""
+    return Int32(ops.work[HEAD, 0]) * groups(config, ops)
+
+
+def groups(config, ops) -> Int32:
+    """Tiles of an entry."""
+    return Int32(cute.ceil_div(ops.data.shape[1], config.shape.row_groups))
+
+
+def tile_at(config, ops, index) -> Tile:
+    """The tile of that number: an entry's tiles follow each other."""
+    of_entry = groups(config, ops)
+    entry = index // of_entry + 1
+    return Tile(
+        Int32(ops.work[entry, EXPERT]),
+        Int32(ops.work[entry, FIRST]),
+        Int32(ops.work[entry, COUNT]),
+        (index % of_entry) * config.shape.row_groups,
+    )
+
+
+def has_rows(ops, tile: Tile, group) -> Boolean:
+    """Whether the weights have a row tile for a consumer; the last tile may have fewer than it could."""
+    return Boolean(tile.row_tile + group < ops.data.shape[1])

@@ -1,0 +1,294 @@
+"""Weights as sm_90a's kernel streams them: 4-bit codes in the order of wgmma's fragments, scales of a byte.
+
+The product is D [feature, token] = W [feature, K] X [token, K]^T, weights in registers. A row tile has 64 features, one
+warpgroup's; a chunk has 64 of K. In a chunk, thread q of a quad has the 16 values 16 q to 16 q + 15 of each of its two
+rows, so that a row's values share one scale; activations lie in the same order (``column_order``). A step is two chunks:
+
+    scales (512 bytes; 256 where 32 values share one), codes of the first chunk (2048), of the second (2048)
+
+and a row tile is its steps one behind another, without the second chunk of the last where K has none. A scale is a byte
+of 5 bits of exponent and 3 of mantissa: (1 + m / 8) 2**(e - SCALE_BIAS), NaN where e is 31; e4m3's subnormal numbers are
+normal ones. A block whose scale is 0 has codes 0. Shifted by 4 below the ones of SCALE_ONES it is a bf16 number; codes
+moved to bits 6 to 8 are bf16 numbers, too; their product is exact, and CODE_POWER powers of two too small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from warpspec.common import nvfp4
+from warpspec.common.hardware import (
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARP_ROWS,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+)
+from warpspec.common.nvfp4 import BLOCK, E4M3_NAN, MX_BLOCK, SIGN
+from warpspec.moe.operands import GATE, UP, PreparedWeights, interleave
+
+CHUNK = 64  # of K: four of wgmma's
+STEP_CHUNKS = 2
+STEP = CHUNK * STEP_CHUNKS
+WORD_CODES = 8  # of 32 bits
+WORD_BYTES = 4
+VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a thread and chunk
+CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
+PAIR_ROWS = 2 * WARPGROUP_ROWS  # w13's rows are padded to it: then its results fill chunks of the next K
+
+# Where a pair of codes stands in each half of a word: bit of the magnitude, bit of the sign. The decoder's shifts follow.
+MAGNITUDE_BITS = (6, 3, 0, 9)
+SIGN_BITS = (15, 12, 14, 13)
+HALF_BITS = 16
+MAGNITUDE = 7  # of a code
+SIGN_SHIFT = 3
+
+SCALE_MANTISSA_BITS = 3
+SCALE_BIAS = 22
+SCALE_NAN = 0xFF
+SCALE_ONES = 0x70007000  # the exponent's upper bits of two bf16, above a scale
+BF16_BIAS = 127
+E4M3_BIAS = 7
+# The weight that a kernel multiplies with is so many powers of two too small; the global scale makes up for it.
+CODE_POWER = (BF16_BIAS - 1) - (0b111 * 32 - BF16_BIAS + SCALE_BIAS)
+
+
+@dataclass(frozen=True)
+class StreamedWeights:
+    """The weights [N, K] of E experts as the kernel of sm_90a reads them.
+
+    data: uint8 [E, row tiles, bytes], as the module says, padding 0. global_scale: fp32 [E, 2], of gate and up, or
+    [E, 1]; bias: fp32 [E, N] or None: both as in ``PreparedWeights``, as is the order of rows. n, k: of the matrix
+    before padding. block: values that share a scale, 16 or 32.
+    """
+
+    data: torch.Tensor
+    global_scale: torch.Tensor
+    n: int
+    k: int
+    block: int
+    bias: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def gated(self) -> bool:
+        """Whether these are w13: gate and up, interleaved."""
+        return bool(self.global_scale.shape[1] == 2)
+
+    @property
+    def width(self) -> int:
+        """Columns of the GEMM's result: N, or N/2 where gate and up become one."""
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def row_tiles(self) -> int:
+        return self.data.shape[1]
+
+    def to(self, device) -> StreamedWeights:
+        """The same on another device."""
+        tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
+        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+
+    def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
+        """fp32 [E, N, K] of some experts, gate and up still interleaved: the same numbers as of ``PreparedWeights``."""
+        data, rows = self.data[experts], self.row_scales()[experts]
+        chunks = chunks_of(self.k)
+        codes, scales = split_steps(data, chunks, self.block)
+        values = nvfp4.e2m1_values(unpack_codes(codes)).unflatten(-1, (-1, self.block))
+        values = values * scale_values(unpack_scales(scales, chunks, self.block))[..., None]
+        return values.flatten(-2)[:, : self.n, : self.k] * rows[..., None]
+
+    def row_scales(self) -> torch.Tensor:
+        """fp32 [E, N]: the global scale of every row."""
+        if not self.gated:
+            return self.global_scale.expand(-1, self.n).contiguous()
+        return interleave(*(self.global_scale[:, part, None].expand(-1, self.width) for part in (GATE, UP)))
+
+
+def chunks_of(k: int) -> int:
+    return -(-k // CHUNK)
+
+
+def steps_of(k: int) -> int:
+    return -(-k // STEP)
+
+
+def padded_k(k: int) -> int:
+    """Elements of an activation row: whole chunks."""
+    return chunks_of(k) * CHUNK
+
+
+def scale_bytes(block: int) -> int:
+    """Of a step of a row tile."""
+    return WARPGROUP_ROWS * STEP // block
+
+
+def tile_bytes(k: int, block: int) -> int:
+    """Of a row tile."""
+    return steps_of(k) * scale_bytes(block) + chunks_of(k) * CHUNK_BYTES
+
+
+def column_order(k: int, device=None) -> torch.Tensor:
+    """int64 [padded K]: which column of the matrix stands at each place of an activation row.
+
+    wgmma's fragments give thread q of a quad the places 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of every 16; they are its
+    columns 4 s to 4 s + 3 of 16, s the 16's number in the chunk.
+    """
+    place = torch.arange(padded_k(k), device=device)
+    chunk, s, rest = place // CHUNK, place % CHUNK // BLOCK, place % BLOCK
+    high, q, low = rest // 8, rest % 8 // 2, rest % 2
+    return chunk * CHUNK + q * BLOCK + s * QUAD + high * 2 + low
+
+
+def reorder(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [R, K] as activations: columns in the kernel's order, zeros behind K."""
+    k = rows.shape[-1]
+    padded = torch.nn.functional.pad(rows, (0, padded_k(k) - k))
+    return padded[..., column_order(k, rows.device)].contiguous()
+
+
+def restore(rows: torch.Tensor, k: int) -> torch.Tensor:
+    """The inverse of ``reorder``: [R, K]."""
+    out = torch.empty_like(rows)
+    out[..., column_order(k, rows.device)] = rows
+    return out[..., :k]
+
+
+def stream(w: PreparedWeights, *, unscale: torch.Tensor | None = None) -> StreamedWeights:
+    """The weights laid out for sm_90a, without loss.
+
+    unscale: fp32 [E], what the global scale is divided by (w2's has the scale of its input in it). Blocks of 32 share a
+    scale where all pairs of blocks have equal powers of two, as of MXFP4. Raises ValueError for negative block scales,
+    which NVFP4 does not have.
+    """
+    columns = w.k // BLOCK
+    block = MX_BLOCK
+    for e in range(w.experts):
+        if not pairs_alike(nvfp4.unswizzle_scales(w.scales[e], w.n, columns)):
+            block = BLOCK
+            break
+    parts = []
+    for e in range(w.experts):  # one at a time: unpacked codes take eight times the memory
+        scale = nvfp4.unswizzle_scales(w.scales[e], w.n, columns).view(torch.uint8)
+        if bool(((scale > SIGN * 16) & (scale != SIGN * 16 + E4M3_NAN)).any()):
+            raise ValueError("block scales: must not be negative")
+        codes = nvfp4.unpack(w.data[e, :, : w.k // 2])
+        parts.append(pack(codes, scale, block, PAIR_ROWS if w.gated else WARPGROUP_ROWS))
+    scale = w.global_scale if unscale is None else w.global_scale / unscale[:, None]
+    return StreamedWeights(torch.stack(parts), scale.contiguous(), w.n, w.k, block, w.bias)
+
+
+def pairs_alike(scale: torch.Tensor) -> bool:
+    """Whether e4m3 scales [N, K/16] are those of blocks of 32: two and two alike, powers of two, 0 or NaN."""
+    values = scale.float()
+    if values.shape[1] % 2:
+        values = torch.nn.functional.pad(values, (0, 1), mode="replicate")
+    first, second = values[:, 0::2], values[:, 1::2]
+    mantissa, _ = torch.frexp(first)
+    plain = (mantissa == 0.5) | (first == 0) | first.isnan()
+    return bool((((first == second) | (first.isnan() & second.isnan())) & plain).all())
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor, block: int, multiple: int) -> torch.Tensor:
+    """uint8 [row tiles, bytes] of one expert: codes uint8 [N, K], scale (e4m3 as uint8) [N, K/16]. multiple: of rows."""
+    n, k = codes.shape
+    chunks, tiles = chunks_of(k), -(-n // multiple) * (multiple // WARPGROUP_ROWS)
+    value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(BLOCK, 1)
+    codes = codes.masked_fill((value == 0) | value.isnan(), 0)
+    pad = (0, chunks * CHUNK - k, 0, tiles * WARPGROUP_ROWS - n)
+    codes = torch.nn.functional.pad(codes, pad)
+    columns = chunks * CHUNK // block
+    scale = scale_codes(scale)[:, :: block // BLOCK]
+    scale = torch.nn.functional.pad(scale, (0, columns - scale.shape[1], 0, tiles * WARPGROUP_ROWS - n))
+    words = pack_codes(codes)  # [tile, chunk, bytes]
+    scales = pack_scales(scale, block)  # [tile, step, bytes]
+    odd = chunks % STEP_CHUNKS
+    words = torch.nn.functional.pad(words, (0, 0, 0, odd)).unflatten(1, (-1, STEP_CHUNKS)).flatten(2)
+    return torch.cat([scales, words], dim=2).flatten(1)[:, : tile_bytes(k, block)]
+
+
+def split_steps(data: torch.Tensor, chunks: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [E, tile, chunk, bytes], scales [E, tile, step, bytes]) of row tiles [E, tile, bytes]."""
+    odd = chunks % STEP_CHUNKS
+    steps = torch.nn.functional.pad(data, (0, odd * CHUNK_BYTES)).unflatten(2, ((chunks + odd) // 2, -1))
+    scales, words = steps.split([scale_bytes(block), STEP_CHUNKS * CHUNK_BYTES], dim=3)
+    return words.unflatten(3, (STEP_CHUNKS, -1)).flatten(2, 3)[:, :, :chunks], scales
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [tile, chunk, CHUNK_BYTES] of codes uint8 [N, K], both padded."""
+    # [tile, warp, r, g, chunk, q, c, j, half]: row 16 warp + 8 r + g, column 16 q + 8 c + 2 j + half
+    view = codes.view(-1, WARPGROUP_ROWS // WARP_ROWS, THREAD_ROWS, ROW_DISTANCE, codes.shape[1])
+    view = view.unflatten(4, (-1, QUAD, 2, QUAD, 2)).int()
+    word = torch.zeros(view.shape[:-2], dtype=torch.int32, device=codes.device)
+    for j in range(QUAD):
+        for half in range(2):
+            code = view[..., j, half]
+            word |= (code & MAGNITUDE) << (MAGNITUDE_BITS[j] + HALF_BITS * half)
+            word |= (code >> SIGN_SHIFT) << (SIGN_BITS[j] + HALF_BITS * half)
+    # to [tile, chunk, warp, g, q, r, c]
+    word = word.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    return word.view(torch.uint8).reshape(word.shape[0], word.shape[1], CHUNK_BYTES)
+
+
+def unpack_codes(data: torch.Tensor) -> torch.Tensor:
+    """The inverse: uint8 [E, N, K] of [E, tile, chunk, CHUNK_BYTES]."""
+    shape = (WARPGROUP_ROWS // WARP_ROWS, ROW_DISTANCE, QUAD, THREAD_ROWS, 2)
+    word = data.contiguous().view(torch.int32).unflatten(-1, shape)  # [E, tile, chunk, warp, g, q, r, c]
+    word = word.permute(0, 1, 3, 6, 4, 2, 5, 7)  # [E, tile, warp, r, g, chunk, q, c]
+    codes = []
+    for j in range(QUAD):
+        for half in range(2):
+            magnitude = (word >> (MAGNITUDE_BITS[j] + HALF_BITS * half)) & MAGNITUDE
+            sign = (word >> (SIGN_BITS[j] + HALF_BITS * half)) & 1
+            codes.append((magnitude | sign << SIGN_SHIFT).to(torch.uint8))
+    return torch.stack(codes, dim=-1).flatten(5, 8).flatten(1, 4)
+
+
+def pack_scales(scale: torch.Tensor, block: int) -> torch.Tensor:
+    """uint8 [tile, step, bytes] of scale bytes [N, K/block], rows padded, K in whole chunks.
+
+    A word has chunk 0's scales of a thread's two rows, then chunk 1's; where 32 values share one, so do two threads.
+    """
+    width = CHUNK // block
+    odd = scale.shape[1] // width % STEP_CHUNKS
+    scale = torch.nn.functional.pad(scale, (0, odd * width))
+    view = scale.view(-1, WARPGROUP_ROWS // WARP_ROWS, THREAD_ROWS, ROW_DISTANCE, scale.shape[1])
+    view = view.unflatten(4, (-1, STEP_CHUNKS, width))  # [tile, warp, r, g, step, chunk, q]
+    return view.permute(0, 4, 1, 3, 6, 5, 2).flatten(2)
+
+
+def unpack_scales(data: torch.Tensor, chunks: int, block: int) -> torch.Tensor:
+    """The inverse: [E, N, chunks * CHUNK / block] of [E, tile, step, bytes]."""
+    width = CHUNK // block
+    shape = (WARPGROUP_ROWS // WARP_ROWS, ROW_DISTANCE, width, STEP_CHUNKS, THREAD_ROWS)
+    view = data.unflatten(3, shape)  # [E, tile, step, warp, g, q, chunk, r]
+    view = view.permute(0, 1, 3, 7, 4, 2, 6, 5).flatten(5)  # [E, tile, warp, r, g, K/block]
+    return view.flatten(1, 4)[..., : chunks * width]
+
+
+def scale_codes(scale: torch.Tensor) -> torch.Tensor:
+    """Scale bytes of e4m3 scales (as uint8). Scales of 0 become 1: their codes are 0."""
+    every = torch.arange(256, dtype=torch.uint8, device=scale.device)
+    value = every.view(torch.float8_e4m3fn).float().abs()
+    mantissa, exponent = torch.frexp(value)  # value = mantissa 2**exponent, mantissa in [1/2, 1)
+    fraction = ((mantissa * 2 - 1) * (1 << SCALE_MANTISSA_BITS)).int()
+    code = (exponent - 1 + SCALE_BIAS) << SCALE_MANTISSA_BITS | fraction
+    code = torch.where(value == 0, SCALE_BIAS << SCALE_MANTISSA_BITS, code)
+    code = torch.where(value.isnan(), SCALE_NAN, code).to(torch.uint8)
+    return code[scale.int()]
+
+
+def scale_values(code: torch.Tensor) -> torch.Tensor:
+    """fp32 values of scale bytes."""
+    every = torch.arange(256, device=code.device)
+    fraction = 1 + (every & 7).float() / (1 << SCALE_MANTISSA_BITS)
+    value = fraction * torch.exp2((every >> SCALE_MANTISSA_BITS).float() - SCALE_BIAS)
+    value[SCALE_NAN] = torch.nan
+    return value[code.int()]
