@@ -7,22 +7,27 @@ from pathlib import Path
 
 import torch
 
+from warpspec.common.backend import NATIVE_BACKENDS
 from warpspec.common.nvfp4 import NVFP4Tensor
 from warpspec.moe.activations import DEFAULT_INTERMEDIATE_SCALE
 from warpspec.moe.operands import PreparedWeights, prepare_w2, prepare_w13
+from warpspec.moe.streamed import StreamedWeights, stream
+
+LAYOUTS = ("sm100", "sm90")  # backends that have one of their own
 
 
 @dataclass(frozen=True)
 class NVFP4Experts:
     """Gate, up and down of E experts in NVFP4: what `moe_ffn` takes.
 
-    w13: gate and up, interleaved. w2: down; intermediate_scale is multiplied into its global scale. intermediate_scale:
-    fp32 [E], global scale of each expert's activations between the two GEMMs. shared: the last so many of the experts
-    are taken by every token, with weight 1, and have no id.
+    w13: gate and up, interleaved. w2: down; as PreparedWeights, intermediate_scale is multiplied into its global scale.
+    intermediate_scale: fp32 [E], global scale of each expert's activations between the two GEMMs, where they are NVFP4.
+    shared: the last so many of the experts are taken by every token, with weight 1, and have no id. Both matrices are
+    laid out for one backend (`layout`); `for_backend` lays them out for another.
     """
 
-    w13: PreparedWeights
-    w2: PreparedWeights
+    w13: PreparedWeights | StreamedWeights
+    w2: PreparedWeights | StreamedWeights
     intermediate_scale: torch.Tensor
     shared: int = 0
 
@@ -45,16 +50,40 @@ class NVFP4Experts:
     def device(self) -> torch.device:
         return self.w13.data.device
 
+    @property
+    def layout(self) -> str:
+        """The backend that the weights are laid out for: "sm100" or "sm90"."""
+        return "sm90" if isinstance(self.w13, StreamedWeights) else "sm100"
+
     def to(self, device) -> NVFP4Experts:
         """The experts on another device."""
-
-        def move(w):
-            tensors = {name: getattr(w, name) for name in ("data", "scales", "global_scale", "bias")}
-            return replace(w, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
-
         return replace(
-            self, w13=move(self.w13), w2=move(self.w2), intermediate_scale=self.intermediate_scale.to(device)
+            self,
+            w13=self.w13.to(device),
+            w2=self.w2.to(device),
+            intermediate_scale=self.intermediate_scale.to(device),
         )
+
+    def for_backend(self, backend: str = "auto") -> NVFP4Experts:
+        """The experts laid out for "sm100" or "sm90"; "auto": for the device they are on, "sm90" on Hopper, else "sm100".
+
+        The same numbers: nothing is rounded. For "sm90" weights whose scales are powers of two, the same for every two
+        blocks (MXFP4's), keep one scale to 32 values. Raises ValueError for another backend, and from "sm90" to "sm100".
+        """
+        if backend == "auto":
+            backend = "sm100"
+            if self.device.type == "cuda":
+                backend = NATIVE_BACKENDS.get(torch.cuda.get_device_capability(self.device)[0], backend)
+        if backend not in LAYOUTS:
+            raise ValueError(f"backend: must be one of auto, {', '.join(LAYOUTS)}, got {backend!r}")
+        if backend == self.layout:
+            return self
+        if backend == "sm100":
+            raise ValueError(
+                "backend: experts laid out for 'sm90' cannot be laid out for 'sm100' again; keep those that "
+                "they were made of"
+            )
+        return replace(self, w13=stream(self.w13), w2=stream(self.w2, unscale=self.intermediate_scale))
 
     @classmethod
     def quantize(

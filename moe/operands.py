@@ -6,7 +6,7 @@ Data rows are padded to whole 16 bytes, which TMA asks of a pitch; scales lie in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -146,11 +146,16 @@ class PreparedWeights:
         """Columns of the GEMM's result: N, or N/2 where gate and up become one."""
         return self.n // 2 if self.gated else self.n
 
-    def dequantize(self) -> torch.Tensor:
-        """fp32 [E, N, K], gate and up still interleaved."""
-        scale = nvfp4.unswizzle_scales(self.scales, self.n, self.k // BLOCK)
-        rows = self.row_scales()
-        return nvfp4.dequantize(NVFP4Tensor(self.data[..., : self.k // 2].contiguous(), scale, rows))
+    def to(self, device) -> PreparedWeights:
+        """The same on another device."""
+        tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
+        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+
+    def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
+        """fp32 [E, N, K] of some experts, gate and up still interleaved."""
+        scale = nvfp4.unswizzle_scales(self.scales[experts], self.n, self.k // BLOCK)
+        data, rows = self.data[experts, :, : self.k // 2], self.row_scales()[experts]
+        return nvfp4.dequantize(NVFP4Tensor(data.contiguous(), scale, rows))
 
     def row_scales(self) -> torch.Tensor:
         """fp32 [E, N]: the global scale of every row."""

@@ -20,7 +20,8 @@ GROUPED = (
 )
 LAYER = (
     f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {WEIGHTS.format('w13')}, {WEIGHTS.format('w2')}, "
-    "Tensor intermediate_scale, SymInt shared, str activation, float? limit, bool check, str backend) -> Tensor"
+    "Tensor intermediate_scale, SymInt shared, str activation, float? limit, bool check, str precision, "
+    "str backend) -> Tensor"
 )
 WEIGHT_ARGUMENTS = 5
 
@@ -35,12 +36,30 @@ def weights(data, scales, global_scale, bias, k) -> PreparedWeights:
     return PreparedWeights(data, scales, global_scale, data.shape[1], k, bias)
 
 
-def resolve_moe_backend(backend: str, device: torch.device) -> str:
-    """``resolve_backend``, but raises UnsupportedProblem for "sm90", which has no kernels of the layer."""
+def resolve_moe_backend(backend: str, device: torch.device, precision: str = "auto") -> str:
+    """The backend that runs experts laid out for sm_100a. Raises ValueError for "sm90", UnsupportedProblem for a
+    precision that the backend does not have."""
     backend = resolve_backend(backend, device)
     if backend == "sm90":
-        raise UnsupportedProblem("backend 'sm90': the MoE layer needs the NVFP4 MMA of sm_100a")
+        raise ValueError("experts: laid out for 'sm100', backend 'sm90' takes experts.for_backend('sm90')")
+    if precision == "w4a16" and backend != "reference":
+        raise UnsupportedProblem(
+            f"precision: 'w4a16' of experts laid out for 'sm100' runs on backend 'reference' alone, got {backend!r}; "
+            "experts.for_backend('sm90') run on sm90 and sim"
+        )
     return backend
+
+
+def remember(reports: list) -> None:
+    """The stages' reports become the simulator's last one; a GPU's are None."""
+    if reports[0] is None:
+        return
+    from warpspec import sim
+
+    total = reports[0]
+    for report in reports[1:]:
+        total = total + report
+    sim.remember(total)
 
 
 def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
@@ -67,6 +86,14 @@ class Stages:
         from warpspec import sim
 
         self.report = sim.remember(report if self.report is None else self.report + report)
+
+    def sort(self, problem: LayerProblem, topk_ids: torch.Tensor) -> SortedTokens:
+        from warpspec.moe.sort import sort_choices
+
+        experts = problem.experts + problem.shared
+        tokens, _, _, report = sort_choices(topk_ids.contiguous(), experts, shared=problem.shared)
+        self.add(report)
+        return tokens
 
     def quantize(self, x: torch.Tensor, tokens: SortedTokens) -> QuantizedRows:
         from warpspec.moe.quantize_rows import quantize_rows
@@ -155,10 +182,10 @@ def _(*arguments):
 
 
 def check_layer(arguments, memory):
-    """(problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, backend) of the operator's arguments."""
+    """(problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend) of the arguments."""
     x, topk_ids, topk_weights, *rest = arguments
     w13, w2 = (weights(*rest[i : i + WEIGHT_ARGUMENTS]) for i in (0, WEIGHT_ARGUMENTS))
-    intermediate_scale, shared, activation, limit, check, backend = rest[2 * WEIGHT_ARGUMENTS :]
+    intermediate_scale, shared, activation, limit, check, precision, backend = rest[2 * WEIGHT_ARGUMENTS :]
     problem = LayerProblem.check(
         x,
         topk_ids,
@@ -172,7 +199,7 @@ def check_layer(arguments, memory):
         values=check,
         memory=memory,
     )
-    return problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, backend
+    return problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend
 
 
 def with_shared(problem: LayerProblem, topk_ids, topk_weights):
@@ -189,18 +216,20 @@ def with_shared(problem: LayerProblem, topk_ids, topk_weights):
 @torch.library.custom_op("warpspec::moe_ffn", mutates_args=(), schema=LAYER)
 def moe_ffn(*arguments):
     """The result of ``moe_ffn``, [T, H] bf16."""
-    problem, x, topk_ids, topk_weights, w13, w2, middle, backend = check_layer(arguments, memory=True)
-    backend = resolve_moe_backend(backend, problem.device)
+    problem, x, topk_ids, topk_weights, w13, w2, middle, precision, backend = check_layer(
+        arguments, memory=True
+    )
+    backend = resolve_moe_backend(backend, problem.device, precision)
     out = x.new_empty(problem.tokens, problem.hidden)
     if problem.rows == 0:
         return out.zero_()
-    topk_ids, topk_weights = with_shared(problem, topk_ids, topk_weights)
-    tokens = sort_tokens(topk_ids, w13.experts)
     if backend == "reference":
-        return out.copy_(
-            reference.layer(x, tokens, topk_weights, w13, w2, middle, problem.activation, problem.limit)
-        )
+        topk_ids, topk_weights = with_shared(problem, topk_ids, topk_weights)
+        tokens = sort_tokens(topk_ids, w13.experts)
+        options = (problem.activation, problem.limit, "w4a4" if precision == "auto" else precision)
+        return out.copy_(reference.layer(x, tokens, topk_weights, w13, w2, middle, *options))
     steps = Stages()
+    tokens = steps.sort(problem, topk_ids)
     a = steps.quantize(x, tokens)
     h = QuantizedRows.empty(problem.rows, problem.width, w13.experts, x.device, row_scale=False)
     options = dict(epilogue=problem.activation, limit=problem.limit, out_scale=middle.contiguous())
@@ -215,12 +244,14 @@ def _(*arguments):
     return x.new_empty(problem.tokens, problem.hidden)
 
 
-def _backward(name):
+def no_backward(name):
+    """The backward function of a forward-only operator."""
+
     def backward(context, *gradients):
         raise NotImplementedError(f"warpspec.moe.{name}: gradients are not implemented (forward only)")
 
     return backward
 
 
-moe_grouped_swiglu.register_autograd(_backward("grouped_swiglu"))
-moe_ffn.register_autograd(_backward("moe_ffn"))
+moe_grouped_swiglu.register_autograd(no_backward("grouped_swiglu"))
+moe_ffn.register_autograd(no_backward("moe_ffn"))

@@ -16,8 +16,10 @@ from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.activations import activation_named
 from warpspec.moe.operands import INTERLEAVE, PreparedWeights
+from warpspec.moe.streamed import StreamedWeights
 
 ROW_LIMIT = 2**31 - 1  # int32 indices in kernels
+PRECISIONS = ("auto", "w4a16", "w4a4")
 OUT_FORMATS = ("bf16", "nvfp4")
 
 
@@ -144,8 +146,16 @@ def check_rows(name, x, hidden, memory) -> None:
         )
 
 
-def check_weights(name, w: PreparedWeights, device, *, gated) -> None:
-    if not isinstance(w, PreparedWeights):
+def check_precision(precision) -> None:
+    """Raise TypeError or ValueError for what is none of ``PRECISIONS``."""
+    if not isinstance(precision, str):
+        raise TypeError(f"precision: must be a string, got {precision!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+
+
+def check_weights(name, w: PreparedWeights | StreamedWeights, device, *, gated) -> None:
+    if not isinstance(w, (PreparedWeights, StreamedWeights)):
         raise TypeError(f"{name}: must be PreparedWeights, got {type(w).__name__}")
     if w.data.device != device:
         raise ValueError(f"{name}: must be on {device}, got {w.data.device}")

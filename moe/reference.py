@@ -1,29 +1,32 @@
 """The layer by its definition, in FP32 torch on the quantised operands: what every kernel is compared with.
 
-Expert by expert; activations and intermediate results are quantised where the kernels quantise them, and nothing
-else is rounded.
+Expert by expert; activations and intermediate results are rounded where the kernels of a precision round them, to NVFP4
+("w4a4") or to bf16 ("w4a16"), and nothing else is.
 """
 
 from __future__ import annotations
 
 import torch
 
+from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.activations import activate
-from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave
+from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave, pad_columns
 from warpspec.moe.permute import SortedTokens
+from warpspec.moe.streamed import StreamedWeights
 
 
 def grouped_gemm(
-    a: QuantizedRows,
-    w: PreparedWeights,
+    a: QuantizedRows | torch.Tensor,
+    w: PreparedWeights | StreamedWeights,
     offsets: torch.Tensor,
     *,
     activation: str | None,
     limit: float | None,
 ) -> torch.Tensor:
-    """fp32 [R, N], or [R, N/2] of an activation ("swiglu", "swiglu_oai"; None: none). Rows past offsets[-1] are 0."""
-    rows = a.dequantize(offsets)
-    out = torch.zeros(a.rows, w.width, device=rows.device)
+    """fp32 [R, N], or [R, N/2] of an activation ("swiglu", "swiglu_oai"; None: none), of rows that are quantised or fp32
+    [R, K]. Rows past offsets[-1] are 0."""
+    rows = a.dequantize(offsets) if isinstance(a, QuantizedRows) else a
+    out = torch.zeros(a.rows if isinstance(a, QuantizedRows) else len(a), w.width, device=rows.device)
     start = 0
     for e, end in enumerate(offsets.tolist()):
         if end > start:
@@ -38,10 +41,9 @@ def grouped_gemm(
     return out
 
 
-def one_expert(w: PreparedWeights, e: int) -> torch.Tensor:
+def one_expert(w: PreparedWeights | StreamedWeights, e: int) -> torch.Tensor:
     """fp32 [N, K] of expert e. One at a time: a layer's weights in fp32 are many gigabytes."""
-    one = PreparedWeights(w.data[e : e + 1], w.scales[e : e + 1], w.global_scale[e : e + 1], w.n, w.k)
-    return one.dequantize()[0]
+    return w.dequantize(slice(e, e + 1))[0]
 
 
 def unpermute(rows: torch.Tensor, tokens: SortedTokens, weights: torch.Tensor) -> torch.Tensor:
@@ -54,9 +56,31 @@ def unpermute(rows: torch.Tensor, tokens: SortedTokens, weights: torch.Tensor) -
     return total
 
 
-def layer(x, tokens: SortedTokens, weights, w13, w2, intermediate_scale, activation, limit) -> torch.Tensor:
-    """fp32 [T, H] of the whole layer: x [T, H] and what comes between the GEMMs quantised, nothing else rounded."""
-    a = QuantizedRows.from_rows(x[(tokens.source // tokens.choices).long()], tokens.offsets)
-    h = grouped_gemm(a, w13, tokens.offsets, activation=activation, limit=limit)
-    h = QuantizedRows.from_rows(h, tokens.offsets, out_scale=intermediate_scale)
-    return unpermute(grouped_gemm(h, w2, tokens.offsets, activation=None, limit=None), tokens, weights)
+def layer(
+    x, tokens: SortedTokens, weights, w13, w2, intermediate_scale, activation, limit, precision="w4a4"
+) -> torch.Tensor:
+    """fp32 [T, H] of the whole layer: x [T, H] and what comes between the GEMMs rounded as ``precision`` says, nothing
+    else."""
+    rows, offsets = x[(tokens.source // tokens.choices).long()], tokens.offsets
+    holds_scale = isinstance(w2, PreparedWeights)  # whether w2's global scale has the intermediate scale in it
+    if precision == "w4a4":
+        a = QuantizedRows.from_rows(rows, offsets)
+        h = grouped_gemm(a, w13, offsets, activation=activation, limit=limit)
+        h = QuantizedRows.from_rows(h, offsets, out_scale=intermediate_scale)
+        if not holds_scale:
+            h = h.dequantize(offsets)
+            h = h * of_rows(intermediate_scale, offsets, len(h))
+    else:
+        h = grouped_gemm(rows.float(), w13, offsets, activation=activation, limit=limit).bfloat16().float()
+        h = pad_columns(h, BLOCK)
+        if holds_scale:
+            h = h / of_rows(intermediate_scale, offsets, len(h))
+    rows = grouped_gemm(h, w2, offsets, activation=None, limit=None)
+    return unpermute(rows, tokens, weights)
+
+
+def of_rows(per_expert: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """[R, 1] of [E]: every row's expert's. Rows past offsets[-1] have some expert's."""
+    numbers = torch.arange(rows, device=offsets.device)
+    expert = torch.searchsorted(offsets, numbers, right=True).clamp(max=len(offsets) - 1)
+    return per_expert[expert][:, None]

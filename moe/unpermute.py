@@ -5,6 +5,8 @@ The order is fixed and no one else writes the token's result: bitwise repeatable
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -19,11 +21,20 @@ THREADS = 128
 VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
 
 
-class Unpermute:
-    """``Unpermute(choices)(...)`` is the host function of ``unpermute``."""
+@dataclass(frozen=True)
+class UnpermuteConfig:
+    """choices: of a token. shared: the last so many of them have weight 1. dependent: a programmatic dependent launch."""
 
-    def __init__(self, choices: int):
-        self.choices = choices
+    choices: int
+    shared: int = 0
+    dependent: bool = False
+
+
+class Unpermute:
+    """``Unpermute(config)(...)`` is the host function of ``unpermute``."""
+
+    def __init__(self, config: UnpermuteConfig):
+        self.config = config
 
     @cute.jit
     def __call__(
@@ -34,30 +45,35 @@ class Unpermute:
         out: cute.Tensor,
         stream: CUstream,
     ):
-        """rows: [R, H] bf16. position: [T, k]. weights: [T, k] fp32. out: [T, H] bf16."""
+        """rows: [R, H] bf16. position: [T, choices]. weights: [T, choices - shared] fp32. out: [T, H] bf16."""
         tokens, columns = out.shape
         chunks = cute.ceil_div(columns, THREADS * VECTOR)
         self.kernel(rows, position, weights, out).launch(
-            grid=(tokens, chunks, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(tokens, chunks, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.config.dependent
         )
 
     @cute.kernel
     def kernel(self, rows: cute.Tensor, position: cute.Tensor, weights: cute.Tensor, out: cute.Tensor):
+        config = self.config
         thread, _, _ = cute.arch.thread_idx()
         token, chunk, _ = cute.arch.block_idx()
         column = chunk * THREADS + thread  # in units of VECTOR
+        if cutlass.const_expr(config.dependent):
+            cute.arch.griddepcontrol_wait()
         if column * VECTOR < out.shape[1]:
-            taken = [Int32(position[token, choice]) for choice in range(self.choices)]
-            loaded = cute.make_rmem_tensor((VECTOR, self.choices), BFloat16)
-            for choice in cutlass.range_constexpr(self.choices):  # all loads first: they overlap
+            taken = [Int32(position[token, choice]) for choice in range(config.choices)]
+            loaded = cute.make_rmem_tensor((VECTOR, config.choices), BFloat16)
+            for choice in cutlass.range_constexpr(config.choices):  # all loads first: they overlap
                 if taken[choice] >= 0:
                     source = cute.local_tile(rows[taken[choice], None], (VECTOR,), (column,))
                     cute.autovec_copy(source, loaded[None, choice])
             total = cute.make_rmem_tensor(VECTOR, Float32)
             total.fill(0.0)
-            for choice in cutlass.range_constexpr(self.choices):
+            for choice in cutlass.range_constexpr(config.choices):
                 if taken[choice] >= 0:
-                    weight = Float32(weights[token, choice])
+                    weight = Float32(1.0)
+                    if cutlass.const_expr(choice < config.choices - config.shared):
+                        weight = Float32(weights[token, choice])
                     for i in cutlass.range_constexpr(VECTOR):
                         total[i] += weight * loaded[i, choice].to(Float32)
             rounded = cute.make_rmem_tensor(VECTOR, BFloat16)
@@ -66,10 +82,10 @@ class Unpermute:
             cute.autovec_copy(rounded, cute.local_tile(out[token, None], (VECTOR,), (column,)))
 
 
-def _host_and_arguments(choices: int) -> tuple:
+def _host_and_arguments(config: UnpermuteConfig) -> tuple:
     """The host function and its arguments but the stream."""
     return (
-        Unpermute(choices),
+        Unpermute(config),
         fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
         fake_rows(Int32, 2),
         fake_rows(Float32, 2),
@@ -77,7 +93,7 @@ def _host_and_arguments(choices: int) -> tuple:
     )
 
 
-unpermute_kernel = Kernel("moe.unpermute", _host_and_arguments)  # by number of choices
+unpermute_kernel = Kernel("moe.unpermute", _host_and_arguments)  # by UnpermuteConfig
 
 
 def unpermute(
@@ -86,14 +102,16 @@ def unpermute(
     weights: torch.Tensor,
     out: torch.Tensor,
     *,
+    dependent: bool = False,
     target: Target | None = None,
 ):
     """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
 
-    rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous.
-    out: bf16. H a multiple of 8; rows and out contiguous along H, aligned to 16 bytes. On the tensors' device and its
-    current stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target: instead of
-    the tensors' own, another architecture to simulate.
+    rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous;
+    weights of fewer columns: the others' are 1. out: bf16. H a multiple of 8; rows and out contiguous along H, aligned
+    to 16 bytes. dependent: start while the kernel before, which makes rows, ends. On the tensors' device and its current
+    stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target: instead of the
+    tensors' own, another architecture to simulate.
     """
     if out.numel() == 0:
         return None
@@ -102,4 +120,5 @@ def unpermute(
         out.zero_()
         return None
     target = target or target_of(out.device)
-    return unpermute_kernel.run(choices, target, rows.detach(), position, weights.detach(), out)
+    config = UnpermuteConfig(choices, choices - weights.shape[1], dependent)
+    return unpermute_kernel.run(config, target, rows.detach(), position, weights.detach(), out)

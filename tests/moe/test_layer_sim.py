@@ -12,7 +12,7 @@ from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm100
 from warpspec.moe.operands import QuantizedRows, first_atoms
 from warpspec.moe.sm100.config import PAIR, SINGLE
 
-STAGES = ("QuantizeRows", "GroupedGemm", "GroupedGemm", "Unpermute")
+STAGES = ("SortChoices", "QuantizeRows", "GroupedGemm", "GroupedGemm", "Unpermute")
 EXPERTS, HIDDEN, WIDTH = 5, 80, 56  # tails everywhere: K of 80 and 64 (56 padded), N of 112 and 80
 
 

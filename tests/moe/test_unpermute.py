@@ -6,7 +6,7 @@ import torch
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.moe.permute import sort_tokens
-from warpspec.moe.unpermute import unpermute, unpermute_kernel
+from warpspec.moe.unpermute import UnpermuteConfig, unpermute, unpermute_kernel
 
 ARCHS = ("sm_100a", "sm_90a")
 
@@ -90,5 +90,5 @@ def test_rows_apart_and_empty():
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("choices", [4, 9])
 def test_no_spills(arch, choices):
-    for kernel in resources(unpermute_kernel.compiled(choices, arch)).values():
+    for kernel in resources(unpermute_kernel.compiled(UnpermuteConfig(choices), arch)).values():
         assert kernel.local_bytes == 0 and kernel.registers <= 128

@@ -1,0 +1,140 @@
+"""The torch operators for experts laid out for sm_90a, as ``ops`` is for those of sm_100a."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.backend import resolve_backend
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED, target_of
+from warpspec.moe import ops, reference
+from warpspec.moe.permute import sort_tokens
+from warpspec.moe.problem import GroupedProblem, LayerProblem
+from warpspec.moe.streamed import StreamedWeights
+
+WEIGHTS = "Tensor {0}_data, Tensor {0}_global, Tensor? {0}_bias, SymInt {0}_n, SymInt {0}_k, SymInt {0}_block"
+GROUPED = (
+    f"(Tensor a, Tensor offsets, {WEIGHTS.format('w13')}, str activation, float? limit, bool check, str backend) "
+    "-> Tensor"
+)
+LAYER = (
+    f"(Tensor x, Tensor topk_ids, Tensor topk_weights, {WEIGHTS.format('w13')}, {WEIGHTS.format('w2')}, "
+    "Tensor intermediate_scale, SymInt shared, str activation, float? limit, bool check, str precision, "
+    "str backend) -> Tensor"
+)
+WEIGHT_ARGUMENTS = 6
+SIMULATED_ARCH = "sm_90a"
+
+
+def flatten(w: StreamedWeights) -> tuple:
+    """The operators' arguments for weights."""
+    return w.data, w.global_scale, w.bias, w.n, w.k, w.block
+
+
+def weights(data, global_scale, bias, n, k, block) -> StreamedWeights:
+    """The weights that ``flatten`` made arguments of."""
+    return StreamedWeights(data, global_scale, n, k, block, bias)
+
+
+def resolve(backend: str, device: torch.device, precision: str) -> str:
+    """The backend that runs experts laid out for sm_90a. Raises ValueError for "sm100", UnsupportedProblem for a
+    precision that the backend does not have."""
+    backend = resolve_backend(backend, device)
+    if backend == "sm100":
+        raise ValueError("experts: laid out for 'sm90', backend 'sm100' takes experts.for_backend('sm100')")
+    if precision == "w4a4" and backend != "reference":
+        raise UnsupportedProblem(
+            f"precision: 'w4a4' of experts laid out for 'sm90' runs on backend 'reference' alone, got {backend!r}"
+        )
+    return backend
+
+
+def target_for(backend: str, device: torch.device):
+    return SIMULATED[SIMULATED_ARCH] if backend == "sim" else target_of(device)
+
+
+def check_layer(arguments, memory):
+    """(problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend) of the arguments."""
+    x, topk_ids, topk_weights, *rest = arguments
+    w13, w2 = (weights(*rest[i : i + WEIGHT_ARGUMENTS]) for i in (0, WEIGHT_ARGUMENTS))
+    intermediate_scale, shared, activation, limit, check, precision, backend = rest[2 * WEIGHT_ARGUMENTS :]
+    problem = LayerProblem.check(
+        *(x, topk_ids, topk_weights, w13, w2, intermediate_scale),
+        shared=shared,
+        activation=activation,
+        limit=limit,
+        values=check,
+        memory=memory,
+    )
+    return problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend
+
+
+@torch.library.custom_op("warpspec::moe_ffn_streamed", mutates_args=(), schema=LAYER)
+def moe_ffn(*arguments):
+    """The result of ``moe_ffn``, [T, H] bf16."""
+    problem, x, ids, topk_weights, w13, w2, middle, precision, backend = check_layer(arguments, memory=True)
+    backend = resolve(backend, problem.device, precision)
+    out = x.new_empty(problem.tokens, problem.hidden)
+    if problem.rows == 0:
+        return out.zero_()
+    if backend == "reference":
+        ids, topk_weights = ops.with_shared(problem, ids, topk_weights)
+        tokens = sort_tokens(ids, w13.experts)
+        options = (problem.activation, problem.limit, precision)
+        return out.copy_(reference.layer(x, tokens, topk_weights, w13, w2, middle, *options))
+    from warpspec.moe.sm90.layer import run_layer
+
+    target = target_for(backend, problem.device)
+    ops.remember(run_layer(problem, x, ids, topk_weights, w13, w2, out, target=target))
+    return out
+
+
+@moe_ffn.register_fake
+def _(*arguments):
+    problem, x, *_ = check_layer(arguments, memory=False)
+    return x.new_empty(problem.tokens, problem.hidden)
+
+
+def check_grouped(arguments, memory):
+    """(problem, a, offsets, w13, backend) of the operator's arguments."""
+    a, offsets, *rest = arguments
+    w13 = weights(*rest[:WEIGHT_ARGUMENTS])
+    activation, limit, check, backend = rest[WEIGHT_ARGUMENTS:]
+    problem = GroupedProblem.check(
+        *(a, offsets, w13),
+        activation=activation,
+        limit=limit,
+        out_format="bf16",
+        out_scale=None,
+        values=check or offsets.device.type == "cpu",
+        memory=memory,
+    )
+    return problem, a, offsets, w13, backend
+
+
+@torch.library.custom_op("warpspec::moe_grouped_swiglu_streamed", mutates_args=(), schema=GROUPED)
+def grouped_swiglu(*arguments):
+    """The result of ``grouped_swiglu``, [R, I] bf16."""
+    problem, a, offsets, w13, backend = check_grouped(arguments, memory=True)
+    backend = resolve(backend, problem.device, "w4a16")
+    out = a.new_empty(problem.rows, problem.width)
+    if problem.rows == 0:
+        return out
+    tokens = ops.sorted_rows(problem.rows, offsets)
+    if backend == "reference":
+        options = dict(activation=problem.activation, limit=problem.limit)
+        return out.copy_(reference.grouped_gemm(a.float(), w13, tokens.offsets, **options))
+    from warpspec.moe.sm90.layer import run_grouped
+
+    ops.remember(run_grouped(problem, a, tokens, w13, out, target=target_for(backend, problem.device)))
+    return out
+
+
+@grouped_swiglu.register_fake
+def _(*arguments):
+    problem, a, *_ = check_grouped(arguments, memory=False)
+    return a.new_empty(problem.rows, problem.width)
+
+
+moe_ffn.register_autograd(ops.no_backward("moe_ffn"))
+grouped_swiglu.register_autograd(ops.no_backward("grouped_swiglu"))
