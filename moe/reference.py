@@ -62,7 +62,9 @@ def layer(
     """fp32 [T, H] of the whole layer: x [T, H] and what comes between the GEMMs rounded as ``precision`` says, nothing
     else."""
     rows, offsets = x[(tokens.source // tokens.choices).long()], tokens.offsets
-    holds_scale = isinstance(w2, PreparedWeights)  # whether w2's global scale has the intermediate scale in it
+    holds_scale = isinstance(
+        w2, PreparedWeights
+    )  # whether w2's global scale has the intermediate scale in it
     if precision == "w4a4":
         a = QuantizedRows.from_rows(rows, offsets)
         h = grouped_gemm(a, w13, offsets, activation=activation, limit=limit)

@@ -275,20 +275,20 @@ def unpack_scales(data: torch.Tensor, chunks: int, block: int) -> torch.Tensor:
 
 def scale_codes(scale: torch.Tensor) -> torch.Tensor:
     """Scale bytes of e4m3 scales (as uint8). Scales of 0 become 1: their codes are 0."""
-    every = torch.arange(256, dtype=torch.uint8, device=scale.device)
+    every = torch.arange(256, dtype=torch.uint8)
     value = every.view(torch.float8_e4m3fn).float().abs()
     mantissa, exponent = torch.frexp(value)  # value = mantissa 2**exponent, mantissa in [1/2, 1)
     fraction = ((mantissa * 2 - 1) * (1 << SCALE_MANTISSA_BITS)).int()
     code = (exponent - 1 + SCALE_BIAS) << SCALE_MANTISSA_BITS | fraction
     code = torch.where(value == 0, SCALE_BIAS << SCALE_MANTISSA_BITS, code)
     code = torch.where(value.isnan(), SCALE_NAN, code).to(torch.uint8)
-    return code[scale.int()]
+    return code.to(scale.device)[scale.int()]
 
 
 def scale_values(code: torch.Tensor) -> torch.Tensor:
     """fp32 values of scale bytes."""
-    every = torch.arange(256, device=code.device)
+    every = torch.arange(256)
     fraction = 1 + (every & 7).float() / (1 << SCALE_MANTISSA_BITS)
     value = fraction * torch.exp2((every >> SCALE_MANTISSA_BITS).float() - SCALE_BIAS)
     value[SCALE_NAN] = torch.nan
-    return value[code.int()]
+    return value.to(code.device)[code.int()]

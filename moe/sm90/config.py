@@ -149,5 +149,7 @@ class StreamConfig:
                 "consumers",
                 "the stage's weights and tokens are here",
             ),
-            Barrier("empty", stages, self.consumers * WARPS, "consumers, a warp", "load warps", "it has been read"),
+            Barrier(
+                "empty", stages, self.consumers * WARPS, "consumers, a warp", "load warps", "it has been read"
+            ),
         )

@@ -106,7 +106,9 @@ def stage_of(config, shared, group, use) -> cute.Pointer:
 def scales_of(config, shared, group, thread, use) -> Uint32:
     """The scales of the thread's rows, both chunks."""
     word = thread if config.block == BLOCK else thread // (config.block // BLOCK)
-    base = cute.recast_ptr(stage_of(config, shared, group, use).align(VECTOR_WORDS * WORD_BYTES), dtype=Uint32)
+    base = cute.recast_ptr(
+        stage_of(config, shared, group, use).align(VECTOR_WORDS * WORD_BYTES), dtype=Uint32
+    )
     return cute.make_tensor(base, cute.make_layout(config.scale_bytes // WORD_BYTES))[word]
 
 
@@ -114,7 +116,9 @@ def words_of(config, shared, group, thread, use, chunk: int) -> cute.Tensor:
     """(VECTOR_WORDS): the thread's codes of a chunk, in registers."""
     base = stage_of(config, shared, group, use) + config.scale_bytes + chunk * CHUNK_BYTES
     base = cute.recast_ptr(base.align(VECTOR_WORDS * WORD_BYTES), dtype=Uint32)
-    vectors = cute.make_tensor(base, cute.make_layout((VECTOR_WORDS, CHUNK_BYTES // WORD_BYTES // VECTOR_WORDS)))
+    vectors = cute.make_tensor(
+        base, cute.make_layout((VECTOR_WORDS, CHUNK_BYTES // WORD_BYTES // VECTOR_WORDS))
+    )
     words = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
     cute.autovec_copy(vectors[None, thread], words)
     return words

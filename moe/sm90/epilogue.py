@@ -79,9 +79,7 @@ def store(config: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor
                     i = (block * THREAD_ROWS + r) * PAIR + j
                     values[j, r] = cute.math.fma(sums[i], terms.scales[r], terms.biases[r])
             if cutlass.const_expr(config.gated):
-                results = [
-                    (gated(config, values[j, 0], values[j, 1], ops.limit)) for j in range(PAIR)
-                ]
+                results = [(gated(config, values[j, 0], values[j, 1], ops.limit)) for j in range(PAIR)]
                 # 8 features of a warp: its rows without those of up
                 feature = row // WARP_ROWS * ROW_DISTANCE + row % ROW_DISTANCE
                 store_pair(config, ops, tile, feature, token, odd, results)

@@ -62,9 +62,7 @@ def arrive(channels, use) -> None:
 
 
 @cute.jit
-def load_weights(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, tile, step, use
-):
+def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, tile, step, use):
     """A step of every row group's weights; the last step may have one chunk."""
     full = channels["full"]
     whole = Int32(config.weight_bytes)

@@ -9,7 +9,7 @@ from moe_cases import make_experts
 from warpspec.moe import intermediate_scale_of, reference
 from warpspec.moe.activations import activate, bound
 from warpspec.moe.operands import QuantizedRows
-from warpspec.moe.sm100.activation import gated
+from warpspec.moe.gate import gated
 
 ONE = torch.ones(1)
 

@@ -52,7 +52,18 @@ def test_schemas_and_fake_implementations_are_right():
     weights = (*ops.flatten(LAYER.w13), *ops.flatten(LAYER.w2))
     torch.library.opcheck(
         torch.ops.warpspec.moe_ffn,
-        (x, *route(logits, 2), *weights, LAYER.intermediate_scale, 1, "swiglu", None, False, "auto", "reference"),
+        (
+            x,
+            *route(logits, 2),
+            *weights,
+            LAYER.intermediate_scale,
+            1,
+            "swiglu",
+            None,
+            False,
+            "auto",
+            "reference",
+        ),
         test_utils=checks,
     )
     offsets = torch.tensor([1, 1, 4, 5], dtype=torch.int32)

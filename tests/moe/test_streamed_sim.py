@@ -1,0 +1,109 @@
+"""The layer on the compiled sm_90a kernels, in the simulator, against the FP32 reference of w4a16."""
+
+import pytest
+import torch
+from moe_cases import GEMM_TOLERANCE, make_experts, randn, relative_error
+
+from warpspec import sim
+from warpspec.common.launch import SIMULATED
+from warpspec.common.nvfp4 import from_mxfp4
+from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm90, streamed
+from warpspec.moe.sm90.config import Shape, StreamConfig
+
+STAGES = ("SortChoices", "StreamedGemm", "StreamedGemm", "Unpermute")
+EXPERTS, HIDDEN, WIDTH = (
+    5,
+    208,
+    56,
+)  # tails everywhere: K of 208 (4 chunks, padded) and 56 (1), N of 112 and 208
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return make_experts(EXPERTS + 1, HIDDEN, WIDTH, biases=True, shared=1)[0].for_backend("sm90")
+
+
+def case(tokens, k, seed=0):
+    return randn(tokens, HIDDEN, seed=seed + 7).bfloat16(), *route(
+        2 * randn(tokens, EXPERTS, seed=seed + 50), k
+    )
+
+
+def run(layer, x, ids, weights, backend="sim", activation="swiglu_oai", limit=1.0):
+    return moe_ffn(x, layer, ids, weights, activation=activation, limit=limit, backend=backend)
+
+
+def check(layer, *arguments, **options):
+    got = run(layer, *arguments, **options)
+    expected = run(layer, *arguments, backend="reference", **options).float()
+    assert torch.equal(got.isnan(), expected.isnan())
+    clean = ~expected.isnan().any(1)
+    assert relative_error(got[clean], expected[clean]) < 1.3 * GEMM_TOLERANCE  # both are rounded
+    return got
+
+
+@pytest.mark.usefixtures("check_order")
+def test_the_layer(layer):
+    """None, twice the same, out of range; an expert of several tiles, one without rows; a shared expert."""
+    x, ids, weights = case(12, 3)
+    ids[0], ids[1, 1:], ids[2, 2], ids[3, 0] = -1, ids[1, 0], -1, EXPERTS
+    ids[:, 1] = torch.where(ids[:, 1] == 4, 0, ids[:, 1])
+    ids[3:, 0] = 2
+    check(layer, x, ids, weights)
+    launches = sim.last_report().launches
+    assert len(launches) == len(STAGES)
+    for launch, stage in zip(launches, STAGES, strict=True):
+        assert stage in launch.kernel and launch.local_bytes == 0
+
+
+def test_no_token_depends_on_others(layer):
+    x, ids, weights = case(9, 2)
+    together = run(layer, x, ids, weights)
+    for poison in (torch.nan, torch.inf):
+        x[4, 17] = poison
+        got = run(layer, x, ids, weights)
+        other = torch.arange(9) != 4
+        assert got[4].isnan().all() and torch.equal(got[other], together[other])
+    for t in (0, 8):
+        alone = run(layer, x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+        assert torch.equal(alone[0], together[t])
+    none = torch.full_like(ids[:0], -1)
+    assert run(layer, x[:0], none, weights[:0]).shape == (0, HIDDEN)
+
+
+def test_grouped_swiglu(layer):
+    offsets = torch.tensor([3, 3, 20, 21, 30, 30], dtype=torch.int32)
+    a = randn(33, HIDDEN).bfloat16()
+    got, expected = (
+        grouped_swiglu(a, layer.w13, offsets, limit=2.0, backend=b) for b in ("sim", "reference")
+    )
+    assert relative_error(got[:30], expected[:30].float()) < GEMM_TOLERANCE
+
+
+def mxfp4(rows, k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (3, rows, k // 2), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(118, 126, (3, rows, k // 32), dtype=torch.uint8, generator=generator)
+    return from_mxfp4(data, scale)
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 16, 5, 2), Shape(4, 64, 3, 1, 4)], ids=str)
+@pytest.mark.usefixtures("check_order")
+def test_tiles_of_several_consumers(shape):
+    """MXFP4 weights of three row tiles, so that the last CTA tile has consumers without rows; K of three chunks."""
+    w = (
+        NVFP4Experts.quantize(mxfp4(192, 160, 0), mxfp4(192, 160, 1), mxfp4(160, 192, 2))
+        .for_backend("sm90")
+        .w2
+    )
+    assert w.block == 32 and w.row_tiles == 3 and streamed.chunks_of(w.k) == 3
+    h = randn(20, w.k).bfloat16()
+    work = torch.tensor([[2, 0, 0, 0], [0, 0, 9, 0], [2, 9, 11, 0], [-1, -1, -1, -1]], dtype=torch.int32)
+    out = torch.full((20, w.n), torch.nan, dtype=torch.bfloat16)
+    config = StreamConfig(shape=shape, block=32, early=True)
+    sm90.grouped_gemm(
+        config, streamed.reorder(h), None, w, work, out, ctas=3, target=SIMULATED["sm_90a"], seed=1
+    )
+    matrices = w.dequantize()
+    expected = torch.cat([h[:9].float() @ matrices[0].T, h[9:].float() @ matrices[2].T])
+    assert relative_error(out, expected) < GEMM_TOLERANCE
