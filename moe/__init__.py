@@ -123,7 +123,8 @@ def moe_ffn(
         topk_ids: [T, k] int32 within 0..E-1, or -1 for none; an expert may occur twice. `route` makes them.
         topk_weights: [T, k] fp32.
         limit, activation, backend: as in `grouped_swiglu`.
-        precision: of the activations. "w4a4": NVFP4, with one global scale a token and, between the GEMMs, one an expert
+        precision: of the activations. "w4a4": NVFP4, with one global scale a token and, between the GEMMs, one an
+        expert
             (sm_100a's kernels). "w4a16": bf16 (sm_90a's). "auto": that of the experts' layout. "reference" has both.
         check: raise ValueError for ids out of range, which on CUDA makes the host wait. Unchecked, they count as -1.
 

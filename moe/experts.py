@@ -65,10 +65,12 @@ class NVFP4Experts:
         )
 
     def for_backend(self, backend: str = "auto") -> NVFP4Experts:
-        """The experts laid out for "sm100" or "sm90"; "auto": for the device they are on, "sm90" on Hopper, else "sm100".
+        """The experts laid out for "sm100" or "sm90"; "auto": for the device they are on, "sm90" on Hopper, else
+        "sm100".
 
         The same numbers: nothing is rounded. For "sm90" weights whose scales are powers of two, the same for every two
-        blocks (MXFP4's), keep one scale to 32 values. Raises ValueError for another backend, and from "sm90" to "sm100".
+        blocks (MXFP4's), keep one scale to 32 values. Raises ValueError for another backend, and from "sm90" to
+        "sm100".
         """
         if backend == "auto":
             backend = "sm100"

@@ -23,8 +23,8 @@ def grouped_gemm(
     activation: str | None,
     limit: float | None,
 ) -> torch.Tensor:
-    """fp32 [R, N], or [R, N/2] of an activation ("swiglu", "swiglu_oai"; None: none), of rows that are quantised or fp32
-    [R, K]. Rows past offsets[-1] are 0."""
+    """fp32 [R, N], or [R, N/2] of an activation ("swiglu", "swiglu_oai"; None: none), of rows that are quantised or
+    fp32 [R, K]. Rows past offsets[-1] are 0."""
     rows = a.dequantize(offsets) if isinstance(a, QuantizedRows) else a
     out = torch.zeros(a.rows if isinstance(a, QuantizedRows) else len(a), w.width, device=rows.device)
     start = 0

@@ -2,14 +2,15 @@
 
 The product is D [feature, token] = W [feature, K] X [token, K]^T, weights in registers. A row tile has 64 features, one
 warpgroup's; a chunk has 64 of K. In a chunk, thread q of a quad has the 16 values 16 q to 16 q + 15 of each of its two
-rows, so that a row's values share one scale; activations lie in the same order (``column_order``). A step is two chunks:
+rows, so that a row's values share one scale; activations lie in the same order (``column_order``). A step is two
+chunks:
 
     scales (512 bytes; 256 where 32 values share one), codes of the first chunk (2048), of the second (2048)
 
 and a row tile is its steps one behind another, without the second chunk of the last where K has none. A scale is a byte
-of 5 bits of exponent and 3 of mantissa: (1 + m / 8) 2**(e - SCALE_BIAS), NaN where e is 31; e4m3's subnormal numbers are
-normal ones. A block whose scale is 0 has codes 0. Shifted by 4 below the ones of SCALE_ONES it is a bf16 number; codes
-moved to bits 6 to 8 are bf16 numbers, too; their product is exact, and CODE_POWER powers of two too small.
+of 5 bits of exponent and 3 of mantissa: (1 + m / 8) 2**(e - SCALE_BIAS), NaN where e is 31; e4m3's subnormal numbers
+are normal ones. A block whose scale is 0 has codes 0. Shifted by 4 below the ones of SCALE_ONES it is a bf16 number;
+codes moved to bits 6 to 8 are bf16 numbers, too; their product is exact, and CODE_POWER powers of two too small.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a
 CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
 PAIR_ROWS = 2 * WARPGROUP_ROWS  # w13's rows are padded to it: then its results fill chunks of the next K
 
-# Where a pair of codes stands in each half of a word: bit of the magnitude, bit of the sign. The decoder's shifts follow.
+# Where a pair of codes stands in each half of a word: bit of the magnitude, bit of the sign. The decoder's shifts
+# follow.
 MAGNITUDE_BITS = (6, 3, 0, 9)
 SIGN_BITS = (15, 12, 14, 13)
 HALF_BITS = 16
@@ -196,7 +198,8 @@ def pairs_alike(scale: torch.Tensor) -> bool:
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, block: int, multiple: int) -> torch.Tensor:
-    """uint8 [row tiles, bytes] of one expert: codes uint8 [N, K], scale (e4m3 as uint8) [N, K/16]. multiple: of rows."""
+    """uint8 [row tiles, bytes] of one expert: codes uint8 [N, K], scale (e4m3 as uint8) [N, K/16]. multiple: of rows.
+    """
     n, k = codes.shape
     chunks, tiles = chunks_of(k), -(-n // multiple) * (multiple // WARPGROUP_ROWS)
     value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(BLOCK, 1)

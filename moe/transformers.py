@@ -90,7 +90,7 @@ def attached(module: torch.nn.Module) -> Attached:
     state = tuple((p.data_ptr(), p._version, p.device) for p in module.parameters())
     if own is None or own.state != state:
         activation, limit = activation_of(module)
-        own = Attached(experts_of(module, activation, limit), activation, limit, state)
+        own = Attached(experts_of(module, activation, limit).for_backend(), activation, limit, state)
         setattr(module, ATTACHED, own)
     return own
 

@@ -23,7 +23,8 @@ VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
 
 @dataclass(frozen=True)
 class UnpermuteConfig:
-    """choices: of a token. shared: the last so many of them have weight 1. dependent: a programmatic dependent launch."""
+    """choices: of a token. shared: the last so many of them have weight 1. dependent: a programmatic dependent launch.
+    """
 
     choices: int
     shared: int = 0
@@ -109,9 +110,9 @@ def unpermute(
 
     rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous;
     weights of fewer columns: the others' are 1. out: bf16. H a multiple of 8; rows and out contiguous along H, aligned
-    to 16 bytes. dependent: start while the kernel before, which makes rows, ends. On the tensors' device and its current
-    stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target: instead of the
-    tensors' own, another architecture to simulate.
+    to 16 bytes. dependent: start while the kernel before, which makes rows, ends. On the tensors' device and its
+    current stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target: instead of
+    the tensors' own, another architecture to simulate.
     """
     if out.numel() == 0:
         return None

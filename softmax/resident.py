@@ -22,6 +22,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.pipeline import Barrier, init_barriers
+from warpspec.common.tma import bulk_load
 from warpspec.softmax.online import absorb, exponential, scale, state_of
 from warpspec.softmax.reduction import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_slots, warp_join
 from warpspec.softmax.vectors import (
@@ -29,7 +30,6 @@ from warpspec.softmax.vectors import (
     WORDS,
     RowSpan,
     blank,
-    bulk_load,
     edge_in_group,
     load_edge,
     read_shared,

@@ -15,13 +15,13 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.tma import bulk_load
 from warpspec.softmax.online import absorb, exponential, scale, state_of
 from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_row
 from warpspec.softmax.vectors import (
     PLAIN,
     WORDS,
     blank,
-    bulk_load,
     edge_in_group,
     load_edge,
     read_shared,

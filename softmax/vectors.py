@@ -215,18 +215,3 @@ def blank(words: cute.Tensor, present, dtype: str) -> None:
     fill = Int32(cutlass.Uint32(MINUS_INFINITY[dtype]))
     for i in range(WORDS):
         words[i] = Int32(cutlass.select_(Boolean(present), words[i], fill))
-
-
-def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, policy: str = "normal") -> None:
-    """Copy ``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; both are multiples of
-    16.
-
-    policy: how L2 shall treat them: "first" or "last" to be evicted, or "normal".
-    """
-    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    operands = "[{$r0}], [{$r1}], {$r2}, [{$r3}]"
-    code = f"{copy} {operands};"
-    if policy != "normal":
-        create = f"createpolicy.fractional.L2::evict_{policy}.b64 policy, 1.0;"
-        code = f"{{ .reg .b64 policy; {create} {copy}.L2::cache_hint {operands}, policy; }}"
-    cute.arch.inline_ptx(code, read_only_args=[target.toint(), address, size, mbarrier.toint()])

@@ -49,7 +49,8 @@ class ModelOptExperts(ModelOptNvFp4FusedMoE):
         )
         down = NVFP4Tensor(layer.w2_weight.data, layer.w2_weight_scale.data, layer.w2_weight_scale_2.float())
         scale = layer.w2_input_scale.float()
-        layer.warpspec_experts = NVFP4Experts.quantize(gate, up, down, intermediate_scale=scale)
+        experts = NVFP4Experts.quantize(gate, up, down, intermediate_scale=scale)
+        layer.warpspec_experts = experts.for_backend()
         for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):  # laid out anew: kept once
             for matrix in ("w13", "w2"):
                 delattr(layer, f"{matrix}_{name}")

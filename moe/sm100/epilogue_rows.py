@@ -10,8 +10,8 @@ from warpspec.common import tmem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
 from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
-from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.gate import gated
+from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment

@@ -16,8 +16,8 @@ from warpspec.common import tmem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
-from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.gate import gated
+from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
 

@@ -12,7 +12,6 @@ from warpspec.common.hardware import (
     SMEM_RESERVED_PER_CTA,
     VECTOR_BYTES,
     WARP_THREADS,
-    WARPGROUP_ROWS,
     WARPGROUP_THREADS,
 )
 from warpspec.common.nvfp4 import BLOCK, MX_BLOCK

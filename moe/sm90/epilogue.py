@@ -1,7 +1,7 @@
 """From sums to results: global scales, biases, activation, and pairs of neighbouring features stored as one word.
 
-A thread has rows g and g + 8 of its warp's 16 features and tokens 2 q and 2 q + 1 of every 8. Gate and up alternate by 8
-rows: they are its two rows.
+A thread has rows g and g + 8 of its warp's 16 features and tokens 2 q and 2 q + 1 of every 8. Gate and up alternate by
+8 rows: they are its two rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts while the one before ends."""
+"""The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts while the one before ends.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def run_layer(
     target: Target,
     shape: Shape | None = None,
 ) -> list:
-    """out [T, H] of a checked problem with rows, four launches on the current stream. Returns the simulator's reports, or
-    Nones. shape: instead of the chosen tiles."""
+    """out [T, H] of a checked problem with rows, four launches on the current stream. Returns the simulator's reports,
+    or Nones. shape: instead of the chosen tiles."""
     if x.shape[0] == 1:
         x = x[0][None]  # a stride that means nothing need not be even
     rows, experts = problem.rows, w13.experts
@@ -83,7 +84,8 @@ def run_grouped(
 
 
 def list_work(offsets: torch.Tensor, most: int, rows: int) -> torch.Tensor:
-    """The list of work of running ends, in torch operations: int32 [entries + 1, 4], as ``sort.sort_choices`` has it."""
+    """The list of work of running ends, in torch operations: int32 [entries + 1, 4], as ``sort.sort_choices`` has it.
+    """
     from warpspec.moe.sort import WORK_COLUMNS, entries_bound
 
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
 
 from warpspec.common import tma
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.moe.sm90.config import ELEMENT_BYTES, PASS_ROWS, ROW_VECTORS
 from warpspec.moe.sm90.tiles import has_rows, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS

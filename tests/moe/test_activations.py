@@ -8,8 +8,8 @@ from moe_cases import make_experts
 
 from warpspec.moe import intermediate_scale_of, reference
 from warpspec.moe.activations import activate, bound
-from warpspec.moe.operands import QuantizedRows
 from warpspec.moe.gate import gated
+from warpspec.moe.operands import QuantizedRows
 
 ONE = torch.ones(1)
 
