@@ -198,7 +198,7 @@ def pairs_alike(scale: torch.Tensor) -> bool:
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, block: int, multiple: int) -> torch.Tensor:
-    """uint8 [row tiles, bytes] of one expert: codes uint8 [N, K], scale (e4m3 as uint8) [N, K/16]. multiple: of rows."""
+    """uint8 [tile, bytes] of one expert: codes uint8 [N, K], scale (e4m3 as uint8) [N, K/16]. multiple: of rows."""
     n, k = codes.shape
     chunks, tiles = chunks_of(k), -(-n // multiple) * (multiple // WARPGROUP_ROWS)
     value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(BLOCK, 1)

@@ -23,7 +23,7 @@ VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
 
 @dataclass(frozen=True)
 class UnpermuteConfig:
-    """choices: of a token. shared: the last so many of them have weight 1. dependent: a programmatic dependent launch."""
+    """choices: of a token. shared: the last so many of them weigh 1. dependent: a programmatic dependent launch."""
 
     choices: int
     shared: int = 0

@@ -1,4 +1,4 @@
-"""The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts while the one before ends."""
+"""The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts as the one before ends."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run_grouped(
 
 
 def list_work(offsets: torch.Tensor, most: int, rows: int) -> torch.Tensor:
-    """The list of work of running ends, in torch operations: int32 [entries + 1, 4], as ``sort.sort_choices`` has it."""
+    """The list of work of running ends, in torch operations: int32 [entries + 1, 4], as of ``sort.sort_choices``."""
     from warpspec.moe.sort import WORK_COLUMNS, entries_bound
 
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
