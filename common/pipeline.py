@@ -68,11 +68,12 @@ class Channel:
     def arrive_in(self, rank, use, *, has_read=False):
         """``arrive`` on the same barrier of the cluster's CTA ``rank``.
 
-        has_read: what the thread hands back has been read by it, not written, so nothing is released: a release to the
-        cluster waits for every store of the thread (a MEMBAR of the GPU).
+        has_read: what the thread hands back has been read by it, not written. That is released at CTA scope, as
+        CUTLASS does for a CTA of the cluster, too: a release to the cluster waits for every store of the thread (a
+        MEMBAR of the GPU), a relaxed arrival would order no read before what overwrites it.
         """
-        scope = nvvm.MemScopeKind.CLUSTER
-        cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=scope, relaxed=has_read)
+        scope = nvvm.MemScopeKind.CTA if has_read else nvvm.MemScopeKind.CLUSTER
+        cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=scope)
 
     def arrive_warp(self, use, rank=None):
         """The warp arrives once, when all its lanes are here; on CTA ``rank``'s barrier where given."""

@@ -103,6 +103,7 @@ def add(
                 for i in cutlass.range_constexpr(0, words, 2):
                     key = (box * vectors + place) * words + i
                     add_pair(scores, key, (part[i], part[i + 1]), scale_log2)
+        cute.arch.fence_view_async_shared()  # the reads come before what the copy engine writes there next
         channels["bias_empty"].arrive(step)
     else:
         last = cute.size(bias) - 1

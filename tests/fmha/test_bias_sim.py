@@ -110,6 +110,7 @@ def test_nan_at_keys_that_only_the_bias_hides(seq_k):
     assert o[0, 5, 0].isnan().all() and int(o.isnan().any(dim=-1).sum()) == 1
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize("seq_k", [264, pytest.param(261, marks=pytest.mark.long)])
 def test_nan_bias_at_keys_that_are_hidden_anyway(seq_k):
     """Past the KV length and after the row's position."""

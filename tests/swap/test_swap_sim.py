@@ -80,6 +80,7 @@ def test_hidden_nan_stays_in_its_core():
         )
 
 
+@pytest.mark.usefixtures("check_order")
 def test_one_core_and_equal_scores():
     """One row; bank scores that are all the same take bank 0, an open gate everywhere."""
     x, state, w = small(1, cores=1, d_ff=8)
