@@ -267,13 +267,16 @@ def prepare_nano_vllm(attention: str) -> None:
         from shared import flash_attn4_names
 
         engine.register(flash_attn4_names)
-    from nanovllm.engine import model_runner
+    from nanovllm.engine import model_runner, sequence
     from nanovllm.layers.rotary_embedding import get_rope
     from nanovllm.models import qwen3
 
     model_runner.load_model = seeded_weights
     # Each rank looks for a free port by itself, and finds another one once rank 0 listens.
     model_runner.find_available_port = lambda: PORT
+    # What rank 0 sends to the others lacks these fields, which all of them read.
+    for name, value in (("cfg_scale", 1.0), ("paired_seq", None), ("logits_processor", None)):
+        setattr(sequence.Sequence, name, value)
     # transformers 5 gives plain rotary embeddings a dictionary as well, which nano-vllm takes for scaled ones.
     qwen3.get_rope = lambda *sizes, rope_scaling, **named: get_rope(*sizes, **named)
 
