@@ -3,7 +3,8 @@
     python scripts/bench_latent.py [--only insert compress ...]
 
 One line a shape: microseconds, and what is reached of memory's or the tensor cores' speed. Inputs rotate through more
-memory than L2 holds.
+memory than L2 holds. FlashMLA and DeepGEMM take turns with ours where WARPSPEC_LATENT_PEERS names a folder that
+``scripts/latent_peers/build.sh`` has filled; what they compute is compared with ours, without the rotation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from shared.gpu_bench import graph_time, header, rotation, table
+from shared.gpu_bench import graph_time, graph_times, header, rotation, table
+from shared.latent_peers import deep_gemm_scores, flash_mla_decode, flash_mla_prefill
 
 from warpspec.cache import (
     DEEPSEEK_V4_FLASH,
@@ -133,29 +135,40 @@ def bench_gathered() -> str:
                 KeySet(pool, torch.randint(0, pool.capacity, (shape[0], k), dtype=torch.int32, device="cuda"))
                 for pool, k in zip(pools, slots, strict=True)
             ]
-            return (
-                random_bf16(*shape, 512),
-                sets,
-                torch.empty(*shape, 512, dtype=torch.bfloat16, device="cuda"),
-            )
+            out = torch.empty(*shape, 512, dtype=torch.bfloat16, device="cuda")
+            # FlashMLA's prefill takes one set: all slots in the larger pool.
+            return random_bf16(*shape, 512), sets, out, torch.cat([each.slots for each in sets], 1)
 
-        def call(q, sets, out, sink=sink, rotate_back=(cos_sin, positions)):
+        def call(q, sets, out, _, sink=sink, rotate_back=(cos_sin, positions)):
             gathered_attention(q, sets, sink=sink, rotate_back=rotate_back, out=out)
 
-        operations = 4 * 512 * heads * queries * keys
+        candidates = {"ours": call}
         inputs = [make(i) for i in range(4 if queries < 1000 else 2)]
-        microseconds = graph_time(call, inputs, calls=8, replays=20 if queries < 1000 else 5)
-        rows.append(
-            (
-                queries,
-                heads,
-                "+".join(map(str, slots)),
-                format,
-                microseconds,
-                operations / microseconds * 1e-6,
+        error = None
+        if format == "v4-fp8" and (decode := flash_mla_decode(queries, heads, slots)):
+            candidates["FlashMLA"] = lambda q, sets, out, _, decode=decode, sink=sink: decode(
+                q, sets, sink, out
             )
-        )
-    return table(("queries", "heads", "keys", "rows", "us", "TFLOP/s"), rows)
+        if format == "bf16" and (prefill := flash_mla_prefill(queries, heads)):
+            whole = pools[1].data.view(torch.bfloat16).view(-1, 512)
+
+            def call_peer(q, sets, out, joined, prefill=prefill, sink=sink, whole=whole):
+                prefill(q, whole, joined, sink, out)
+
+            candidates["FlashMLA"] = call_peer
+        if "FlashMLA" in candidates:
+            q, sets, out, joined = inputs[0]
+            candidates["FlashMLA"](*inputs[0])
+            same = sets if format == "v4-fp8" else [KeySet(pools[1], joined)]
+            wanted = gathered_attention(q, same, sink=sink).float()
+            error = ((out.float() - wanted).norm() / wanted.norm()).item()
+        operations = 4 * 512 * heads * queries * keys
+        times = graph_times(candidates, inputs)
+        rates = [operations / times[name] * 1e-6 if name in times else None for name in ("ours", "FlashMLA")]
+        row = (queries, heads, "+".join(map(str, slots)), format, times["ours"], rates[0])
+        rows.append((*row, times.get("FlashMLA"), rates[1], None if error is None else f"{error:.0e}"))
+    columns = ("queries", "heads", "keys", "rows", "us", "TFLOP/s", "FlashMLA us", "TFLOP/s", "apart")
+    return table(columns, rows)
 
 
 SELECTED = [
@@ -204,12 +217,25 @@ def bench_scores() -> str:
             lengths = torch.full((queries,), entries, dtype=torch.int32, device="cuda")
 
             def call(asked, pool, table_, at=at, lengths=lengths):
-                index_scores(asked, pool, table_, at, lengths)
+                return index_scores(asked, pool, table_, at, lengths)
 
-            microseconds = graph_time(call, [(asked, pool, table_)], calls=8)
+            candidates, error = {"ours": call}, None
+            if format == "fp8" and (peer := deep_gemm_scores(queries, entries)):
+                scales = asked.pool.data[:, 64 * 128 :].view(torch.float32)  # DeepGEMM's weights have them
+                values, scaled = asked.pool.data[:, : 64 * 128].contiguous(), weights * scales
+
+                def call_peer(asked, pool, table_, peer=peer, values=values, scaled=scaled, lengths=lengths):
+                    return peer(values, scaled, pool, table_, lengths)
+
+                candidates["DeepGEMM"] = call_peer
+                got, wanted = call_peer(asked, pool, table_), call(asked, pool, table_)
+                error = ((got - wanted).norm() / wanted.norm()).item()
+            times = graph_times(candidates, [(asked, pool, table_)])
             moved = queries * entries * (pool.row_format.row_bytes + 4)
-            rows.append((format, queries, entries, microseconds, moved / microseconds * 1e-6))
-    return table(("keys", "queries", "entries", "us", "TB/s"), rows)
+            rate = moved / times["ours"] * 1e-6
+            apart = None if error is None else f"{error:.0e}"
+            rows.append((format, queries, entries, times["ours"], rate, times.get("DeepGEMM"), apart))
+    return table(("keys", "queries", "entries", "us", "TB/s", "DeepGEMM us", "apart"), rows)
 
 
 BENCHES = {
