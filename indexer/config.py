@@ -25,6 +25,7 @@ class SelectConfig:
         assert self.threads == WARP_THREADS**2, "a warp adds up the warps' counts"
         assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
         assert self.chunk % (self.group * self.threads) == 0
+        assert self.chunk + K_LIMIT < 2**16, "two counts share a word"
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
 
     @property
@@ -43,11 +44,6 @@ class SelectConfig:
         return K_LIMIT // self.threads
 
     @property
-    def counters(self) -> int:
-        """Counts of one search: a bit of a key each, and one more."""
-        return 3 * 40
-
-    @property
     def smem_bytes(self) -> int:
-        words = self.chunk + self.slots + 2 * K_LIMIT + self.counters
+        words = self.chunk + self.slots + 2 * K_LIMIT + 4 + 4 * WARP_THREADS
         return (words + 2 * (self.per_thread + self.kept) * WARP_THREADS) * WORD_BYTES

@@ -13,9 +13,7 @@ from warpspec.common.repeated import watched
 from warpspec.indexer import reference
 from warpspec.indexer.config import SelectConfig
 from warpspec.indexer.problem import IndexQueries
-from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, TILE_KEYS, ScoresConfig
-
-CTAS_PER_SM = 2  # of a scores launch, at least, where there are keys for them
+from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, ScoresConfig
 
 
 def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> IndexQueries:
@@ -78,12 +76,10 @@ def run_scores(
         from warpspec.indexer.sm90.scores import SCORES as kernel
     else:
         from warpspec.indexer.device.scores import WARP_SCORES as kernel
-    config = ScoresConfig(name, heads)
+    config = ScoresConfig(name, heads, page_size)
     batch = (page_table, requests, lengths, logits)
-    parts = max(
-        1, min(-(-CTAS_PER_SM * target.sm_count // tokens), -(-columns // (config.warpgroups * TILE_KEYS)))
-    )
-    kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, page_size, parts)
+    parts = config.choose_parts(tokens, columns, target.sm_count)
+    kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)
     return logits
 
 

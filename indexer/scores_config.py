@@ -15,15 +15,20 @@ MAX_HEADS = 64
 E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
 SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
 FORMATS = ("mxfp4", "fp8")
+MOST_PARTS = 1024  # CTAs of a query
+PART_COST = 1e-3  # of a CTA's begin, in rows of logits
 
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """format: of keys and queries. heads: of a query. warpgroups: of a CTA, each with tiles of its own."""
+    """format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA, each with tiles of
+    its own. depth: tiles whose loads are under way."""
 
     format: str
     heads: int
+    page_size: int
     warpgroups: int = 4
+    depth: int = 2
 
     def __post_init__(self):
         assert self.format in FORMATS
@@ -38,6 +43,14 @@ class ScoresConfig:
     @property
     def threads(self) -> int:
         return self.warpgroups * WARPGROUP_THREADS
+
+    def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
+        """CTAs of a query: as many as give SMs the least to do, which take one after another; the fewest such."""
+        most = min(MOST_PARTS, -(-columns // (self.warpgroups * TILE_KEYS)))
+        rounds = {
+            parts: -(-queries * parts // sm_count) / parts + parts * PART_COST for parts in range(1, most + 1)
+        }
+        return min(rounds, key=rounds.get, default=1)
 
     @property
     def smem_bytes(self) -> int:

@@ -26,6 +26,7 @@ from warpspec.cache import (
     store_rows,
 )
 from warpspec.fmha.gathered import KeySet, gathered_attention
+from warpspec.fmha.projection import Float8Tensor, output_projection
 from warpspec.indexer import index_queries, index_scores, index_topk
 
 POSITIONS = 65536
@@ -238,7 +239,37 @@ def bench_scores() -> str:
     return table(("keys", "queries", "entries", "us", "TB/s", "DeepGEMM us", "apart"), rows)
 
 
+PROJECTED = [(1, 8), (64, 8), (128, 8), (128, 16), (4096, 8), (4096, 16)]  # (tokens, groups); K 4096, N 1024
+
+
+def bench_projection() -> str:
+    """wo_a, a product for each group of heads: bf16 and FP8, against torch.bmm in bf16; 2 T G K N operations."""
+    rows, depth, columns = [], 4096, 1024
+    for tokens, groups in PROJECTED:
+
+        def make(_, shape=(tokens, groups)):
+            o = random_bf16(shape[0], shape[1] * depth // 512, 512)
+            weight = random_bf16(shape[1], columns, depth)
+            out = torch.empty(*shape, columns, dtype=torch.bfloat16, device="cuda")
+            return o, weight, Float8Tensor.quantize(o), Float8Tensor.quantize(weight, 128), out
+
+        candidates = {
+            "bf16": lambda o, weight, o8, weight8, out: output_projection(o, weight, out=out),
+            "FP8": lambda o, weight, o8, weight8, out: output_projection(o8, weight8, out=out),
+            "torch.bmm": lambda o, weight, o8, weight8, out: torch.bmm(
+                o.view(len(o), len(weight), depth).transpose(0, 1), weight.transpose(1, 2)
+            ),
+        }
+        times = graph_times(candidates, [make(i) for i in range(3)])
+        operations = 2 * tokens * groups * depth * columns
+        rates = [operations / times[name] * 1e-6 for name in candidates]
+        rows.append((tokens, groups, *(x for pair in zip(times.values(), rates, strict=True) for x in pair)))
+    names = [x for name in candidates for x in (f"{name} us", "TFLOP/s")]
+    return table(("tokens", "groups", *names), rows)
+
+
 BENCHES = {
+    "projection": bench_projection,
     "scores": bench_scores,
     "insert": bench_insert,
     "compress": bench_compress,

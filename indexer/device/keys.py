@@ -55,31 +55,44 @@ def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor
 
 @cute.jit
 def load_tile(
-    config: cutlass.Constexpr, pool, pages, page_size, length, key, member, words: cute.Tensor
-) -> tuple:
-    """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on: words (WORD, ROW). Returns for
-    each whether there is one."""
-    here = []
+    config: cutlass.Constexpr, pool, pages, length, key, member, words: cute.Tensor, here: cute.Tensor
+):
+    """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on, of WARP_ROWS that begin at a
+    multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is."""
     fmt = config.fmt
     block_words = loaded_words(config) - 1
+    row_of_page, at, scale_at = Int32(0), Int64(0), Int64(0)
+    there = Boolean(False)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         index = key + r * ROW_DISTANCE
-        present, at, scale_at = Boolean(False), Int64(0), Int64(0)
-        if index < length:
-            page = Int32(pages[index // page_size])
-            present = Boolean(page >= 0) & Boolean(page < pool.shape[0])
-            if present:
-                within = index % page_size
-                at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
-                scale_at = at + Int64(page_size * fmt.data_bytes + within * fmt.scale_bytes)
-                at = at + Int64(within * fmt.data_bytes + member * (block_words * WORD_BYTES))
+        if cutlass.const_expr(r == 0 or config.page_size % WARP_ROWS):  # else both are of one page
+            there, at = Boolean(False), Int64(0)
+            page_index, row_of_page = divided(index, config.page_size)
+            if index < length:
+                page = Int32(pages[page_index])
+                there = Boolean(page >= 0) & Boolean(page < pool.shape[0])
+                if there:
+                    at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
+            scale_at = at + Int64(config.page_size * fmt.data_bytes + row_of_page * fmt.scale_bytes)
+            at = at + Int64(row_of_page * fmt.data_bytes + member * (block_words * WORD_BYTES))
+        else:
+            at = at + Int64(ROW_DISTANCE * fmt.data_bytes)
+            scale_at = scale_at + Int64(ROW_DISTANCE * fmt.scale_bytes)
+        present = Int32(there & Boolean(index < length))
         for first in cutlass.range_constexpr(0, block_words, 4):
-            loaded = load_global(at + Int64(first * WORD_BYTES), Int32(present), 4)
+            loaded = load_global(at + Int64(first * WORD_BYTES), present, 4)
             for i in cutlass.range_constexpr(4):
                 words[first + i, r] = loaded[i]
-        words[block_words, r] = load_global(scale_at, Int32(present), 1)[0]
-        here.append(present)
-    return tuple(here)
+        words[block_words, r] = load_global(scale_at, present, 1)[0]
+        here[r] = present
+
+
+def divided(index: Int32, size: int) -> tuple:
+    """(index // size, index % size) of an index of at least 0."""
+    if size & (size - 1) == 0:
+        return index >> (size.bit_length() - 1), index & (size - 1)
+    quotient = Int32(Uint32(index) // size)
+    return quotient, index - quotient * size
 
 
 def load_global(address: Int64, present: Int32, count: int) -> list:
@@ -87,10 +100,10 @@ def load_global(address: Int64, present: Int32, count: int) -> list:
     outputs = [f"{{$w{i}}}" for i in range(count)]
     vector = f".v{count}" if count > 1 else ""
     target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]
-    zeros = " ".join(f"@!here mov.b32 {output}, 0;" for output in outputs)
+    zeros = " ".join(f"mov.b32 {output}, 0;" for output in outputs)
     loaded = cute.arch.inline_ptx(
-        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; "
-        f"@here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [{{$r0}}]; {zeros} }}",
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        f"{zeros} @here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [at]; }}",
         write_only_types=[Uint32] * count,
         read_only_args=[address, present],
     )
@@ -141,11 +154,10 @@ def store_tile(config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, fac
         total = Float32(0.0)
         for i in cutlass.range_constexpr(len(weight)):
             value = flat[i // 2 * 4 + r * 2 + i % 2]
-            value = Float32(cutlass.select_(Boolean(value < 0.0), Float32(0.0), value))  # NaN stays
-            total += weight[i] * value
+            total += weight[i] * cute.arch.fmax(value, Float32(0.0), nan=True)
         for distance in (1, 2):
             total += cute.arch.shuffle_sync_bfly(total, distance)
-        total = Float32(cutlass.select_(here[r], total * factors[r], -Float32.inf))
+        total = Float32(cutlass.select_(Boolean(here[r] != 0), total * factors[r], -Float32.inf))
         index = key + r * ROW_DISTANCE
         if (member == r) & (index < row.shape[0]):
             row[index] = total
@@ -165,6 +177,5 @@ def scores_arguments(config: ScoresConfig) -> tuple:
         fake_rows(Int32, 1),
         fake_rows(Int32, 1),
         fake_rows(Float32, 2),
-        Int32(1),
         Int32(1),
     )

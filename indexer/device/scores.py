@@ -35,7 +35,7 @@ class WarpScores(ScoresHost):
     """Tensor cores by mma.sync."""
 
     @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, page_size, parts):
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         part, token, _ = cute.arch.block_idx()
@@ -62,16 +62,18 @@ class WarpScores(ScoresHost):
 
         request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
         pages = page_table[request, None]
-        length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * page_size), 0)
+        length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
         warps = config.threads // WARP_THREADS
         step, first = parts * warps, part * warps + thread // WARP_THREADS
         words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS), Uint32)
-        here = load_tile(config, pool, pages, page_size, length, first * WARP_ROWS + column, member, words)
+        here = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+        there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+        load_tile(config, pool, pages, length, first * WARP_ROWS + column, member, words, here)
         for tile in cutlass.range(first, cute.ceil_div(logits.shape[1], WARP_ROWS), step, unroll=1):
             rows = [block_of(config, words[None, r], table, member) for r in range(THREAD_ROWS)]
-            there = here
-            key = (tile + step) * WARP_ROWS + column
-            here = load_tile(config, pool, pages, page_size, length, key, member, words)
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                there[r] = here[r]
+            load_tile(config, pool, pages, length, (tile + step) * WARP_ROWS + column, member, words, here)
             scores = cute.make_rmem_tensor(ACCUMULATORS * groups, Float32)
             for group in cutlass.range_constexpr(groups):
                 total = [Float32(0.0)] * ACCUMULATORS

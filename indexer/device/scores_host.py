@@ -25,13 +25,12 @@ class ScoresHost:
         requests: cute.Tensor,
         lengths: cute.Tensor,
         logits: cute.Tensor,
-        page_size: Int32,
         parts: Int32,
         stream: CUstream,
     ):
         """queries: [T, words], a page of H rows each. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
         [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query."""
-        arguments = (queries, weights, pool, page_table, requests, lengths, logits, page_size, parts)
+        arguments = (queries, weights, pool, page_table, requests, lengths, logits, parts)
         self.kernel(*arguments).launch(
             grid=(parts, queries.shape[0], 1), block=(self.config.threads, 1, 1), stream=stream
         )

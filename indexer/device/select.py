@@ -23,7 +23,8 @@ from warpspec.indexer.config import K_LIMIT, SelectConfig
 
 NOTHING = 0  # key of what is not there: of -inf, and past the row's length
 SIGN = 0x80000000
-TOP_BIT = 31
+TOP_SHIFT = 30  # of the first digit of two bits
+COUNT_BITS, COUNT_MASK = 16, 0xFFFF  # a chunk has fewer keys
 NO_SLOT = -1
 SLACK_SHIFT = 3  # a threshold may let through an eighth more group maxima than are wanted
 BATCH = 8  # loads under way together
@@ -31,14 +32,15 @@ BATCH = 8  # loads under way together
 
 class Shared(NamedTuple):
     """keys: (CHUNK) of the row's logits. list: (SLOT) candidates' keys. kept_keys, kept: (K_LIMIT) what was chosen of
-    earlier chunks, in order. counters: (COUNTER). ballots: (LINE, WARP) how many of 32 neighbours are chosen; equal:
-    the same of those equal to the k-th."""
+    earlier chunks, in order. listed: (1), how many candidates. sums: (2, WARP, TURN) of ``add_up``. ballots: (LINE,
+    WARP) how many of 32 neighbours are chosen; equal: the same of those equal to the k-th."""
 
     keys: cute.Tensor
     list: cute.Tensor
     kept_keys: cute.Tensor
     kept: cute.Tensor
-    counters: cute.Tensor
+    listed: cute.Tensor
+    sums: cute.Tensor
     ballots: cute.Tensor
     equal: cute.Tensor
 
@@ -82,7 +84,8 @@ class Select:
             words(Uint32, config.slots),
             words(Uint32, K_LIMIT),
             words(Int32, K_LIMIT),
-            words(Int32, config.counters),
+            words(Int32, 1),
+            words(Uint32, 2, WARP_THREADS, 2),
             words(Int32, WARP_THREADS, lines),
             words(Int32, WARP_THREADS, lines),
         )
@@ -104,8 +107,8 @@ def choose(config: cutlass.Constexpr, shared, row, first, count, kept, k) -> Int
     """The k largest of those kept and of ``count`` logits from ``first`` on are kept; returns how many they are."""
     thread, _, _ = cute.arch.thread_idx()
     cute.arch.sync_threads()  # what the chunk before left has been read
-    for i in cutlass.range(thread, config.counters, config.threads, unroll=1):
-        shared.counters[i] = 0
+    if thread == 0:
+        shared.listed[0] = 0
     maxima = cute.make_rmem_tensor(config.per_thread // config.group + config.kept, Uint32)
     load_keys(config, shared, row, first, count, maxima)
     own = config.per_thread // config.group
@@ -118,7 +121,7 @@ def choose(config: cutlass.Constexpr, shared, row, first, count, kept, k) -> Int
     cute.arch.sync_threads()
 
     # 1. A threshold that at least k keys reach, unless there are fewer: then all that are there.
-    bound = search(shared, maxima, k, k + (k >> SLACK_SHIFT), 0)
+    bound, turn = search(shared, maxima, k, k + (k >> SLACK_SHIFT), Int32(0))
     # 2. The keys that reach it, listed in any order.
     listed = list_keys(config, shared, maxima, bound)
     # 3. The k-th largest key.
@@ -131,9 +134,10 @@ def choose(config: cutlass.Constexpr, shared, row, first, count, kept, k) -> Int
                 key = shared.list[at]
             candidates[i] = key
         # A word below the threshold may be reached by k of the listed keys, and by more of all.
-        bound = larger(bound, search(shared, candidates, k, k, config.counters // 3))
+        exact, turn = search(shared, candidates, k, k, turn)
+        bound = larger(bound, exact)
     else:
-        bound = search_all(config, shared, maxima, k, 2 * (config.counters // 3))
+        bound, turn = search_all(config, shared, maxima, k, turn)
     # 4. All above it, and of those equal to it the first.
     return place(config, shared, maxima, first, bound, kept, k)
 
@@ -172,73 +176,94 @@ def larger(a: Uint32, b: Uint32) -> Uint32:
 
 
 @cute.jit
-def search(shared, keys: cute.Tensor, least, most, counter: cutlass.Constexpr) -> Uint32:
-    """The largest word that at least ``least`` of all threads' keys (n) reach, or the first found that at most ``most``
-    reach, too; 1 where fewer are there. counter: first of 32 that nobody has used."""
-    found, bit = Uint32(0), Int32(TOP_BIT)
-    while bit >= 0:
-        trial = found | (Uint32(1) << Uint32(bit))
-        reach = Int32(0)
+def search(shared, keys: cute.Tensor, least, most, turn) -> tuple:
+    """(The largest word that at least ``least`` of all threads' keys (n) reach, or the first found that at most
+    ``most`` reach, too, 1 where fewer are there; turn after it.) Two bits a round, from the top. turn: of ``add_up``."""
+    found, shift = Uint32(0), Int32(TOP_SHIFT)
+    while shift >= 0:
+        low, high = Uint32(0), Uint32(0)
         for i in cutlass.range_constexpr(cute.size(keys)):
-            reach += Int32(keys[i] >= trial)
-        total = add_up(shared, reach, counter + bit)
-        found = Uint32(cutlass.select_(Boolean(total >= least), trial, found))
+            low, high = count(keys[i], found, shift, low, high)
+        found, total = decide(found, shift, add_up(shared, low, high, turn), least)
+        turn = 1 - turn
         stop = Boolean(total >= least) & Boolean(total <= most)
-        bit = Int32(cutlass.select_(stop, Int32(-1), bit - 1))
-    return larger(found, Uint32(1))
+        shift = Int32(cutlass.select_(stop, Int32(-1), shift - 2))
+    return larger(found, Uint32(1)), turn
 
 
 @cute.jit
-def search_all(config: cutlass.Constexpr, shared, maxima, k, counter: cutlass.Constexpr) -> Uint32:
-    """The k-th largest of all keys, as ``search``."""
+def search_all(config: cutlass.Constexpr, shared, maxima, k, turn) -> tuple:
+    """(The k-th largest of all keys, turn after it), as ``search``."""
     thread, _, _ = cute.arch.thread_idx()
-    found, bit = Uint32(0), Int32(TOP_BIT)
-    while bit >= 0:
-        trial = found | (Uint32(1) << Uint32(bit))
-        reach = Int32(0)
+    found, shift = Uint32(0), Int32(TOP_SHIFT)
+    while shift >= 0:
+        low, high = Uint32(0), Uint32(0)
         for i in cutlass.range_constexpr(config.per_thread):
-            reach += Int32(shared.keys[i * config.threads + thread] >= trial)
+            low, high = count(shared.keys[i * config.threads + thread], found, shift, low, high)
         for i in cutlass.range_constexpr(config.kept):
-            reach += Int32(maxima[config.per_thread // config.group + i] >= trial)
-        total = add_up(shared, reach, counter + bit)
-        found = Uint32(cutlass.select_(Boolean(total >= k), trial, found))
-        bit = Int32(cutlass.select_(Boolean(total == k), Int32(-1), bit - 1))
-    return larger(found, Uint32(1))
+            low, high = count(maxima[config.per_thread // config.group + i], found, shift, low, high)
+        found, total = decide(found, shift, add_up(shared, low, high, turn), k)
+        turn = 1 - turn
+        shift = Int32(cutlass.select_(Boolean(total == k), Int32(-1), shift - 2))
+    return larger(found, Uint32(1)), turn
+
+
+def count(key: Uint32, found: Uint32, shift, low: Uint32, high: Uint32) -> tuple:
+    """Counts of keys that reach found with the digit 1 and, in the upper half, 2 at ``shift``; with the digit 3."""
+    one, two, three = (Boolean(key >= (found | (Uint32(digit) << Uint32(shift)))) for digit in (1, 2, 3))
+    low += Uint32(cutlass.select_(one, Uint32(1), Uint32(0)))
+    low += Uint32(cutlass.select_(two, Uint32(1 << COUNT_BITS), Uint32(0)))
+    return low, high + Uint32(cutlass.select_(three, Uint32(1), Uint32(0)))
+
+
+def decide(found: Uint32, shift, totals: tuple, least) -> tuple:
+    """(found with the largest digit at ``shift`` that ``least`` keys reach, how many do; 0 where the digit is 0)."""
+    low, high = totals
+    counts = (Int32(low & Uint32(COUNT_MASK)), Int32(low >> COUNT_BITS), Int32(high))
+    digit, total = Uint32(0), Int32(0)
+    for value, reach in enumerate(counts, 1):
+        enough = Boolean(reach >= least)
+        digit = Uint32(cutlass.select_(enough, Uint32(value), digit))
+        total = Int32(cutlass.select_(enough, reach, total))
+    return found | (digit << Uint32(shift)), total
 
 
 @cute.jit
-def add_up(shared, value: Int32, counter) -> Int32:
-    """The sum of all threads' values, by a counter that is 0."""
-    value = Int32(cute.arch.warp_redux_sync(value, "add"))
-    if cute.arch.lane_idx() == 0:
-        cute.arch.atomic_add(shared.counters.iterator + counter, value, sem="relaxed", scope="cta")
+def add_up(shared, low: Uint32, high: Uint32, turn) -> tuple:
+    """Both words' sums over all threads: a warp's by lane 0 to shared memory, and those by every warp. turn: 0 or 1,
+    the other than that of the call before, whose sums somebody may still read."""
+    low = Uint32(cute.arch.warp_redux_sync(low, "add"))
+    high = Uint32(cute.arch.warp_redux_sync(high, "add"))
+    lane, warp = cute.arch.lane_idx(), cute.arch.thread_idx()[0] // WARP_THREADS
+    if lane == 0:
+        shared.sums[0, warp, turn], shared.sums[1, warp, turn] = low, high
     cute.arch.sync_threads()
-    return shared.counters[counter]
+    low = Uint32(cute.arch.warp_redux_sync(shared.sums[0, lane, turn], "add"))
+    return low, Uint32(cute.arch.warp_redux_sync(shared.sums[1, lane, turn], "add"))
 
 
 @cute.jit
 def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> Int32:
     """Lists the keys that reach ``bound``, as far as the list goes; returns how many they are."""
     thread, _, _ = cute.arch.thread_idx()
-    counter = config.counters // 3 - 1
     groups = config.per_thread // config.group
     for group in cutlass.range_constexpr(groups):
         if maxima[group] >= bound:
             for i in cutlass.range_constexpr(config.group):
                 key = shared.keys[(group * config.group + i) * config.threads + thread]
                 if key >= bound:
-                    append(config, shared, key, counter)
+                    append(config, shared, key)
     for i in cutlass.range_constexpr(config.kept):
         if maxima[groups + i] >= bound:
-            append(config, shared, maxima[groups + i], counter)
+            append(config, shared, maxima[groups + i])
     cute.arch.sync_threads()
-    return shared.counters[counter]
+    return shared.listed[0]
 
 
 @cute.jit
-def append(config: cutlass.Constexpr, shared, key, counter: cutlass.Constexpr):
+def append(config: cutlass.Constexpr, shared, key):
     """One key to the list, by any thread."""
-    at = cute.arch.atomic_add(shared.counters.iterator + counter, Int32(1), sem="relaxed", scope="cta")
+    at = cute.arch.atomic_add(shared.listed.iterator, Int32(1), sem="relaxed", scope="cta")
     if at < config.slots:
         shared.list[at] = key
 

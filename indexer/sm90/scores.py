@@ -40,7 +40,7 @@ class Scores(ScoresHost):
     """Tensor cores by wgmma."""
 
     @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, page_size, parts):
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         part, token, _ = cute.arch.block_idx()
@@ -82,36 +82,32 @@ class Scores(ScoresHost):
         weight = [factors[column + 2 * member] for column in columns]
         request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
         pages = page_table[request, None]
-        length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * page_size), 0)
+        length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
         row = own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
-        keys = logits.shape[1]
         step = parts * config.warpgroups
         first = part * config.warpgroups + thread // WARPGROUP_THREADS
-        tiles = cute.ceil_div(keys, TILE_KEYS)
-        words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS), Uint32)
-        here = load_tile(config, pool, pages, page_size, length, first * TILE_KEYS + row, member, words)
-        for tile in cutlass.range(first, tiles, step, unroll=1):
-            row_factors = convert(config, words, table, member, a)
-            there = here
-            here = load_tile(
-                config, pool, pages, page_size, length, (tile + step) * TILE_KEYS + row, member, words
-            )
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(STEPS):
-                mma.set(warpgroup.Field.ACCUMULATE, k > 0)
-                cute.gemm(mma, scores, a[None, None, k], b[None, None, k], scores)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            store_tile(
-                config,
-                scores,
-                weight,
-                row_factors,
-                there,
-                logits[token, None],
-                tile * TILE_KEYS + row,
-                member,
-            )
+        tiles = cute.ceil_div(logits.shape[1], TILE_KEYS)
+        words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
+        here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
+        there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+        for i in cutlass.range_constexpr(config.depth):
+            key = (first + i * step) * TILE_KEYS + row
+            load_tile(config, pool, pages, length, key, member, words[None, None, i], here[None, i])
+        for tile in cutlass.range(first, tiles, step * config.depth, unroll=1):
+            for i in cutlass.range_constexpr(config.depth):
+                key = (tile + i * step) * TILE_KEYS + row
+                row_factors = convert(config, words[None, None, i], table, member, a)
+                for r in cutlass.range_constexpr(THREAD_ROWS):
+                    there[r] = here[r, i]
+                ahead = key + step * config.depth * TILE_KEYS
+                load_tile(config, pool, pages, length, ahead, member, words[None, None, i], here[None, i])
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(STEPS):
+                    mma.set(warpgroup.Field.ACCUMULATE, k > 0)
+                    cute.gemm(mma, scores, a[None, None, k], b[None, None, k], scores)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                store_tile(config, scores, weight, row_factors, there, logits[token, None], key, member)
 
 
 @cute.jit

@@ -70,20 +70,24 @@ def test_scores(format):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize(("format", "heads"), [("mxfp4", 8), long("fp8", 16), long("mxfp4", 64)])
-def test_scores_kernel(monkeypatch, format, heads, arch):
+@pytest.mark.parametrize(
+    ("format", "heads", "size"), [("mxfp4", 8, 80), long("fp8", 16, 20), long("mxfp4", 64, 32)]
+)
+def test_scores_kernel(monkeypatch, format, heads, size, arch):
     """The kernels against the reference, on rows whose blocks differ by much; pages that are not there, rows
     of NaN that are not seen, one that is."""
     monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED[arch], sm_count=2))
     generator = torch.Generator().manual_seed(2)
     asked = queries(heads=heads, format=format)
-    pool = IndexPool.empty(6, 80, format)
+    pool = IndexPool.empty(480 // size, size, format)
     pool.data.fill_(0xFF)
     spread = torch.exp2(2 * torch.randn(400, 4, generator=generator)).repeat_interleave(32, dim=1)
     rows = (torch.randn(400, 128, generator=generator) * spread).bfloat16()
-    rows[330, 3] = torch.nan
+    table = torch.stack([torch.randperm(400 // size, generator=generator)[: 240 // size] for _ in range(2)])
+    table = table.to(torch.int32)
+    table[1, 160 // size :] = -1
+    rows[int(table[0, 10 // size]) * size + 10 % size, 3] = torch.nan
     pool.write(torch.arange(400), rows)
-    table = torch.tensor([[4, 0, 2], [1, 3, -1]], dtype=torch.int32)
     requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1], [240, 200, 3]))
     got = index_scores(asked, pool, table, requests, lengths, backend="sim")
     wanted = index_scores(asked, pool, table, requests, lengths, backend="reference")

@@ -1,0 +1,106 @@
+"""The torch operator behind ``output_projection``: backend choice, output, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.backend import resolve_backend
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.common.repeated import watched
+from warpspec.fmha.projection import reference
+from warpspec.fmha.projection.config import ProjectionConfig, choose
+from warpspec.fmha.projection.float8 import BLOCK, Float8Tensor
+from warpspec.fmha.projection.problem import ProjectionProblem
+
+COLUMN_STEP = 64  # of N, in kernels
+
+
+def sm90_arguments(config: ProjectionConfig) -> tuple:
+    """The host function of a configuration and its arguments but the stream."""
+    from warpspec.fmha.projection.sm90 import projection_arguments  # brings in the DSL
+
+    return projection_arguments(config)
+
+
+PROJECTION_SM90 = Kernel("fmha.projection.sm90", sm90_arguments)  # by ProjectionConfig
+
+
+def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
+    """The result of a checked call, through the operator where somebody watches."""
+    if out is None:
+        out = torch.empty(
+            problem.tokens,
+            problem.groups,
+            problem.columns,
+            dtype=torch.bfloat16,
+            device=(o.data if problem.float8 else o).device,
+        )
+    parts = (o.data, o.scales, weight.data, weight.scales) if problem.float8 else (o, None, weight, None)
+    seen = [part for part in parts if part is not None]
+    (projection_operator if watched(*seen) else compute)(*parts, out, backend)
+    return out
+
+
+def compute(o, o_scales, weight, weight_scales, out, backend) -> None:
+    """A checked call, into ``out`` [T, G, N]. Scales: None in bf16."""
+    float8 = o_scales is not None
+    groups, columns, depth = weight.shape
+    backend = resolve_backend(backend, o.device)
+    if backend == "reference":
+        if float8:
+            numbers = Float8Tensor(o, o_scales).values.reshape(len(o), groups, depth)
+            weights = Float8Tensor(weight, weight_scales).values
+        else:
+            numbers, weights = o.detach().float().reshape(len(o), groups, depth), weight.detach().float()
+        out.copy_(reference.forward(numbers, weights))
+        return
+    problem = ProjectionProblem(len(o), groups, columns, depth, float8)
+    target = target_of(o.device)
+    if problem.tokens:
+        check_kernels(problem, target)
+        launch(problem, target, o, o_scales, weight, weight_scales, out)
+
+
+def check_kernels(problem: ProjectionProblem, target: Target) -> None:
+    """Raise UnsupportedProblem for what no kernel computes."""
+    step = BLOCK if problem.float8 else COLUMN_STEP
+    if problem.depth % BLOCK or problem.columns % step:
+        raise UnsupportedProblem(
+            f"output_projection: kernels take K a multiple of {BLOCK} and N of {step}, got K {problem.depth} and N "
+            f"{problem.columns} (backend 'reference' takes all)"
+        )
+    if target.major != 9:
+        raise UnsupportedProblem(f"output_projection: no kernel for {target.arch}")
+
+
+def launch(
+    problem: ProjectionProblem, target: Target, o, o_scales, weight, weight_scales, out, *, seed: int = 0
+):
+    """Launch on the tensors' device and its current stream. Returns the simulator's report, natively None."""
+    config = choose(problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count)
+    a = o.detach().as_strided(
+        (problem.tokens, problem.groups, problem.depth), (o.stride(0), problem.depth, 1), o.storage_offset()
+    )
+    weight = weight.detach()
+    if problem.float8:
+        a, weight = a.view(torch.uint8), weight.view(torch.uint8)
+        o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // BLOCK)
+    return PROJECTION_SM90.run(
+        config, target, a, weight, o_scales, weight_scales, out, target.sm_count, seed=seed
+    )
+
+
+@torch.library.custom_op(
+    "warpspec::output_projection",
+    mutates_args=("out",),
+    schema="(Tensor o, Tensor? o_scales, Tensor weight, Tensor? weight_scales, Tensor(a!) out, str backend) -> ()",
+)
+def projection_operator(o, o_scales, weight, weight_scales, out, backend) -> None:
+    """``output_projection``."""
+    compute(o, o_scales, weight, weight_scales, out, backend)
+
+
+@projection_operator.register_fake
+def _(*arguments):
+    return None
