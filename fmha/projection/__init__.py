@@ -28,7 +28,7 @@ def output_projection(
 
     Returns bf16 [T, G, N]; ``flatten(1)`` of it is what wo_b takes. Sums are fp32. In FP8, products of 128 numbers are
     summed by the tensor core and then scaled in fp32; NaN in a row makes that row NaN and no other. Kernels want K a
-    multiple of 128 and N of 64, in FP8 of 128; on sm100 bf16 only. T may be 0.
+    multiple of 128 and N of 64, in FP8 of 128. T may be 0.
     Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot run it. Forward only.
     """
     tensors = {"o": o, "weight": weight}

@@ -8,36 +8,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common import tma
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common import tma, tmem
+from warpspec.common.hardware import (
+    MAX_SMEM_PER_CTA,
+    REGISTERS_PER_SM,
+    TMEM_COLUMNS,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+)
 from warpspec.common.pipeline import Barrier
 from warpspec.common.wgmma import WARPGROUP_ROWS
 
 PRODUCER_REGISTERS = 40
-BARRIER_BYTES = 1024
+BARRIER_BYTES = 1024  # room for the mbarriers, and on sm_100a the TMEM address
 MOST_STAGES = 8
 COLUMN_TILES = (64, 128, 256)  # N of a tile
+MOST_FLOAT8_COLUMNS = 128  # of a tile: one scale for all its columns
+ACCUMULATORS = 2
 
 
 @dataclass(frozen=True)
 class ProjectionConfig:
-    """The kernel for sm_90a. float8: in FP8, else bf16. consumers: warpgroups of 64 tokens each. tile_n: columns."""
+    """float8: in FP8, else bf16. tile_n: columns of a tile. row_boxes: boxes that a tile's tokens are loaded in."""
 
     float8: bool
-    consumers: int
     tile_n: int
+    row_boxes: int = 1
 
     def __post_init__(self):
-        assert self.consumers in (1, 2) and self.tile_n in COLUMN_TILES
-        assert not self.float8 or self.tile_n <= 128, "a column tile has one scale"
+        assert self.tile_n in COLUMN_TILES
+        assert not self.float8 or self.tile_n <= MOST_FLOAT8_COLUMNS
         assert self.smem_bytes <= MAX_SMEM_PER_CTA and self.stages >= 3
-        registers = self.consumers * self.consumer_registers + PRODUCER_REGISTERS
-        assert registers * WARPGROUP_THREADS <= REGISTERS_PER_SM
+
+    @property
+    def box_rows(self) -> int:
+        """Tokens of a box."""
+        raise NotImplementedError
 
     @property
     def tile_m(self) -> int:
         """Tokens of a tile."""
-        return self.consumers * WARPGROUP_ROWS
+        return self.row_boxes * self.box_rows
 
     @property
     def stage_depth(self) -> int:
@@ -46,8 +57,8 @@ class ProjectionConfig:
 
     @property
     def a_bytes(self) -> int:
-        """One consumer's rows of a stage."""
-        return WARPGROUP_ROWS * tma.ROW_BYTES
+        """One box of a stage."""
+        return self.box_rows * tma.ROW_BYTES
 
     @property
     def b_bytes(self) -> int:
@@ -55,7 +66,7 @@ class ProjectionConfig:
 
     @property
     def stage_bytes(self) -> int:
-        return self.consumers * self.a_bytes + self.b_bytes
+        return self.row_boxes * self.a_bytes + self.b_bytes
 
     @property
     def stages(self) -> int:
@@ -64,6 +75,25 @@ class ProjectionConfig:
     @property
     def smem_bytes(self) -> int:
         return BARRIER_BYTES + self.stages * self.stage_bytes
+
+
+@dataclass(frozen=True)
+class Sm90Config(ProjectionConfig):
+    """The kernel for sm_90a: a consumer warpgroup for each box of 64 tokens, then the load warp's."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.consumers in (1, 2)
+        registers = self.consumers * self.consumer_registers + PRODUCER_REGISTERS
+        assert registers * WARPGROUP_THREADS <= REGISTERS_PER_SM
+
+    @property
+    def consumers(self) -> int:
+        return self.row_boxes
+
+    @property
+    def box_rows(self) -> int:
+        return WARPGROUP_ROWS
 
     @property
     def threads(self) -> int:
@@ -76,40 +106,74 @@ class ProjectionConfig:
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         warps = self.consumers * WARPGROUP_THREADS // WARP_THREADS
+        filled, warp = "load warp, expect_tx + TMA bytes", "consumers, one thread a warp"
         return (
-            Barrier(
-                "full",
-                self.stages,
-                1,
-                "load warp, expect_tx + TMA bytes",
-                "consumers",
-                "the stage is in shared memory",
-            ),
-            Barrier(
-                "empty",
-                self.stages,
-                warps,
-                "consumers, one thread a warp",
-                "load warp",
-                "products have read it",
-            ),
+            Barrier("full", self.stages, 1, filled, "consumers", "the stage is in shared memory"),
+            Barrier("empty", self.stages, warps, warp, "load warp", "products have read the stage"),
         )
 
 
-def choose(float8: bool, tokens: int, groups: int, columns: int, sm_count: int) -> ProjectionConfig:
+@dataclass(frozen=True)
+class Sm100Config(ProjectionConfig):
+    """The kernel for sm_100a: warps 0 to 3 are the epilogue, one thread a token; warp 4 issues products, 5 loads."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.row_boxes == 1 and self.tmem_columns <= TMEM_COLUMNS
+
+    @property
+    def box_rows(self) -> int:
+        return tmem.TMEM_LANES
+
+    @property
+    def epilogue_threads(self) -> int:
+        return tmem.TMEM_LANES
+
+    @property
+    def mma_warp(self) -> int:
+        return 4
+
+    @property
+    def load_warp(self) -> int:
+        return 5
+
+    @property
+    def threads(self) -> int:
+        return 6 * WARP_THREADS
+
+    @property
+    def tmem_columns(self) -> int:
+        return tmem.allocation(ACCUMULATORS * self.tile_n)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """An accumulator's use is a tile, in FP8 a block of K."""
+        commit, every = "MMA warp, tcgen05.commit", "epilogue, each of 128 threads"
+        filled = "load warp, expect_tx + TMA bytes"
+        return (
+            Barrier("full", self.stages, 1, filled, "MMA warp", "the stage is in shared memory"),
+            Barrier("empty", self.stages, 1, commit, "load warp", "products have read the stage"),
+            Barrier("sum_full", ACCUMULATORS, 1, commit, "epilogue", "the accumulator is complete"),
+            Barrier("sum_empty", ACCUMULATORS, self.epilogue_threads, every, "MMA warp", "it has been read"),
+        )
+
+
+def choose(
+    major: int, float8: bool, tokens: int, groups: int, columns: int, sm_count: int
+) -> ProjectionConfig:
     """The tiles with the least time by a count: rounds of CTAs, each as long as its tile.
 
-    A tile takes the longer of its products (4096 bf16 or 8192 FP8 operations a clock) and of its bytes' way from L2
-    (about 40 a clock and SM), and some time before its first product where it is the CTA's first.
+    A stage of a tile takes the longer of its products (64 x 64 numbers a clock of H200, of either precision's 128 bytes
+    of K) and of its bytes' way from L2 (about 40 a clock and SM). major: 9 for sm_90a, 10 for sm_100a.
     """
     best, least = None, None
-    consumers = 1 if tokens <= WARPGROUP_ROWS else 2
+    boxes = 2 if major == 9 and tokens > WARPGROUP_ROWS else 1
     for tile_n in COLUMN_TILES:
-        if columns % tile_n or (float8 and tile_n > 128):
+        if columns % tile_n or (float8 and tile_n > MOST_FLOAT8_COLUMNS):
             continue
-        config = ProjectionConfig(float8, consumers, tile_n)
+        config = (Sm90Config if major == 9 else Sm100Config)(float8, tile_n, boxes)
         tiles = -(-tokens // config.tile_m) * groups * (columns // tile_n)
-        clocks = max(2 * config.tile_m * tile_n * 64 / 4096, config.stage_bytes / 40)
+        clocks = max(config.tile_m * tile_n / 32, config.stage_bytes / 40)
         time = -(-tiles // sm_count) * clocks
         if least is None or time < least:
             best, least = config, time

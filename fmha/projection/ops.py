@@ -9,21 +9,23 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.repeated import watched
 from warpspec.fmha.projection import reference
-from warpspec.fmha.projection.config import ProjectionConfig, choose
+from warpspec.fmha.projection.config import ProjectionConfig, Sm90Config, choose
 from warpspec.fmha.projection.float8 import BLOCK, Float8Tensor
 from warpspec.fmha.projection.problem import ProjectionProblem
 
 COLUMN_STEP = 64  # of N, in kernels
 
 
-def sm90_arguments(config: ProjectionConfig) -> tuple:
+def host_and_arguments(config: ProjectionConfig) -> tuple:
     """The host function of a configuration and its arguments but the stream."""
-    from warpspec.fmha.projection.sm90 import projection_arguments  # brings in the DSL
+    if isinstance(config, Sm90Config):
+        from warpspec.fmha.projection.sm90 import host_and_arguments  # brings in the DSL
+    else:
+        from warpspec.fmha.projection.sm100 import host_and_arguments
+    return host_and_arguments(config)
 
-    return projection_arguments(config)
 
-
-PROJECTION_SM90 = Kernel("fmha.projection.sm90", sm90_arguments)  # by ProjectionConfig
+PROJECTION = Kernel("fmha.projection", host_and_arguments)  # by ProjectionConfig
 
 
 def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
@@ -58,11 +60,11 @@ def compute(o, o_scales, weight, weight_scales, out, backend) -> None:
     problem = ProjectionProblem(len(o), groups, columns, depth, float8)
     target = target_of(o.device)
     if problem.tokens:
-        check_kernels(problem, target)
+        check_kernels(problem)
         launch(problem, target, o, o_scales, weight, weight_scales, out)
 
 
-def check_kernels(problem: ProjectionProblem, target: Target) -> None:
+def check_kernels(problem: ProjectionProblem) -> None:
     """Raise UnsupportedProblem for what no kernel computes."""
     step = BLOCK if problem.float8 else COLUMN_STEP
     if problem.depth % BLOCK or problem.columns % step:
@@ -70,15 +72,15 @@ def check_kernels(problem: ProjectionProblem, target: Target) -> None:
             f"output_projection: kernels take K a multiple of {BLOCK} and N of {step}, got K {problem.depth} and N "
             f"{problem.columns} (backend 'reference' takes all)"
         )
-    if target.major != 9:
-        raise UnsupportedProblem(f"output_projection: no kernel for {target.arch}")
 
 
 def launch(
     problem: ProjectionProblem, target: Target, o, o_scales, weight, weight_scales, out, *, seed: int = 0
 ):
     """Launch on the tensors' device and its current stream. Returns the simulator's report, natively None."""
-    config = choose(problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count)
+    config = choose(
+        target.major, problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count
+    )
     a = o.detach().as_strided(
         (problem.tokens, problem.groups, problem.depth), (o.stride(0), problem.depth, 1), o.storage_offset()
     )
@@ -86,9 +88,7 @@ def launch(
     if problem.float8:
         a, weight = a.view(torch.uint8), weight.view(torch.uint8)
         o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // BLOCK)
-    return PROJECTION_SM90.run(
-        config, target, a, weight, o_scales, weight_scales, out, target.sm_count, seed=seed
-    )
+    return PROJECTION.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count, seed=seed)
 
 
 @torch.library.custom_op(

@@ -1,25 +1,20 @@
 """The grouped output projection on sm_90a: one load warp, one or two consumers of 64 tokens each, persistent.
 
-A tile is 64 or 128 tokens by ``tile_n`` columns of one group. Tiles of the same columns follow each other, so that a
-group's weight is read from memory once and its tokens' rows stay in L2. In FP8 a stage's products are 128 numbers deep,
+A tile is 64 or 128 tokens by ``tile_n`` columns of one group. In FP8 a stage's products are 128 numbers deep,
 what one scale stands for: they are scaled and added up in fp32, while the other consumer has the tensor core.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
-from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.common.wgmma import (
     COLUMNS,
@@ -32,62 +27,21 @@ from warpspec.common.wgmma import (
     flat,
     transpose,
 )
-from warpspec.fmha.projection.config import BARRIER_BYTES, PRODUCER_REGISTERS, ProjectionConfig
+from warpspec.fmha.projection.config import BARRIER_BYTES, PRODUCER_REGISTERS, Sm90Config
+from warpspec.fmha.projection.device import (
+    SCALE_COLUMNS,
+    ProjectionHost,
+    element,
+    load,
+    projection_arguments,
+    tile_at,
+)
 
-E4M3 = cutlass.Float8E4M3FN
 VECTOR = 8  # bf16 of one 16-byte store
-SCALE_COLUMNS = 128  # columns of a weight that share a scale
 
 
-class Work(NamedTuple):
-    """tiles: of the launch. m_tiles: of one group and column tile. blocks: of K, a stage each."""
-
-    tiles: Int32
-    m_tiles: Int32
-    blocks: Int32
-
-
-class Projection:
-    """``Projection(config)(...)`` is the host function."""
-
-    def __init__(self, config: ProjectionConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        a_scales: cute.Tensor | None,
-        b_scales: cute.Tensor | None,
-        out: cute.Tensor,
-        ctas: Int32,
-        stream: CUstream,
-    ):
-        """a: [T, G, K]. b: [G, N, K]. a_scales: fp32 [T, G, K / 128], b_scales: [G, N / 128, K / 128], of FP8. out:
-        bf16 [T, G, N]. ctas: at most so many."""
-        config = self.config
-        loads = (
-            tma.make_load(blocked(config, a, 0, 1), (config.stage_depth, WARPGROUP_ROWS)),
-            tma.make_load(blocked(config, b, 1, 0), (config.stage_depth, config.tile_n)),
-        )
-        tokens, groups, columns = out.shape
-        m_tiles = cute.ceil_div(tokens, config.tile_m)
-        tiles = Int32(m_tiles * groups * (columns // config.tile_n))
-        blocks = a.shape[2] // config.stage_depth
-        self.kernel(
-            tuple(atom for atom, _ in loads),
-            tuple(t for _, t in loads),
-            a_scales,
-            b_scales,
-            out,
-            Work(tiles, m_tiles, Int32(blocks)),
-        ).launch(
-            grid=(cutlass.min(tiles, ctas), 1, 1),
-            block=(config.threads, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+class Projection(ProjectionHost):
+    """The kernel of one ``Sm90Config``."""
 
     @cute.kernel
     def kernel(self, atoms, coordinates, a_scales, b_scales, out, work):
@@ -123,66 +77,6 @@ class Projection:
             for each in cutlass.range_constexpr(config.consumers):
                 if consumer == each:
                     consume(config, channels, bases, (a_scales, b_scales), out, work, each)
-
-
-def element(config: ProjectionConfig):
-    return E4M3 if config.float8 else BFloat16
-
-
-def blocked(config: ProjectionConfig, tensor: cute.Tensor, row_mode: int, group_mode: int) -> cute.Tensor:
-    """(DEPTH, ROW, GROUP, BLOCK) of a or b: K cut into stages."""
-    depth = config.stage_depth
-    shape = (depth, tensor.shape[row_mode], tensor.shape[group_mode], tensor.shape[2] // depth)
-    stride = (1, tensor.stride[row_mode], tensor.stride[group_mode], depth)
-    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-
-
-def tile_at(config, out, m_tiles, index) -> tuple:
-    """(first token, group, column tile) of the index-th tile."""
-    n_tiles = out.shape[2] // config.tile_n
-    rest = index // m_tiles
-    return index % m_tiles * config.tile_m, rest // n_tiles, rest % n_tiles
-
-
-@cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, bases, atoms, coordinates, out, work):
-    """The load warp: both operands of every stage of the CTA's tiles. Produces full. Consumes empty, each before its
-    stage is filled again; leaves only when all has been released."""
-    dtype = cutlass.Uint8 if cutlass.const_expr(config.float8) else BFloat16
-    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    use = Int32(0)
-    a_box, b_box = (config.stage_depth, WARPGROUP_ROWS), (config.stage_depth, config.tile_n)
-    for index in cutlass.range(cta, work.tiles, ctas, unroll=1):
-        first, group, column = tile_at(config, out, work.m_tiles, index)
-        rings = []
-        for consumer in cutlass.range_constexpr(config.consumers):
-            row = first + consumer * WARPGROUP_ROWS
-            rings.append(
-                ring_of(config, atoms[0], coordinates[0], bases[0], dtype, a_box, (row, group), consumer)
-            )
-        rings.append(
-            ring_of(
-                config, atoms[1], coordinates[1], bases[1], dtype, b_box, (column * config.tile_n, group), 0
-            )
-        )
-        for block in cutlass.range(work.blocks, unroll=1):
-            channels["empty"].wait_previous(use + block)
-            channels["full"].expect_bytes(use + block, config.stage_bytes)
-            stage = (use + block) % config.stages
-            for ring in rings:
-                ring.load(block, stage, channels["full"].barrier(use + block))
-        use += work.blocks
-    for last in cutlass.range(cutlass.max(use - config.stages, 0), use, unroll=1):
-        channels["empty"].wait(last)
-
-
-def ring_of(config, atom, coordinates, base, dtype, box, at, number) -> tma.TileRing:
-    """The ring of one operand's blocks, from row and group ``at`` on. number: of the rings at ``base``."""
-    row, group = at
-    tiles = cute.domain_offset((0, row, 0), coordinates[None, None, group, None])
-    tiles = cute.local_tile(tiles, box, (0, 0, None))  # (DEPTH, ROW, BLOCK)
-    base = (base + number * config.stages * tma.tile_bytes(box)).align(tma.TILE_ALIGNMENT)
-    return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, config.stages))
 
 
 @cute.jit
@@ -322,14 +216,6 @@ def store_row(total: cute.Tensor, r: cutlass.Constexpr, member, target: cute.Ten
             )
 
 
-def projection_arguments(config: ProjectionConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
-    dtype = cutlass.Uint8 if config.float8 else BFloat16
-
-    def scales():
-        return fake_rows(Float32, 3) if config.float8 else None
-
-    def rows(dtype):
-        return fake_rows(dtype, 3, alignment=TMA_ALIGNMENT)
-
-    return (Projection(config), rows(dtype), rows(dtype), scales(), scales(), rows(BFloat16), Int32(1))
+def host_and_arguments(config: Sm90Config) -> tuple:
+    """The host function and its arguments but the stream."""
+    return projection_arguments(Projection, config)

@@ -12,15 +12,24 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha.projection import Float8Tensor, ops, output_projection
 from warpspec.fmha.projection.config import choose
 
-TARGET = replace(SIMULATED["sm_90a"], sm_count=2)  # several tiles a CTA
-
 
 @pytest.mark.parametrize(
-    ("tokens", "columns", "float8"),
-    [(5, 64, False), (70, 128, True), long(130, 512, False), long(200, 256, True), long(64, 384, False)],
+    ("arch", "tokens", "columns", "float8"),
+    [
+        ("sm_90a", 5, 64, False),
+        ("sm_90a", 70, 128, True),
+        ("sm_100a", 70, 64, False),
+        ("sm_100a", 130, 128, True),
+        long("sm_90a", 130, 512, False),
+        long("sm_90a", 200, 256, True),
+        long("sm_90a", 64, 384, False),
+        long("sm_100a", 130, 512, False),
+        long("sm_100a", 5, 384, True),
+    ],
 )
-def test_against_reference(monkeypatch, tokens, columns, float8):
-    monkeypatch.setattr(ops, "target_of", lambda device: TARGET)
+def test_against_reference(monkeypatch, arch, tokens, columns, float8):
+    target = replace(SIMULATED[arch], sm_count=2)  # several tiles a CTA
+    monkeypatch.setattr(ops, "target_of", lambda device: target)
     o, weight = case(tokens, 4, 2, columns, float8)
     got = output_projection(o, weight, backend="sim")
     assert judge(got, output_projection(o, weight, backend="reference")) < O_TOLERANCE
@@ -58,9 +67,10 @@ def test_float8_tensor():
 
 def test_choice_of_tiles():
     """Decoding fills the SMs with narrow tiles; prefill takes the widest."""
-    assert choose(False, 64, 8, 1024, 132).tile_n == 64 and choose(False, 64, 8, 1024, 132).consumers == 1
-    assert choose(False, 4096, 8, 1024, 132).tile_n == 256
-    assert choose(True, 4096, 8, 1024, 132).tile_n == 128
+    decode = choose(9, False, 64, 8, 1024, 132)
+    assert (decode.tile_n, decode.consumers) == (64, 1)
+    assert choose(9, False, 4096, 8, 1024, 132).tile_n == 256
+    assert choose(9, True, 4096, 8, 1024, 132).tile_n == 128
 
 
 def test_bad_arguments(monkeypatch):
