@@ -76,7 +76,7 @@ def run_scores(
         from warpspec.indexer.sm90.scores import SCORES as kernel
     else:
         from warpspec.indexer.device.scores import WARP_SCORES as kernel
-    config = ScoresConfig(name, heads, page_size)
+    config = ScoresConfig.of(name, heads, page_size)
     batch = (page_table, requests, lengths, logits)
     parts = config.choose_parts(tokens, columns, target.sm_count)
     kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)

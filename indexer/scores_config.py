@@ -15,8 +15,8 @@ MAX_HEADS = 64
 E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
 SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
 FORMATS = ("mxfp4", "fp8")
-MOST_PARTS = 1024  # CTAs of a query
-PART_COST = 1e-3  # of a CTA's begin, in rows of logits
+MOST_PARTS = 256  # CTAs of a query
+BEGIN_TILES = 4  # what a CTA's begin takes, in tiles of a warpgroup
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class ScoresConfig:
     page_size: int
     warpgroups: int = 4
     depth: int = 2
+
+    @classmethod
+    def of(cls, format: str, heads: int, page_size: int) -> ScoresConfig:
+        """FP8 keys are twice the registers: fewer warpgroups have them."""
+        return cls(format, heads, page_size, warpgroups=4 if format == "mxfp4" else 3)
 
     def __post_init__(self):
         assert self.format in FORMATS
@@ -45,12 +50,15 @@ class ScoresConfig:
         return self.warpgroups * WARPGROUP_THREADS
 
     def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
-        """CTAs of a query: as many as give SMs the least to do, which take one after another; the fewest such."""
-        most = min(MOST_PARTS, -(-columns // (self.warpgroups * TILE_KEYS)))
-        rounds = {
-            parts: -(-queries * parts // sm_count) / parts + parts * PART_COST for parts in range(1, most + 1)
-        }
-        return min(rounds, key=rounds.get, default=1)
+        """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin
+        and then its tiles, ``depth`` of every warpgroup at a time."""
+        tiles = -(-columns // TILE_KEYS)
+
+        def time(parts):
+            turns = -(-tiles // (parts * self.warpgroups * self.depth))
+            return -(-queries * parts // sm_count) * (BEGIN_TILES + turns * self.depth)
+
+        return min(range(1, max(1, min(MOST_PARTS, tiles // self.warpgroups)) + 1), key=time)
 
     @property
     def smem_bytes(self) -> int:

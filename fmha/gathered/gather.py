@@ -204,12 +204,15 @@ def shuffle_address(address: Int64, source) -> Int64:
 
 
 def load_vector(words: cute.Tensor, vector: int, address: Int64, offset: int, present) -> None:
-    """words (WORD, VECTOR): one vector becomes the 16 bytes at address + offset, zeros where not present."""
+    """words (WORD, VECTOR): one vector becomes the 16 bytes at address + offset, zeros where not present.
+
+    The zeros come first: after the load they would be selected, which waits for it.
+    """
     outputs = ", ".join(f"{{$w{i}}}" for i in range(VECTOR_WORDS))
-    zeros = " ".join(f"@!here mov.b32 {{$w{i}}}, 0;" for i in range(VECTOR_WORDS))
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(VECTOR_WORDS))
     loaded = cute.arch.inline_ptx(
-        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; "
-        f"@here ld.global.nc.L1::no_allocate.v4.b32 {{{outputs}}}, [{{$r0}}+{offset}]; {zeros} }}",
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        f"{zeros} @here ld.global.nc.L1::no_allocate.v4.b32 {{{outputs}}}, [at+{offset}]; }}",
         write_only_types=[Uint32] * VECTOR_WORDS,
         read_only_args=[address, present],
     )
@@ -220,8 +223,8 @@ def load_vector(words: cute.Tensor, vector: int, address: Int64, offset: int, pr
 def load_word(address: Int64, present) -> Uint32:
     """The word at address, 0 where not present."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; "
-        "@here ld.global.nc.b32 {$w0}, [{$r0}]; @!here mov.b32 {$w0}, 0; }",
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        "mov.b32 {$w0}, 0; @here ld.global.nc.b32 {$w0}, [at]; }",
         write_only_types=[Uint32],
         read_only_args=[address, present],
     )

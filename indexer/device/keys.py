@@ -22,7 +22,9 @@ WORDS = 8  # of e4m3, of a block
 THREAD_ROWS, ROW_DISTANCE, WARP_ROWS = 2, 8, 16  # keys of a thread, of a warp
 SCALE_NAN = 255
 FP32_EXPONENT_BIT = 23
-CODES, SIGNS = 0x77777777, 0x80808080
+CODES, ONES = 0x77777777, 0x01010101
+SIGN = 0x80  # of an e4m3 code
+ZEROS_ABOVE = 0x4440  # nibbles of a byte permutation: bytes of its second word above the chosen one
 FP32_NAN = 0x7FC00000
 
 
@@ -32,7 +34,8 @@ def loaded_words(config) -> int:
 
 
 def fill_table(table: cute.Tensor, thread) -> None:
-    """table (2, SCALE_STEPS + 1): ``e4m3_table``, by one thread an entry. The caller synchronises."""
+    """table (2, SCALE_STEPS + 1): ``e4m3_table`` with the sign bits set, by one thread an entry. The caller
+    synchronises."""
     for number, entry in enumerate(e4m3_table()):
         _fill(table, number, entry, thread)
 
@@ -40,7 +43,8 @@ def fill_table(table: cute.Tensor, thread) -> None:
 @cute.jit
 def _fill(table: cute.Tensor, number: cutlass.Constexpr, entry: cutlass.Constexpr, thread):
     if thread == number:
-        table[0, number], table[1, number] = Uint32(entry[0]), Uint32(entry[1])
+        signs = SIGN * ONES
+        table[0, number], table[1, number] = Uint32(entry[0] | signs), Uint32(entry[1] | signs)
 
 
 @cute.jit
@@ -113,30 +117,32 @@ def load_global(address: Int64, present: Int32, count: int) -> list:
 @cute.jit
 def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, block) -> tuple:
     """(WORDS words of e4m3 of the lane's block, what the row's numbers are multiplied with). words: (WORD), the block's
-    and then the row's scales. block: which of the row's, 0 to 3."""
+    and then the row's scales. block: which of the row's, 0 to 3; four neighbouring lanes have a row's four blocks."""
     last = loaded_words(config) - 1
     if cutlass.const_expr(config.format == "fp8"):
         return [words[i] for i in range(WORDS)], words[last].bitcast(Float32)
-    scales = words[last]
-    largest, bad = Uint32(0), Boolean(False)
-    for i in cutlass.range_constexpr(BLOCKS):
-        scale = (scales >> (8 * i)) & Uint32(0xFF)
-        bad = bad | Boolean(scale == SCALE_NAN)
-        largest = Uint32(cutlass.select_(Boolean(scale > largest), scale, largest))
-    own = (scales >> Uint32(8 * block)) & Uint32(0xFF)
-    entry = cutlass.min(Int32(largest - own), Int32(SCALE_STEPS))
+    own = Int32(permute(words[last], Uint32(0), Uint32(block) | Uint32(ZEROS_ABOVE)))
+    largest = own
+    for distance in cutlass.range_constexpr(1, BLOCKS):
+        if cutlass.const_expr(distance & (distance - 1) == 0):
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, distance))
+    entry = cutlass.min(largest - own, Int32(SCALE_STEPS))
     low, high = table[0, entry], table[1, entry]
     out = []
     for word in cutlass.range_constexpr(4):
+        masked = words[word] & Uint32(CODES)
         for half in cutlass.range_constexpr(2):
             codes = words[word] >> (16 * half) if half else words[word]
-            magnitudes = permute(low, high, codes & Uint32(CODES))
-            signs = permute(Uint32(SIGNS), Uint32(SIGNS), codes)  # 0x80, or 0xFF where the code's sign is set
-            out.append(magnitudes | ((signs << 7) & Uint32(SIGNS)))
+            negative = permute(
+                low, high, masked >> (16 * half) if half else masked
+            )  # magnitudes, sign bits set
+            positive = permute(Uint32(ONES), Uint32(ONES), codes)  # 1, or 0 where the code's sign is set
+            out.append(negative - positive * Uint32(SIGN))
     # 2**(largest - 127 - 6), as fp32: exponents from -126 on, 0 below.
-    power = cutlass.max(Int32(largest) - E4M3_SHIFT, 0)
-    bits = Uint32(power) << FP32_EXPONENT_BIT
-    return out, Uint32(cutlass.select_(bad, Uint32(FP32_NAN), bits)).bitcast(Float32)
+    bits = Uint32(cutlass.max(largest - E4M3_SHIFT, 0)) << FP32_EXPONENT_BIT
+    return out, Uint32(cutlass.select_(Boolean(largest == SCALE_NAN), Uint32(FP32_NAN), bits)).bitcast(
+        Float32
+    )
 
 
 def permute(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
@@ -151,10 +157,13 @@ def store_tile(config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, fac
     """The weighted sums of the thread's two keys, over the four lanes that share them, to logits row (N)."""
     flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
     for r in cutlass.range_constexpr(THREAD_ROWS):
-        total = Float32(0.0)
+        # weight * ReLU(x) is half of weight * x + weight * |x|: two instructions of the pipe that is less in demand.
+        plain, magnitudes = Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(len(weight)):
             value = flat[i // 2 * 4 + r * 2 + i % 2]
-            total += weight[i] * cute.arch.fmax(value, Float32(0.0), nan=True)
+            plain = plain + weight[i] * value
+            magnitudes = magnitudes + weight[i] * cute.math.absf(value)
+        total = 0.5 * (plain + magnitudes)
         for distance in (1, 2):
             total += cute.arch.shuffle_sync_bfly(total, distance)
         total = Float32(cutlass.select_(Boolean(here[r] != 0), total * factors[r], -Float32.inf))

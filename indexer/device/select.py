@@ -178,7 +178,7 @@ def larger(a: Uint32, b: Uint32) -> Uint32:
 @cute.jit
 def search(shared, keys: cute.Tensor, least, most, turn) -> tuple:
     """(The largest word that at least ``least`` of all threads' keys (n) reach, or the first found that at most
-    ``most`` reach, too, 1 where fewer are there; turn after it.) Two bits a round, from the top. turn: of ``add_up``."""
+    ``most`` reach, too, 1 where fewer are there; turn after it.) Two bits a round. turn: of ``add_up``."""
     found, shift = Uint32(0), Int32(TOP_SHIFT)
     while shift >= 0:
         low, high = Uint32(0), Uint32(0)
