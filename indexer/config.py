@@ -8,6 +8,7 @@ from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS
 
 WORD_BYTES = 4
 K_LIMIT = 2048
+BINS, HISTOGRAMS = 256, 3  # of a search, and how many take turns
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class SelectConfig:
         assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
         assert self.chunk % (self.group * self.threads) == 0
         assert self.chunk + K_LIMIT < 2**16, "two counts share a word"
+        assert self.place_words <= 2 * self.threads, "a thread has two"
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
 
     @property
@@ -44,6 +46,16 @@ class SelectConfig:
         return K_LIMIT // self.threads
 
     @property
+    def groups(self) -> int:
+        """Groups of a thread."""
+        return self.per_thread // self.group
+
+    @property
+    def place_words(self) -> int:
+        """Words with a bit for each place: what was kept, then the chunk."""
+        return (K_LIMIT + self.chunk) // WARP_THREADS
+
+    @property
     def smem_bytes(self) -> int:
-        words = self.chunk + self.slots + 2 * K_LIMIT + 4 + 4 * WARP_THREADS
-        return (words + 2 * (self.per_thread + self.kept) * WARP_THREADS) * WORD_BYTES
+        words = self.chunk + 2 * self.slots + 4 * K_LIMIT + 4 + BINS * HISTOGRAMS
+        return (words + 2 * self.place_words + WARP_THREADS) * WORD_BYTES

@@ -25,6 +25,7 @@ from warpspec.cache import (
     rope_table,
     store_rows,
 )
+from warpspec.cache.reference import rotate
 from warpspec.fmha.gathered import KeySet, gathered_attention
 from warpspec.fmha.projection import Float8Tensor, output_projection
 from warpspec.indexer import index_queries, index_scores, index_topk
@@ -160,8 +161,10 @@ def bench_gathered() -> str:
         if "FlashMLA" in candidates:
             q, sets, out, joined = inputs[0]
             candidates["FlashMLA"](*inputs[0])
-            same = sets if format == "v4-fp8" else [KeySet(pools[1], joined)]
-            wanted = gathered_attention(q, same, sink=sink).float()
+            if format == "bf16":
+                sets = [KeySet(pools[1], each.slots) for each in sets]
+            wanted = gathered_attention(q, sets, sink=sink, rotate_back=(cos_sin, positions)).float()
+            wanted = rotate(wanted, cos_sin[positions.long(), None])
             error = ((out.float() - wanted).norm() / wanted.norm()).item()
         operations = 4 * 512 * heads * queries * keys
         times = graph_times(candidates, inputs)

@@ -2,9 +2,10 @@
 
 Logits become 32-bit keys that order like them. The row goes through shared memory a chunk at a time, and what was
 chosen of the chunks before goes along. For each chunk: a threshold that k keys reach at least, from the largest of
-every eight; the few keys that reach it, listed; among these the k-th largest key, bit by bit; then all keys above it
-and, of those equal to it, the first, each to its place by ballots and a scan. Where most keys are alike the list is too
-short: then the k-th key is found among all. Nothing depends on the order in which warps run.
+every eight; the few keys that reach it, listed; among these the k-th largest, by histograms of eight bits at a time;
+then a bit for each key above it, and one for each that equals it, from which a scan makes places in order of index.
+Where most keys are alike the list is too short: then the k-th key is found among all. Nothing depends on the order in
+which warps run.
 """
 
 from __future__ import annotations
@@ -19,30 +20,61 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.launch import Kernel
-from warpspec.indexer.config import K_LIMIT, SelectConfig
+from warpspec.indexer.config import BINS, HISTOGRAMS, K_LIMIT, SelectConfig
 
 NOTHING = 0  # key of what is not there: of -inf, and past the row's length
 SIGN = 0x80000000
-TOP_SHIFT = 30  # of the first digit of two bits
-COUNT_BITS, COUNT_MASK = 16, 0xFFFF  # a chunk has fewer keys
+KEY_BITS, DIGIT_BITS = 32, 8
 NO_SLOT = -1
 SLACK_SHIFT = 3  # a threshold may let through an eighth more group maxima than are wanted
 BATCH = 8  # loads under way together
+LANE_BINS = BINS // WARP_THREADS
+OWN_WORDS = 2  # of places, of a thread
+HALF_BITS, HALF_MASK = (
+    16,
+    0xFFFF,
+)  # of a word with two counts: keys above the k-th, and below in it those equal to it
 
 
 class Shared(NamedTuple):
-    """keys: (CHUNK) of the row's logits. list: (SLOT) candidates' keys. kept_keys, kept: (K_LIMIT) what was chosen of
-    earlier chunks, in order. listed: (1), how many candidates. sums: (2, WARP, TURN) of ``add_up``. ballots: (LINE,
-    WARP) how many of 32 neighbours are chosen; equal: the same of those equal to the k-th."""
+    """keys: (CHUNK) of the row's logits. list, listed_at: (SLOT) candidates' keys and places. kept_keys, kept:
+    (K_LIMIT, TURN) what was chosen of earlier chunks, in order. listed: (1) how many are listed. bins: (BIN,
+    HISTOGRAM). above, equal: (WORD) a bit for each place that is above the k-th key, and equal to it. sums: (WARP).
+
+    A place is a kept key's number, or K_LIMIT and a key's number in the chunk: in order of index.
+    """
 
     keys: cute.Tensor
     list: cute.Tensor
+    listed_at: cute.Tensor
     kept_keys: cute.Tensor
     kept: cute.Tensor
     listed: cute.Tensor
-    sums: cute.Tensor
-    ballots: cute.Tensor
+    bins: cute.Tensor
+    above: cute.Tensor
     equal: cute.Tensor
+    sums: cute.Tensor
+
+
+def allocate(config: SelectConfig) -> Shared:
+    """The regions of shared memory."""
+    smem = cutlass.memory.SmemAllocator()
+
+    def words(dtype, *shape):
+        return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
+
+    return Shared(
+        words(Uint32, config.chunk),
+        words(Uint32, config.slots),
+        words(Int32, config.slots),
+        words(Uint32, K_LIMIT, 2),
+        words(Int32, K_LIMIT, 2),
+        words(Int32, 1),
+        words(Int32, BINS, HISTOGRAMS),
+        words(Uint32, config.place_words),
+        words(Uint32, config.place_words),
+        words(Uint32, WARP_THREADS),
+    )
 
 
 class Select:
@@ -66,80 +98,40 @@ class Select:
         """logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32
         [T, k]. counts: int32 [T]."""
         self.kernel(logits, lengths, page_table, requests, slots, counts, page_size).launch(
-            grid=(logits.shape[0], 1, 1), block=(self.config.threads, 1, 1), stream=stream
+            grid=(logits.shape[0], 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(self, logits, lengths, page_table, requests, slots, counts, page_size):
         config = self.config
         token, _, _ = cute.arch.block_idx()
-        smem = cutlass.memory.SmemAllocator()
-        lines = config.per_thread + config.kept
-
-        def words(dtype, *shape):
-            return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
-
-        shared = Shared(
-            words(Uint32, config.chunk),
-            words(Uint32, config.slots),
-            words(Uint32, K_LIMIT),
-            words(Int32, K_LIMIT),
-            words(Int32, 1),
-            words(Uint32, 2, WARP_THREADS, 2),
-            words(Int32, WARP_THREADS, lines),
-            words(Int32, WARP_THREADS, lines),
-        )
+        shared = allocate(config)
         length = Int32(logits.shape[1])
         if cutlass.const_expr(config.lengths):
             length = cutlass.max(cutlass.min(Int32(lengths[token]), length), 0)
         k = Int32(slots.shape[1])
         row, result = logits[token, None], slots[token, None]
-        kept = Int32(0)
+        kept, turn, step = Int32(0), Int32(0), Int32(0)
+        begin(shared)
         for chunk in cutlass.range(cute.ceil_div(length, config.chunk), unroll=1):
             first = chunk * config.chunk
-            count = cutlass.min(length - first, config.chunk)
-            kept = choose(config, shared, row, first, count, kept, k)
-        finish(config, shared, page_table, requests, result, counts, page_size, token, kept, k)
+            maxima = cute.make_rmem_tensor(config.groups + config.kept, Uint32)
+            load_keys(config, shared, row, first, cutlass.min(length - first, config.chunk), maxima)
+            kept, turn, step = choose(config, shared, maxima, first, kept, turn, step, k)
+        finish(config, shared, page_table, requests, result, counts, page_size, token, kept, turn, k)
 
 
 @cute.jit
-def choose(config: cutlass.Constexpr, shared, row, first, count, kept, k) -> Int32:
-    """The k largest of those kept and of ``count`` logits from ``first`` on are kept; returns how many they are."""
+def begin(shared):
+    """Empty histograms; the caller's first chunk begins with a barrier."""
     thread, _, _ = cute.arch.thread_idx()
-    cute.arch.sync_threads()  # what the chunk before left has been read
-    if thread == 0:
-        shared.listed[0] = 0
-    maxima = cute.make_rmem_tensor(config.per_thread // config.group + config.kept, Uint32)
-    load_keys(config, shared, row, first, count, maxima)
-    own = config.per_thread // config.group
-    for i in cutlass.range_constexpr(config.kept):
-        at = thread + i * config.threads
-        key = Uint32(NOTHING)
-        if at < kept:
-            key = shared.kept_keys[at]
-        maxima[own + i] = key
-    cute.arch.sync_threads()
-
-    # 1. A threshold that at least k keys reach, unless there are fewer: then all that are there.
-    bound, turn = search(shared, maxima, k, k + (k >> SLACK_SHIFT), Int32(0))
-    # 2. The keys that reach it, listed in any order.
-    listed = list_keys(config, shared, maxima, bound)
-    # 3. The k-th largest key.
-    if listed <= config.slots:
-        candidates = cute.make_rmem_tensor(config.slots // config.threads, Uint32)
-        for i in cutlass.range_constexpr(config.slots // config.threads):
-            at = thread + i * config.threads
-            key = Uint32(NOTHING)
-            if at < listed:
-                key = shared.list[at]
-            candidates[i] = key
-        # A word below the threshold may be reached by k of the listed keys, and by more of all.
-        exact, turn = search(shared, candidates, k, k, turn)
-        bound = larger(bound, exact)
-    else:
-        bound, turn = search_all(config, shared, maxima, k, turn)
-    # 4. All above it, and of those equal to it the first.
-    return place(config, shared, maxima, first, bound, kept, k)
+    threads, _, _ = cute.arch.block_dim()
+    flat = cute.make_tensor(shared.bins.iterator, cute.make_layout(BINS * HISTOGRAMS))
+    for i in cutlass.range(thread, BINS * HISTOGRAMS, threads, unroll=1):
+        flat[i] = 0
 
 
 @cute.jit
@@ -147,17 +139,21 @@ def load_keys(config: cutlass.Constexpr, shared, row, first, count, maxima: cute
     """keys of the chunk's logits, and the largest of every ``group`` of a thread."""
     thread, _, _ = cute.arch.thread_idx()
     for batch in cutlass.range_constexpr(config.per_thread // BATCH):
-        values = cute.make_rmem_tensor(BATCH, Float32)
-        for i in cutlass.range_constexpr(BATCH):
-            at = (batch * BATCH + i) * config.threads + thread
-            values[i] = -Float32.inf
-            if at < count:
-                values[i] = row[first + at].to(Float32)
         largest = Uint32(NOTHING)
-        for i in cutlass.range_constexpr(BATCH):
-            key = key_of(values[i])
-            shared.keys[(batch * BATCH + i) * config.threads + thread] = key
-            largest = larger(largest, key)
+        if batch * BATCH * config.threads < count:
+            values = cute.make_rmem_tensor(BATCH, Float32)
+            for i in cutlass.range_constexpr(BATCH):
+                at = (batch * BATCH + i) * config.threads + thread
+                values[i] = -Float32.inf
+                if at < count:
+                    values[i] = row[first + at].to(Float32)
+            for i in cutlass.range_constexpr(BATCH):
+                key = key_of(values[i])
+                shared.keys[(batch * BATCH + i) * config.threads + thread] = key
+                largest = larger(largest, key)
+        else:
+            for i in cutlass.range_constexpr(BATCH):
+                shared.keys[(batch * BATCH + i) * config.threads + thread] = Uint32(NOTHING)
         maxima[batch] = largest
 
 
@@ -176,183 +172,243 @@ def larger(a: Uint32, b: Uint32) -> Uint32:
 
 
 @cute.jit
-def search(shared, keys: cute.Tensor, least, most, turn) -> tuple:
-    """(The largest word that at least ``least`` of all threads' keys (n) reach, or the first found that at most
-    ``most`` reach, too, 1 where fewer are there; turn after it.) Two bits a round. turn: of ``add_up``."""
-    found, shift = Uint32(0), Int32(TOP_SHIFT)
-    while shift >= 0:
-        low, high = Uint32(0), Uint32(0)
-        for i in cutlass.range_constexpr(cute.size(keys)):
-            low, high = count(keys[i], found, shift, low, high)
-        found, total = decide(found, shift, add_up(shared, low, high, turn), least)
-        turn = 1 - turn
-        stop = Boolean(total >= least) & Boolean(total <= most)
-        shift = Int32(cutlass.select_(stop, Int32(-1), shift - 2))
-    return larger(found, Uint32(1)), turn
-
-
-@cute.jit
-def search_all(config: cutlass.Constexpr, shared, maxima, k, turn) -> tuple:
-    """(The k-th largest of all keys, turn after it), as ``search``."""
+def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, turn, step, k) -> tuple:
+    """The k largest of those kept and of the chunk's keys, whose logits begin at ``first``, are kept. maxima: of the
+    thread's groups, with room behind. turn: which buffer has what is kept. step: of ``search``. Returns (how many are
+    kept, turn, step)."""
     thread, _, _ = cute.arch.thread_idx()
-    found, shift = Uint32(0), Int32(TOP_SHIFT)
-    while shift >= 0:
-        low, high = Uint32(0), Uint32(0)
-        for i in cutlass.range_constexpr(config.per_thread):
-            low, high = count(shared.keys[i * config.threads + thread], found, shift, low, high)
-        for i in cutlass.range_constexpr(config.kept):
-            low, high = count(maxima[config.per_thread // config.group + i], found, shift, low, high)
-        found, total = decide(found, shift, add_up(shared, low, high, turn), k)
-        turn = 1 - turn
-        shift = Int32(cutlass.select_(Boolean(total == k), Int32(-1), shift - 2))
-    return larger(found, Uint32(1)), turn
-
-
-def count(key: Uint32, found: Uint32, shift, low: Uint32, high: Uint32) -> tuple:
-    """Counts of keys that reach found with the digit 1 and, in the upper half, 2 at ``shift``; with the digit 3."""
-    one, two, three = (Boolean(key >= (found | (Uint32(digit) << Uint32(shift)))) for digit in (1, 2, 3))
-    low += Uint32(cutlass.select_(one, Uint32(1), Uint32(0)))
-    low += Uint32(cutlass.select_(two, Uint32(1 << COUNT_BITS), Uint32(0)))
-    return low, high + Uint32(cutlass.select_(three, Uint32(1), Uint32(0)))
-
-
-def decide(found: Uint32, shift, totals: tuple, least) -> tuple:
-    """(found with the largest digit at ``shift`` that ``least`` keys reach, how many do; 0 where the digit is 0)."""
-    low, high = totals
-    counts = (Int32(low & Uint32(COUNT_MASK)), Int32(low >> COUNT_BITS), Int32(high))
-    digit, total = Uint32(0), Int32(0)
-    for value, reach in enumerate(counts, 1):
-        enough = Boolean(reach >= least)
-        digit = Uint32(cutlass.select_(enough, Uint32(value), digit))
-        total = Int32(cutlass.select_(enough, reach, total))
-    return found | (digit << Uint32(shift)), total
-
-
-@cute.jit
-def add_up(shared, low: Uint32, high: Uint32, turn) -> tuple:
-    """Both words' sums over all threads: a warp's by lane 0 to shared memory, and those by every warp. turn: 0 or 1,
-    the other than that of the call before, whose sums somebody may still read."""
-    low = Uint32(cute.arch.warp_redux_sync(low, "add"))
-    high = Uint32(cute.arch.warp_redux_sync(high, "add"))
-    lane, warp = cute.arch.lane_idx(), cute.arch.thread_idx()[0] // WARP_THREADS
-    if lane == 0:
-        shared.sums[0, warp, turn], shared.sums[1, warp, turn] = low, high
+    for i in cutlass.range(thread, config.place_words, config.threads, unroll=1):
+        shared.above[i], shared.equal[i] = Uint32(0), Uint32(0)
+    if thread == 0:
+        shared.listed[0] = 0
+    for i in cutlass.range_constexpr(config.kept):
+        at = thread + i * config.threads
+        key = Uint32(NOTHING)
+        if at < kept:
+            key = shared.kept_keys[at, turn]
+        maxima[config.groups + i] = key
     cute.arch.sync_threads()
-    low = Uint32(cute.arch.warp_redux_sync(shared.sums[0, lane, turn], "add"))
-    return low, Uint32(cute.arch.warp_redux_sync(shared.sums[1, lane, turn], "add"))
+
+    # 1. A threshold that at least k keys reach, unless there are fewer: then all that are there.
+    zero = Uint32(0)
+    bound, step = search(
+        config, shared, maxima, False, zero, Int32(KEY_BITS), k, k + (k >> SLACK_SHIFT), step
+    )
+    bound = larger(bound, Uint32(1))
+    # 2. The keys that reach it, listed in any order.
+    listed, largest = list_keys(config, shared, maxima, bound)
+    # 3. The k-th largest key, if there are so many; a bit for each place above it, and equal to it.
+    bits = Int32(cute.arch.bfind(largest - bound)) + 1
+    if listed <= config.slots:
+        candidates = cute.make_rmem_tensor(config.slots // config.threads, Uint32)
+        for i in cutlass.range_constexpr(config.slots // config.threads):
+            at = thread + i * config.threads
+            key = Uint32(NOTHING)
+            if at < listed:
+                key = shared.list[at]
+            candidates[i] = key
+        if listed > k:
+            bound, step = search(config, shared, candidates, False, bound, bits, k, k, step)
+        for i in cutlass.range_constexpr(config.slots // config.threads):
+            if candidates[i] >= bound:
+                mark(shared, candidates[i], bound, shared.listed_at[thread + i * config.threads])
+    else:
+        bound, step = search(config, shared, maxima, True, bound, bits, k, k, step)
+        mark_all(config, shared, maxima, bound)
+    cute.arch.sync_threads()
+    # 4. All above it, and of those equal to it the first.
+    return keep(config, shared, first, kept, turn, k), 1 - turn, step
 
 
 @cute.jit
-def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> Int32:
-    """Lists the keys that reach ``bound``, as far as the list goes; returns how many they are."""
+def search(
+    config: cutlass.Constexpr,
+    shared,
+    keys: cute.Tensor,
+    everything: cutlass.Constexpr,
+    low,
+    bits,
+    least,
+    most,
+    step,
+) -> tuple:
+    """(The largest word from ``low`` on that at least ``least`` keys reach, or the first found that at most ``most``
+    reach, too, or low where fewer are there; step after it.) By a histogram for every eight bits.
+
+    keys: (n), the thread's; everything: keys of the chunk and those kept, which end ``maxima``. bits: in which keys
+    differ from low. step: counts histograms, which take turns: the next one is emptied while one is filled.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    groups = config.per_thread // config.group
-    for group in cutlass.range_constexpr(groups):
+    above = Int32(0)
+    while bits > 0:
+        shift = cutlass.max(bits - DIGIT_BITS, 0)
+        limit, histogram = Uint32(1) << Uint32(bits - shift), step % HISTOGRAMS
+        if thread < BINS:
+            shared.bins[thread, (step + 1) % HISTOGRAMS] = 0
+        if cutlass.const_expr(everything):
+            for i in cutlass.range(config.per_thread, unroll=4):
+                count(shared, shared.keys[i * config.threads + thread], low, shift, limit, histogram)
+            for i in cutlass.range_constexpr(config.kept):
+                count(shared, keys[config.groups + i], low, shift, limit, histogram)
+        else:
+            for i in cutlass.range_constexpr(cute.size(keys)):
+                count(shared, keys[i], low, shift, limit, histogram)
+        cute.arch.sync_threads()
+        digit, above, total = narrow(shared.bins[None, histogram], above, least)
+        low = low + (Uint32(digit) << Uint32(shift))
+        stop = Boolean(total <= most)
+        bits = Int32(cutlass.select_(stop, Int32(0), shift))
+        step += 1
+    return low, step
+
+
+@cute.jit
+def count(shared, key: Uint32, low: Uint32, shift, limit: Uint32, histogram):
+    """A key into the histogram, if it is there and in its span."""
+    digit = (key - low) >> Uint32(shift)
+    if (key >= larger(low, Uint32(1))) & (digit < limit):
+        cute.arch.atomic_add(shared.bins.iterator + (histogram * BINS + Int32(digit)), Int32(1))
+
+
+@cute.jit
+def narrow(bins: cute.Tensor, above: Int32, least) -> tuple:
+    """(The largest digit that at least ``least`` keys reach, keys past that digit, keys that reach it), of a histogram
+    and the number of keys past it; (0, above, all) where fewer reach it. By every warp."""
+    lane = cute.arch.lane_idx()
+    own = cute.make_rmem_tensor(LANE_BINS, Int32)
+    cute.autovec_copy(cute.local_tile(bins, (LANE_BINS,), (lane,)), own)
+    mine = own[0]
+    for i in cutlass.range_constexpr(1, LANE_BINS):
+        mine += own[i]
+    reach = mine
+    for distance in (1, 2, 4, 8, 16):
+        other = cute.arch.shuffle_sync_down(reach, distance)
+        reach += Int32(cutlass.select_(Boolean(lane + distance < WARP_THREADS), other, Int32(0)))
+    reach += above  # keys from this lane's first bin on
+    enough = Uint32(cute.arch.vote_ballot_sync(Boolean(reach >= least)))
+    source = Int32(cutlass.select_(Boolean(enough == 0), Int32(0), Int32(cute.arch.bfind(enough))))
+    # Of that lane's bins, the last that enough keys reach.
+    past = reach - mine
+    digit, found_past, total = lane * LANE_BINS, past + mine - own[0], reach
+    running = past
+    for i in cutlass.range_constexpr(LANE_BINS - 1, 0, -1):
+        hit = Boolean(running < least) & Boolean(running + own[i] >= least)
+        digit = Int32(cutlass.select_(hit, lane * LANE_BINS + i, digit))
+        found_past = Int32(cutlass.select_(hit, running, found_past))
+        running += own[i]
+        total = Int32(cutlass.select_(hit, running, total))
+    return tuple(Int32(cute.arch.shuffle_sync(value, source)) for value in (digit, found_past, total))
+
+
+@cute.jit
+def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> tuple:
+    """Lists the keys that reach ``bound``, as far as the list goes; returns how many they are, and the largest key."""
+    thread, _, _ = cute.arch.thread_idx()
+    largest = maxima[0]
+    for i in cutlass.range_constexpr(1, config.groups + config.kept):
+        largest = larger(largest, maxima[i])
+    for group in cutlass.range_constexpr(config.groups):
         if maxima[group] >= bound:
             for i in cutlass.range_constexpr(config.group):
-                key = shared.keys[(group * config.group + i) * config.threads + thread]
-                if key >= bound:
-                    append(config, shared, key)
+                at = (group * config.group + i) * config.threads + thread
+                if shared.keys[at] >= bound:
+                    append(config, shared, shared.keys[at], K_LIMIT + at)
     for i in cutlass.range_constexpr(config.kept):
-        if maxima[groups + i] >= bound:
-            append(config, shared, maxima[groups + i])
+        if maxima[config.groups + i] >= bound:
+            append(config, shared, maxima[config.groups + i], thread + i * config.threads)
+    largest = Uint32(cute.arch.warp_redux_sync(largest, "umax"))
+    if thread % WARP_THREADS == 0:
+        shared.sums[thread // WARP_THREADS] = largest
     cute.arch.sync_threads()
-    return shared.listed[0]
+    largest = Uint32(cute.arch.warp_redux_sync(shared.sums[thread % WARP_THREADS], "umax"))
+    return shared.listed[0], largest
 
 
 @cute.jit
-def append(config: cutlass.Constexpr, shared, key):
+def append(config: cutlass.Constexpr, shared, key, place):
     """One key to the list, by any thread."""
     at = cute.arch.atomic_add(shared.listed.iterator, Int32(1), sem="relaxed", scope="cta")
     if at < config.slots:
-        shared.list[at] = key
+        shared.list[at], shared.listed_at[at] = key, place
 
 
 @cute.jit
-def place(config: cutlass.Constexpr, shared, maxima, first, bound, kept, k) -> Int32:
-    """Keys above ``bound``, and as many equal to it as are wanted, become what is kept, in order of index. Those kept
-    before come first: their indices are lower. Returns how many are kept."""
+def mark(shared, key: Uint32, bound: Uint32, place):
+    """The bit of a place whose key reaches the bound."""
+    bit = Uint32(1) << Uint32(place % WARP_THREADS)
+    if key > bound:
+        cute.arch.atomic_or(shared.above.iterator + place // WARP_THREADS, bit)
+    else:
+        cute.arch.atomic_or(shared.equal.iterator + place // WARP_THREADS, bit)
+
+
+@cute.jit
+def mark_all(config: cutlass.Constexpr, shared, maxima, bound):
+    """The bits of all places."""
+    thread, _, _ = cute.arch.thread_idx()
+    warps = config.threads // WARP_THREADS
+    for line in cutlass.range(config.kept + config.per_thread, unroll=1):
+        key = Uint32(NOTHING)
+        if line < config.kept:
+            for i in cutlass.range_constexpr(config.kept):
+                key = Uint32(cutlass.select_(Boolean(line == i), maxima[config.groups + i], key))
+        else:
+            key = shared.keys[(line - config.kept) * config.threads + thread]
+        above = cute.arch.vote_ballot_sync(Boolean(key > bound))
+        equal = cute.arch.vote_ballot_sync(Boolean(key == bound))
+        if thread % WARP_THREADS == 0:
+            word = line * warps + thread // WARP_THREADS
+            shared.above[word], shared.equal[word] = Uint32(above), Uint32(equal)
+
+
+@cute.jit
+def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
+    """What is marked, of those equal to the bound as many as are wanted, goes to the other buffer in order of place.
+    Returns how many there are. A thread has two words of places."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
-    lines = config.kept + config.per_thread
-    groups = config.per_thread // config.group
-    keys = [maxima[groups + i] for i in range(config.kept)]
-    indices = cute.make_rmem_tensor(config.kept, Int32)
-    for i in cutlass.range_constexpr(config.kept):
-        at = thread + i * config.threads
-        indices[i] = Int32(0)
-        if at < kept:
-            indices[i] = shared.kept[at]
-    # How many of 32 neighbours, by line (a multiple of threads apart) and warp.
-    for line in cutlass.range_constexpr(lines):
-        key = key_at(config, shared, keys, line, thread)
-        above = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(key > bound)))
-        equal = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(key == bound)))
-        if lane == 0:
-            shared.ballots[warp, line], shared.equal[warp, line] = above, equal
+    above = cute.make_rmem_tensor(OWN_WORDS, Uint32)
+    equal = cute.make_rmem_tensor(OWN_WORDS, Uint32)
+    above.fill(0), equal.fill(0)
+    mine = Int32(0)
+    for i in cutlass.range_constexpr(OWN_WORDS):
+        if thread * OWN_WORDS + i < config.place_words:
+            above[i], equal[i] = shared.above[thread * OWN_WORDS + i], shared.equal[thread * OWN_WORDS + i]
+        mine += (Int32(cute.arch.popc(above[i])) << HALF_BITS) + Int32(cute.arch.popc(equal[i]))
+    before = running(mine, lane)
+    if lane == WARP_THREADS - 1:
+        shared.sums[warp] = Uint32(before)
     cute.arch.sync_threads()
-    all_above = scan(shared.ballots, lines, warp, lane)
-    all_equal = scan(shared.equal, lines, warp, lane)
+    warps = running(Int32(shared.sums[lane]), lane)
+    everything = Int32(cute.arch.shuffle_sync(warps, WARP_THREADS - 1))
+    lower = Int32(cute.arch.shuffle_sync(warps, cutlass.max(warp - 1, 0)))
+    before += Int32(cutlass.select_(Boolean(warp > 0), lower, Int32(0))) - mine
+    wanted = cutlass.min(k - (everything >> HALF_BITS), everything & HALF_MASK)
+    at_above, at_equal = before >> HALF_BITS, before & HALF_MASK
+    for i in cutlass.range_constexpr(OWN_WORDS):
+        left = above[i] | equal[i]
+        while left != 0:
+            bit = left & (Uint32(0) - left)
+            place = (thread * OWN_WORDS + i) * WARP_THREADS + Int32(cute.arch.bfind(bit))
+            is_above = Boolean((above[i] & bit) != 0)
+            if is_above | Boolean(at_equal < wanted):
+                copy_kept(shared, place, first, turn, at_above + cutlass.min(at_equal, wanted))
+            at_above += Int32(is_above)
+            at_equal += 1 - Int32(is_above)
+            left = left ^ bit
     cute.arch.sync_threads()
-    wanted = cutlass.min(k - all_above, all_equal)
-    for line in cutlass.range_constexpr(lines):
-        key = key_at(config, shared, keys, line, thread)
-        above, equal = Boolean(key > bound), Boolean(key == bound)
-        above_before = shared.ballots[warp, line] + before(cute.arch.vote_ballot_sync(above))
-        equal_before = shared.equal[warp, line] + before(cute.arch.vote_ballot_sync(equal))
-        chosen = above | (equal & Boolean(equal_before < wanted))
-        if chosen:
-            at = above_before + cutlass.min(equal_before, wanted)
-            index = first + (line - config.kept) * config.threads + thread
-            if cutlass.const_expr(line < config.kept):
-                index = indices[line]
-            shared.kept_keys[at], shared.kept[at] = key, index
-    return all_above + wanted
-
-
-def key_at(config, shared, keys: list, line: int, thread) -> Uint32:
-    """The thread's key in a line: those kept before, then the chunk's."""
-    if line < config.kept:
-        return keys[line]
-    return shared.keys[(line - config.kept) * config.threads + thread]
-
-
-def before(ballot) -> Int32:
-    """Lanes below this one in a ballot."""
-    return cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt()))
+    return (everything >> HALF_BITS) + wanted
 
 
 @cute.jit
-def scan(numbers: cute.Tensor, lines: cutlass.Constexpr, warp, lane) -> Int32:
-    """numbers (WARP, LINE) become what stands before each, line by line; returns the sum. Each warp its lines, twice
-    over: a line's sum first, then all lines'. Ends with a barrier."""
-    sums = Int32(0)
-    for first in cutlass.range_constexpr(0, lines, WARP_THREADS):
-        line = first + warp
-        if line < lines:
-            value = numbers[lane, line]
-            total = running(value, lane)
-            numbers[lane, line] = total - value
-            if lane == WARP_THREADS - 1:
-                numbers[0, line] = total  # its own, 0, is known
-    cute.arch.sync_threads()
-    for first in cutlass.range_constexpr(0, lines, WARP_THREADS):
-        value = Int32(0)
-        if first + lane < lines:
-            value = numbers[0, first + lane]
-        total = running(value, lane)
-        start = sums + total - value
-        sums += cute.arch.shuffle_sync(total, WARP_THREADS - 1)
-        cute.arch.sync_threads()  # all warps have read the lines' sums
-        mine = cute.arch.shuffle_sync(start, warp)
-        line = first + warp
-        if line < lines:
-            before_line = numbers[lane, line]
-            if lane == 0:
-                before_line = Int32(0)
-            numbers[lane, line] = before_line + mine
-    cute.arch.sync_threads()
-    return sums
+def copy_kept(shared, place, first, turn, to):
+    """A place's key and index, into the other buffer."""
+    key, index = Uint32(0), Int32(0)
+    if place < K_LIMIT:
+        key, index = shared.kept_keys[place, turn], shared.kept[place, turn]
+    else:
+        key, index = shared.keys[place - K_LIMIT], first + place - K_LIMIT
+    shared.kept_keys[to, 1 - turn], shared.kept[to, 1 - turn] = key, index
 
 
 def running(value: Int32, lane) -> Int32:
@@ -365,15 +421,14 @@ def running(value: Int32, lane) -> Int32:
 
 @cute.jit
 def finish(
-    config: cutlass.Constexpr, shared, page_table, requests, result, counts, page_size, token, kept, k
+    config: cutlass.Constexpr, shared, page_table, requests, result, counts, page_size, token, kept, turn, k
 ):
     """What is kept as slots; behind it NO_SLOT."""
     thread, _, _ = cute.arch.thread_idx()
-    cute.arch.sync_threads()
     for at in cutlass.range(thread, k, config.threads, unroll=1):
         slot = Int32(NO_SLOT)
         if at < kept:
-            slot = shared.kept[at]
+            slot = shared.kept[at, turn]
             if cutlass.const_expr(config.table):
                 request = Int32(requests[token])
                 page, within = slot // page_size, slot % page_size

@@ -83,7 +83,9 @@ def test_scores_kernel(monkeypatch, format, heads, size, arch):
     pool.data.fill_(0xFF)
     spread = torch.exp2(2 * torch.randn(400, 4, generator=generator)).repeat_interleave(32, dim=1)
     rows = (torch.randn(400, 128, generator=generator) * spread).bfloat16()
-    table = torch.stack([torch.randperm(400 // size, generator=generator)[: 240 // size] for _ in range(2)])
+    table = torch.stack(
+        [torch.randperm(400 // size, generator=generator)[: -(-240 // size)] for _ in range(2)]
+    )
     table = table.to(torch.int32)
     table[1, 160 // size :] = -1
     rows[int(table[0, 10 // size]) * size + 10 % size, 3] = torch.nan
