@@ -159,7 +159,7 @@ def bench_gathered() -> str:
 
             candidates["FlashMLA"] = call_peer
         if "FlashMLA" in candidates:
-            q, sets, out, joined = inputs[0]
+            q, sets, out, _ = inputs[0]
             candidates["FlashMLA"](*inputs[0])
             if format == "bf16":
                 sets = [KeySet(pools[1], each.slots) for each in sets]
