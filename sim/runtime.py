@@ -22,7 +22,7 @@ from warpspec.sim.grid import Launch
 from warpspec.sim.instruction import Kernel, PtxModule, Sym
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import GlobalMemory
-from warpspec.sim.order import wgmma_registers
+from warpspec.sim.order import of_text
 from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.shares import conflicts
@@ -148,7 +148,7 @@ def execute(
 
     try:
         stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
-        static = wgmma_registers.check(program)
+        static = of_text(program)
         if check == "order":
             stats.findings |= static
         errors = [finding for finding in stats.findings.values() if not finding.tolerated]

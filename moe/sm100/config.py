@@ -257,9 +257,15 @@ class GemmConfig:
         return self.weight_atoms * K_STEPS * ATOM_BYTES
 
     @property
+    def scale_bytes(self) -> int:
+        """Of a stage: the tokens' scales, the weights' behind them. A copy of scales of tokens that begin in the midst
+        of an atom reads past the atom, for lanes that no token has: so it stays in its stage."""
+        return self.token_scale_bytes + self.weight_scale_bytes
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage, and the bytes that one CTA's loads of it add to its mbarrier."""
-        return self.token_bytes + self.weight_bytes + self.token_scale_bytes + self.weight_scale_bytes
+        return self.token_bytes + self.weight_bytes + self.scale_bytes
 
     @property
     def record_bytes(self) -> int:
@@ -366,11 +372,10 @@ class GemmConfig:
                 stages * self.weight_bytes,
                 f"{stages} x [{self.weight_rows}, {K_TILE}] e2m1, {swizzle}",
             ),
-            ("token scales", stages * self.token_scale_bytes, f"{stages} x 1 x {atoms}, as in memory"),
             (
-                "weight scales",
-                stages * self.weight_scale_bytes,
-                f"{stages} x {self.weight_atoms} x {atoms}, as in memory",
+                "scales",
+                stages * self.scale_bytes,
+                f"{stages} x (tokens' 1, weights' {self.weight_atoms}) x {atoms}, as in memory",
             ),
             (
                 "staging",

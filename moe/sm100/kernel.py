@@ -93,13 +93,8 @@ class GroupedGemm:
             weights: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.stages * config.weight_bytes], tma.TILE_ALIGNMENT
             ]
-            token_scales: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.token_scale_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            weight_scales: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.weight_scale_bytes],
-                tma.TILE_ALIGNMENT,
+            scales: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.stages * config.scale_bytes], tma.TILE_ALIGNMENT
             ]
             staging: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.staging_bytes], tma.TILE_ALIGNMENT
@@ -123,8 +118,8 @@ class GroupedGemm:
         regions = (
             storage.tokens.data_ptr(),
             storage.weights.data_ptr(),
-            storage.token_scales.data_ptr(),
-            storage.weight_scales.data_ptr(),
+            storage.scales.data_ptr(),
+            storage.scales.data_ptr() + config.token_scale_bytes,
         )
         staging = storage.staging.data_ptr()
         group, groups = block // config.ctas, blocks // config.ctas

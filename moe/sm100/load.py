@@ -93,17 +93,16 @@ class Stages(NamedTuple):
 def make_stages(config, tokens, weights, token_scales, weight_scales) -> Stages:
     """The stages in regions of shared memory, which are given by their first byte."""
 
-    def plain(base, box, size):
-        layout = cute.append(
-            cute.make_layout(box), cute.make_layout(config.stages, stride=size // INT32_BYTES)
-        )
+    def plain(base, box):
+        stride = config.scale_bytes // INT32_BYTES
+        layout = cute.append(cute.make_layout(box), cute.make_layout(config.stages, stride=stride))
         return cute.make_tensor(cute.recast_ptr(base, dtype=Int32), layout)
 
     return Stages(
         tma.shared_tiles(tokens, cutlass.Uint8, config.token_box, config.stages),
         tma.shared_tiles(weights, cutlass.Uint8, config.weight_box, config.stages),
-        plain(token_scales, config.token_scale_box, config.token_scale_bytes),
-        plain(weight_scales, config.weight_scale_box, config.weight_scale_bytes),
+        plain(token_scales, config.token_scale_box),
+        plain(weight_scales, config.weight_scale_box),
     )
 
 

@@ -115,10 +115,10 @@ def copy_scales(config: cutlass.Constexpr, operands: cutlass.Constexpr, stage, a
     """Copy a stage's scales to tensor memory. Tokens that begin in the midst of an atom (swapped only) come to lane
     0."""
     with cute.arch.elect_one():
-        tokens = operands.token_scales + stage * config.token_scale_bytes
+        tokens = operands.token_scales + stage * config.scale_bytes
         if cutlass.const_expr(config.swapped):
             tokens += atom_row % WARP_THREADS * tmem.SCALE_LINE_BYTES
-        weights = operands.weight_scales + stage * config.weight_scale_bytes
+        weights = operands.weight_scales + stage * config.scale_bytes
         for step in cutlass.range_constexpr(K_STEPS):
             column = operands.columns + config.tmem_token_scales + step * SCALE_COLUMNS
             tmem.copy_scale_atom(tokens + step * ATOM_BYTES, column, pair=config.pair)

@@ -93,7 +93,7 @@ def estimate(
     """What a launch costs with these tiles. features: N of each expert's weights."""
     config = GemmConfig(shape)
     steps, k_tiles = -(-k // MMA_K), -(-k // K_TILE)
-    scales = config.token_scale_bytes + config.weight_scale_bytes
+    scales = config.scale_bytes
     operand_rows = config.token_rows + config.weight_rows
     read = steps * operand_rows * STEP_BYTES + k_tiles * scales
     loaded = k_tiles * config.stage_bytes

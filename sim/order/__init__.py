@@ -2,5 +2,15 @@
 
 `checker.OrderChecker` is told by the instruction handlers what is accessed and what synchronises; `sim.run(...,
 check="order")` makes one a launch. clocks: who knows of what. shadow: who accessed each word last. findings: how two
-accesses that nothing orders are shown. wgmma_registers: wgmma.fence, which orders registers.
+accesses that nothing orders are shown. wgmma_registers, load_registers: wgmma.fence and tcgen05.wait::ld, which order
+registers, along the paths of a kernel (flow); they need no run.
 """
+
+from __future__ import annotations
+
+
+def of_text(program) -> dict:
+    """Findings that the kernel's text alone shows, by kind and PTX lines."""
+    from warpspec.sim.order import load_registers, wgmma_registers
+
+    return wgmma_registers.check(program) | load_registers.check(program)

@@ -14,6 +14,7 @@ from warpspec.sim import cfg
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Instr, Vec
 from warpspec.sim.order.findings import Finding
+from warpspec.sim.order.flow import along_blocks
 from warpspec.sim.registry import Family, find, row_of
 
 KIND = "no wgmma.fence between an access of a register and wgmma.mma_async"
@@ -25,24 +26,9 @@ def check(program: Program) -> dict[tuple, Finding]:
     kernel = program.kernel
     if not any(ins.opcode.startswith("wgmma.mma_async") for ins in kernel.instrs):
         return {}
-    bit = program.live.bit
-    entry = [0] * len(program.blocks)
-    entry[0] = (1 << len(bit)) - 1  # at the kernel's start, no fence precedes any register
-    reached = [False] * len(program.blocks)
-    reached[0] = True
-    pending = [0]
+    every = (1 << len(program.live.bit)) - 1  # at the kernel's start, no fence precedes any register
     found: dict[tuple, Finding] = {}
-    while pending:
-        index = pending.pop()
-        block = program.blocks[index]
-        unfenced = entry[index]
-        for ins in kernel.instrs[block.start : block.end]:
-            unfenced = _after(program, ins, unfenced, found)
-        for successor in block.successors:
-            if not reached[successor] or unfenced & ~entry[successor]:
-                reached[successor] = True
-                entry[successor] |= unfenced
-                pending.append(successor)
+    along_blocks(program, every, lambda ins, unfenced: _after(program, ins, unfenced, found))
     return found
 
 

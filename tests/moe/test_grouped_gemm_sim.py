@@ -180,6 +180,7 @@ def exact_activation(case, inputs):
     return torch.cat(parts)
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize("shape", [PAIR, SWAPPED[16]], ids=str)
 def test_nvfp4_results_have_the_bits_of_the_reference_quantiser(shape):
     case = GemmCase("", (70, 0, 21), k=16, width=104, **EPILOGUES["nvfp4"])

@@ -221,6 +221,14 @@ CASES = {
         START + ALLOCATE + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; [[tcgen05.wait::ld.sync.aligned;]]"
         + FREE + "tcgen05.wait::ld.sync.aligned;",
     ),
+    "tcgen05.wait::ld before a use behind a move": (
+        "no tcgen05.wait::ld",
+        dict(),
+        START + ALLOCATE + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1}; tcgen05.wait::st.sync.aligned;"
+        + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; mov.b32 %r7, %r4; @!%p2 bra meet; meet:"
+        + "[[tcgen05.wait::ld.sync.aligned;]] add.u32 %r8, %r7, 1; st.global.u32 [%rd2], %r8;"
+        + "tcgen05.wait::ld.sync.aligned;" + FREE,
+    ),
     "a proxy fence before tcgen05.mma": (
         PROXY,
         dict(block=(128, 1, 1)),
