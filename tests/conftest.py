@@ -1,5 +1,6 @@
 """Settings every test runs under."""
 
+import gc
 import os
 
 # Before torch is imported: workers and the simulator's own threads share the machine's few cores.
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist: the process that starts them reports
     if config.getoption("progress") and not is_worker:
         config.pluginmanager.register(Progress(config), "progress")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look through it each time a kernel is compiled."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
