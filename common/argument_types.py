@@ -1,17 +1,23 @@
-"""Remembers, for every compiled host function, the MLIR types of its arguments.
+"""Remembers, for every compiled host function, the MLIR types of its arguments and its kernels' storage structs.
 
-The DSL drops the module that has them (element types, static sizes, divisibilities, alignments) once it is
-lowered; the simulator needs them to check and pack arguments. Importing this module starts the recording: do
-so before `cute.compile`.
+The DSL drops the module that has them once it is lowered. The simulator needs the types (element types, static sizes,
+divisibilities, alignments) to check and pack arguments, and names barriers by the fields of storage structs. Importing
+this module starts the recording: do so before `cute.compile`.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 
 from cutlass.cutlass_dsl import cutlass as cutlass_dsl
 
 RECORD_ATTRIBUTE = "_warpspec_argument_types"  # on the compiled function: tuple of MLIR type texts
+STORAGE_ATTRIBUTE = "_warpspec_storage"  # on the compiled function: `Storage`
+SHARED_ALLOCATION = re.compile(r'!cute\.memref<i8, smem, align<(?P<align>\d+)>, "(?P<bytes>\d+):1">')
+
+# Fields of a kernel's dynamic shared memory, by the kernel's name: (name, bytes, offset).
+Storage = dict[str, tuple[tuple[str, int, int], ...]]
 HOOK_MARK = "_warpspec_records"
 
 
@@ -28,6 +34,42 @@ def _input_types(module, name: str) -> tuple[str, ...] | None:
     return None
 
 
+def storage_of(compiled: object) -> Storage:
+    """Fields of the storage structs of `compiled`'s kernels, as far as they are known."""
+    return getattr(compiled, STORAGE_ATTRIBUTE, {})
+
+
+def _operations(operation):
+    """All operations inside one, in order."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield op.operation
+                yield from _operations(op.operation)
+
+
+def _storage(module) -> Storage:
+    """What the kernels of a module, before lowering, allocate in shared memory in one piece after the other."""
+    found: Storage = {}
+    for op in _operations(module.operation):
+        if op.name == "cuda.kernel":
+            fields, end = [], 0
+            for inner in _operations(op):
+                if inner.name != "cute.memref.alloca" or ", smem," not in (kind := str(inner.results[0].type)):
+                    continue
+                allocation = SHARED_ALLOCATION.fullmatch(kind)
+                if allocation is None:  # where the next one begins is not known
+                    break
+                start = -(-end // int(allocation["align"])) * int(allocation["align"])
+                end = start + int(allocation["bytes"])
+                if "smem.struct_fields" in inner.attributes:
+                    for field in inner.attributes["smem.struct_fields"]:
+                        name, size, offset = field.value.rsplit(":", 2)
+                        fields.append((name, int(size), start + int(offset)))
+            found[op.attributes["sym_name"].value] = tuple(fields)
+    return found
+
+
 def record_argument_types() -> None:
     """Start recording. A second call changes nothing."""
     base = cutlass_dsl.CutlassBaseDSL
@@ -38,9 +80,11 @@ def record_argument_types() -> None:
     @functools.wraps(compile_and_cache)
     def recording(self, module, module_hash, function_name, *args, **kwargs):
         types = _input_types(module, function_name)  # now: lowering rewrites the module in place
+        storage = _storage(module)
         compiled = compile_and_cache(self, module, module_hash, function_name, *args, **kwargs)
         if types is not None and hasattr(compiled, "__dict__"):
             setattr(compiled, RECORD_ATTRIBUTE, types)
+            setattr(compiled, STORAGE_ATTRIBUTE, storage)
         return compiled
 
     setattr(recording, HOOK_MARK, True)

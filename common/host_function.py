@@ -18,7 +18,7 @@ from cutlass.base_dsl.typing import NumericMeta
 from cutlass.cute import Tensor
 from cutlass.cutlass_dsl import CuTeDSL
 
-from warpspec.common.argument_types import argument_types
+from warpspec.common.argument_types import Storage, argument_types, storage_of
 
 PREFIX = "warpspec"  # of the symbols of an exported object
 
@@ -62,10 +62,11 @@ class HostFunction:
     artifacts: Artifacts
     has_kernels: bool
     code: bytes = field(repr=False)
+    storage: Storage = field(default_factory=dict, repr=False)  # of its kernels: fields of shared memory by name
 
     @classmethod
     def of(cls, compiled) -> HostFunction:
-        """The host function of what ``cute.compile`` returned, compiled without TVM FFI. Raises RuntimeError, or what
+        """The host function of what ``cute.compile`` returned, with TVM FFI or without. Raises RuntimeError, or what
         the DSL raises, for one that cannot be exported."""
         execution = compiled.execution_args
         parameters = zip(execution.signature.parameters.values(), execution._compiled_with_none, strict=True)
@@ -83,6 +84,7 @@ class HostFunction:
             else Artifacts(artifacts.PTX, artifacts.CUBIN),
             has_kernels=compiled.has_gpu_module,
             code=_export(compiled),
+            storage=storage_of(compiled),
         )
 
     def to_json(self) -> dict:
@@ -95,6 +97,7 @@ class HostFunction:
             "parameters": [_described(p) for p in self.parameters],
             "fixed": self.fixed,
             "has_kernels": self.has_kernels,
+            "storage": self.storage,
         }
 
     @classmethod
@@ -113,6 +116,10 @@ class HostFunction:
             artifacts=artifacts,
             has_kernels=description["has_kernels"],
             code=code,
+            storage={
+                kernel: tuple((name, size, offset) for name, size, offset in fields)
+                for kernel, fields in description["storage"].items()
+            },
         )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from warpspec.common.disk_cache import DiskCache
 
 LIMIT = 2 << 30  # bytes
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 FUNCTION = "warpspec_kernel"  # what a native object exports, in TVM FFI's words
 SUFFIX = ".kernel"
 

@@ -17,14 +17,16 @@ from warpspec.sim.errors import (
     Deadlock,
     HostError,
     MemoryFault,
+    ScheduleDependence,
     SimError,
     TmemFault,
     UnsupportedInstruction,
 )
 from warpspec.sim.host import HostModule
 from warpspec.sim.order.findings import Finding, OrderError
+from warpspec.sim.outcomes import Outcomes
 from warpspec.sim.report import LaunchReport, SimReport
-from warpspec.sim.runtime import execute, load_program
+from warpspec.sim.runtime import execute, parameters_of
 
 __all__ = [
     "BadDescriptor",
@@ -35,6 +37,7 @@ __all__ = [
     "LaunchReport",
     "MemoryFault",
     "OrderError",
+    "ScheduleDependence",
     "SimError",
     "SimReport",
     "TmemFault",
@@ -50,32 +53,61 @@ CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: what runs check t
 _last: SimReport | None = None
 
 
-def run(compiled: object, *args: object, seed: int = 0, check: str | None = None) -> SimReport:
+def run(
+    compiled: object,
+    *args: object,
+    seed: int = 0,
+    seeds: int | None = None,
+    check: str | None = None,
+    timeline: str | os.PathLike | None = None,
+    **kwargs: object,
+) -> SimReport:
     """Run a compiled host function; every kernel it launches executes functionally on this CPU.
 
-    compiled: what `cute.compile` returned for sm_100a or sm_90a, with the options --keep-ptx --keep-cubin.
-    args: the host function's arguments in order: CPU torch tensors (written in place), ints, floats, bools,
-    None, a stream or None where it takes one. A pointer argument, and an address kept in an int64 or uint64
+    compiled: what `cute.compile` returned for sm_100a or sm_90a, with the options --keep-ptx --keep-cubin, with
+    --enable-tvm-ffi or without.
+    args, kwargs: the host function's arguments in order or by name: CPU torch tensors (written in place), ints, floats,
+    bools, None, a stream or None where it takes one. A pointer argument, and an address kept in an int64 or uint64
     tensor of at most 65,536 elements (grouped kernels' pointer arrays), stands for the live CPU tensor or NumPy
     array whose storage holds it: that storage is staged too.
     seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
-    same run bit for bit.
+    same run bit for bit. Odd seeds starve (sim/starving.py).
+    seeds: runs so many schedules, of seed, seed + 1 and so on, each on the tensors as they were; the tensors then hold
+    the last one's results. Raises what the first bad one raises, with a note that names the seed, and
+    ScheduleDependence if a tensor argument comes out different.
     check: "order" raises OrderError where the memory model does not order two accesses to one place (up to three times
     slower); None: what the environment variable WARPSPEC_SIM_CHECK says, or nothing.
+    timeline: where to write a trace for Perfetto of the (last) run.
 
-    Returns a SimReport; prints progress to stderr when the run is expected to take more than 5 seconds.
+    Returns a SimReport, of the last run; prints progress to stderr when a run is expected to take more than 5 seconds.
     Raises a SimError: HostError (arguments do not fit), UnsupportedInstruction, Deadlock, MemoryFault, TmemFault,
-    BarrierFault, BadDescriptor; tensors then hold what the run had written until it stopped.
+    BarrierFault, BadDescriptor, OrderError, ScheduleDependence; tensors then hold what the run had written until it
+    stopped. ValueError for options that are out of range.
     """
     global _last
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
+    if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
+        raise ValueError(f"seeds is {seeds!r}; a positive int or None is needed")
     if check is None:
         check = os.environ.get(CHECK_VARIABLE) or None
     if check not in (None, "order"):
         raise ValueError(f'check is {check!r}; None or "order" is needed')
-    start = time.monotonic()
     module = HostModule.of(compiled)
+    if seeds is None:
+        report = _run_once(module, args, kwargs, seed, check, fuse=True)
+    else:
+        report = _run_seeds(module, args, kwargs, range(seed, seed + seeds), check)
+    if timeline is not None:
+        report.timeline(timeline)
+    _last = report
+    return report
+
+
+def _run_once(
+    module: HostModule, args: tuple, kwargs: dict, seed: int, check: str | None, fuse: bool
+) -> SimReport:
+    start = time.monotonic()
     report = SimReport(seed=seed)
 
     def on_launch(launch) -> None:
@@ -92,12 +124,27 @@ def run(compiled: object, *args: object, seed: int = 0, check: str | None = None
                 seed=seed,
                 resources=launch.resources,
                 check=check,
+                storage=module.host.storage.get(launch.kernel_name, ()),
+                fuse=fuse,
             )
         )
 
-    module.call(args, on_launch)
+    module.call(args, on_launch, kwargs=kwargs)
     report.seconds = time.monotonic() - start
-    _last = report
+    return report
+
+
+def _run_seeds(module: HostModule, args: tuple, kwargs: dict, seeds: range, check: str | None) -> SimReport:
+    """Run under several seeds and compare what becomes of the tensor arguments."""
+    outcomes = Outcomes(module.names(args, kwargs))
+    for seed in seeds:
+        outcomes.restore()
+        try:
+            report = _run_once(module, args, kwargs, seed, check, fuse=False)
+        except SimError as error:
+            error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
+            raise
+        outcomes.compare(seed)
     return report
 
 
@@ -107,7 +154,7 @@ def _as_declared(text: str, launch) -> bytes:
     They differ where a parameter is aligned to more than the start of the constant bank's parameters is, as tensor
     maps on sm_90a are.
     """
-    declared = load_program(text, launch.kernel_name).kernel.params
+    declared = parameters_of(text, launch.kernel_name)
     if [p.size for p in declared] != [size for _, size in launch.param_layout]:
         raise HostError(f"the PTX and the cubin of {launch.kernel_name} declare different parameters")
     buffer = bytearray(max((p.offset + p.size for p in declared), default=0))

@@ -1,4 +1,4 @@
-"""The device that host code believes to run on: limits and attributes of H200 and B200 as CUDA has them."""
+"""The device that host code believes to run on: limits and attributes of H200, B200 and B300 as CUDA has them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Device:
 DEVICES = {
     "sm_90": Device("H200", 9, 0, 132, 60 << 20, 1_980_000),
     "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000),
+    "sm_103": Device("B300", 10, 3, 148, 126 << 20, 2_032_000),
 }
 
 
@@ -54,7 +55,7 @@ def device_of(target: str) -> Device:
     """The device that stands for a PTX target, e.g. "sm_90a"; raises HostError for a target that has none."""
     found = re.match(r"sm_\d+", target)
     if found is None or found[0] not in DEVICES:
-        raise HostError(f"the simulator runs sm_90a and sm_100a, not {target}")
+        raise HostError(f"the simulator runs sm_90a, sm_100a and sm_103a, not {target}")
     return DEVICES[found[0]]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from warpspec.sim.codegen.layout import Ctx, Fault, guard_text
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.errors import Deadlock, MemoryFault, SimError, Where, format_lanes
+from warpspec.sim.errors import NO_LINES, Deadlock, MemoryFault, SimError, Where, format_lanes
 from warpspec.sim.instruction import Instr
 from warpspec.sim.lanes import lanes
 from warpspec.sim.memory import (
@@ -16,6 +16,7 @@ from warpspec.sim.memory import (
     in_local_window,
     in_shared_window,
 )
+from warpspec.sim.names import placed
 from warpspec.sim.registry import row_of
 from warpspec.sim.warp import Cluster, Group, Warp
 
@@ -27,7 +28,7 @@ def where(
 ) -> Where:
     """The place of an instruction that lanes of a warp execute."""
     return Where(
-        kernel=program.kernel.name,
+        kernel=program.name,
         cta=None if w is None else w.cta.coords,
         warp=None if w is None else w.index,
         lanes=None if mask is None else tuple(lanes(mask)),
@@ -75,6 +76,8 @@ def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headli
         rows.append(f"CTA {coords} warp{plural} {format_lanes(tuple(warps))} lanes {lane_text}: {what}")
     if len(rows) > MOST_ROWS:
         rows[MOST_ROWS:] = [f"and {len(rows) - MOST_ROWS} lines more"]
+    if not any(ins.source for ins in program.kernel.instrs):
+        rows.append(NO_LINES)
     if pending:
         rows.append(f"{pending} asynchronous operations pending")
     return Deadlock("\n  ".join([f"{headline}:", *rows]), where(program))
@@ -91,7 +94,7 @@ def stuck_text(program: Program, w: Warp, group: Group) -> str:
         what = group.timed_out.describe() or "runs"
     else:
         what = "runs without effect"
-    source = f" from {ins.source}" if ins.source else ""
+    source = f" from {placed(ins.source)}" if ins.source else ""
     return f"{what} (PTX line {ins.line}{source})"
 
 

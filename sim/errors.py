@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpspec.sim.names import placed
+
+NO_LINES = "(compiled with --generate-line-info, a kernel has Python lines here)"
+
 
 @dataclass(frozen=True)
 class Where:
@@ -33,7 +37,9 @@ class Where:
         if self.ptx_text:
             text += f"\n    {self.ptx_text}"
         if self.source:
-            text += f"\n    from {self.source}"
+            text += f"\n    from {placed(self.source)}"
+        elif self.ptx_line is not None:
+            text += f"\n    {NO_LINES}"
         return text
 
 
@@ -90,6 +96,10 @@ class RegisterHazard(SimError):
 
 class Deadlock(SimError):
     """Nothing can make progress. The message lists each blocked warp and what it waits for."""
+
+
+class ScheduleDependence(SimError):
+    """Runs that differ in nothing but their seeds leave different results."""
 
 
 class HostError(SimError):

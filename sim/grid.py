@@ -20,6 +20,7 @@ from warpspec.sim.device import (
 from warpspec.sim.errors import HostError
 from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
+from warpspec.sim.names import StorageNames
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
 
@@ -38,7 +39,9 @@ class Launch:
     sm_count: int
     symbol_addresses: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
     registers: int | None = None  # of a thread, as compiled; None: not known
+    names: StorageNames = field(default_factory=StorageNames)  # of shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
+    fuse: bool = True  # MMAs that are pending together may be summed together
 
     @property
     def threads(self) -> int:
@@ -126,7 +129,7 @@ class ClusterFactory:
             inside = unravel(rank, launch.cluster)
             coords = tuple(f * c + i for f, c, i in zip(first, launch.cluster, inside, strict=True))
             linear = coords[0] + launch.grid[0] * (coords[1] + launch.grid[1] * coords[2])
-            cluster.ctas.append(Cta(cluster, rank, coords, linear, self._shared_memory()))
+            cluster.ctas.append(Cta(cluster, rank, coords, linear, self._shared_memory(), launch.names))
         cluster.live_ctas = len(cluster.ctas)
         cluster.smem_table = np.array([cta.smem.ctypes.data for cta in cluster.ctas], np.uint64)
         for cta in cluster.ctas:

@@ -153,6 +153,11 @@ class HostModule:
             finally:
                 session.memory = session.on_launch = None
 
+    def names(self, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
+        """The arguments by name, of those that there are."""
+        found = dict(zip((p.name for p in self.host.parameters), args, strict=False))
+        return found | kwargs
+
     def _bind(self, args: Sequence[object], kwargs: dict[str, object]) -> list[Value]:
         """Flattened arguments in signature order."""
         parameters = {p.name: p for p in self.host.parameters}
@@ -187,8 +192,6 @@ class HostModule:
 
 def _require_native(compiled: object) -> None:
     kind = type(compiled).__name__
-    if "TVMFFI" in kind:
-        raise HostError(f"{kind}: compile without --enable-tvm-ffi to run in the simulator")
     needed = ("ir_module", "execution_args", "artifacts", "dump_to_object", "function_name")
     if not all(hasattr(compiled, n) for n in needed) or compiled.ir_module is None:
         raise HostError(f"{kind} is not what cute.compile returns; compile with {COMPILE_OPTIONS}")

@@ -16,6 +16,7 @@ from warpspec.sim.grid import ClusterFactory, Launch
 from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
+from warpspec.sim.names import placed
 from warpspec.sim.operation import Op, Wait
 from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
@@ -47,6 +48,9 @@ class Machine:
         self.rng = random.Random(seed)
         self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
         self.clock = 0
+        self.executing: tuple[Warp, Instr] | None = (
+            None  # who executes, or issued the operation that takes effect
+        )
         self.progress = 0  # counts events that can unblock somebody
         self.ready: list[Warp] = []
         self.waiters: dict[Hashable, list[tuple[Warp, Group]]] = {}
@@ -77,7 +81,7 @@ class Machine:
         if key is None:
             self._unordered += 1
             key = ("unordered", self._unordered)
-        op.origin = self._executing
+        op.origin = self.executing
         self.progress += 1
         if op.origin is not None:
             op.origin[0].cta.pending += 1
@@ -129,7 +133,6 @@ class Machine:
 
     def run(self) -> None:
         """Execute the whole grid."""
-        self._executing = None
         for _ in range(FIRST_CLUSTERS):
             self.admit()
         rng = self.rng
@@ -187,7 +190,7 @@ class Machine:
         op = queue.popleft()
         self.clock += 1
         self.progress += 1
-        self._executing = op.origin  # what it defers in turn belongs to the same instruction
+        self.executing = op.origin  # what it defers in turn belongs to the same instruction
         try:
             op.execute(self)
         except Exception as error:
@@ -311,10 +314,20 @@ class Machine:
         if cta.exited:
             self.cta_done(cta)
         elif cta.live_warps == 0:
-            self.stats.warn(
-                f"CTAs exit before asynchronous operations that they issued have completed, {cta.coords} the first; "
-                "hardware keeps their shared memory until then, the programming model does not promise it"
-            )
+            self.warn_of_use(cta)
+
+    def warn_of_use(self, cta: Cta) -> None:
+        """A CTA's last warp has exited: warn of the operations that are not done with its shared memory."""
+        for queue in self.queues.values():
+            for op in queue:
+                if op.uses_shared and op.origin is not None and op.origin[0].cta is cta:
+                    w, ins = op.origin
+                    self.stats.warn(
+                        f"a CTA exits before its `{ins.opcode}` is done with shared memory, CTA {cta.coords} the "
+                        f"first: warp {w.index}, PTX line {ins.line}{' from ' if ins.source else ''}"
+                        f"{placed(ins.source)}; hardware keeps the memory until then, the programming model does "
+                        "not promise it"
+                    )
 
     def cta_done(self, cta: Cta) -> None:
         """A CTA has exited: TmemFault if it leaks tensor memory; the last of a cluster makes room for another."""
@@ -323,8 +336,9 @@ class Machine:
             leaked = cta.tmem.allocated_columns
             if leaked:
                 raise TmemFault(
-                    f"{leaked} columns of tensor memory are still allocated at the end of the CTA",
-                    Where(self.program.kernel.name, cta.coords),
+                    f"{leaked} columns of tensor memory are still allocated at the end of the CTA; "
+                    f"{cta.tmem.describe()}",
+                    Where(self.program.name, cta.coords),
                 )
         cluster = cta.cluster
         cluster.live_ctas -= 1
@@ -354,7 +368,7 @@ class Machine:
                 mask &= ~allowed if ins.guard_negated else allowed
             if mask:
                 w.current = group
-                self._executing = (w, ins)
+                self.executing = (w, ins)
                 if self.order is not None and row.order is not None:
                     row.order(self.order, w, ins, mask)
                 if hooked:

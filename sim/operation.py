@@ -25,13 +25,17 @@ class Wait:
 
 
 class Op:
-    """Asynchronous work. Operations with the same `queue` run in the order deferred, others in any order."""
+    """Asynchronous work. Operations with the same `queue` run in the order deferred, others in any order.
 
-    __slots__ = ("origin", "queue", "text")
+    uses_shared: whether it still reads or writes shared memory, or signals an mbarrier there.
+    """
+
+    __slots__ = ("origin", "queue", "text", "uses_shared")
 
     def __init__(self, text: str = "", queue: Hashable | None = None):
         self.queue = queue
         self.text = text
+        self.uses_shared = True
         self.origin = None  # (warp, instruction): who issued it; set by Machine.defer
 
     def execute(self, m) -> None:
@@ -43,9 +47,16 @@ class CallOp(Op):
 
     __slots__ = ("function",)
 
-    def __init__(self, function: Callable[[], None], text: str = "", queue: Hashable | None = None):
+    def __init__(
+        self,
+        function: Callable[[], None],
+        text: str = "",
+        queue: Hashable | None = None,
+        uses_shared: bool = True,
+    ):
         super().__init__(text, queue)
         self.function = function
+        self.uses_shared = uses_shared
 
     def execute(self, m) -> None:
         self.function()

@@ -7,6 +7,7 @@ so that names are unique within a kernel. Debug sections are skipped; `.loc` bec
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import replace
 
 from warpspec.sim.errors import PtxSyntaxError, Where
@@ -20,6 +21,7 @@ from warpspec.sim.instruction import (
     Reg,
     Sym,
     Variable,
+    Vec,
 )
 from warpspec.sim.ptx_lexis import TYPE_BITS, constant_expression, float_literal
 from warpspec.sim.ptx_operands import SPACE, OperandReader, Scope
@@ -34,7 +36,14 @@ _STATEMENT = re.compile(
     r"|(?:@\s*(?P<negated>!?)\s*(?P<guard>[A-Za-z_$%][\w$]*)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>[^;]*);"
     r")"
 )
-_REG_DECLARATION = re.compile(r"\.reg\s+(?:\.\w+\s+)*?\.(\w+)\s+([^;]*);")
+_REG_DECLARATION = re.compile(r"\.reg\s+(?:\.v([24])\s*)?\.(\w+)\s+([^;]*);")
+_VECTOR_ITEMS = (
+    "xr",
+    "yg",
+    "zb",
+    "wa",
+)  # names of a vector register's elements, two for each (PTX ISA 5.4.2)
+_ASSEMBLY = re.compile(r"^[ \t]*// (?:begin|end) inline asm", re.M)
 _REG_RANGE = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*(?:<\s*(\d+)\s*>)?\s*$")
 _VARIABLE = re.compile(
     r"\s*(?P<modifiers>(?:\.\w+(?:\([^)]*\)|\s+\d+)?\s*)+?)\s*(?P<name>[A-Za-z_$%][\w$]*)\s*"
@@ -44,6 +53,16 @@ _VARIABLE = re.compile(
 _MODIFIER = re.compile(r"\.(\w+)\s*(\([^)]*\)|\d+)?")
 _FUNCTION = re.compile(r"\.(entry|func)\b")
 _TRIPLE = re.compile(r"\s*(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+
+
+def _assembly_lines(text: str) -> list[int]:
+    """The lines at which inline assembly begins and ends, in turn."""
+    found, counted, line = [], 0, 1
+    for match in _ASSEMBLY.finditer(text):
+        line += text.count("\n", counted, match.start())
+        counted = match.start()
+        found.append(line)
+    return found
 
 
 def parse(text: str) -> PtxModule:
@@ -58,6 +77,7 @@ class _Parser(OperandReader):
     def __init__(self, text: str):
         self.files = {int(m.group(1)): m.group(2) for m in _FILE.finditer(text)}
         super().__init__(text)
+        self.assembly = _assembly_lines(text)
         self.used_bytes: int | None = None  # of the next instruction, a load
 
     # -- module level
@@ -293,6 +313,8 @@ class _Parser(OperandReader):
             if numbers is None:
                 raise self.error(".loc not understood")
             self.pos = numbers.end()
+            if self.assembly and bisect_right(self.assembly, self.line_at(start)) % 2:
+                return  # LLVM counts the lines of inline assembly on from where it stands in the source
             line = int(numbers.group(2))
             file = self.files.get(int(numbers.group(1)))
             self.source = f"{file}:{line}" if file is not None and line > 0 else None
@@ -313,21 +335,30 @@ class _Parser(OperandReader):
 
     def declare_registers(self, text: str, at: int) -> None:
         match = _REG_DECLARATION.match(text)
-        if match is None or match.group(1) not in TYPE_BITS:
+        if match is None or match.group(2) not in TYPE_BITS:
             raise self.error(".reg declaration not understood", at)
-        bits = TYPE_BITS[match.group(1)]
+        bits, length = TYPE_BITS[match.group(2)], int(match.group(1) or 1)
         suffix = self.scope.suffix
         registers = self.kernel.registers
         names = self.scope.names
-        for item in match.group(2).split(","):
+        for item in match.group(3).split(","):
             parts = _REG_RANGE.match(item)
             if parts is None:
                 raise self.error(".reg declaration not understood", at)
             stem, count = parts.groups()
             for name in [stem] if count is None else [f"{stem}{i}" for i in range(int(count))]:
-                unique = name + suffix
-                registers[unique] = bits
-                names[name] = Reg(unique)
+                if length == 1:
+                    unique = name + suffix
+                    registers[unique] = bits
+                    names[name] = Reg(unique)
+                    continue
+                elements = []
+                for letters in _VECTOR_ITEMS[:length]:
+                    unique = f"{name}.{letters[0]}{suffix}"
+                    registers[unique] = bits
+                    elements.append(Reg(unique))
+                    names.update((f"{name}.{letter}", elements[-1]) for letter in letters)
+                names[name] = Vec(tuple(elements))
         self.scope.cache.clear()
 
     def close_scope(self, is_outermost: bool) -> None:

@@ -28,13 +28,13 @@ class Scope:
     def __init__(self, suffix: str, parent: Scope | None):
         self.suffix = suffix
         self.parent = parent
-        self.names: dict[str, Reg | Sym] = {}
+        self.names: dict[str, Reg | Sym | Vec] = {}
         self.labels: set[str] = set()
         self.branches: list[tuple[Instr, int, str]] = []
         self.target_lists: list[tuple[str, tuple[str, ...], int]] = []
         self.cache: dict[str, Operand] = {}
 
-    def lookup(self, name: str) -> Reg | Sym | None:
+    def lookup(self, name: str) -> Reg | Sym | Vec | None:
         scope: Scope | None = self
         while scope is not None:
             found = scope.names.get(name)

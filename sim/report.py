@@ -104,7 +104,7 @@ class LaunchStats:
 class LaunchReport:
     """One launch as it ran. `instructions`: warp index -> family -> warp-instructions."""
 
-    kernel: str
+    kernel: str  # as PTX names it
     grid: tuple[int, int, int]
     cluster: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -123,6 +123,7 @@ class LaunchReport:
     seconds: float
     warnings: list[str] = field(default_factory=list)
     events: list[tuple] = field(repr=False, default_factory=list)
+    function: str = ""  # what messages call the kernel: its function in the DSL
 
     @property
     def warp_instructions(self) -> int:
@@ -167,7 +168,7 @@ class SimReport:
 
     def _table(self, launch: LaunchReport) -> str:
         lines = [
-            f"kernel {launch.kernel}",
+            f"kernel {launch.function or launch.kernel}",
             f"  grid {launch.grid}  cluster {launch.cluster}  block {launch.block}",
             f"  registers {launch.registers}  stack and spills {launch.local_bytes} B  "
             f"shared {launch.static_smem} + {launch.dynamic_smem} B  TMEM {launch.tmem_columns} columns",
@@ -210,7 +211,7 @@ class SimReport:
                 )
             for cta in {e[0] for e in launch.events}:
                 pid = number * TIMELINE_CTAS + cta
-                title = {"name": f"launch {number} {launch.kernel[:40]} CTA {cta}"}
+                title = {"name": f"launch {number} {launch.function or launch.kernel} CTA {cta}"}
                 events.append({"name": "process_name", "ph": "M", "pid": pid, "args": title})
                 threads = {w: self.roles.get(w, f"warp {w}") for w in launch.instructions}
                 for tid, label in {**threads, 99: "asynchronous"}.items():

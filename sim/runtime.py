@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -19,9 +20,10 @@ from warpspec.sim.codegen.program import Program
 from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError, SimError
 from warpspec.sim.grid import Launch
-from warpspec.sim.instruction import Kernel, PtxModule, Sym
+from warpspec.sim.instruction import Kernel, Param, PtxModule, Sym
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.names import Field, StorageNames
 from warpspec.sim.order import of_text
 from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.order.findings import OrderError
@@ -59,14 +61,23 @@ def _parse(text: _Text) -> PtxModule:
 @lru_cache(maxsize=64)
 def _program(text: _Text, kernel: str, logging: bool) -> Program:
     module = _parse(text)
-    if kernel not in module.kernels:
-        raise HostError(f"no kernel {kernel} in the PTX; it has {', '.join(module.kernels)}")
-    return Program(module, module.kernels[kernel], logging)
+    return Program(module, _kernel(module, kernel), logging)
 
 
 def load_program(text: str, kernel: str, logging: bool = False) -> Program:
     """The translated program of one kernel of a PTX module (cached). logging: for a run that checks memory order."""
     return _program(_Text(text), kernel, logging)
+
+
+def parameters_of(text: str, kernel: str) -> list[Param]:
+    """The parameters of one kernel of a PTX module, as the text declares them. HostError if there is no such kernel."""
+    return _kernel(_parse(_Text(text)), kernel).params
+
+
+def _kernel(module: PtxModule, kernel: str) -> Kernel:
+    if kernel not in module.kernels:
+        raise HostError(f"no kernel {kernel} in the PTX; it has {', '.join(module.kernels)}")
+    return module.kernels[kernel]
 
 
 def independent(kernel: Kernel) -> bool:
@@ -76,10 +87,13 @@ def independent(kernel: Kernel) -> bool:
 
 
 class Progress:
-    """A line on stderr once the run is expected to take longer than PROGRESS_AFTER seconds."""
+    """A line on stderr once the run is expected to take longer than PROGRESS_AFTER seconds.
 
-    def __init__(self, name: str, total: int):
-        self.name, self.total = name[:40], total
+    translation: seconds that the kernel's translation took, which count.
+    """
+
+    def __init__(self, name: str, total: int, translation: float = 0.0):
+        self.name, self.total, self.translation = name[:40], total, translation
         self.start = self.last = time.monotonic()
         self.shown = False
 
@@ -88,13 +102,16 @@ class Progress:
         elapsed = now - self.start
         if elapsed < 1 or now - self.last < (0.2 if sys.stderr.isatty() else 10):
             return
-        expected = elapsed * self.total / max(done, 1)
+        expected = elapsed * self.total / max(done, 1) + self.translation
+        elapsed += self.translation
         if not self.shown and expected < PROGRESS_AFTER:
             return
         self.last, self.shown = now, True
         ending = "" if sys.stderr.isatty() else "\n"
         start = "\r" if sys.stderr.isatty() else ""
         text = f"{start}sim {self.name}: {done}/{self.total} clusters, {elapsed:.0f} s of about {expected:.0f} s "
+        if self.translation >= 1:
+            text += f"({self.translation:.0f} s translation) "
         print(text, end=ending, file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -115,13 +132,18 @@ def execute(
     seed: int = 0,
     resources: KernelResources | None = None,
     check: str | None = None,
+    storage: Sequence[Field] = (),
+    fuse: bool = True,
 ) -> LaunchReport:
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it.
 
-    check: "order" raises OrderError where the memory model does not order accesses to one place.
+    check: "order" raises OrderError where the memory model does not order accesses to one place. storage: fields of
+    dynamic shared memory, (name, bytes, offset), which messages name. fuse: MMAs may be summed together as they happen
+    to be pending; not: last bits do not depend on the seed.
     """
     start = time.monotonic()
     program = load_program(text, kernel, check == "order")
+    translated = time.monotonic()
     sms = device_of(program.module.target).sms
     buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
     tables = [
@@ -143,17 +165,29 @@ def execute(
 
     def launch(share: int) -> Launch:
         return Launch(
-            grid, block, cluster, dynamic_smem, buffer.address, sms, addresses, registers, (share, shares)
+            grid,
+            block,
+            cluster,
+            dynamic_smem,
+            buffer.address,
+            sms,
+            addresses,
+            registers,
+            StorageNames(storage, program.tables.dynamic_shared),
+            (share, shares),
+            fuse,
         )
 
     try:
-        stats = _run_shares(program, [launch(s) for s in range(shares)], gmem, seed, clusters)
+        stats = _run_shares(
+            program, [launch(s) for s in range(shares)], gmem, seed, clusters, translated - start
+        )
         static = of_text(program)
         if check == "order":
             stats.findings |= static
         errors = [finding for finding in stats.findings.values() if not finding.tolerated]
         if errors:
-            raise OrderError(errors, kernel)
+            raise OrderError(errors, program.name)
         for finding in static.values():
             stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
         for finding in stats.findings.values():
@@ -183,6 +217,7 @@ def execute(
         seconds=time.monotonic() - start,
         warnings=list(stats.warnings.values()),
         events=stats.events,
+        function=program.name,
     )
 
 
@@ -194,10 +229,12 @@ def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, 
     try:
         machine.run()
     except SimError as error:
+        for text in stats.warnings.values():
+            error.add_note(f"warning: {text}")
         errors = [] if order is None else [f for f in order.found.values() if not f.tolerated]
         if not errors or isinstance(error, OrderError):
             raise
-        raise OrderError(errors, program.kernel.name) from error
+        raise OrderError(errors, program.name) from error
     if order is not None:
         stats.findings = order.found
         if launch.share[1] > 1:
@@ -212,9 +249,11 @@ def _may_fork(kernel: Kernel) -> bool:
     return not (prints or alone)
 
 
-def _run_shares(program, launches: list[Launch], gmem, seed: int, clusters: int) -> LaunchStats:
+def _run_shares(
+    program, launches: list[Launch], gmem, seed: int, clusters: int, translation: float
+) -> LaunchStats:
     """Run the shares of a launch: on forked processes where there are cores for it, else one after the other."""
-    progress = Progress(program.kernel.name, -(-clusters // len(launches)))
+    progress = Progress(program.name, -(-clusters // len(launches)), translation)
     try:
         if len(launches) == 1 or not _may_fork(program.kernel):
             parts = [_run_share(program, launch, gmem, seed, progress) for launch in launches]

@@ -13,6 +13,7 @@ from warpspec.sim.errors import RegisterHazard, UnsupportedInstruction
 from warpspec.sim.instruction import Imm, Mem, Not, Operand, Reg, Sym, Vec
 from warpspec.sim.lanes import FULL_MASK, WARP_SIZE, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
+from warpspec.sim.names import StorageNames
 from warpspec.sim.operation import Wait
 from warpspec.sim.tcgen05.memory import Tmem
 
@@ -70,13 +71,20 @@ class Cta:
     """A thread block: shared memory, tensor memory, barriers, warps."""
 
     def __init__(
-        self, cluster: Cluster, rank: int, coords: tuple[int, int, int], number: int, smem: np.ndarray
+        self,
+        cluster: Cluster,
+        rank: int,
+        coords: tuple[int, int, int],
+        number: int,
+        smem: np.ndarray,
+        names: StorageNames | None = None,
     ):
         self.cluster = cluster
         self.rank = rank
         self.coords = coords
         self.number = number  # linear index in the grid
         self.smem = smem
+        self.names = names or StorageNames()  # of its shared memory
         self.warps: list[Warp] = []
         self.order = None  # what the order checker keeps of it
         self.spare_registers = [0]  # given up by its warps

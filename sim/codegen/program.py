@@ -27,6 +27,7 @@ from warpspec.sim.codegen.memory import access_bytes, is_logged
 from warpspec.sim.codegen.places import TemporaryPlaces
 from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Operand, Pair, PtxModule, Reg, Sym, Vec
 from warpspec.sim.memory import SHARED_BASE_OFFSET
+from warpspec.sim.names import kernel_name
 from warpspec.sim.registry import Control, Family, find, row_of
 
 LOG_ENTRIES = 2048  # that a program's log holds beside those of one block
@@ -74,6 +75,7 @@ class SymbolTables:
             if v.space == "shared" and not v.size:  # extern: dynamic shared memory follows the static part
                 at = -(-at // v.align) * v.align
                 self.shared[v.name] = at
+        self.dynamic_shared = at
         self.static_shared_end = at
         self.local_size = -(-local_at // 16) * 16
 
@@ -127,6 +129,13 @@ class Program:
             for system, block in zip(self.system, self.blocks, strict=True)
         ]
         self._load()
+
+    @cached_property
+    def name(self) -> str:
+        """What messages call the kernel."""
+        return kernel_name(
+            self.kernel.name, next((ins.source for ins in self.kernel.instrs if ins.source), None)
+        )
 
     @cached_property
     def reads_clock(self) -> bool:

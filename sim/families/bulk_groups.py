@@ -88,7 +88,7 @@ class BulkStore(Op):
         for group in self.groups:
             group.reads -= 1
             m.notify(group)
-        m.defer(CallOp(lambda: self._finish(m, data), f"{self.text}: write"))
+        m.defer(CallOp(lambda: self._finish(m, data), f"{self.text}: write", uses_shared=False))
 
     def _finish(self, m: Machine, data: np.ndarray) -> None:
         self.write(m, data)
@@ -122,7 +122,9 @@ def commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         groups.open = BulkGroup(group.number + 1)
         if group.maps:
             group.reads += 1
-            m.defer(CallOp(lambda group=group: _read_maps(m, group), "tensor maps of loads"))
+            m.defer(
+                CallOp(lambda group=group: _read_maps(m, group), "tensor maps of loads", uses_shared=False)
+            )
 
 
 def _read_maps(m: Machine, group: BulkGroup) -> None:

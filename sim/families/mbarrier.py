@@ -15,6 +15,7 @@ from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
 from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.machine import Machine
 from warpspec.sim.memory import CTA_RANK_SHIFT
+from warpspec.sim.names import placed
 from warpspec.sim.operation import Wait
 from warpspec.sim.registry import Family, handler
 from warpspec.sim.warp import Cta, Warp
@@ -40,23 +41,41 @@ class Mbarrier:
     tx: int = 0
     phase: int = 0
     arrivals: int = 0  # in all phases, for reports
+    last: tuple | None = field(default=None, repr=False)  # (warp, instruction) of the last arrival
     marker: bytes = field(default=b"", repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
     def describe(self, text: str) -> str:
         return (
-            f"{text} mbarrier at shared offset {self.offset:#x} of CTA {self.cta.coords}: phase {self.phase} "
+            f"{text} mbarrier {place(self.cta, self.offset)}: phase {self.phase} "
             f"(parity {self.phase & 1}), {self.pending} of {self.count} arrivals pending, {self.tx} bytes pending"
+            f"; {self._history()}"
         )
+
+    def _history(self) -> str:
+        if self.last is None:
+            return "no arrival yet"
+        w, ins = self.last
+        return f"last arrival by warp {w.index}, {placed(ins.source) or f'PTX line {ins.line}'}"
+
+
+def place(cta: Cta, offset: int) -> str:
+    """Where an mbarrier is: its field in the kernel's storage, where that is known, and its offset."""
+    name = cta.names.barrier(offset)
+    return f"{name + ' ' if name else ''}at shared offset {offset:#x} of CTA {cta.coords}"
 
 
 def lookup(cta: Cta, offset: int) -> Mbarrier:
     """The mbarrier at an offset of a CTA's shared memory; BarrierFault if none was initialised there."""
     barrier = cta.mbarriers.get(offset)
     if barrier is None:
-        raise BarrierFault(f"no mbarrier is initialised at shared offset {offset:#x} of CTA {cta.coords}")
+        name = cta.names.barrier(offset)
+        name = f", which is {name}" if name else ""
+        raise BarrierFault(
+            f"no mbarrier is initialised at shared offset {offset:#x} of CTA {cta.coords}{name}"
+        )
     if cta.smem[offset : offset + SIZE].tobytes() != barrier.marker:
-        raise BarrierFault(f"the mbarrier at shared offset {offset:#x} of CTA {cta.coords} was overwritten")
+        raise BarrierFault(f"the mbarrier {place(cta, offset)} was overwritten")
     return barrier
 
 
@@ -90,6 +109,7 @@ def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False
         raise BarrierFault(barrier.describe(f"{count} arrivals are more than are pending at the"))
     barrier.pending -= count
     barrier.arrivals += count
+    barrier.last = m.executing
     if drop:
         barrier.count -= count
     m.progress += 1

@@ -80,11 +80,11 @@ def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     tmem.use_cta_group(cta_group)
     columns = w.scalar(ins.operands[1], mask)
     if cta_group == 1:
-        address = tmem.allocate(columns)
+        address = tmem.allocate(columns, (w, ins))
         if address is None:
             return Wait(on=tmem, text=lambda: f"tcgen05.alloc of {columns} columns; {tmem.describe()}")
     else:
-        waiting = _alloc_pair(m, w.cta, columns)
+        waiting = _alloc_pair(m, w.cta, columns, (w, ins))
         if waiting is not None:
             return waiting
         address, tmem.pair_grant = tmem.pair_grant, None
@@ -96,7 +96,7 @@ def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     return None
 
 
-def _alloc_pair(m: Machine, cta, columns: int) -> Wait | None:
+def _alloc_pair(m: Machine, cta, columns: int, who: tuple) -> Wait | None:
     """Both CTAs of a pair must ask, for the same size; then both get theirs. Sets `pair_grant`."""
     tmem, peer = cta.tmem, peer_of(cta).tmem
     if tmem.pair_grant is not None:
@@ -110,7 +110,7 @@ def _alloc_pair(m: Machine, cta, columns: int) -> Wait | None:
         raise TmemFault(
             f"tcgen05.alloc.cta_group::2 of {columns} columns, but {peer.pair_request} in the peer CTA"
         )
-    grants = [t.allocate(columns) for t in (tmem, peer)]
+    grants = [t.allocate(columns, who) for t in (tmem, peer)]
     if None in grants:
         for t, grant in zip((tmem, peer), grants, strict=True):
             if grant is not None:
@@ -128,7 +128,7 @@ def dealloc(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     cta_group = cta_group_of(ins.parts)
     ctas = group_ctas(w, cta_group)
     address, columns = w.scalar(ins.operands[0], mask), w.scalar(ins.operands[1], mask)
-    w.cta.tmem.deallocate(address, columns)
+    w.cta.tmem.deallocate(address, columns, (w, ins))
     if m.order is not None:
         m.order.tensor_freed(w, ins, address, columns)
     for cta in ctas:
@@ -296,7 +296,8 @@ def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for lane in lanes(mask):
         one = read_mma(w, ins, form, 1 << lane)
         waiting = m.queues.get(queue)
-        if waiting and isinstance(waiting[-1], MmaOp) and waiting[-1].batch.append(one):
+        fusible = waiting and m.launch.fuse and isinstance(waiting[-1], MmaOp)
+        if fusible and waiting[-1].batch.append(one):
             op = waiting[-1]
         else:
             op = MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from warpspec.sim.errors import TmemFault
+from warpspec.sim.names import placed
 
 LANES = 128
 COLUMNS = 512
@@ -22,12 +23,25 @@ def address_parts(address: int) -> tuple[int, int]:
     return address >> 16 & 0x3FFF, address & 0xFFFF
 
 
+Who = tuple | None  # (warp, instruction)
+
+
+def _by(who: Who) -> str:
+    """Who it was, for a message."""
+    if who is None:
+        return ""
+    w, ins = who
+    return f" (by warp {w.index}, {placed(ins.source) or f'PTX line {ins.line}'})"
+
+
 class Tmem:
     """`data` is uint32[128, 512]. Columns outside an allocation may not be touched."""
 
     def __init__(self):
         self.data = np.full((LANES, COLUMNS), POISON, np.uint32)
         self.blocks: dict[int, int] = {}  # first column -> columns
+        self._allocated_by: dict[int, Who] = {}  # by first column
+        self._freed: dict[int, tuple[int, Who]] = {}  # first column -> columns, who: of what is free again
         self.allocated = np.zeros(COLUMNS, bool)
         self.cta_group: int | None = None  # the one value every tcgen05 instruction of a kernel uses
         self.pair_request: int | None = (
@@ -38,9 +52,9 @@ class Tmem:
         self.relinquished = False
         self._last_request: int | None = None
 
-    def allocate(self, columns: int) -> int | None:
+    def allocate(self, columns: int, who: Who = None) -> int | None:
         """The address of a new allocation, lowest first, or None when it does not fit now (tcgen05.alloc
-        waits)."""
+        waits). who: (warp, instruction) that asks."""
         self._check_size(columns)
         if self.relinquished:
             raise TmemFault("tcgen05.alloc after the CTA executed tcgen05.relinquish_alloc_permit")
@@ -56,12 +70,17 @@ class Tmem:
             return None
         self._last_request = columns
         self.blocks[first] = columns
+        self._allocated_by[first] = who
+        for gone in [
+            at for at, (count, _) in self._freed.items() if at < first + columns and first < at + count
+        ]:
+            del self._freed[gone]
         self.allocated[first : first + columns] = True
         self.data[:, first : first + columns] = POISON
         self.peak_columns = max(self.peak_columns, self.allocated_columns)
         return first
 
-    def deallocate(self, address: int, columns: int) -> None:
+    def deallocate(self, address: int, columns: int, who: Who = None) -> None:
         """Free what `allocate` returned; address and size must be those of one allocation."""
         self._check_size(columns)
         held = self.blocks.get(address)
@@ -72,6 +91,7 @@ class Tmem:
         if held != columns:
             raise TmemFault(f"tcgen05.dealloc of {columns} columns at 0x{address:08x}, allocated with {held}")
         del self.blocks[address]
+        self._freed[address] = columns, who
         self.allocated[address : address + columns] = False
 
     def relinquish(self) -> None:
@@ -103,11 +123,14 @@ class Tmem:
             raise TmemFault(f".cta_group::{cta_group} after .cta_group::{self.cta_group} in the same kernel")
 
     def describe(self) -> str:
-        """The live allocations, for messages."""
-        if not self.blocks:
-            return "nothing is allocated"
-        spans = (f"{first}-{first + count - 1}" for first, count in sorted(self.blocks.items()))
-        return f"allocated columns: {', '.join(spans)}"
+        """The live allocations and what was freed, by whom, for messages."""
+        spans = [
+            f"{first}-{first + count - 1}{_by(self._allocated_by.get(first))}"
+            for first, count in sorted(self.blocks.items())
+        ]
+        text = f"allocated columns: {', '.join(spans)}" if spans else "nothing is allocated"
+        freed = [f"{at}-{at + count - 1}{_by(who)}" for at, (count, who) in sorted(self._freed.items())]
+        return f"{text}; freed: {', '.join(freed)}" if freed else text
 
     @staticmethod
     def _check_size(columns: int) -> None:

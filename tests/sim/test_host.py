@@ -421,13 +421,6 @@ class TestWhatIsRefused:
         with pytest.raises(HostError, match=r"not what cute\.compile returns"):
             HostModule(rows_host)
 
-    def test_compiled_for_tvm_ffi(self):
-        class TVMFFIJitCompiledFunction:
-            pass
-
-        with pytest.raises(HostError, match="compile without --enable-tvm-ffi"):
-            HostModule(TVMFFIJitCompiledFunction())
-
     def test_other_architecture(self, tmp_path):
         options = f"--gpu-arch sm_80 --keep-ptx --dump-dir {tmp_path}"
         compiled = cute.compile(rows_host, dynamic(cutlass.Float32, 2), options=options)

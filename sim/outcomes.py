@@ -1,0 +1,92 @@
+"""What runs under several seeds make of the same tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.sim.errors import ScheduleDependence
+
+ROUNDING = 1e-2  # relative difference of floats that the order of atomic sums may make
+
+
+class Outcomes:
+    """The tensors among the arguments of a run, as they were and as the first run left them."""
+
+    def __init__(self, arguments: dict[str, object]):
+        self._tensors = dict(_tensors(arguments))
+        self._before = {name: _bytes(tensor) for name, tensor in self._tensors.items()}
+        self._first: dict[str, torch.Tensor] | None = None
+        self._first_seed = 0
+
+    def restore(self) -> None:
+        """Make the tensors what they were before the first run."""
+        for name, tensor in self._tensors.items():
+            _bytes_of_storage(tensor)[:] = self._before[name]
+
+    def compare(self, seed: int) -> None:
+        """Raises ScheduleDependence if the tensors are not what the first run that was compared left.
+
+        Floats may differ by what the order of atomic sums changes; everything else must be the same.
+        """
+        if self._first is None:
+            self._first = {name: tensor.clone() for name, tensor in self._tensors.items()}
+            self._first_seed = seed
+            return
+        for name, tensor in self._tensors.items():
+            first = self._first[name]
+            differing = _differing(first, tensor)
+            if differing is not None:
+                index = tuple(int(i) for i in torch.nonzero(differing)[0])
+                count = int(differing.sum())
+                raise ScheduleDependence(
+                    f"results depend on the schedule: argument `{name}` differs under seeds {self._first_seed} and "
+                    f"{seed} in {count} of {tensor.numel()} elements, the first at {index}: {_shown(first[index])} "
+                    f"and {_shown(tensor[index])}"
+                )
+
+
+def _tensors(arguments: dict[str, object]):
+    """(name, CPU tensor) of the arguments and of lists and tuples among them."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            fields = getattr(value, "_fields", range(len(value)))
+            yield from _tensors({f"{name}[{at}]": item for at, item in zip(fields, value, strict=True)})
+
+
+def _bytes_of_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's whole storage, in place."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return _bytes_of_storage(tensor).clone()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as integers."""
+    size = tensor.element_size()
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+
+
+def _differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """Which elements differ, or None where rounding explains all that do."""
+    differing = _words(first) != _words(second)
+    if not differing.any():
+        return None
+    if first.is_floating_point() and first.element_size() > 1:
+        a, b = first.double(), second.double()
+        finite = a.isfinite() & b.isfinite()
+        same_elsewhere = bool(((a == b) | (a.isnan() & b.isnan()) | finite).all())
+        distance, size = (a - b)[finite].norm(), a[finite].norm()
+        if same_elsewhere and distance <= ROUNDING * size:
+            return None
+    return differing
+
+
+def _shown(element: torch.Tensor) -> str:
+    try:
+        return str(element.item())
+    except (RuntimeError, NotImplementedError):  # packed formats of 4 bits
+        return hex(int(_words(element.reshape(1))[0]))
