@@ -317,3 +317,60 @@ def test_more_registers_than_the_cta_was_launched_with_are_a_deadlock():
         Deadlock, match=r"setmaxnreg\.inc to 240 registers a thread.*launched with 128 a thread"
     ):
         launch(budget(240), block=(256, 1, 1), registers=128)
+
+
+STORE = """
+  mov.b32 %r10, sm; ld.param.u64 %rd1, [out]; mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0;
+  @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r10], 128;
+  @%p1 cp.async.bulk.commit_group;
+"""
+
+
+def warnings_of(body: str, **options) -> set[str]:
+    """What a kernel is warned of under some seed."""
+    found = set()
+    for seed in range(12):
+        found.update(launch(body, {"out": np.zeros(64, np.uint32)}, seed=seed, **options).warnings)
+    return found
+
+
+def test_an_exit_under_a_pending_read_of_shared_memory_is_a_warning():
+    (text,) = warnings_of(STORE)
+    assert "exits before its `cp.async.bulk.global.shared::cta.bulk_group` is done with shared memory" in text
+    assert f"PTX line {line_of(STORE, 'cp.async.bulk.global')}" in text
+
+
+def test_an_exit_under_a_pending_write_of_global_memory_is_none():
+    assert not warnings_of(STORE + "@%p1 cp.async.bulk.wait_group.read 0;")
+
+
+CLUSTER_ARRIVE, CLUSTER_WAIT = "barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"
+
+
+def test_two_arrivals_at_a_cluster_barrier_are_a_warning():
+    """Every warp arrives twice and waits: hardware runs it."""
+    options = dict(grid=(2, 1, 1), cluster=(2, 1, 1), block=(64, 1, 1))
+    texts = warnings_of(f"{CLUSTER_ARRIVE}\n{CLUSTER_ARRIVE}\n{CLUSTER_WAIT}", **options)
+    expected = "barrier.cluster.arrive twice without barrier.cluster.wait between"
+    assert {text.split(",")[0] for text in texts} == {expected} and all("PTX ISA" in text for text in texts)
+    assert not warnings_of(2 * f"{CLUSTER_ARRIVE}\n{CLUSTER_WAIT}", **options)
+
+
+def test_a_warning_stays_with_the_error_that_follows_it():
+    with pytest.raises(SimError, match="trap") as found:
+        run(f"{CLUSTER_ARRIVE}\n{CLUSTER_ARRIVE}\n{CLUSTER_WAIT} trap;", grid=(2, 1, 1), cluster=(2, 1, 1))
+    assert "barrier.cluster.arrive twice" in found.value.__notes__[0]
+
+
+def test_who_allocated_and_who_freed_tensor_memory():
+    alloc = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 32;"
+    free = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;"
+    code = f"mov.b32 %r10, sm; {alloc} ld.shared.u32 %r20, [%r10];\n{free}\n{alloc}\n{free}\n"
+    read = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r21}, [%r20];"
+    lines = f"PTX line {line_of(code + read, alloc)}", f"PTX line {line_of(code + read, free) + 2}"
+    with pytest.raises(TmemFault, match=rf"nothing is allocated; freed: 0-31 \(by warp 0, {lines[1]}\)"):
+        run(code + read)
+    with pytest.raises(
+        TmemFault, match=rf"end of the CTA; allocated columns: 0-31 \(by warp 0, {lines[0]}\)"
+    ):
+        run(f"mov.b32 %r10, sm; {alloc}")

@@ -303,3 +303,35 @@ def _seconds(call):
     start = time.process_time()
     call()
     return time.process_time() - start
+
+
+def test_vector_registers():
+    """A vector register is its elements, by either of their names (PTX ISA 5.4.2)."""
+    code = """{ .reg .v4 .s32 abcd; .reg .v2 .f32 xy;
+      mov.s32 abcd.x, %r1; mov.s32 abcd.a, %r2; mov.f32 xy.g, %f1;
+      st.shared.v4.s32 [%r3], abcd; ld.shared.v2.f32 xy, [%r3]; }"""
+    first, last, second, store, load = kernel(code).instrs
+    elements = [Reg(f"abcd.{letter}$1") for letter in "xyzw"]
+    assert first.operands[0] == elements[0] and last.operands[0] == elements[3]
+    assert store.operands[1] == Vec(tuple(elements))
+    assert load.operands[0] == Vec((Reg("xy.x$1"), Reg("xy.y$1"))) and second.operands[0] == Reg("xy.y$1")
+    assert {kernel(code).registers[f"abcd.{letter}$1"] for letter in "xyzw"} == {32}
+
+
+def test_lines_of_inline_assembly_are_not_lines_of_the_source():
+    text = f"""{HEADER}
+.visible .entry k()
+{{
+{REGISTERS}
+.loc 1 21 4
+// begin inline asm
+.loc 1 23 4
+mov.b32 %r1, 1;
+// end inline asm
+mov.b32 %r2, 1;
+.loc 1 30 4
+mov.b32 %r3, 1;
+}}
+.file 1 "a.py"
+"""
+    assert [ins.source for ins in parse(text).kernels["k"].instrs] == ["a.py:21", "a.py:21", "a.py:30"]
