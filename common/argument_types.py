@@ -55,7 +55,9 @@ def _storage(module) -> Storage:
         if op.name == "cuda.kernel":
             fields, end = [], 0
             for inner in _operations(op):
-                if inner.name != "cute.memref.alloca" or ", smem," not in (kind := str(inner.results[0].type)):
+                if inner.name != "cute.memref.alloca" or ", smem," not in (
+                    kind := str(inner.results[0].type)
+                ):
                     continue
                 allocation = SHARED_ALLOCATION.fullmatch(kind)
                 if allocation is None:  # where the next one begins is not known

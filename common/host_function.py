@@ -62,7 +62,9 @@ class HostFunction:
     artifacts: Artifacts
     has_kernels: bool
     code: bytes = field(repr=False)
-    storage: Storage = field(default_factory=dict, repr=False)  # of its kernels: fields of shared memory by name
+    storage: Storage = field(
+        default_factory=dict, repr=False
+    )  # of its kernels: fields of shared memory by name
 
     @classmethod
     def of(cls, compiled) -> HostFunction:
