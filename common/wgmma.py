@@ -7,6 +7,7 @@ column 8 (i // 4) + 2 (lane % 4) + i % 2. PTX ISA: "Register Fragments" of wgmma
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, select_
 from cutlass._mlir import ir
@@ -31,6 +32,7 @@ __all__ = [
 
 PAIR = 2  # neighbouring columns of a thread
 COLUMNS = QUAD * PAIR  # columns that the four threads of a row share, two each
+VECTOR = 8  # 16-bit elements of one 16-byte store
 
 
 def flat(fragment: cute.Tensor) -> cute.Tensor:
@@ -81,3 +83,38 @@ def transpose(words: list, lane) -> list:
             moved[high] = Int32(select_(upper, keep, got))
         words = moved
     return words
+
+
+def elements(fragment: cute.Tensor, r: int) -> list[int]:
+    """The elements of a fragment that belong to row r of the thread, in order of columns."""
+    return [i for i in range(cute.size(fragment)) if i // PAIR % THREAD_ROWS == r]
+
+
+def column(i: int) -> int:
+    """Column of element i in the first thread of a quad."""
+    return i // (PAIR * THREAD_ROWS) * COLUMNS + i % PAIR
+
+
+@cute.jit
+def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
+    """Store row r (D) in 16 bits: its four threads swap words so that each stores 8 columns at a time.
+
+    lane: of the quad. Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4
+    words.
+    """
+    own = elements(o, r)
+    blocks = len(own) // PAIR
+    words = []
+    for block in cutlass.range_constexpr(blocks):
+        pair = cute.make_rmem_tensor(PAIR, target.element_type)
+        for place_ in cutlass.range_constexpr(PAIR):
+            pair[place_] = o[own[block * PAIR + place_]].to(target.element_type)
+        words.append(cute.recast_tensor(pair, Int32)[0])
+    for first in cutlass.range_constexpr(0, blocks, QUAD):
+        moved = transpose(words[first : first + QUAD], lane)
+        if in_range:
+            vector = cute.make_rmem_tensor(QUAD, Int32)
+            for i in cutlass.range_constexpr(QUAD):
+                vector[i] = moved[i]
+            part = cute.local_tile(target, (VECTOR,), (first + lane,))
+            cute.autovec_copy(cute.recast_tensor(vector, target.element_type), part)

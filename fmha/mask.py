@@ -33,6 +33,19 @@ def key_range(position, length, *, causal, left=None, right=None, key_stride=1, 
     return first, end
 
 
+def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=max):
+    """Interval [first, end) of the positions whose rows see ``key``, if the key exists: ``key_range`` from the other
+    side. None: unbounded on that side. Arguments as there; both bounds grow with the key."""
+    first = end = None
+    if causal:
+        first = (key + 1) * key_stride - 1
+    if right is not None:
+        first = key - right if first is None else maximum(first, key - right)
+    if left is not None:
+        end = key + left + 1
+    return first, end
+
+
 def visible(problem: AttentionProblem, kv_lengths=None, q_start=None) -> torch.Tensor:
     """Visibility of every key to every row, from structure alone (a bias of -inf hides keys besides).
 

@@ -1,15 +1,28 @@
-"""Running a checked backward problem on a GPU or in the simulator."""
+"""Running a checked backward problem on a GPU or in the simulator: statistics of rows, the main kernel, dQ.
+
+``prepare`` does all that does not depend on the tensors and remembers it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Target
+from warpspec.fmha.backward.features import WARPS, BackwardFeatures
+from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.backward.rows import QUERIES, ROWS, QueryConfig, row_config
+from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.operands import Operands
+from warpspec.fmha.ops import regular_strides
 
 
 class Gradients(NamedTuple):
@@ -25,11 +38,175 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-def check_supported(problem: BackwardProblem, target: Target) -> None:
-    """Raise UnsupportedProblem, naming the constraint, for a problem that the target's kernels do not run."""
-    raise UnsupportedProblem(f"backward: no kernel for {target.arch} yet")
+def architecture(arch: str) -> ModuleType:
+    """The package with the main kernel for ``arch``."""
+    if arch == "sm_90a":
+        from warpspec.fmha.backward import sm90
+
+        return sm90
+    raise UnsupportedProblem(f"attention's gradients: there is no kernel for {arch} yet")
+
+
+def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
+    """The main kernel's configuration. UnsupportedProblem names what it does not do."""
+    forward = problem.forward
+    if forward.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
+        raise UnsupportedProblem(
+            f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * {forward.seq_k}"
+        )
+    return architecture(target.arch).BackwardConfig.of(problem)
+
+
+check_supported = plan
+
+
+class Prepared(NamedTuple):
+    """A problem ready to run. rows, main, queries: functions of the kernels' arguments; queries: None where dQ is not
+    wanted. numbers: of the main kernel."""
+
+    target: Target
+    config: BackwardFeatures
+    rows: Callable
+    main: Callable
+    queries: Callable | None
+    numbers: tuple
+
+
+@lru_cache(maxsize=4096)
+def prepare(problem: BackwardProblem, target: Target, seed: int = 0) -> Prepared:
+    """Plan and compile; what was prepared before is found again. seed: of the simulator."""
+    config, forward = plan(problem, target), problem.forward
+    queries = None
+    if config.wants_q:
+        own = QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q)
+        queries = QUERIES.launcher(own, target, seed=seed)
+    window = (forward.window_left or 0, forward.window_right or 0)
+    return Prepared(
+        target,
+        config,
+        ROWS.launcher(row_config(config, problem), target, seed=seed),
+        architecture(target.arch).MAIN.launcher(config, target, seed=seed),
+        queries,
+        (forward.scale * math.log2(math.e), forward.scale, *window),
+    )
 
 
 def run_kernels(problem: BackwardProblem, target: Target, operands: Operands, gradients: Gradients) -> None:
-    """Launch on the tensors' device and its current stream; no synchronisation."""
-    raise NotImplementedError
+    """Launch on the tensors' device and its current stream; no synchronisation. Writes the gradients that are given.
+
+    operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse.
+    """
+    prepared = prepare(problem, target)
+    with target.current():
+        run_prepared(prepared, problem, operands, gradients)
+
+
+def run_prepared(prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients) -> None:
+    """As ``run_kernels``."""
+    config, forward, q = prepared.config, problem.forward, operands.q
+    heads, slots = forward.heads_q, slot_count(config, operands)
+    fp32 = {"dtype": torch.float32, "device": q.device}
+    do = None if gradients.do is None else aligned(gradients.do)
+    dlse = None if gradients.dlse is None else gradients.dlse.contiguous()
+    statistics = torch.empty(heads, slots, config.tile_m // 2, 4, **fp32)
+    dq_sums = turns = dsink = None
+    if config.wants_q:
+        dq_sums = torch.empty(heads, slots, config.tile_m * config.head_dim, **fp32)
+    if config.deterministic:
+        turns = torch.empty(heads, slots, config.parts * WARPS, dtype=torch.int32, device=q.device)
+    if gradients.sink is not None:
+        dsink = torch.empty(heads, slots, **fp32)
+    rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
+    prepared.rows(operands.o, do, *rows, statistics, dq_sums, turns, dsink)
+    if gradients.sink is not None:
+        gradients.sink.copy_(dsink.sum(dim=1))
+    if set(problem.wanted) == {"sink"}:
+        return
+
+    dk, dv, dbias = gradients.k, gradients.v, gradients.bias
+    if forward.shared_kv and dk is not None:  # V is K: its gradient is the sum of both
+        dv = torch.empty_like(dk)
+    if forward.packed_k:
+        for tensor in (dk, dv):
+            if tensor is not None:
+                tensor.zero_()  # rows of no request
+    if dbias is not None:
+        if config.bias_gradient == "sum" and dbias.dtype != torch.float32:
+            dbias = torch.zeros(dbias.shape, **fp32)
+        else:
+            dbias.zero_()  # of tiles that nobody sees
+    if do is None:
+        do = torch.zeros_like(q)
+    main = BackwardOperands(
+        q,
+        operands.k,
+        operands.v,
+        do,
+        statistics,
+        dq_sums,
+        turns,
+        dk if config.wants_k else None,
+        dv if config.wants_v else None,
+        operands.kv_lengths,
+        operands.q_start,
+        operands.bias,
+        dbias,
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
+    )
+    for part in parts_of(prepared, problem, main):
+        prepared.main(*part, *prepared.numbers)
+    if forward.shared_kv and dk is not None:
+        dk += dv
+    if gradients.bias is not None and dbias is not gradients.bias:
+        gradients.bias.copy_(dbias)
+    if config.wants_q:
+        if forward.packed_q:
+            gradients.q.zero_()  # rows of no request
+        prepared.queries(dq_sums, gradients.q, operands.cu_seqlens_q, forward.scale)
+
+
+def slot_count(config: BackwardFeatures, operands: Operands) -> int:
+    """Query tiles of all batch rows or requests (``device.tile.slot_of``)."""
+    batch, rows = operands.q.shape[:2]
+    if config.packed_q:
+        return rows // config.tile_m + len(operands.cu_seqlens_q) - 1
+    return batch * -(-rows // config.tile_m)
+
+
+def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperands):
+    """The launches of the main kernel: one, or, where a bias's gradient is a sum in a fixed order, one after another for
+    every batch row and KV head that add to the same."""
+    if not (problem.deterministic and prepared.config.bias_gradient == "sum"):
+        yield main
+        return
+    forward, slots = problem.forward, main.statistics.shape[1] // problem.forward.batch
+    batches = [slice(b, b + 1) for b in range(forward.batch)] if not forward.bias_batches else [slice(None)]
+    heads = [slice(h, h + 1) for h in range(forward.heads_kv)] if not forward.bias_heads else [slice(None)]
+    for b in batches:
+        for h in heads:
+            own = slice(None) if h == slice(None) else slice(h.start * forward.group, h.stop * forward.group)
+            of_slots = slice(None) if b == slice(None) else slice(b.start * slots, b.stop * slots)
+
+            def cut(tensor, *index):
+                return None if tensor is None else regular_strides(tensor[index])
+
+            yield main._replace(
+                q=cut(main.q, b, slice(None), own),
+                do=cut(main.do, b, slice(None), own),
+                **{name: cut(getattr(main, name), b, slice(None), h) for name in ("k", "v", "dk", "dv")},
+                **{name: cut(getattr(main, name), own, of_slots) for name in ("statistics", "dq_sums", "turns")},
+                kv_lengths=cut(main.kv_lengths, b),
+                q_start=cut(main.q_start, b),
+                bias=cut(main.bias, b if forward.bias_batches else slice(None), own if forward.bias_heads else slice(None)),
+                dbias=cut(main.dbias, b if forward.bias_batches else slice(None), own if forward.bias_heads else slice(None)),
+            )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient as TMA can read it: itself, or a copy."""
+    steps = [step * tensor.element_size() for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    fits = tensor.stride(-1) == 1 and all(step % TMA_ALIGNMENT == 0 and step > 0 for step in steps[:-1])
+    if not fits or tensor.data_ptr() % TMA_ALIGNMENT:
+        tensor = tensor.contiguous()
+    return regular_strides(tensor)

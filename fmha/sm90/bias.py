@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from warpspec.common.wgmma import column, elements
 from warpspec.fmha.device.bias import TYPES, power
-from warpspec.fmha.sm90.fragment import column, elements
 
 
 @cute.jit

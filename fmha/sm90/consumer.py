@@ -19,14 +19,13 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import flat, multiply
+from warpspec.common.wgmma import PAIR, THREAD_ROWS, column, elements, flat, multiply
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
-from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS, column, elements
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 
 ONE_WARPGROUP = (1, 1, 1)

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.wgmma import flat, transpose
+from warpspec.common.wgmma import VECTOR, flat, store_row
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import recompute, tainted
@@ -25,8 +25,6 @@ from warpspec.fmha.sm90.staging import (
     row_read,
     store_words,
 )
-
-VECTOR = 8  # 16-bit elements of one 16-byte store
 
 
 @cute.jit
@@ -142,31 +140,6 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
                 at = block * CHUNKS + chunk_read(work.thread)
                 cute.autovec_copy(chunk, cute.local_tile(targets[load], (VECTOR,), (at,)))
         cute.arch.sync_warp()  # before the next columns, or the next tile's P, are written
-
-
-@cute.jit
-def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
-    """Store row r (D) in 16 bits: its four threads swap words so that each stores 8 columns at a time.
-
-    lane: of the quad. Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4
-    words.
-    """
-    own = elements(o, r)
-    blocks = len(own) // PAIR
-    words = []
-    for block in cutlass.range_constexpr(blocks):
-        pair = cute.make_rmem_tensor(PAIR, target.element_type)
-        for place_ in cutlass.range_constexpr(PAIR):
-            pair[place_] = o[own[block * PAIR + place_]].to(target.element_type)
-        words.append(cute.recast_tensor(pair, Int32)[0])
-    for first in cutlass.range_constexpr(0, blocks, QUAD):
-        moved = transpose(words[first : first + QUAD], lane)
-        if in_range:
-            vector = cute.make_rmem_tensor(QUAD, Int32)
-            for i in cutlass.range_constexpr(QUAD):
-                vector[i] = moved[i]
-            part = cute.local_tile(target, (VECTOR,), (first + lane,))
-            cute.autovec_copy(cute.recast_tensor(vector, target.element_type), part)
 
 
 @cute.jit

@@ -10,19 +10,9 @@ from __future__ import annotations
 import cutlass.cute as cute
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS
+from warpspec.common.wgmma import PAIR, QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, elements
 from warpspec.fmha.device.tile import Row
 from warpspec.fmha.device.unseen import RowColumns
-
-
-def elements(fragment: cute.Tensor, r: int) -> list[int]:
-    """The elements of a fragment that belong to row r of the thread, in order of columns."""
-    return [i for i in range(cute.size(fragment)) if i // PAIR % THREAD_ROWS == r]
-
-
-def column(i: int) -> int:
-    """Column of element i in the first thread of a quad."""
-    return i // (PAIR * THREAD_ROWS) * COLUMNS + i % PAIR
 
 
 def thread_rows(tile, row_group, thread) -> tuple[Row, ...]:

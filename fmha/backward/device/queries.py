@@ -1,0 +1,68 @@
+"""dQ from its sums in fp32: scaled, rounded, put in the order of q. Of no architecture.
+
+A warp has 16 rows and 64 columns (``features``), which come in the order of wgmma's registers.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
+from warpspec.fmha.backward.device.rows import place_of
+from warpspec.fmha.backward.features import PART_ROWS, THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
+from warpspec.fmha.backward.operands import QueryOperands
+from warpspec.fmha.features import BLOCK
+
+VECTOR = 4  # fp32 numbers of a 16-byte load
+
+
+class Queries:
+    """The kernel of one ``rows.QueryConfig``."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        dq_sums: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        scale: Float32,
+        stream: CUstream,
+    ):
+        slots, heads = dq_sums.shape[1], dq.shape[2]
+        threads = self.config.parts * WARPS * WARP_THREADS
+        self.kernel(QueryOperands(dq_sums, dq, cu_seqlens_q), scale).launch(
+            grid=(slots, heads, 1), block=(threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, operands, scale):
+        config, dq = self.config, operands.dq
+        slot, head, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        batch, number, first, rows = place_of(config, operands.cu_seqlens_q, dq, slot)
+        warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
+        part, piece = warp // WARPS, warp % WARPS
+        sums = cute.local_tile(operands.dq_sums[head, slot, None], (WARP_ELEMENTS,), (warp,))
+        values = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
+        for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
+            source = cute.local_tile(sums, (VECTOR,), (i * WARP_THREADS + lane,))
+            cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))
+        for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+            values[i] = values[i] * scale
+        columns = config.head_dim // BLOCK
+        row_block, column_block = part // columns, part % columns
+        query = number * config.tile_m + row_block * PART_ROWS + piece * WARP_ROWS + lane // QUAD
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            own = query + r * ROW_DISTANCE
+            in_range = Boolean(own < rows)
+            row = first + cutlass.max(cutlass.min(own, rows - 1), 0)
+            row = cutlass.min(row, dq.shape[1] - 1)
+            target = cute.local_tile(dq[batch, row, head, None], (BLOCK,), (column_block,))
+            store_row(values, r, lane % QUAD, target, in_range)

@@ -1,0 +1,156 @@
+"""The key tile that a CTA works on, and the query tiles whose rows see some of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.device.packed import entry, query_tiles, request_of
+from warpspec.fmha.device.tile import INTEGERS, Request, bounds_of, request_at
+from warpspec.fmha.mask import key_range, position_range
+from warpspec.fmha.schedule import key_span
+
+FAR = 2**30  # a query that no request has
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A key tile of one KV head.
+
+    request: batch row or request; place: where its queries and keys are. first_key: of the tile, in the request. group:
+    query heads of the KV head. begin, count: query tiles to visit. inner_first, inner_end: queries that see every key
+    of the tile. seen_first, seen_end: keys of the request that some row sees; rows_first, rows_end: rows that see some
+    key of the request. bounds: arguments of ``key_range``.
+    """
+
+    config: BackwardFeatures
+    request: Int32
+    kv_head: Int32
+    place: Request
+    number: Int32
+    first_key: Int32
+    group: Int32
+    begin: Int32
+    count: Int32
+    inner_first: Int32
+    inner_end: Int32
+    seen_first: Int32
+    seen_end: Int32
+    rows_first: Int32
+    rows_end: Int32
+    bounds: dict
+
+    @property
+    def steps(self) -> Int32:
+        """(query head, query tile) pairs to visit."""
+        return self.count * self.group
+
+    @property
+    def batch(self):
+        """Row of q, k and the like."""
+        return 0 if self.config.packed_q else self.request
+
+    def queries_of(self, key) -> tuple:
+        """[first, end) of the queries that see a key of the request."""
+        first, end = position_range(key, **self.bounds, maximum=cutlass.max)
+        start, seq_q = self.place.start, self.place.seq_q
+        first = Int32(0) if first is None else cutlass.max(first - start, 0)
+        end = seq_q if end is None else cutlass.min(end - start, seq_q)
+        exists = Boolean(key < self.place.length)
+        return Int32(cutlass.select_(exists, first, Int32(FAR))), Int32(
+            cutlass.select_(exists, end, Int32(0))
+        )
+
+    def needs_mask(self, query_tile):
+        """Some row of the tile does not see some key."""
+        first = query_tile * self.config.tile_m
+        return Boolean(first < self.inner_first) | Boolean(first + self.config.tile_m > self.inner_end)
+
+    def has_unseen_rows(self, query_tile):
+        """Some row in shared memory sees no key at all, or is another request's."""
+        first = query_tile * self.config.tile_m
+        return Boolean(first < self.rows_first) | Boolean(first + self.config.tile_m > self.rows_end)
+
+    def turn(self, query_tile) -> Int32:
+        """How many key tiles add to a query tile's dQ before this one: those of later keys."""
+        first = query_tile * self.config.tile_m
+        last = cutlass.min(first + self.config.tile_m, self.place.seq_q) - 1
+        start, length = self.place.start, self.place.length
+        span = key_span(start + first, start + last, length, self.config.tile_n, self.bounds, **INTEGERS)
+        return span.begin + span.count - 1 - self.number
+
+
+def key_tiles_of(config: BackwardFeatures, operands):
+    """Key tiles of each KV head, of all requests or of one batch row."""
+    if cutlass.const_expr(config.packed_k):
+        requests = cute.size(operands.cu_seqlens_k) - 1
+        return query_tiles(config.tile_n, operands.k.shape[1], requests)
+    return cute.ceil_div(operands.k.shape[1], config.tile_n)
+
+
+def key_tile_at(config: BackwardFeatures, operands, window, index) -> KeyTile:
+    """The index-th key tile of the launch; those of a KV head are neighbours. By a whole warp.
+
+    Ascending, so that under a causal mask the longest come first; where dQ is added up in order, descending, as no tile
+    may wait for a later CTA's.
+    """
+    tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
+    number, rest = index % tiles, index // tiles
+    if cutlass.const_expr(config.deterministic):
+        number = tiles - 1 - number
+    kv_head, request = rest % heads, rest // heads
+    if cutlass.const_expr(config.packed_k):
+        request, number = request_of(operands.cu_seqlens_k, number, config.tile_n, operands.k.shape[1])
+    place = request_at(config, operands, request)
+    bounds = bounds_of(config, window)
+    _, seq_q, _, length, start = place
+    first_key = number * config.tile_n
+    last_key = cutlass.min(first_key + config.tile_n, length) - 1
+    zero = Int32(0)
+    tile = KeyTile(
+        config, request, kv_head, place, number, first_key, operands.q.shape[2] // heads, *(zero,) * 8, bounds
+    )
+    low, inner_end = tile.queries_of(first_key)
+    inner_first, high = tile.queries_of(last_key)
+    some = Boolean(last_key >= first_key) & Boolean(high > low)
+    begin = low // config.tile_m
+    count = (high + config.tile_m - 1) // config.tile_m - begin
+    # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
+    inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
+    inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
+    seen_first, _ = key_range(start, length, **bounds, **INTEGERS)
+    _, seen_end = key_range(start + seq_q - 1, length, **bounds, **INTEGERS)
+    rows_first, _ = tile.queries_of(0)
+    _, rows_end = tile.queries_of(length - 1)
+    return KeyTile(
+        config,
+        request,
+        kv_head,
+        place,
+        number,
+        first_key,
+        tile.group,
+        begin,
+        Int32(cutlass.select_(some, count, zero)),
+        inner_first,
+        inner_end,
+        Int32(seen_first),
+        seen_end,
+        rows_first,
+        rows_end,
+        bounds,
+    )
+
+
+def slot_of(config: BackwardFeatures, operands, request, query_tile):
+    """Number of a query tile among those of all requests."""
+    if cutlass.const_expr(config.packed_q):
+        requests = cute.size(operands.cu_seqlens_q) - 1
+        begins = entry(operands.cu_seqlens_q, request, operands.q.shape[1]) // config.tile_m
+        further = requests + begins + query_tile - 1
+        return Int32(cutlass.select_(Boolean(query_tile == 0), request, further))
+    return request * cute.ceil_div(operands.q.shape[1], config.tile_m) + query_tile

@@ -1,0 +1,89 @@
+"""What backward kernels of every architecture are compiled for, and the workspace that they share.
+
+A *slot* is a query tile of one batch row or request, counted over all of them (``device.tile.slot_of``). The workspace
+has, for each query head and slot, statistics of the tile's rows, dQ's sum in fp32, and turns.
+
+Statistics [Hq, slots, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, delta,
+delta of the second. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0, and delta 0.
+
+dQ's sums [Hq, slots, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
+registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.wgmma``). A part's
+number is its row block, or, where the tile has 64 rows, its column block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.features import BLOCK, KernelFeatures, dtype_name, features
+
+STATISTICS = 2  # numbers of a row: lse', delta
+PART_ROWS = 64  # of a part of dQ, as columns
+PART_ELEMENTS = PART_ROWS * BLOCK
+WARP_ELEMENTS = PART_ELEMENTS // 4  # of a warp's piece of a part
+THREAD_ELEMENTS = PART_ELEMENTS // WARPGROUP_THREADS
+WARPS = 4  # of a warpgroup, one for each piece
+
+
+@dataclass(frozen=True)
+class BackwardFeatures(KernelFeatures):
+    """wants_q, wants_k, wants_v: which gradients are computed. bias_gradient: "float32" or "bfloat16", as what dS is
+    stored; "sum": it is added up in fp32; None: there is none. deterministic: dQ is added up in a fixed order."""
+
+    wants_q: bool = True
+    wants_k: bool = True
+    wants_v: bool = True
+    bias_gradient: str | None = None
+    deterministic: bool = False
+
+    @property
+    def needs_ds(self) -> bool:
+        """dS is computed."""
+        return self.wants_q or self.wants_k or self.bias_gradient is not None
+
+    @property
+    def parts(self) -> int:
+        """Parts of dQ in a query tile."""
+        return self.tile_m * self.head_dim // PART_ELEMENTS
+
+    @property
+    def scatters(self) -> bool:
+        """Some row sees only part of a key tile that another row sees more of, or none of it."""
+        return self.band or self.ends_in_tile
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Of a query tile of one head."""
+        return self.tile_m * STATISTICS * 4
+
+
+def backward_features(problem: BackwardProblem) -> dict:
+    """The fields of ``BackwardFeatures``."""
+    forward = problem.forward
+    wanted = {name: name in problem.wanted for name in "qkv"}
+    if forward.shared_kv:
+        wanted["v"] = wanted["k"]
+    gradient = None
+    if "bias" in problem.wanted:
+        shared = (forward.batch > 1 and not forward.bias_batches) or (
+            forward.heads_q > 1 and not forward.bias_heads
+        )
+        gradient = "sum" if shared else dtype_name(forward.bias_dtype)
+    own = features(forward, pack=1, tile_m=1)
+    irrelevant = {
+        "has_sink": False,
+        "has_lse": False,
+        "exact_maximum": False,
+        "negate": False,
+        "many_queries": False,
+    }
+    return {
+        **own,
+        **irrelevant,
+        "shared_kv": False,
+        **{f"wants_{name}": wants for name, wants in wanted.items()},
+        "bias_gradient": gradient,
+        "deterministic": problem.deterministic and (wanted["q"]),
+    }

@@ -1,0 +1,148 @@
+"""The backward kernel for sm_90a: tiles, warp roles, memory budgets, barrier table. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import (
+    MAX_SMEM_PER_CTA,
+    REGISTERS_PER_SM,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+)
+from warpspec.common.pipeline import Barrier, barrier_count
+from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures, backward_features
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, FP32_BYTES, check_requests
+
+CONSUMERS = 2  # warpgroups; each has half of the tile's keys
+CONSUMER_KEYS = 64
+TILE_N = CONSUMERS * CONSUMER_KEYS
+TILE_M = {64: 128, 128: 64}  # queries of a tile, by D
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
+CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
+
+
+@dataclass(frozen=True)
+class BackwardConfig(BackwardFeatures):
+    """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
+    room."""
+
+    tile_m: int = 64
+    q_stages: int = 3
+    do_stages: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.parts == CONSUMERS, "each consumer makes one part of dQ"
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+        registers = CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
+        assert registers * WARPGROUP_THREADS <= REGISTERS_PER_SM
+        assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
+
+    @classmethod
+    def of(cls, problem: BackwardProblem) -> BackwardConfig:
+        """The kernel for a problem. UnsupportedProblem names what it does not do."""
+        forward = problem.forward
+        if forward.head_dim not in TILE_M:
+            raise UnsupportedProblem(
+                f"sm90 attention: gradients of head size {forward.head_dim} are not supported, only of {tuple(TILE_M)}"
+            )
+        check_requests("sm90", forward)
+        return cls(**backward_features(problem), tile_m=TILE_M[forward.head_dim])
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile."""
+        return TILE_N
+
+    @property
+    def row_groups(self) -> int:
+        return self.tile_m // self.row_group_size
+
+    @property
+    def row_group_size(self) -> int:
+        return BLOCK
+
+    # Warp roles: consumer warpgroups, then the producer's, of which one warp works.
+
+    @property
+    def threads(self) -> int:
+        return (CONSUMERS + 1) * WARPGROUP_THREADS
+
+    @property
+    def load_warp(self) -> int:
+        return CONSUMERS * WARPGROUP_THREADS // WARP_THREADS
+
+    @property
+    def consumer_threads(self) -> int:
+        return CONSUMERS * WARPGROUP_THREADS
+
+    # Shared memory, in bytes.
+
+    @property
+    def key_tile_bytes(self) -> int:
+        """K or V."""
+        return self.tile_n * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def query_tile_bytes(self) -> int:
+        """Q or dO."""
+        return self.tile_m * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def ds_stages(self) -> int:
+        return 2 if self.wants_q else 0
+
+    @property
+    def ds_bytes(self) -> int:
+        """dS of a step."""
+        return self.tile_m * self.tile_n * ELEMENT_BYTES
+
+    @property
+    def dq_bytes(self) -> int:
+        """dQ of a step."""
+        return self.parts * PART_ELEMENTS * FP32_BYTES if self.wants_q else 0
+
+    @property
+    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """(region, bytes, what stands in it), in order."""
+        keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
+        return (
+            ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
+            (
+                "statistics",
+                self.q_stages * self.statistics_bytes,
+                f"{self.q_stages} x lse' and delta of rows",
+            ),
+            ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
+            ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
+            ("Q", self.q_stages * self.query_tile_bytes, f"{self.q_stages} x {queries}, 128-byte swizzle"),
+            ("dO", self.do_stages * self.query_tile_bytes, f"{self.do_stages} x {queries}, 128-byte swizzle"),
+            (
+                "dS",
+                self.ds_stages * self.ds_bytes,
+                f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle",
+            ),
+            ("dQ", self.dq_bytes, "a step's, fp32, on its way to global memory"),
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(size for _, size, _ in self.smem_regions)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Every mbarrier: who arrives, how often, who waits, what then holds."""
+        load, filled = "load warp", "load warp, expect_tx + TMA bytes"
+        warps, warp = self.consumer_threads // WARP_THREADS, "consumers, one thread a warp"
+        return (
+            Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
+            Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
+            Barrier("q_full", self.q_stages, 1, filled, "consumers", "Q and statistics are in shared memory"),
+            Barrier("q_empty", self.q_stages, warps, warp, load, "S and dK have read Q, dS the statistics"),
+            Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
+            Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),
+        )

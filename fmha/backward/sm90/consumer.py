@@ -1,0 +1,354 @@
+"""A consumer warpgroup: dK and dV of its 64 keys in registers, and one part of every query tile's dQ, on wgmma.
+
+Scores are made transposed, S^T = K Q^T, a row a key: so P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q
+straight from registers. dS goes through shared memory once, for dQ = dS K, to which all keys of the tile add. Each step
+finds its S finished; the next one's is issued as soon as dS has been made, so that the tensor core has work under every
+part of the arithmetic:
+
+    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory,
+    barrier | issue dQ, dK | wait for all but dK | dQ to shared memory, from where it is added to global memory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from warpspec.common import tma
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.wgmma import (
+    COLUMNS,
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARP_ROWS,
+    flat,
+    multiply,
+)
+from warpspec.fmha.backward.device.tile import key_tile_at
+from warpspec.fmha.backward.features import STATISTICS
+from warpspec.fmha.backward.sm90 import arithmetic, results
+from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
+from warpspec.fmha.features import BLOCK
+from warpspec.fmha.sm90.staging import store_words
+
+ONE_WARPGROUP = (1, 1, 1)
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+
+
+def make_mma(dtype, a_major, b_major, columns: int, registers: bool = False) -> cute.TiledMma:
+    """D [64, columns] = A B; A from shared memory, or registers."""
+    source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+    tile = (CONSUMER_KEYS, columns)
+    return hopper.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, ONE_WARPGROUP, tile, source)
+
+
+class Products(NamedTuple):
+    """The products of a consumer. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do, q_columns, do_columns, k_columns
+    (MMA, MMA_N, MMA_K[, STAGE]): descriptors of shared memory. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: registers
+    in 16 bits, operands."""
+
+    scores: cute.TiledMma
+    rows: cute.TiledMma
+    queries: cute.TiledMma
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    q_columns: cute.Tensor
+    do_columns: cute.Tensor
+    ds: cute.Tensor
+    k_columns: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor
+    ds_rows: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+def products(config, dtype, shared, consumer) -> Products:
+    """consumer: which 64 keys, and which part of dQ."""
+    m, n, depth = config.tile_m, config.tile_n, config.head_dim
+    scores = make_mma(dtype, K_MAJOR, K_MAJOR, m)
+    rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
+    queries = make_mma(dtype, MN_MAJOR, MN_MAJOR, BLOCK)
+    row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+
+    def ring(base, layout, stages, stage_bytes):
+        first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+        first = first[None, None, 0]
+        stage = cute.make_layout(stages, stride=stage_bytes * 8 // dtype.width)
+        return cute.make_tensor(first.iterator, cute.append(first.layout, stage))
+
+    def a(mma, base, layout, stages=1, stage_bytes=0):
+        return mma.make_fragment_A(mma.get_slice(0).partition_A(ring(base, layout, stages, stage_bytes)))
+
+    def b(mma, base, layout, stages, stage_bytes):
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(ring(base, layout, stages, stage_bytes)))
+
+    keys = hopper.make_smem_layout_a(row_major, (n, m, depth), dtype, 1)
+    queries_rows = hopper.make_smem_layout_b(row_major, (n, m, depth), dtype, 1)
+    queries_columns = hopper.make_smem_layout_b(column_major, (n, depth, m), dtype, 1)
+    ds_layout = hopper.make_smem_layout_a(column_major, (BLOCK, BLOCK, n), dtype, 1)
+    k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
+    # A part of dQ: a block of rows by a block of columns.
+    columns = depth // BLOCK
+    block_bytes = n * BLOCK * dtype.width // 8
+    ds_base = (shared.ds + consumer // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    k_base = (shared.k + consumer % columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    queries_of = {"stages": config.q_stages, "stage_bytes": config.query_tile_bytes}
+    dos_of = {"stages": config.do_stages, "stage_bytes": config.query_tile_bytes}
+
+    def accumulator(mma, shape):
+        return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+
+    operand = rows.partition_shape_A((CONSUMER_KEYS, m))
+    return Products(
+        scores,
+        rows,
+        queries,
+        k=a(scores, shared.k, keys)[None, consumer, None, 0],
+        v=a(scores, shared.v, keys)[None, consumer, None, 0],
+        q=b(scores, shared.q, queries_rows, **queries_of),
+        do=b(scores, shared.do, queries_rows, **dos_of),
+        q_columns=b(rows, shared.q, queries_columns, **queries_of),
+        do_columns=b(rows, shared.do, queries_columns, **dos_of),
+        ds=a(queries, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
+        k_columns=b(queries, k_base, k_layout, 1, 0),
+        s=accumulator(scores, (CONSUMER_KEYS, m)),
+        dp=accumulator(scores, (CONSUMER_KEYS, m)),
+        p=cute.make_rmem_tensor(operand, dtype),
+        ds_rows=cute.make_rmem_tensor(operand, dtype),
+        dq=accumulator(queries, (BLOCK, BLOCK)),
+        dk=accumulator(rows, (CONSUMER_KEYS, depth)),
+        dv=accumulator(rows, (CONSUMER_KEYS, depth)),
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """A consumer's part of a key tile. thread: 0..127 of it; row: the thread's first of 64 rows; member: of the quad.
+    bounds: [first, end) of the queries that see each of the thread's keys."""
+
+    config: object
+    channels: dict
+    shared: tuple
+    operands: object
+    scales: tuple
+    mma: Products
+    tile: object
+    consumer: Int32
+    thread: Int32
+    row: Int32
+    member: Int32
+    bounds: tuple
+
+    def key(self, r: int):
+        """Key of the thread's row r, in the tile."""
+        return self.consumer * CONSUMER_KEYS + self.row + r * ROW_DISTANCE
+
+    def statistics(self, step) -> cute.Tensor:
+        """(2, STATISTIC, ROW PAIR) of the step's rows in shared memory."""
+        pairs = self.config.tile_m // 2
+        stage = self.channels["q_full"].stage(step) * self.config.tile_m * STATISTICS
+        layout = cute.make_layout((2, STATISTICS, pairs), stride=(1, 2, 4))
+        return cute.make_tensor((self.shared.statistics + stage).align(16), layout)
+
+    def issue_s(self, step) -> None:
+        stage = step % self.config.q_stages
+        multiply(self.mma.scores, self.mma.s, batched(self.mma.k), self.mma.q[None, None, None, stage], False)
+
+    def issue_dp(self, step) -> None:
+        stage = step % self.config.do_stages
+        multiply(
+            self.mma.scores, self.mma.dp, batched(self.mma.v), self.mma.do[None, None, None, stage], False
+        )
+
+    def issue_dv(self, step) -> None:
+        stage = step % self.config.do_stages
+        multiply(self.mma.rows, self.mma.dv, self.mma.p, self.mma.do_columns[None, None, None, stage], True)
+
+    def issue_dk(self, step) -> None:
+        stage = step % self.config.q_stages
+        multiply(
+            self.mma.rows, self.mma.dk, self.mma.ds_rows, self.mma.q_columns[None, None, None, stage], True
+        )
+
+    def issue_dq(self, step) -> None:
+        ds, k = (
+            self.mma.ds[None, None, None, step % self.config.ds_stages],
+            self.mma.k_columns[None, None, None, 0],
+        )
+        multiply(self.mma.queries, self.mma.dq, ds, k, False)
+
+    def barrier(self) -> None:
+        """All consumers are here, and what they wrote to shared memory is there for wgmma."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.config.consumer_threads)
+
+
+def batched(fragment: cute.Tensor) -> cute.Tensor:
+    """(MMA, 1, MMA_K) of (MMA, MMA_K)."""
+    shape, stride = fragment.layout.shape, fragment.layout.stride
+    return cute.make_tensor(
+        fragment.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1]))
+    )
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    operands,
+    scales,
+    window,
+    consumer,
+):
+    """One consumer. Consumes k_full, v_full, q_full, do_full; produces q_empty after dK, do_empty after dV."""
+    index, _, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    thread = thread % WARPGROUP_THREADS
+    tile = key_tile_at(config, operands, window, index)
+    lane = thread % WARP_THREADS
+    row = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
+    mma = products(config, operands.q.element_type, shared, consumer)
+    first_key = tile.first_key + consumer * CONSUMER_KEYS + row
+    bounds = tuple(tile.queries_of(first_key + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
+    work = Work(
+        config, channels, shared, operands, scales, mma, tile, consumer, thread, row, lane % QUAD, bounds
+    )
+    mma.dk.fill(0.0)
+    mma.dv.fill(0.0)
+    if tile.steps > 0:
+        go_through(work)
+    results.write_keys(work)
+
+
+@cute.jit
+def go_through(work):
+    """All steps of a tile."""
+    config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
+    channels["k_full"].wait(0)
+    channels["v_full"].wait(0)
+    clear_unseen_keys(work)
+    channels["q_full"].wait(0)
+    clear_unseen_rows(work, tile.begin, Int32(0))
+    work.issue_s(0)
+    warpgroup.wait_group(0)
+    head, query_tile = tile.kv_head * tile.group, tile.begin
+    last = tile.steps - 1
+    for step in cutlass.range(tile.steps, unroll=1):
+        channels["do_full"].wait(step)
+        if cutlass.const_expr(config.needs_ds):
+            work.issue_dp(step)
+        place = (head, query_tile)
+        masked = tile.needs_mask(query_tile)
+        arithmetic.weigh(work, step, place, masked)
+        if cutlass.const_expr(config.wants_v):
+            arithmetic.keep(mma.s, mma.p)
+            work.issue_dv(step)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        if step > 0:
+            channels["q_empty"].arrive_warp(step - 1)  # dK of the step before has read it
+        if cutlass.const_expr(config.needs_ds):
+            arithmetic.derive(work, step, place, masked)
+            arithmetic.keep(mma.dp, mma.ds_rows)
+        # The next step: of the last one it is that again, which nobody uses.
+        query_tile += 1
+        if query_tile == tile.begin + tile.count:
+            query_tile = tile.begin
+            head += 1
+        following = cutlass.min(step + 1, last)
+        channels["q_full"].wait(following)
+        if step < last:
+            clear_unseen_rows(work, query_tile, step + 1)
+        work.issue_s(following)
+        if cutlass.const_expr(config.wants_q):
+            store_ds(work, step)
+            work.barrier()
+            work.issue_dq(step)
+        if cutlass.const_expr(config.wants_k):
+            work.issue_dk(step)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        channels["do_empty"].arrive_warp(step)
+        if cutlass.const_expr(config.wants_q):
+            results.add_queries(work, step, place)
+    warpgroup.wait_group(0)
+    channels["q_empty"].arrive_warp(last)
+    if cutlass.const_expr(config.wants_q):
+        results.finish_queries(work)
+
+
+@cute.jit
+def store_ds(work, step):
+    """dS^T of the consumer's keys to shared memory: for each block of 64 queries a row a key."""
+    config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
+    stage = step % config.ds_stages * config.ds_bytes + work.consumer * CONSUMER_KEYS * tma.ROW_BYTES
+    base = work.shared.ds.toint() + stage
+    block_words = BLOCK // COLUMNS * THREAD_ROWS
+    for block in cutlass.range_constexpr(config.tile_m // BLOCK):
+        own = [words[block * block_words + i] for i in range(block_words)]
+        store_words(base + block * config.tile_n * tma.ROW_BYTES, PlaceInRows(work.row, work.member), own)
+
+
+class PlaceInRows(NamedTuple):
+    """A thread's first row of 64, and which of the quad's threads it is."""
+
+    index: Int32
+    member: Int32
+
+
+@cute.jit
+def clear_unseen_keys(work):
+    """Zeros where a key is stored that no row sees: 0 times NaN would reach dQ."""
+    config, tile = work.config, work.tile
+    if cutlass.const_expr(config.scatters):
+        first, end = tile.seen_first - tile.first_key, tile.seen_end - tile.first_key
+        if Boolean(first > 0) | Boolean(end < config.tile_n):
+            clear_rows(work, work.shared.k, config.tile_n, first, end)
+            clear_rows(work, work.shared.v, config.tile_n, first, end)
+            work.barrier()
+
+
+@cute.jit
+def clear_unseen_rows(work, query_tile, step):
+    """Zeros where a row of Q and dO is stored that sees no key, or is another request's: for dK and dV."""
+    config, tile = work.config, work.tile
+    if cutlass.const_expr(config.scatters):  # noqa: SIM102
+        if tile.has_unseen_rows(query_tile):
+            work.channels["do_full"].wait(step)
+            first = query_tile * config.tile_m
+            for base, stages in ((work.shared.q, config.q_stages), (work.shared.do, config.do_stages)):
+                stage = base + step % stages * config.query_tile_bytes
+                clear_rows(work, stage, config.tile_m, tile.rows_first - first, tile.rows_end - first)
+            work.barrier()
+
+
+@cute.jit
+def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
+    """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, 128 bytes
+    a row. By all consumers."""
+    config = work.config
+    vectors = rows * config.head_dim * 2 // 16
+    zeros = cute.make_rmem_tensor(4, Int32)
+    zeros.fill(0)
+    index = work.consumer * WARPGROUP_THREADS + work.thread
+    for i in cutlass.range(index, vectors, config.consumer_threads, unroll=1):
+        row = i // (tma.ROW_BYTES // 16) % rows
+        if Boolean(row < first) | Boolean(row >= end):
+            pointer = cute.make_ptr(Int32, base.toint() + i * 16, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))

@@ -1,0 +1,108 @@
+"""The backward kernel for sm_90a: host side, storage, role dispatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from warpspec.common import tma
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.backward.device.host import BackwardHost
+from warpspec.fmha.backward.device.tile import key_tiles_of
+from warpspec.fmha.backward.sm90.config import BARRIER_BYTES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from warpspec.fmha.backward.sm90.consumer import consume
+from warpspec.fmha.backward.sm90.load import load
+from warpspec.fmha.device.grid import requests_of
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
+from warpspec.fmha.features import BLOCK, FP32_BYTES
+
+
+class Shared(NamedTuple):
+    """Where the regions of shared memory begin. statistics, dq: Float32 pointers, the others Uint8."""
+
+    statistics: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    q: cute.Pointer
+    do: cute.Pointer
+    ds: cute.Pointer
+    dq: cute.Pointer
+
+
+class Backward(BackwardHost):
+    """The kernel of one ``BackwardConfig``."""
+
+    def launch(self, operands, scales, window, stream):
+        """Host side: TMA descriptors, grid, launch."""
+        config = self.config
+        key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
+        boxes = (
+            (operands.k, key_box),
+            (operands.v, key_box),
+            (operands.q, query_box),
+            (operands.do, query_box),
+        )
+        loads = [tma.make_load(kv_view(config, tensor), box) for tensor, box in boxes]
+        rows = requests_of(config, operands) if not config.packed_k else 1
+        self.kernel(
+            operands, tuple(atom for atom, _ in loads), tuple(view for _, view in loads), scales, window
+        ).launch(
+            grid=(key_tiles_of(config, operands) * operands.k.shape[2] * rows, 1, 1),
+            block=(config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, atoms, coordinates, scales, window):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # 1. Shared memory.
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
+            statistics: cute.struct.MemRange[Float32, config.q_stages * config.statistics_bytes // FP32_BYTES]
+            k: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
+            ]
+            v: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
+            ]
+            q: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.q_stages * config.query_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            do: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.do_stages * config.query_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            ds: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.ds_stages * config.ds_bytes], tma.TILE_ALIGNMENT
+            ]
+            dq: cute.struct.Align[
+                cute.struct.MemRange[Float32, config.dq_bytes // FP32_BYTES], tma.TILE_ALIGNMENT
+            ]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+        if warp == config.load_warp:
+            for atom in atoms:
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+
+        # 2. Roles.
+        shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
+        if warp >= config.load_warp:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == config.load_warp:
+                load(config, channels, shared, operands, atoms, coordinates, window)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+            consume(config, channels, shared, operands, scales, window, consumer)

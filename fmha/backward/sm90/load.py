@@ -1,0 +1,74 @@
+"""The load warp: K and V once, then Q, its rows' statistics, and dO of every step through TMA."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common import tma
+from warpspec.fmha.backward.device.tile import key_tile_at, slot_of
+from warpspec.fmha.features import BLOCK, FP32_BYTES
+
+
+def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
+    """A ring of tiles of so many rows, of which TMA brings the one that begins at row ``first``. view: (D, ROW,
+    BLOCK)."""
+    box = (BLOCK, rows, config.blocks)
+    tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
+    return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
+
+
+@cute.jit
+def load(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    operands,
+    atoms: cutlass.Constexpr,
+    coordinates: cutlass.Constexpr,
+    window,
+):
+    """Produces k_full, v_full, q_full and do_full; consumes q_empty and do_empty. Leaves only when every buffer has
+    been released."""
+    index, _, _ = cute.arch.block_idx()
+    tile = key_tile_at(config, operands, window, index)
+    dtype = operands.q.element_type
+    if tile.steps > 0:
+        batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
+        for i, name in enumerate(("k", "v")):
+            full = channels[name + "_full"]
+            keys = coordinates[i][None, None, None, tile.kv_head, batch]
+            first = tile.place.first_key + tile.first_key
+            full.expect_bytes(0, config.key_tile_bytes)
+            ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first).load(0, 0, full.barrier(0))
+        head, query_tile = tile.kv_head * tile.group, tile.begin
+        for step in cutlass.range(tile.steps, unroll=1):
+            load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
+            query_tile += 1
+            if query_tile == tile.begin + tile.count:
+                query_tile = tile.begin
+                head += 1
+        for name, stages in (("q", config.q_stages), ("do", config.do_stages)):
+            for last in cutlass.range(cutlass.max(tile.steps - stages, 0), tile.steps, unroll=1):
+                channels[name + "_empty"].wait(last)
+
+
+def load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile) -> None:
+    """Q and its statistics, and dO, of a step."""
+    dtype = operands.q.element_type
+    first = tile.place.first_row + query_tile * config.tile_m
+    for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):
+        full, empty = channels[name + "_full"], channels[name + "_empty"]
+        queries = coordinates[i][None, None, None, head, tile.batch]
+        ring = ring_of(config, atoms[i], queries, shared[i + 1], dtype, config.tile_m, stages, first)
+        empty.wait_previous(step)
+        size = config.statistics_bytes if name == "q" else 0
+        full.expect_bytes(step, config.query_tile_bytes + size)
+        if name == "q":
+            slot = slot_of(config, operands, tile.request, query_tile)
+            source = operands.statistics[head, slot, None, None].iterator
+            target = shared.statistics + full.stage(step) * (size // FP32_BYTES)
+            with cute.arch.elect_one():
+                tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))
+        ring.load(0, full.stage(step), full.barrier(step))
