@@ -40,13 +40,13 @@ def flat(fragment: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
 
 
-def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate) -> None:
+def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate, first: int = 0) -> None:
     """Issue D = A B, plus D where ``accumulate`` (a bool, or a Boolean of the device): one wgmma for every 16 of K; one
-    group."""
+    group. first: where in B's K they begin, in wgmmas."""
     warpgroup.fence()
     for k_block in range(cute.size(a, mode=[2])):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
-        cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)
+        cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, first + k_block], d)
     warpgroup.commit_group()
 
 

@@ -52,7 +52,8 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
     forward = problem.forward
     if forward.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
         raise UnsupportedProblem(
-            f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * {forward.seq_k}"
+            f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * "
+            f"{forward.seq_k}"
         )
     return architecture(target.arch).BackwardConfig.of(problem)
 
@@ -101,7 +102,9 @@ def run_kernels(problem: BackwardProblem, target: Target, operands: Operands, gr
         run_prepared(prepared, problem, operands, gradients)
 
 
-def run_prepared(prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients) -> None:
+def run_prepared(
+    prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients
+) -> None:
     """As ``run_kernels``."""
     config, forward, q = prepared.config, problem.forward, operands.q
     heads, slots = forward.heads_q, slot_count(config, operands)
@@ -175,8 +178,8 @@ def slot_count(config: BackwardFeatures, operands: Operands) -> int:
 
 
 def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperands):
-    """The launches of the main kernel: one, or, where a bias's gradient is a sum in a fixed order, one after another for
-    every batch row and KV head that add to the same."""
+    """The launches of the main kernel: one, or, where a bias's gradient is a sum in a fixed order, one after another
+    for every batch row and KV head that add to the same."""
     if not (problem.deterministic and prepared.config.bias_gradient == "sum"):
         yield main
         return
@@ -195,17 +198,32 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
                 q=cut(main.q, b, slice(None), own),
                 do=cut(main.do, b, slice(None), own),
                 **{name: cut(getattr(main, name), b, slice(None), h) for name in ("k", "v", "dk", "dv")},
-                **{name: cut(getattr(main, name), own, of_slots) for name in ("statistics", "dq_sums", "turns")},
+                **{
+                    name: cut(getattr(main, name), own, of_slots)
+                    for name in ("statistics", "dq_sums", "turns")
+                },
                 kv_lengths=cut(main.kv_lengths, b),
                 q_start=cut(main.q_start, b),
-                bias=cut(main.bias, b if forward.bias_batches else slice(None), own if forward.bias_heads else slice(None)),
-                dbias=cut(main.dbias, b if forward.bias_batches else slice(None), own if forward.bias_heads else slice(None)),
+                bias=cut(
+                    main.bias,
+                    b if forward.bias_batches else slice(None),
+                    own if forward.bias_heads else slice(None),
+                ),
+                dbias=cut(
+                    main.dbias,
+                    b if forward.bias_batches else slice(None),
+                    own if forward.bias_heads else slice(None),
+                ),
             )
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """A gradient as TMA can read it: itself, or a copy."""
-    steps = [step * tensor.element_size() for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    steps = [
+        step * tensor.element_size()
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1
+    ]
     fits = tensor.stride(-1) == 1 and all(step % TMA_ALIGNMENT == 0 and step > 0 for step in steps[:-1])
     if not fits or tensor.data_ptr() % TMA_ALIGNMENT:
         tensor = tensor.contiguous()

@@ -33,6 +33,30 @@ def store_words(base: Int32, row, words: list) -> None:
             vector_at(start + r * ROW_DISTANCE * tma.ROW_BYTES, 1)[0] = words[chunk * THREAD_ROWS + r]
 
 
+def load_words(base: Int32, row) -> list:
+    """What ``store_words`` stores."""
+    base += row.index * tma.ROW_BYTES + row.member * WORD_BYTES
+    swizzle = row.index % SWIZZLE_ROWS
+    words = []
+    for chunk in range(CHUNKS):
+        start = base + (swizzle ^ chunk) * CHUNK_BYTES
+        words += [vector_at(start + r * ROW_DISTANCE * tma.ROW_BYTES, 1)[0] for r in range(THREAD_ROWS)]
+    return words
+
+
+def store_rows(base: Int32, thread, words: cute.Tensor) -> None:
+    """What ``store_words`` stores, by stmatrix, four matrices at a time. thread: 0..127."""
+    lane = thread % WARP_THREADS
+    row = thread // WARP_THREADS * WARP_ROWS + lane % WARP_ROWS
+    start = base + row * tma.ROW_BYTES + ((lane // WARP_ROWS) ^ (row % SWIZZLE_ROWS)) * CHUNK_BYTES
+    for chunk in range(0, CHUNKS, 2):
+        first = chunk * THREAD_ROWS
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+            read_only_args=[start ^ (chunk * CHUNK_BYTES), *(words[first + i] for i in range(4))],
+        )
+
+
 def row_read(thread, load: int) -> Int32:
     """Row of the tile of which ``thread`` (0..127) reads a chunk in the warp's ``load``-th of LOADS."""
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS

@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32
 from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.device.packed import entry, query_tiles, request_of
 from warpspec.fmha.device.tile import INTEGERS, Request, bounds_of, request_at
+from warpspec.fmha.features import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span
 
@@ -65,10 +66,10 @@ class KeyTile:
             cutlass.select_(exists, end, Int32(0))
         )
 
-    def needs_mask(self, query_tile):
-        """Some row of the tile does not see some key."""
-        first = query_tile * self.config.tile_m
-        return Boolean(first < self.inner_first) | Boolean(first + self.config.tile_m > self.inner_end)
+    def needs_mask(self, query_tile, block: int):
+        """Some row of a block of 64 of the tile does not see some key."""
+        first = query_tile * self.config.tile_m + block * BLOCK
+        return Boolean(first < self.inner_first) | Boolean(first + BLOCK > self.inner_end)
 
     def has_unseen_rows(self, query_tile):
         """Some row in shared memory sees no key at all, or is another request's."""

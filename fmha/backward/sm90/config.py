@@ -93,6 +93,21 @@ class BackwardConfig(BackwardFeatures):
         return self.tile_m * self.head_dim * ELEMENT_BYTES
 
     @property
+    def query_blocks(self) -> int:
+        """Blocks of 64 queries of a tile, for each of which P and dS are made."""
+        return self.tile_m // BLOCK
+
+    @property
+    def keys_in_registers(self) -> bool:
+        """K and V are operands of S and dP from registers, which saves reading them from shared memory each time."""
+        return self.head_dim == BLOCK
+
+    @property
+    def overlaps_dv(self) -> bool:
+        """dS is made while dV's products run: P and dS then have registers of their own."""
+        return self.head_dim == BLOCK
+
+    @property
     def ds_stages(self) -> int:
         return 2 if self.wants_q else 0
 

@@ -1,12 +1,13 @@
 """A consumer warpgroup: dK and dV of its 64 keys in registers, and one part of every query tile's dQ, on wgmma.
 
-Scores are made transposed, S^T = K Q^T, a row a key: so P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q
-straight from registers. dS goes through shared memory once, for dQ = dS K, to which all keys of the tile add. Each step
-finds its S finished; the next one's is issued as soon as dS has been made, so that the tensor core has work under every
-part of the arithmetic:
+Scores are made transposed, S^T = K Q^T, a row a key, for 64 queries at a time: so P^T and dS^T are operands of
+dV += P^T dO and dK += dS^T Q straight from registers. dS goes through shared memory once, for dQ = dS K, to which all
+keys of the tile add. Each block of 64 queries finds its S finished; the next one's is issued as soon as dS has been
+made, so that the tensor core has work under every part of the arithmetic:
 
-    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory,
-    barrier | issue dQ, dK | wait for all but dK | dQ to shared memory, from where it is added to global memory
+    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | wait dV | dS to shared
+    memory; after the tile's last block: barrier, issue dQ | issue dK | wait for all but dK | dQ to shared memory, from
+    where it is added to global memory
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.wgmma import (
-    COLUMNS,
     QUAD,
     ROW_DISTANCE,
     THREAD_ROWS,
@@ -37,9 +37,10 @@ from warpspec.fmha.backward.features import STATISTICS
 from warpspec.fmha.backward.sm90 import arithmetic, results
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.sm90.staging import store_words
+from warpspec.fmha.sm90.staging import load_words, store_rows
 
 ONE_WARPGROUP = (1, 1, 1)
+MMA_K = 16  # rows that one wgmma sums over
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -78,7 +79,7 @@ class Products(NamedTuple):
 def products(config, dtype, shared, consumer) -> Products:
     """consumer: which 64 keys, and which part of dQ."""
     m, n, depth = config.tile_m, config.tile_n, config.head_dim
-    scores = make_mma(dtype, K_MAJOR, K_MAJOR, m)
+    scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
     rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
     queries = make_mma(dtype, MN_MAJOR, MN_MAJOR, BLOCK)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -111,24 +112,30 @@ def products(config, dtype, shared, consumer) -> Products:
     def accumulator(mma, shape):
         return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
 
-    operand = rows.partition_shape_A((CONSUMER_KEYS, m))
+    def keys_of(base):
+        if config.keys_in_registers:
+            return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, depth)), dtype)
+        return batched(a(scores, base, keys)[None, consumer, None, 0])
+
+    operand = rows.partition_shape_A((CONSUMER_KEYS, BLOCK))
+    dp = accumulator(scores, (CONSUMER_KEYS, BLOCK))  # its registers are dQ's once dS is in shared memory
     return Products(
         scores,
         rows,
         queries,
-        k=a(scores, shared.k, keys)[None, consumer, None, 0],
-        v=a(scores, shared.v, keys)[None, consumer, None, 0],
+        k=keys_of(shared.k),
+        v=keys_of(shared.v),
         q=b(scores, shared.q, queries_rows, **queries_of),
         do=b(scores, shared.do, queries_rows, **dos_of),
         q_columns=b(rows, shared.q, queries_columns, **queries_of),
         do_columns=b(rows, shared.do, queries_columns, **dos_of),
         ds=a(queries, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
         k_columns=b(queries, k_base, k_layout, 1, 0),
-        s=accumulator(scores, (CONSUMER_KEYS, m)),
-        dp=accumulator(scores, (CONSUMER_KEYS, m)),
+        s=accumulator(scores, (CONSUMER_KEYS, BLOCK)),
+        dp=dp,
         p=cute.make_rmem_tensor(operand, dtype),
         ds_rows=cute.make_rmem_tensor(operand, dtype),
-        dq=accumulator(queries, (BLOCK, BLOCK)),
+        dq=dp,
         dk=accumulator(rows, (CONSUMER_KEYS, depth)),
         dv=accumulator(rows, (CONSUMER_KEYS, depth)),
     )
@@ -163,32 +170,28 @@ class Work:
         layout = cute.make_layout((2, STATISTICS, pairs), stride=(1, 2, 4))
         return cute.make_tensor((self.shared.statistics + stage).align(16), layout)
 
-    def issue_s(self, step) -> None:
+    def issue_s(self, step, block: int) -> None:
+        """S^T of a block of 64 queries; the others likewise."""
         stage = step % self.config.q_stages
-        multiply(self.mma.scores, self.mma.s, batched(self.mma.k), self.mma.q[None, None, None, stage], False)
+        multiply(self.mma.scores, self.mma.s, self.mma.k, rows_of(self.mma.q, block, stage), False)
 
-    def issue_dp(self, step) -> None:
+    def issue_dp(self, step, block: int) -> None:
         stage = step % self.config.do_stages
-        multiply(
-            self.mma.scores, self.mma.dp, batched(self.mma.v), self.mma.do[None, None, None, stage], False
-        )
+        multiply(self.mma.scores, self.mma.dp, self.mma.v, rows_of(self.mma.do, block, stage), False)
 
-    def issue_dv(self, step) -> None:
+    def issue_dv(self, step, block: int) -> None:
         stage = step % self.config.do_stages
-        multiply(self.mma.rows, self.mma.dv, self.mma.p, self.mma.do_columns[None, None, None, stage], True)
+        columns = self.mma.do_columns[None, None, None, stage]
+        multiply(self.mma.rows, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
 
-    def issue_dk(self, step) -> None:
+    def issue_dk(self, step, block: int) -> None:
         stage = step % self.config.q_stages
-        multiply(
-            self.mma.rows, self.mma.dk, self.mma.ds_rows, self.mma.q_columns[None, None, None, stage], True
-        )
+        columns = self.mma.q_columns[None, None, None, stage]
+        multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
 
     def issue_dq(self, step) -> None:
-        ds, k = (
-            self.mma.ds[None, None, None, step % self.config.ds_stages],
-            self.mma.k_columns[None, None, None, 0],
-        )
-        multiply(self.mma.queries, self.mma.dq, ds, k, False)
+        ds = self.mma.ds[None, None, None, step % self.config.ds_stages]
+        multiply(self.mma.queries, self.mma.dq, ds, self.mma.k_columns[None, None, None, 0], False)
 
     def barrier(self) -> None:
         """All consumers are here, and what they wrote to shared memory is there for wgmma."""
@@ -202,6 +205,11 @@ def batched(fragment: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(
         fragment.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1]))
     )
+
+
+def rows_of(fragment: cute.Tensor, block: int, stage) -> cute.Tensor:
+    """(MMA, 1, MMA_K): a block of 64 rows of a stage."""
+    return batched(fragment[None, block, None, stage])
 
 
 @cute.jit
@@ -241,50 +249,53 @@ def go_through(work):
     channels["k_full"].wait(0)
     channels["v_full"].wait(0)
     clear_unseen_keys(work)
+    if cutlass.const_expr(config.keys_in_registers):
+        read_keys(work, work.shared.k, mma.k)
+        read_keys(work, work.shared.v, mma.v)
     channels["q_full"].wait(0)
     clear_unseen_rows(work, tile.begin, Int32(0))
-    work.issue_s(0)
+    work.issue_s(0, 0)
     warpgroup.wait_group(0)
     head, query_tile = tile.kv_head * tile.group, tile.begin
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
         channels["do_full"].wait(step)
-        if cutlass.const_expr(config.needs_ds):
-            work.issue_dp(step)
         place = (head, query_tile)
-        masked = tile.needs_mask(query_tile)
-        arithmetic.weigh(work, step, place, masked)
-        if cutlass.const_expr(config.wants_v):
-            arithmetic.keep(mma.s, mma.p)
-            work.issue_dv(step)
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        if step > 0:
-            channels["q_empty"].arrive_warp(step - 1)  # dK of the step before has read it
-        if cutlass.const_expr(config.needs_ds):
-            arithmetic.derive(work, step, place, masked)
-            arithmetic.keep(mma.dp, mma.ds_rows)
-        # The next step: of the last one it is that again, which nobody uses.
-        query_tile += 1
-        if query_tile == tile.begin + tile.count:
-            query_tile = tile.begin
-            head += 1
-        following = cutlass.min(step + 1, last)
-        channels["q_full"].wait(following)
-        if step < last:
-            clear_unseen_rows(work, query_tile, step + 1)
-        work.issue_s(following)
-        if cutlass.const_expr(config.wants_q):
-            store_ds(work, step)
-            work.barrier()
-            work.issue_dq(step)
-        if cutlass.const_expr(config.wants_k):
-            work.issue_dk(step)
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        channels["do_empty"].arrive_warp(step)
+        for block in cutlass.range_constexpr(config.query_blocks):
+            make_p(work, step, block, place)
+            if cutlass.const_expr(block == 0):  # noqa: SIM102
+                if step > 0:
+                    channels["q_empty"].arrive_warp(step - 1)  # its last dK is done
+            if cutlass.const_expr(config.needs_ds):
+                arithmetic.derive(work, step, block, place, tile.needs_mask(query_tile, block))
+            if cutlass.const_expr(block + 1 < config.query_blocks):
+                work.issue_s(step, block + 1)
+            else:  # the next step: of the last one it is that again, which nobody uses
+                query_tile += 1
+                if query_tile == tile.begin + tile.count:
+                    query_tile = tile.begin
+                    head += 1
+                following = cutlass.min(step + 1, last)
+                channels["q_full"].wait(following)
+                if step < last:
+                    clear_unseen_rows(work, query_tile, step + 1)
+                work.issue_s(following, 0)
+            if cutlass.const_expr(config.wants_v):
+                warpgroup.wait_group(1)
+            if cutlass.const_expr(block + 1 == config.query_blocks):
+                channels["do_empty"].arrive_warp(step)
+            if cutlass.const_expr(config.needs_ds):
+                arithmetic.keep(mma.dp, mma.ds_rows)
+            if cutlass.const_expr(config.wants_q):
+                store_ds(work, step, block)
+                if cutlass.const_expr(block + 1 == config.query_blocks):
+                    work.barrier()
+                    work.issue_dq(step)
+            if cutlass.const_expr(config.wants_k):
+                work.issue_dk(step, block)
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
         if cutlass.const_expr(config.wants_q):
             results.add_queries(work, step, place)
     warpgroup.wait_group(0)
@@ -294,15 +305,37 @@ def go_through(work):
 
 
 @cute.jit
-def store_ds(work, step):
-    """dS^T of the consumer's keys to shared memory: for each block of 64 queries a row a key."""
+def make_p(work, step, block: cutlass.Constexpr, place):
+    """P of a block from its S, dP meanwhile; dV is issued. Leaves with dP, and dK of the block before, finished."""
+    config, mma = work.config, work.mma
+    if cutlass.const_expr(config.needs_ds):
+        work.issue_dp(step, block)
+    arithmetic.weigh(work, step, block, place, work.tile.needs_mask(place[1], block))
+    warpgroup.wait_group(1 if config.needs_ds else 0)  # dK of the block before: its operand's registers become P's
+    if cutlass.const_expr(config.wants_v):
+        arithmetic.keep(mma.s, mma.p)
+        work.issue_dv(step, block)
+        warpgroup.wait_group(1 if config.overlaps_dv else 0)
+    else:
+        warpgroup.wait_group(0)
+
+
+@cute.jit
+def read_keys(work, base, operand: cute.Tensor):
+    """The consumer's rows of K or V (64 columns) into the registers of an operand."""
+    words = cute.recast_tensor(flat(operand), Int32)
+    start = base.toint() + work.consumer * CONSUMER_KEYS * tma.ROW_BYTES
+    for i, word in enumerate(load_words(start, PlaceInRows(work.row, work.member))):
+        words[i] = word
+
+
+@cute.jit
+def store_ds(work, step, block: cutlass.Constexpr):
+    """dS^T of the consumer's keys and a block of queries to shared memory, a row a key."""
     config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
     stage = step % config.ds_stages * config.ds_bytes + work.consumer * CONSUMER_KEYS * tma.ROW_BYTES
-    base = work.shared.ds.toint() + stage
-    block_words = BLOCK // COLUMNS * THREAD_ROWS
-    for block in cutlass.range_constexpr(config.tile_m // BLOCK):
-        own = [words[block * block_words + i] for i in range(block_words)]
-        store_words(base + block * config.tile_n * tma.ROW_BYTES, PlaceInRows(work.row, work.member), own)
+    base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
+    store_rows(base, work.thread, words)
 
 
 class PlaceInRows(NamedTuple):
@@ -340,8 +373,8 @@ def clear_unseen_rows(work, query_tile, step):
 
 @cute.jit
 def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
-    """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, 128 bytes
-    a row. By all consumers."""
+    """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, a row
+    128 bytes. By all consumers."""
     config = work.config
     vectors = rows * config.head_dim * 2 // 16
     zeros = cute.make_rmem_tensor(4, Int32)

@@ -41,7 +41,9 @@ def load(
             keys = coordinates[i][None, None, None, tile.kv_head, batch]
             first = tile.place.first_key + tile.first_key
             full.expect_bytes(0, config.key_tile_bytes)
-            ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first).load(0, 0, full.barrier(0))
+            ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first).load(
+                0, 0, full.barrier(0)
+            )
         head, query_tile = tile.kv_head * tile.group, tile.begin
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
