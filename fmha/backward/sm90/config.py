@@ -16,13 +16,14 @@ from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures, bac
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, FP32_BYTES, check_requests
 
-CONSUMERS = 2  # warpgroups; each has half of the tile's keys
+CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
-TILE_N = CONSUMERS * CONSUMER_KEYS
-TILE_M = {64: 128, 128: 64}  # queries of a tile, by D
+TILE_M = {64: 128, 128: 64, 256: 64}  # queries of a tile, by D
+PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
+P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class BackwardConfig(BackwardFeatures):
 
     def __post_init__(self):
         super().__post_init__()
-        assert self.parts == CONSUMERS, "each consumer makes one part of dQ"
+        assert self.parts == CONSUMERS * self.consumer_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         registers = CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
         assert registers * WARPGROUP_THREADS <= REGISTERS_PER_SM
@@ -51,12 +52,23 @@ class BackwardConfig(BackwardFeatures):
                 f"sm90 attention: gradients of head size {forward.head_dim} are not supported, only of {tuple(TILE_M)}"
             )
         check_requests("sm90", forward)
-        return cls(**backward_features(problem), tile_m=TILE_M[forward.head_dim])
+        dim = forward.head_dim
+        return cls(**backward_features(problem), tile_m=TILE_M[dim], q_stages=2 if dim >= PAIRED_DIM else 3)
+
+    @property
+    def paired(self) -> bool:
+        """Both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
+        return self.head_dim >= PAIRED_DIM
 
     @property
     def tile_n(self) -> int:
         """Keys of a tile."""
-        return TILE_N
+        return CONSUMER_KEYS if self.paired else CONSUMERS * CONSUMER_KEYS
+
+    @property
+    def consumer_parts(self) -> int:
+        """Parts of dQ that a consumer makes."""
+        return 2 if self.paired else 1
 
     @property
     def row_groups(self) -> int:
@@ -119,7 +131,12 @@ class BackwardConfig(BackwardFeatures):
     @property
     def dq_bytes(self) -> int:
         """dQ of a step."""
-        return self.parts * PART_ELEMENTS * FP32_BYTES if self.wants_q else 0
+        return self.parts * PART_ELEMENTS * FP32_BYTES if self.wants_q and not self.paired else 0
+
+    @property
+    def p_bytes(self) -> int:
+        """P of a step, where one consumer hands it to the other."""
+        return self.tile_m * self.tile_n * ELEMENT_BYTES if self.paired else 0
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -142,6 +159,7 @@ class BackwardConfig(BackwardFeatures):
                 f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle",
             ),
             ("dQ", self.dq_bytes, "a step's, fp32, on its way to global memory"),
+            ("P", self.p_bytes, "for dS, fp16, in the order of wgmma's registers"),
         )
 
     @property

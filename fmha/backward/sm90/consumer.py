@@ -34,7 +34,7 @@ from warpspec.common.wgmma import (
 )
 from warpspec.fmha.backward.device.tile import key_tile_at
 from warpspec.fmha.backward.features import STATISTICS
-from warpspec.fmha.backward.sm90 import arithmetic, results
+from warpspec.fmha.backward.sm90 import arithmetic, pair, results
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm90.staging import load_words, store_rows
@@ -52,9 +52,10 @@ def make_mma(dtype, a_major, b_major, columns: int, registers: bool = False) -> 
 
 
 class Products(NamedTuple):
-    """The products of a consumer. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do, q_columns, do_columns, k_columns
-    (MMA, MMA_N, MMA_K[, STAGE]): descriptors of shared memory. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: registers
-    in 16 bits, operands."""
+    """The products of a consumer; of a pair's, those that it makes. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do,
+    q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory, k and v at D 64 registers;
+    k_columns: likewise, one for each part of dQ. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: operands in registers,
+    16 bits."""
 
     scores: cute.TiledMma
     rows: cute.TiledMma
@@ -66,14 +67,14 @@ class Products(NamedTuple):
     q_columns: cute.Tensor
     do_columns: cute.Tensor
     ds: cute.Tensor
-    k_columns: cute.Tensor
-    s: cute.Tensor
-    dp: cute.Tensor
-    p: cute.Tensor
-    ds_rows: cute.Tensor
+    k_columns: list
+    s: cute.Tensor | None
+    dp: cute.Tensor | None
+    p: cute.Tensor | None
+    ds_rows: cute.Tensor | None
     dq: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
+    dk: cute.Tensor | None
+    dv: cute.Tensor | None
 
 
 def products(config, dtype, shared, consumer) -> Products:
@@ -101,11 +102,12 @@ def products(config, dtype, shared, consumer) -> Products:
     queries_columns = hopper.make_smem_layout_b(column_major, (n, depth, m), dtype, 1)
     ds_layout = hopper.make_smem_layout_a(column_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
-    # A part of dQ: a block of rows by a block of columns.
+    # A part of dQ: a block of rows by a block of columns; a consumer's are neighbours.
     columns = depth // BLOCK
     block_bytes = n * BLOCK * dtype.width // 8
-    ds_base = (shared.ds + consumer // columns * block_bytes).align(tma.TILE_ALIGNMENT)
-    k_base = (shared.k + consumer % columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    parts = [consumer * config.consumer_parts + i for i in range(config.consumer_parts)]
+    ds_base = (shared.ds + parts[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    k_bases = [(shared.k + part % columns * block_bytes).align(tma.TILE_ALIGNMENT) for part in parts]
     queries_of = {"stages": config.q_stages, "stage_bytes": config.query_tile_bytes}
     dos_of = {"stages": config.do_stages, "stage_bytes": config.query_tile_bytes}
 
@@ -115,10 +117,13 @@ def products(config, dtype, shared, consumer) -> Products:
     def keys_of(base):
         if config.keys_in_registers:
             return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, depth)), dtype)
-        return batched(a(scores, base, keys)[None, consumer, None, 0])
+        return batched(a(scores, base, keys)[None, 0 if config.paired else consumer, None, 0])
 
     operand = rows.partition_shape_A((CONSUMER_KEYS, BLOCK))
-    dp = accumulator(scores, (CONSUMER_KEYS, BLOCK))  # its registers are dQ's once dS is in shared memory
+    square, wide = (CONSUMER_KEYS, BLOCK), (CONSUMER_KEYS, depth)
+    makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
+    s = accumulator(scores, square) if makes_p else None
+    dp = accumulator(scores, square) if makes_ds else None
     return Products(
         scores,
         rows,
@@ -130,21 +135,23 @@ def products(config, dtype, shared, consumer) -> Products:
         q_columns=b(rows, shared.q, queries_columns, **queries_of),
         do_columns=b(rows, shared.do, queries_columns, **dos_of),
         ds=a(queries, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
-        k_columns=b(queries, k_base, k_layout, 1, 0),
-        s=accumulator(scores, (CONSUMER_KEYS, BLOCK)),
+        k_columns=[b(queries, base, k_layout, 1, 0) for base in k_bases],
+        s=s,
         dp=dp,
-        p=cute.make_rmem_tensor(operand, dtype),
-        ds_rows=cute.make_rmem_tensor(operand, dtype),
-        dq=dp,
-        dk=accumulator(rows, (CONSUMER_KEYS, depth)),
-        dv=accumulator(rows, (CONSUMER_KEYS, depth)),
+        p=cute.make_rmem_tensor(operand, dtype) if makes_p else None,
+        ds_rows=cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
+        # Its registers are dP's, once dS is in shared memory; of a pair, whose next S or dP is under way then, its own.
+        dq=accumulator(queries, (BLOCK, BLOCK)) if config.paired else dp,
+        dk=accumulator(rows, wide) if makes_ds else None,
+        dv=accumulator(rows, wide) if makes_p else None,
     )
 
 
 @dataclass(frozen=True)
 class Work:
-    """A consumer's part of a key tile. thread: 0..127 of it; row: the thread's first of 64 rows; member: of the quad.
-    bounds: [first, end) of the queries that see each of the thread's keys."""
+    """A consumer's part of a key tile. first_row: of the tile, the consumer's first. thread: 0..127 of it; row: the
+    thread's first of 64 rows; member: of the quad. bounds: [first, end) of the queries that see each of the thread's
+    keys."""
 
     config: object
     channels: dict
@@ -153,7 +160,8 @@ class Work:
     scales: tuple
     mma: Products
     tile: object
-    consumer: Int32
+    consumer: Int32 | int
+    first_row: Int32 | int
     thread: Int32
     row: Int32
     member: Int32
@@ -161,7 +169,7 @@ class Work:
 
     def key(self, r: int):
         """Key of the thread's row r, in the tile."""
-        return self.consumer * CONSUMER_KEYS + self.row + r * ROW_DISTANCE
+        return self.first_row + self.row + r * ROW_DISTANCE
 
     def statistics(self, step) -> cute.Tensor:
         """(2, STATISTIC, ROW PAIR) of the step's rows in shared memory."""
@@ -189,9 +197,10 @@ class Work:
         columns = self.mma.q_columns[None, None, None, stage]
         multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
 
-    def issue_dq(self, step) -> None:
+    def issue_dq(self, step, part: int = 0) -> None:
+        """part: of the consumer's."""
         ds = self.mma.ds[None, None, None, step % self.config.ds_stages]
-        multiply(self.mma.queries, self.mma.dq, ds, self.mma.k_columns[None, None, None, 0], False)
+        multiply(self.mma.queries, self.mma.dq, ds, self.mma.k_columns[part][None, None, None, 0], False)
 
     def barrier(self) -> None:
         """All consumers are here, and what they wrote to shared memory is there for wgmma."""
@@ -230,15 +239,33 @@ def consume(
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
     mma = products(config, operands.q.element_type, shared, consumer)
-    first_key = tile.first_key + consumer * CONSUMER_KEYS + row
+    rows = 0 if config.paired else consumer * CONSUMER_KEYS  # of the tile, before the consumer's
+    first_key = tile.first_key + rows + row
     bounds = tuple(tile.queries_of(first_key + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
     work = Work(
-        config, channels, shared, operands, scales, mma, tile, consumer, thread, row, lane % QUAD, bounds
+        config,
+        channels,
+        shared,
+        operands,
+        scales,
+        mma,
+        tile,
+        consumer,
+        rows,
+        thread,
+        row,
+        lane % QUAD,
+        bounds,
     )
-    mma.dk.fill(0.0)
-    mma.dv.fill(0.0)
+    if cutlass.const_expr(mma.dk is not None):
+        mma.dk.fill(0.0)
+    if cutlass.const_expr(mma.dv is not None):
+        mma.dv.fill(0.0)
     if tile.steps > 0:
-        go_through(work)
+        if cutlass.const_expr(config.paired):
+            pair.go_through(work)
+        else:
+            go_through(work)
     results.write_keys(work)
 
 
@@ -311,7 +338,9 @@ def make_p(work, step, block: cutlass.Constexpr, place):
     if cutlass.const_expr(config.needs_ds):
         work.issue_dp(step, block)
     arithmetic.weigh(work, step, block, place, work.tile.needs_mask(place[1], block))
-    warpgroup.wait_group(1 if config.needs_ds else 0)  # dK of the block before: its operand's registers become P's
+    warpgroup.wait_group(
+        1 if config.needs_ds else 0
+    )  # dK of the block before: its operand's registers become P's
     if cutlass.const_expr(config.wants_v):
         arithmetic.keep(mma.s, mma.p)
         work.issue_dv(step, block)
@@ -324,7 +353,7 @@ def make_p(work, step, block: cutlass.Constexpr, place):
 def read_keys(work, base, operand: cute.Tensor):
     """The consumer's rows of K or V (64 columns) into the registers of an operand."""
     words = cute.recast_tensor(flat(operand), Int32)
-    start = base.toint() + work.consumer * CONSUMER_KEYS * tma.ROW_BYTES
+    start = base.toint() + work.first_row * tma.ROW_BYTES
     for i, word in enumerate(load_words(start, PlaceInRows(work.row, work.member))):
         words[i] = word
 
@@ -333,7 +362,7 @@ def read_keys(work, base, operand: cute.Tensor):
 def store_ds(work, step, block: cutlass.Constexpr):
     """dS^T of the consumer's keys and a block of queries to shared memory, a row a key."""
     config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
-    stage = step % config.ds_stages * config.ds_bytes + work.consumer * CONSUMER_KEYS * tma.ROW_BYTES
+    stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
     base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
     store_rows(base, work.thread, words)
 

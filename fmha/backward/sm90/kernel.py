@@ -13,7 +13,12 @@ from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.tile import key_tiles_of
-from warpspec.fmha.backward.sm90.config import BARRIER_BYTES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from warpspec.fmha.backward.sm90.config import (
+    BARRIER_BYTES,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+)
 from warpspec.fmha.backward.sm90.consumer import consume
 from warpspec.fmha.backward.sm90.load import load
 from warpspec.fmha.device.grid import requests_of
@@ -31,6 +36,7 @@ class Shared(NamedTuple):
     do: cute.Pointer
     ds: cute.Pointer
     dq: cute.Pointer
+    p: cute.Pointer
 
 
 class Backward(BackwardHost):
@@ -88,6 +94,7 @@ class Backward(BackwardHost):
             dq: cute.struct.Align[
                 cute.struct.MemRange[Float32, config.dq_bytes // FP32_BYTES], tma.TILE_ALIGNMENT
             ]
+            p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -105,4 +112,9 @@ class Backward(BackwardHost):
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-            consume(config, channels, shared, operands, scales, window, consumer)
+            if cutlass.const_expr(config.paired):  # each has code of its own
+                for each in cutlass.range_constexpr(CONSUMERS):
+                    if consumer == each:
+                        consume(config, channels, shared, operands, scales, window, each)
+            else:
+                consume(config, channels, shared, operands, scales, window, consumer)

@@ -8,10 +8,9 @@ from cutlass import Boolean, Int32
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import ROW_DISTANCE, THREAD_ROWS, flat, store_row
+from warpspec.common.wgmma import THREAD_ROWS, flat, store_row
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
-from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
 from warpspec.fmha.features import FP32_BYTES
 
 VECTOR = 4  # fp32 numbers of one 16-byte store
@@ -50,6 +49,36 @@ def add_queries(work, step, place):
 
 
 @cute.jit
+def add_from_registers(work, part: cutlass.Constexpr, place):
+    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Order as of ``add_queries``."""
+    config, operands, dq = work.config, work.operands, flat(work.mma.dq)
+    warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
+    number = (work.consumer * config.consumer_parts + part) * WARPS + warp
+    head, query_tile = place
+    slot = slot_of(config, operands, work.tile.request, query_tile)
+    sums = cute.local_tile(operands.dq_sums[head, slot, None], (WARP_ELEMENTS,), (number,))
+    if cutlass.const_expr(config.deterministic):
+        turn = operands.turns[head, slot, None].iterator + number
+        if lane == 0:
+            wait_turn(turn, work.tile.turn(query_tile))
+        cute.arch.sync_warp()
+    start = sums.iterator.toint() + lane * VECTOR * FP32_BYTES
+    for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+            read_only_args=[
+                start + i * WARP_THREADS * VECTOR * FP32_BYTES,
+                *(dq[VECTOR * i + j] for j in range(VECTOR)),
+            ],
+        )
+    if cutlass.const_expr(config.deterministic):
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+@cute.jit
 def wait_turn(turn: cute.Pointer, number):
     """Until so many have added."""
     seen = Int32(-1)
@@ -79,21 +108,23 @@ def finish_queries(work):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-@cute.jit
-def write_keys(work):
+def write_keys(work) -> None:
     """dK, scaled, and dV of the thread's keys."""
+    if work.operands.dk is not None and work.mma.dk is not None:
+        write_rows(work, work.operands.dk, flat(work.mma.dk), work.scales[1])
+    if work.operands.dv is not None and work.mma.dv is not None:
+        write_rows(work, work.operands.dv, flat(work.mma.dv), 1.0)
+
+
+@cute.jit
+def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
+    """Values times a factor to the thread's keys of dK or dV."""
     config, tile = work.config, work.tile
-    _, scale = work.scales
     batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
-    for name, values in (("dk", flat(work.mma.dk)), ("dv", flat(work.mma.dv))):
-        tensor = getattr(work.operands, name)
-        if cutlass.const_expr(tensor is not None):
-            if cutlass.const_expr(name == "dk"):
-                for i in cutlass.range_constexpr(cute.size(values)):
-                    values[i] = values[i] * scale
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                key = tile.first_key + work.consumer * CONSUMER_KEYS + work.row + r * ROW_DISTANCE
-                keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
-                in_range = Boolean(key < keys)
-                row = cutlass.min(tile.place.first_key + key, tensor.shape[1] - 1)
-                store_row(values, r, work.member, tensor[batch, row, tile.kv_head, None], in_range)
+    keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
+    for i in cutlass.range_constexpr(cute.size(values)):
+        values[i] = values[i] * factor
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        key = tile.first_key + work.key(r)
+        row = cutlass.min(tile.place.first_key + key, tensor.shape[1] - 1)
+        store_row(values, r, work.member, tensor[batch, row, tile.kv_head, None], Boolean(key < keys))

@@ -1,0 +1,181 @@
+"""Two consumers of the same 64 keys, for large D: one makes P and dV, the other dS and dK; each half of dQ's columns.
+
+P goes from one to the other through shared memory, in fp16 times 2**14: closer than its rounding as an operand, down
+to weights of 2**-28. The threads of both have the same keys and queries of S^T and dP^T. dQ goes to global memory
+straight from registers, as there is no room to stage it.
+
+    P:  P = exp(S - lse') | hand it on | issue dV | wait for dS | issue the next S, dQ | wait, add dQ, twice
+    dS: wait for P, dP | dS = P (dP - delta) | to shared memory | issue dQ, the next dP | add dQ | issue dQ, dK | add dQ
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
+from warpspec.fmha.backward.sm90 import arithmetic, consumer, results
+from warpspec.fmha.backward.sm90.config import P_BARRIER
+from warpspec.fmha.features import BLOCK
+
+P_FACTOR = 2.0**14  # P is at most 1
+VECTOR_WORDS = 4  # of a 16-byte access
+
+
+@cute.jit
+def go_through(work):
+    """All steps of a tile. Consumes what ``consumer.consume`` does; each produces q_empty and do_empty of its own."""
+    channels, tile = work.channels, work.tile
+    channels["k_full"].wait(0)
+    channels["v_full"].wait(0)
+    consumer.clear_unseen_keys(work)
+    if cutlass.const_expr(work.config.scatters):
+        channels["q_full"].wait(0)
+        consumer.clear_unseen_rows(work, tile.begin, Int32(0))
+    if cutlass.const_expr(work.consumer == 0):
+        make_p(work)
+    else:
+        make_ds(work)
+
+
+@cute.jit
+def make_p(work):
+    """P, dV, and half of dQ."""
+    config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
+    channels["q_full"].wait(0)
+    work.issue_s(0, 0)
+    head, query_tile = tile.kv_head * tile.group, tile.begin
+    last = tile.steps - 1
+    for step in cutlass.range(tile.steps, unroll=1):
+        place = (head, query_tile)
+        warpgroup.wait_group(0)
+        arithmetic.weigh(work, step, 0, place, tile.needs_mask(query_tile, 0))
+        if cutlass.const_expr(config.needs_ds):
+            hand_on(work)
+            cute.arch.barrier_arrive(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
+        channels["do_full"].wait(step)
+        if cutlass.const_expr(config.wants_v):
+            arithmetic.keep(mma.s, mma.p)
+            work.issue_dv(step, 0)
+        query_tile += 1
+        if query_tile == tile.begin + tile.count:
+            query_tile = tile.begin
+            head += 1
+        following = cutlass.min(step + 1, last)
+        if cutlass.const_expr(config.needs_ds):
+            if cutlass.const_expr(config.wants_v):
+                warpgroup.wait_group(0)
+            work.barrier()
+        if step < last:
+            channels["q_full"].wait(step + 1)
+            consumer.clear_unseen_rows(work, query_tile, step + 1)
+        work.issue_s(following, 0)
+        if cutlass.const_expr(config.wants_v):
+            warpgroup.wait_group(1)
+        channels["do_empty"].arrive_warp(step)
+        if cutlass.const_expr(config.wants_q):
+            for part in cutlass.range_constexpr(config.consumer_parts):
+                work.issue_dq(step, part)
+                warpgroup.wait_group(0)
+                results.add_from_registers(work, part, place)
+        warpgroup.wait_group(0)
+        channels["q_empty"].arrive_warp(step)
+
+
+@cute.jit
+def make_ds(work):
+    """dS, dK, and half of dQ."""
+    config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
+    channels["do_full"].wait(0)
+    work.issue_dp(0, 0)
+    head, query_tile = tile.kv_head * tile.group, tile.begin
+    last = tile.steps - 1
+    for step in cutlass.range(tile.steps, unroll=1):
+        place = (head, query_tile)
+        channels["q_full"].wait(step)
+        warpgroup.wait_group(0)
+        if step > 0:
+            channels["q_empty"].arrive_warp(step - 1)
+        channels["do_empty"].arrive_warp(step)
+        if cutlass.const_expr(config.needs_ds):
+            cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
+            derive(work, step, place, tile.needs_mask(query_tile, 0))
+            arithmetic.keep(mma.dp, mma.ds_rows)
+            if cutlass.const_expr(config.wants_q):
+                consumer.store_ds(work, step, 0)
+            work.barrier()
+        query_tile += 1
+        if query_tile == tile.begin + tile.count:
+            query_tile = tile.begin
+            head += 1
+        following = cutlass.min(step + 1, last)
+        if step < last:
+            if cutlass.const_expr(config.scatters):
+                channels["q_full"].wait(step + 1)
+            consumer.clear_unseen_rows(work, query_tile, step + 1)
+            channels["do_full"].wait(step + 1)
+        if cutlass.const_expr(config.wants_q):
+            work.issue_dq(step, 0)
+        if cutlass.const_expr(config.needs_ds):
+            work.issue_dp(following, 0)
+        if cutlass.const_expr(config.wants_q):
+            warpgroup.wait_group(1)
+            results.add_from_registers(work, 0, place)
+            work.issue_dq(step, 1)
+        if cutlass.const_expr(config.wants_k):
+            work.issue_dk(step, 0)
+        if cutlass.const_expr(config.wants_q):
+            warpgroup.wait_group(1 if config.wants_k else 0)
+            results.add_from_registers(work, 1, place)
+    warpgroup.wait_group(0)
+    channels["q_empty"].arrive_warp(last)
+
+
+def slots(work, word: int):
+    """(VECTOR_WORDS): a vector of a thread's words in shared memory."""
+    at = work.shared.p.toint() + (word // VECTOR_WORDS * WARPGROUP_THREADS + work.thread) * 16
+    pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR_WORDS))
+
+
+def hand_on(work) -> None:
+    """P to shared memory."""
+    scores = flat(work.mma.s)
+    for word in range(0, cute.size(scores) // PAIR, VECTOR_WORDS):
+        vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
+        for i in range(VECTOR_WORDS):
+            pair = cute.make_rmem_tensor(PAIR, Float16)
+            for j in range(PAIR):
+                pair[j] = (scores[(word + i) * PAIR + j] * P_FACTOR).to(Float16)
+            vector[i] = cute.recast_tensor(pair, Int32)[0]
+        cute.autovec_copy(vector, slots(work, word))
+
+
+@cute.jit
+def derive(work, step, place, masked):
+    """As ``arithmetic.derive``, with P from shared memory."""
+    config, ds = work.config, flat(work.mma.dp)
+    statistics = work.statistics(step)
+    selects = masked | Boolean(config.bias is not None)
+    delta = cute.make_rmem_tensor(PAIR, Float32)
+    vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
+    weights = cute.recast_tensor(vector, Float16)
+    blocks = VECTOR_WORDS // THREAD_ROWS  # of 8 queries, to a vector
+    for start in cutlass.range_constexpr(0, BLOCK // COLUMNS, blocks):
+        cute.autovec_copy(slots(work, start * THREAD_ROWS), vector)
+        for n in cutlass.range_constexpr(start, start + blocks):
+            cute.autovec_copy(statistics[None, 1, n * (COLUMNS // PAIR) + work.member], delta)
+            for j in cutlass.range_constexpr(PAIR):
+                delta[j] = delta[j] * (1 / P_FACTOR)
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                for j in cutlass.range_constexpr(PAIR):
+                    i = (n * THREAD_ROWS + r) * PAIR + j
+                    weight = weights[i - start * THREAD_ROWS * PAIR].to(Float32)
+                    value = weight * (ds[i] * (1 / P_FACTOR) - delta[j])
+                    hidden = Boolean(weight == Float32(0.0)) & selects
+                    ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), value))
+    if cutlass.const_expr(config.bias_gradient is not None):
+        arithmetic.write_bias(work, 0, place)
