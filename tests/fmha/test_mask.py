@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpspec.fmha.mask import key_range, visible
+from warpspec.fmha.mask import key_range, position_range, visible
 from warpspec.fmha.problem import POSITION_LIMIT, AttentionProblem
 
 
@@ -38,6 +38,22 @@ def test_key_range_is_the_set_of_visible_keys(position, length, causal, left, ri
     assert [j for j in range(25) if first <= j < end] == keys
     assert first >= 0
     assert end <= length
+
+
+@given(
+    key=st.integers(0, 20),
+    causal=st.booleans(),
+    left=reach,
+    right=reach,
+    key_stride=st.sampled_from([1, 1, 2, 4, 7]),
+)
+def test_position_range_is_the_set_of_rows_that_see_a_key(key, causal, left, right, key_stride):
+    if key_stride != 1:
+        left = right = None
+    first, end = position_range(key, causal=causal, left=left, right=right, key_stride=key_stride)
+    positions = range(-20, 170)
+    rows = [p for p in positions if sees(key, p, 21, causal, left, right, key_stride)]
+    assert [p for p in positions if (first is None or first <= p) and (end is None or p < end)] == rows
 
 
 @given(

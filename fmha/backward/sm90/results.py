@@ -122,8 +122,7 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
     config, tile = work.config, work.tile
     batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
-    for i in cutlass.range_constexpr(cute.size(values)):
-        values[i] = values[i] * factor
+    values.store(values.load() * factor)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         key = tile.first_key + work.key(r)
         row = cutlass.min(tile.place.first_key + key, tensor.shape[1] - 1)

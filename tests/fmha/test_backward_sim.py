@@ -1,0 +1,102 @@
+"""Attention's gradients by the kernels, in the simulator, against float64 autograd."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gradient_cases import CASES, KERNEL_TOLERANCE, Case
+from simulate import simulate_gradients_as
+
+from warpspec.common.compile import resources
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha.backward import launch
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.problem import AttentionProblem
+
+ARCHS = ("sm_90a",)
+HEAD_DIMS = (64, 128, 256)
+# Two query tiles and two key tiles, one of each not whole.
+SMALL = {
+    128: Case("causal-sink-lse", seq_q=70, seq_k=140, heads_q=2, head_dim=128, causal=True, sink=True, through="o+lse"),
+    64: Case("packed-window", lengths_q=(70, 0, 3), lengths_k=(70, 5, 9), heads_q=1, window=(30, 0), causal=True),
+    256: Case("bias", seq_q=20, seq_k=65, heads_q=1, head_dim=256, bias=(False, True), dtype=torch.float16),
+}  # fmt: skip
+
+
+def compare(case: Case) -> dict:
+    tensors = case.tensors()
+    found = case.gradients(tensors, backend="reference")
+    case.check(found, tensors, KERNEL_TOLERANCE[case.dtype])
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_small(arch, dim, monkeypatch):
+    simulate_gradients_as(monkeypatch, arch)
+    compare(SMALL[dim])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_memory_order(arch, dim, monkeypatch, check_order):
+    simulate_gradients_as(monkeypatch, arch, seed=1)
+    compare(replace(SMALL[dim], deterministic=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_all_features(case, dim, arch, monkeypatch):
+    simulate_gradients_as(monkeypatch, arch, seed=2)
+    compare(replace(case, head_dim=dim))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sink",), ("bias",), ("q", "v")])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_any_subset(wanted, dim, arch, monkeypatch):
+    simulate_gradients_as(monkeypatch, arch)
+    compare(replace(SMALL[256], head_dim=dim, sink=True, wanted=wanted))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_deterministic_gives_the_same_bits(arch, dim, monkeypatch):
+    """CTAs take turns in another order under every seed; a bias of all heads and batch rows is added up in order too."""
+    case = Case(
+        "bias-of-all", batch=2, seq_q=70, seq_k=140, heads_q=4, heads_kv=2, head_dim=dim, bias=(False, False)
+    )
+    results = []
+    for seed in (0, 1, 2):
+        with monkeypatch.context() as patch:
+            simulate_gradients_as(patch, arch, seed)
+            results.append(compare(replace(case, deterministic=True)))
+    for other in results[1:]:
+        assert all(torch.equal(other[name], results[0][name]) for name in other)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_no_register_spills(dim):
+    """Of the small cases' kernels, which are compiled anyway."""
+    case = SMALL[dim]
+    arguments = {n: t for n, t in case.tensors().items() if not case.packed}
+    if case.packed:
+        return
+    forward = AttentionProblem.of(**arguments, causal=case.causal, return_lse=True)
+    problem = BackwardProblem(forward, tuple(arguments), has_dlse="lse" in case.through)
+    config = launch.plan(problem, SIMULATED["sm_90a"])
+    compiled = launch.architecture("sm_90a").MAIN.compiled(config, "sm_90a")
+    assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
+
+
+def test_head_sizes_without_a_kernel_are_refused(monkeypatch):
+    simulate_gradients_as(monkeypatch, "sm_90a")
+    case = Case("d512", head_dim=512)
+    with pytest.raises(UnsupportedProblem, match=r"head size 512"):
+        case.gradients(case.tensors(), backend="reference")
