@@ -40,13 +40,24 @@ VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a
 CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
 PAIR_ROWS = 2 * WARPGROUP_ROWS  # w13's rows are padded to it: then its results fill chunks of the next K
 
-# Where a pair of codes stands in each half of a word: bit of the magnitude, bit of the sign. The decoder's shifts
-# follow.
-MAGNITUDE_BITS = (6, 3, 0, 9)
-SIGN_BITS = (15, 12, 14, 13)
-HALF_BITS = 16
-MAGNITUDE = 7  # of a code
-SIGN_SHIFT = 3
+# Two words hold a row's 16 codes of a chunk. A pair of codes is two bf16, signs at bits 15 and 31, magnitudes at 8 to 6
+# and 24 to 22, of a word turned to the right: of the first, the second, or of both mixed, which has bits of the first
+# where MIXED has ones and else the second's, moved to the left. No bit is free, and no pair takes more than two shifts.
+FIRST, SECOND, MIXTURE = range(3)
+PAIRS = (  # (word, bits to the right) of columns 0 and 1, 2 and 3, ...
+    (FIRST, 0),
+    (FIRST, 6),
+    (FIRST, -4),
+    (MIXTURE, 4),
+    (SECOND, 0),
+    (SECOND, 6),
+    (SECOND, -4),
+    (MIXTURE, -6),
+)
+MIXED, MIXED_SHIFT = 0x06030603, 2
+WORD_BITS, HALF_BITS = 32, 16
+MAGNITUDE_BIT, SIGN_BIT = 6, 15  # of a bf16, where a code's begin
+MAGNITUDE, SIGN_SHIFT = 7, 3  # of a code
 
 SCALE_MANTISSA_BITS = 3
 SCALE_BIAS = 22
@@ -223,34 +234,43 @@ def split_steps(data: torch.Tensor, chunks: int, block: int) -> tuple[torch.Tens
     return words.unflatten(3, (STEP_CHUNKS, -1)).flatten(2, 3)[:, :, :chunks], scales
 
 
+def code_bits() -> list[tuple[int, int, int, int]]:
+    """(column of 16, bit of its code, word, bit of the word) of every bit of two words."""
+    found = []
+    for pair, (source, right) in enumerate(PAIRS):
+        for half in range(2):
+            for bit in range(SIGN_SHIFT + 1):
+                target = (SIGN_BIT if bit == SIGN_SHIFT else MAGNITUDE_BIT + bit) + half * HALF_BITS
+                at, word = (target + right) % WORD_BITS, source
+                if source == MIXTURE:
+                    word = FIRST if MIXED >> at & 1 else SECOND
+                    at = at if word == FIRST else (at - MIXED_SHIFT) % WORD_BITS
+                found.append((2 * pair + half, bit, word, at))
+    return found
+
+
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [tile, chunk, CHUNK_BYTES] of codes uint8 [N, K], both padded."""
-    # [tile, warp, r, g, chunk, q, c, j, half]: row 16 warp + 8 r + g, column 16 q + 8 c + 2 j + half
+    # [tile, warp, r, g, chunk, q, column]: row 16 warp + 8 r + g, column 16 q + column of a chunk
     view = codes.view(-1, WARPGROUP_ROWS // WARP_ROWS, THREAD_ROWS, ROW_DISTANCE, codes.shape[1])
-    view = view.unflatten(4, (-1, QUAD, 2, QUAD, 2)).int()
-    word = torch.zeros(view.shape[:-2], dtype=torch.int32, device=codes.device)
-    for j in range(QUAD):
-        for half in range(2):
-            code = view[..., j, half]
-            word |= (code & MAGNITUDE) << (MAGNITUDE_BITS[j] + HALF_BITS * half)
-            word |= (code >> SIGN_SHIFT) << (SIGN_BITS[j] + HALF_BITS * half)
-    # to [tile, chunk, warp, g, q, r, c]
-    word = word.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
-    return word.view(torch.uint8).reshape(word.shape[0], word.shape[1], CHUNK_BYTES)
+    view = view.unflatten(4, (-1, QUAD, BLOCK)).int()
+    words = view.new_zeros(*view.shape[:-1], 2)
+    for column, bit, word, at in code_bits():
+        words[..., word] |= (view[..., column] >> bit & 1) << at
+    # to [tile, chunk, warp, g, q, r, word]
+    words = words.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    return words.view(torch.uint8).reshape(words.shape[0], words.shape[1], CHUNK_BYTES)
 
 
 def unpack_codes(data: torch.Tensor) -> torch.Tensor:
     """The inverse: uint8 [E, N, K] of [E, tile, chunk, CHUNK_BYTES]."""
     shape = (WARPGROUP_ROWS // WARP_ROWS, ROW_DISTANCE, QUAD, THREAD_ROWS, 2)
-    word = data.contiguous().view(torch.int32).unflatten(-1, shape)  # [E, tile, chunk, warp, g, q, r, c]
-    word = word.permute(0, 1, 3, 6, 4, 2, 5, 7)  # [E, tile, warp, r, g, chunk, q, c]
-    codes = []
-    for j in range(QUAD):
-        for half in range(2):
-            magnitude = (word >> (MAGNITUDE_BITS[j] + HALF_BITS * half)) & MAGNITUDE
-            sign = (word >> (SIGN_BITS[j] + HALF_BITS * half)) & 1
-            codes.append((magnitude | sign << SIGN_SHIFT).to(torch.uint8))
-    return torch.stack(codes, dim=-1).flatten(5, 8).flatten(1, 4)
+    words = data.contiguous().view(torch.int32).unflatten(-1, shape)  # [E, tile, chunk, warp, g, q, r, word]
+    words = words.permute(0, 1, 3, 6, 4, 2, 5, 7)  # [E, tile, warp, r, g, chunk, q, word]
+    codes = torch.zeros(*words.shape[:-1], BLOCK, dtype=torch.uint8, device=data.device)
+    for column, bit, word, at in code_bits():
+        codes[..., column] |= ((words[..., word] >> at & 1) << bit).to(torch.uint8)
+    return codes.flatten(5, 7).flatten(1, 4)
 
 
 def pack_scales(scale: torch.Tensor, block: int) -> torch.Tensor:

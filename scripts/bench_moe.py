@@ -1,0 +1,250 @@
+"""The mixture-of-experts layer on this machine's Hopper GPU: microseconds, share of the floor, ratio to peers.
+
+    python scripts/bench_moe.py                                 # every model, T and routing
+    python scripts/bench_moe.py --models gpt-oss-120b --tokens 1,16 --stages      # what the stages take
+    python scripts/bench_moe.py --models flash --tokens 64 --shapes 1x8x10x3,2x16x8x2   # tiles, timed in turn
+
+Weights are random codes (their values do not matter to the time), one layer's, larger than the L2 except where few
+experts are taken: sets of tokens rotate in a CUDA graph, each with routing of its own. "floor": the weights of the
+experts that have tokens, read once at the speed of a copy (measured here), or the products' FLOPs at --tflops, whichever
+is longer. "uniform" routing draws k different experts; "zipf" draws them by weights 1 / rank**1.1. Peers, where they are
+installed, are timed in turn with ours: torch._grouped_mm on bf16 weights, both GEMMs, rows sorted beforehand, no
+activation. A row's result is compared with the FP32 reference first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from shared import gpu_bench
+
+from warpspec.common.launch import target_of
+from warpspec.moe import NVFP4Experts, moe_ffn, reference
+from warpspec.moe.permute import sort_tokens
+from warpspec.moe.problem import LayerProblem
+from warpspec.moe.sm90.config import Shape
+from warpspec.moe.sm90.layer import Layer
+from warpspec.moe.sm90.plan import choose_shape
+from warpspec.moe.streamed import (
+    CHUNK_BYTES,
+    PAIR_ROWS,
+    SCALE_BIAS,
+    SCALE_MANTISSA_BITS,
+    STEP_CHUNKS,
+    StreamedWeights,
+    scale_bytes,
+    steps_of,
+    tile_bytes,
+)
+
+TOKENS = (1, 2, 4, 16, 64, 256, 512, 2048, 4096)
+ZIPF = 1.1
+TOLERANCE = 6e-3
+SETS = 8  # of tokens, at most
+FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
+PEER_BYTES = 60 << 30  # of bf16 weights, at most
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a layer. block: values to a scale."""
+
+    experts: int
+    hidden: int
+    width: int
+    choices: int
+    block: int
+    activation: str
+    limit: float
+    biases: bool
+
+
+MODELS = {
+    "gpt-oss-20b": Model(32, 2880, 2880, 4, 32, "swiglu_oai", 7.0, True),
+    "gpt-oss-120b": Model(128, 2880, 2880, 4, 32, "swiglu_oai", 7.0, True),
+    "flash": Model(256, 4096, 2048, 6, 16, "swiglu", 10.0, False),
+    "pro-48": Model(48, 7168, 3072, 6, 16, "swiglu", 10.0, False),
+}
+
+
+def random_weights(model: Model, n: int, k: int, parts: int, generator) -> StreamedWeights:
+    """Random codes, scales of 1 to 2, a global scale that keeps the results' size that of the tokens."""
+    tiles = -(-n // PAIR_ROWS) * 2 if parts == 2 else -(-n // (PAIR_ROWS // 2))
+    data = torch.empty(model.experts, tiles, tile_bytes(k, model.block), dtype=torch.uint8, device="cuda")
+    data.view(torch.int64).random_(generator=generator)
+    size = scale_bytes(model.block)
+    low = (1 << SCALE_MANTISSA_BITS) - 1 if model.block == 16 else 0
+    for step in range(steps_of(k)):
+        at = step * (size + STEP_CHUNKS * CHUNK_BYTES)
+        scales = data[:, :, at : at + size]
+        scales.bitwise_and_(low).add_(SCALE_BIAS << SCALE_MANTISSA_BITS)
+    scale = torch.full((model.experts, parts), 0.4 / k**0.5, device="cuda")
+    bias = torch.randn(model.experts, n, device="cuda") / 4 if model.biases else None
+    return StreamedWeights(data, scale, n, k, model.block, bias)
+
+
+def random_experts(model: Model) -> NVFP4Experts:
+    generator = torch.Generator("cuda").manual_seed(0)
+    w13 = random_weights(model, 2 * model.width, model.hidden, 2, generator)
+    w2 = random_weights(model, model.hidden, model.width, 1, generator)
+    return NVFP4Experts(w13, w2, torch.ones(model.experts, device="cuda"))
+
+
+def random_tokens(model: Model, tokens: int, routing: str, seed: int) -> tuple:
+    """(x, ids, weights)."""
+    generator = torch.Generator().manual_seed(seed)
+    likely = torch.arange(1, model.experts + 1) ** (-ZIPF if routing == "zipf" else 0.0)
+    ids = torch.multinomial(likely.expand(tokens, -1), model.choices, generator=generator).int()
+    x = torch.randn(tokens, model.hidden, generator=generator).bfloat16()
+    weights = torch.rand(tokens, model.choices, generator=generator)
+    return x.cuda(), ids.cuda(), (weights / weights.sum(1, keepdim=True)).cuda()
+
+
+def bytes_read(experts: NVFP4Experts, ids: torch.Tensor) -> int:
+    """Weights of the experts that have tokens."""
+    each = sum(w.data[0].numel() for w in (experts.w13, experts.w2))
+    return each * len(torch.unique(ids))
+
+
+def flops(model: Model, tokens: int) -> float:
+    return 6.0 * tokens * model.choices * model.hidden * model.width
+
+
+def problem_of(model: Model, experts: NVFP4Experts, x, ids, weights) -> LayerProblem:
+    return LayerProblem.check(
+        *(x, ids, weights, experts.w13, experts.w2, experts.intermediate_scale),
+        shared=0,
+        activation=model.activation,
+        limit=model.limit,
+        values=False,
+    )
+
+
+def error_of(model: Model, experts: NVFP4Experts, layer: Layer, x, ids, weights) -> float:
+    """The worst of some tokens, and their experts, by the reference."""
+    out = torch.full_like(x, torch.nan)
+    layer.run(x, ids, weights, experts.w13, experts.w2, out)
+    worst = 0.0
+    for t in {0, len(x) // 2, len(x) - 1}:
+        own = sorted(set(ids[t].tolist()))
+        few = replace(
+            experts,
+            w13=pick(experts.w13, own),
+            w2=pick(experts.w2, own),
+            intermediate_scale=experts.intermediate_scale[own],
+        )
+        renamed = torch.tensor([[own.index(e) for e in ids[t].tolist()]], dtype=torch.int32, device="cuda")
+        tokens = sort_tokens(renamed, len(own))
+        args = (few.w13, few.w2, few.intermediate_scale, model.activation, model.limit, "w4a16")
+        wanted = reference.layer(x[t : t + 1], tokens, weights[t : t + 1], *args)[0]
+        worst = max(worst, ((out[t].float() - wanted).norm() / wanted.norm()).item())
+    return worst
+
+
+def pick(w: StreamedWeights, experts: list[int]) -> StreamedWeights:
+    bias = None if w.bias is None else w.bias[experts]
+    return replace(w, data=w.data[experts], global_scale=w.global_scale[experts], bias=bias)
+
+
+def grouped_mm(model: Model, tokens: int, sets: list) -> tuple:
+    """(function of (x, ids, weights) that does both GEMMs on bf16 weights, what it needs kept)."""
+    shapes = ((model.experts, model.hidden, 2 * model.width), (model.experts, model.width, model.hidden))
+    w13, w2 = (torch.randn(s, device="cuda", dtype=torch.bfloat16).mul_(0.02) for s in shapes)
+    rows = tokens * model.choices
+    a = torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16)
+    h = torch.randn(rows, model.width, device="cuda", dtype=torch.bfloat16)
+    offsets = {id(ids): sort_tokens(ids, model.experts).offsets for _, ids, _ in sets}
+
+    def run(x, ids, weights):
+        torch._grouped_mm(a, w13, offs=offsets[id(ids)])
+        torch._grouped_mm(h, w2, offs=offsets[id(ids)])
+
+    return run
+
+
+def measure(name: str, experts: NVFP4Experts, tokens: int, routing: str, options, bandwidth: float) -> None:
+    """Print a row of one model, number of tokens and routing."""
+    model = MODELS[name]
+    count = SETS if tokens < 64 else 2
+    sets = [random_tokens(model, tokens, routing, seed) for seed in range(count)]
+    problem = problem_of(model, experts, *sets[0])
+    target = target_of(sets[0][0].device)
+    shapes = options.shapes or [choose_shape(problem.rows, model.experts)]
+    calls = {}
+    for shape in shapes:
+        layer = Layer(problem, experts.w13, experts.w2, target, shape)
+        error = error_of(model, experts, layer, *sets[0])
+        if not error < TOLERANCE:
+            sys.exit(f"{name} T {tokens} {shape}: error {error}")
+
+        def call(x, ids, weights, layer=layer):
+            layer.run(x, ids, weights, experts.w13, experts.w2, torch.empty_like(x))
+
+        calls[str(shape)] = call
+        if options.stages:
+            calls |= {f"{shape}: {stage}": one for stage, one in stages_of(layer, experts, sets).items()}
+    if not options.shapes and not options.stages:
+
+        def public(x, ids, weights):
+            moe_ffn(x, experts, ids, weights, activation=model.activation, limit=model.limit)
+
+        calls = {"moe_ffn": public}
+    if options.peers and model.experts * model.hidden * model.width * 6 <= PEER_BYTES:
+        calls["grouped_mm bf16"] = grouped_mm(model, tokens, sets)
+    times = gpu_bench.graph_times(calls, sets, rounds=options.rounds)
+    read = sum(bytes_read(experts, ids) for _, ids, _ in sets) / len(sets)
+    floor = max(read / bandwidth, flops(model, tokens) / options.tflops) * 1e-6
+    for called, time in times.items():
+        print(
+            f"{name:13} T {tokens:4} {routing:8} {called:34} {time:8.1f} us, floor {floor:7.1f}, "
+            f"share {floor / time * 100:3.0f}%, {read / time * 1e-6:5.2f} TB/s",
+            flush=True,
+        )
+
+
+def stages_of(layer: Layer, experts: NVFP4Experts, sets: list) -> dict:
+    """Functions that run one stage each, on what the stages before left."""
+    kept = {}
+    for x, ids, weights in sets:
+        kept[id(ids)] = layer.sort(x, ids)
+    h, y = layer.buffers(sets[0][0])
+    return {
+        "sort": lambda x, ids, weights: layer.sort(x, ids),
+        "gemm 1": lambda x, ids, weights: layer.first(kept[id(ids)], experts.w13, h),
+        "gemm 2": lambda x, ids, weights: layer.second(kept[id(ids)], h, experts.w2, y),
+        "sum": lambda x, ids, weights: layer.sum(kept[id(ids)], y, weights, torch.empty_like(x)),
+    }
+
+
+def parse_shape(text: str) -> Shape:
+    """"1x8x10x3": row groups, tokens, stages, CTAs an SM; a fifth: load warps."""
+    return Shape(*map(int, text.split("x")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--routing", default="uniform,zipf")
+    parser.add_argument("--shapes", default="", help="tiles instead of the chosen ones")
+    parser.add_argument("--stages", action="store_true", help="time every stage by itself, too")
+    parser.add_argument("--peers", action="store_true", help="time torch._grouped_mm, too")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tflops", type=float, default=740.0, help="rate of the floor's products")
+    options = parser.parse_args()
+    options.shapes = [parse_shape(text) for text in options.shapes.split(",") if text]
+    print(gpu_bench.header())
+    bandwidth = gpu_bench.copy_bandwidth()
+    print(f"copy {bandwidth:.2f} TB/s", flush=True)
+    for name in options.models.split(","):
+        experts = random_experts(MODELS[name])
+        for tokens in map(int, options.tokens.split(",")):
+            for routing in options.routing.split(","):
+                measure(name, experts, tokens, routing, options, bandwidth)
+
+
+if __name__ == "__main__":
+    main()
