@@ -12,6 +12,7 @@ from warpspec.common.hardware import (
     SMEM_RESERVED_PER_CTA,
     VECTOR_BYTES,
     WARP_THREADS,
+    WARPGROUP_ROWS,
     WARPGROUP_THREADS,
 )
 from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
@@ -19,6 +20,7 @@ from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
 ELEMENT_BYTES = 2  # bf16
+FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
@@ -30,16 +32,19 @@ TOKENS = (8, 16, 32, 64, 128)  # N
 
 @dataclass(frozen=True)
 class Shape:
-    """Tiles: so many consumers of 64 features each (row_groups), so many tokens; stages of the ring; CTAs an SM."""
+    """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM. splits: consumers that
+    take turns at the steps of K of the same features."""
 
     row_groups: int = 1
     tokens: int = 8
     stages: int = 10
     ctas_per_sm: int = 3
     load_warps: int = 1
+    splits: int = 1
 
     def __str__(self):
-        return f"{64 * self.row_groups}x{self.tokens} {self.stages} stages {self.ctas_per_sm} an SM"
+        splits = f" {self.splits} splits" if self.splits > 1 else ""
+        return f"{64 * self.row_groups}x{self.tokens} {self.stages} stages {self.ctas_per_sm} an SM{splits}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class StreamConfig:
         shape = self.shape
         assert self.epilogue in EPILOGUES and self.block in (BLOCK, MX_BLOCK)
         assert shape.tokens in TOKENS and shape.row_groups in (1, 2, 4)
-        assert self.lag < shape.stages <= MOST_STAGES
+        assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
         assert shape.ctas_per_sm * (self.smem_bytes + SMEM_RESERVED_PER_CTA) <= SMEM_PER_SM
         assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
@@ -75,7 +80,7 @@ class StreamConfig:
 
     @property
     def consumers(self) -> int:
-        return self.shape.row_groups
+        return self.shape.row_groups * self.shape.splits
 
     @property
     def threads(self) -> int:
@@ -90,11 +95,6 @@ class StreamConfig:
     def registers(self) -> int:
         """Of a thread, at least: the accumulator, two chunks of weights, what is decoded."""
         return self.shape.tokens // 2 + 64
-
-    @property
-    def lag(self) -> int:
-        """Stages whose tokens are under way before the oldest is waited for."""
-        return min(4, self.shape.stages - 1)
 
     @property
     def loads(self) -> int:
@@ -119,6 +119,11 @@ class StreamConfig:
         return self.shape.tokens * STEP * ELEMENT_BYTES
 
     @property
+    def sums_bytes(self) -> int:
+        shape = self.shape
+        return (shape.splits - 1) * shape.row_groups * WARPGROUP_ROWS * shape.tokens * FP32_BYTES
+
+    @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         """(region, bytes, what stands in it)."""
         shape = self.shape
@@ -128,6 +133,7 @@ class StreamConfig:
             ("barriers", BARRIER_BYTES, "mbarriers"),
             ("weights", shape.stages * shape.row_groups * self.weight_bytes, weights),
             ("tokens", shape.stages * self.token_bytes, tokens),
+            ("sums", self.sums_bytes, "of all splits but the first, in fp32"),
         )
 
     @property
@@ -143,12 +149,17 @@ class StreamConfig:
             Barrier(
                 "full",
                 stages,
-                1 + warps,
-                "load warps: expect_tx + bytes of weights; each, once its tokens are here",
-                "consumers",
+                1 + warps * WARP_THREADS,
+                "load warps: expect_tx + bytes of weights; every thread, once its copies of tokens are done",
+                "consumers of the step",
                 "the stage's weights and tokens are here",
             ),
             Barrier(
-                "empty", stages, self.consumers * WARPS, "consumers, a warp", "load warps", "it has been read"
+                "empty",
+                stages,
+                self.shape.row_groups * WARPS,
+                "consumers of the step, a warp",
+                "load warps",
+                "it has been read",
             ),
         )

@@ -13,7 +13,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from warpspec.common import tma
-from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.moe.sm90.config import BARRIER_BYTES, WARPS, StreamConfig
 from warpspec.moe.sm90.consumer import consume
@@ -29,6 +29,7 @@ class Shared(NamedTuple):
 
     weights: cute.Pointer
     tokens: cute.Pointer
+    sums: cute.Pointer | None
 
 
 class StreamedGemm:
@@ -77,7 +78,10 @@ class StreamedGemm:
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
         tokens = smem.allocate(sizes["tokens"], byte_alignment=tma.TILE_ALIGNMENT)
         weights = smem.allocate(sizes["weights"], byte_alignment=tma.ROW_BYTES)
-        shared = Shared(weights, tokens)
+        sums = None
+        if cutlass.const_expr(sizes["sums"] > 0):
+            sums = smem.allocate(sizes["sums"], byte_alignment=VECTOR_BYTES)
+        shared = Shared(weights, tokens, sums)
         channels = init_barriers(config.barriers, barriers)
         cute.arch.sync_threads()
         if cutlass.const_expr(not config.early):
@@ -88,5 +92,6 @@ class StreamedGemm:
         if warp >= config.load_warp:
             load(config, channels, shared, ops, warp - config.load_warp)
         else:
-            group = cute.arch.make_warp_uniform(warp // WARPS)
-            consume(config, channels, shared, ops, group, thread % WARPGROUP_THREADS)
+            consumer = cute.arch.make_warp_uniform(warp // WARPS)
+            group, split = consumer // config.shape.splits, consumer % config.shape.splits
+            consume(config, channels, shared, ops, group, split, thread % WARPGROUP_THREADS)

@@ -19,8 +19,8 @@ CHUNK_VECTORS = ROW_VECTORS // STEP_CHUNKS  # 16-byte pieces of a token in a chu
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, warp):
     """One load warp; warp: 0 loads the weights too.
 
-    Produces full: the first warp's arrival with the weights' bytes, and one of every warp behind its tokens, which come
-    ``config.lag`` stages later. Consumes empty.
+    Produces full: the first warp's arrival with the weights' bytes, and one of every thread that comes by itself when the
+    thread's copies of tokens are done. Consumes empty.
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     lane = cute.arch.lane_idx()
@@ -43,22 +43,10 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
                 if warp == 0:
                     load_weights(config, channels, shared, ops, tile, step, use)
             load_tokens(config, shared, ops, tile, step, use, warp, lane, rows)
-            cute.arch.cp_async_commit_group()
-            if use >= config.lag:
-                cute.arch.cp_async_wait_group(config.lag)
-                arrive(channels, use - config.lag)
+            cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
             use += 1
-    cute.arch.cp_async_wait_group(0)
-    for last in cutlass.range(cutlass.max(use - config.lag, 0), use, unroll=1):
-        arrive(channels, last)
     for last in cutlass.range(cutlass.max(use - config.shape.stages, 0), use, unroll=1):
         channels["empty"].wait(last)
-
-
-def arrive(channels, use) -> None:
-    """The warp's tokens of a stage are here, and wgmma may read them."""
-    cute.arch.fence_view_async_shared()
-    channels["full"].arrive_warp(use)
 
 
 @cute.jit
