@@ -17,15 +17,17 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
 from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
+from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, scale_bytes
 
 ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
-ROW_VECTORS = STEP * ELEMENT_BYTES // VECTOR_BYTES  # 16-byte pieces of a token in a step
-PASS_ROWS = WARP_THREADS // ROW_VECTORS  # tokens that a warp loads at a time
+STAGE_STEPS = 2  # of K in a stage of the ring
+STAGE_CHUNKS = STAGE_STEPS * STEP_CHUNKS
+STAGE_K = STAGE_CHUNKS * CHUNK
+ROW_BYTES = STAGE_K * ELEMENT_BYTES  # of a token in a stage: 16 bytes for each lane of a warp
 MOST_STAGES = 24  # whose barriers have room
 TOKENS = (8, 16, 32, 64, 128)  # N
 
@@ -33,11 +35,11 @@ TOKENS = (8, 16, 32, 64, 128)  # N
 @dataclass(frozen=True)
 class Shape:
     """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM. splits: consumers that
-    take turns at the steps of K of the same features."""
+    take turns at the stages of the same features."""
 
     row_groups: int = 1
     tokens: int = 8
-    stages: int = 10
+    stages: int = 4
     ctas_per_sm: int = 3
     load_warps: int = 1
     splits: int = 1
@@ -69,6 +71,7 @@ class StreamConfig:
         assert self.epilogue in EPILOGUES and self.block in (BLOCK, MX_BLOCK)
         assert shape.tokens in TOKENS and shape.row_groups in (1, 2, 4)
         assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)
+        assert shape.tokens <= WARP_THREADS * shape.load_warps
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
         assert shape.ctas_per_sm * (self.smem_bytes + SMEM_RESERVED_PER_CTA) <= SMEM_PER_SM
         assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
@@ -96,11 +99,6 @@ class StreamConfig:
         """Of a thread, at least: the accumulator, two chunks of weights, what is decoded."""
         return self.shape.tokens // 2 + 64
 
-    @property
-    def loads(self) -> int:
-        """Rows of a tile that a lane loads from."""
-        return -(-self.shape.tokens // (PASS_ROWS * self.shape.load_warps))
-
     # Shared memory.
 
     @property
@@ -109,14 +107,19 @@ class StreamConfig:
         return scale_bytes(self.block)
 
     @property
-    def weight_bytes(self) -> int:
+    def step_bytes(self) -> int:
         """Of a step and row group."""
         return self.scale_bytes + STEP_CHUNKS * CHUNK_BYTES
 
     @property
+    def weight_bytes(self) -> int:
+        """Of a stage and row group."""
+        return STAGE_STEPS * self.step_bytes
+
+    @property
     def token_bytes(self) -> int:
-        """Of a step."""
-        return self.shape.tokens * STEP * ELEMENT_BYTES
+        """Of a stage."""
+        return self.shape.tokens * ROW_BYTES
 
     @property
     def sums_bytes(self) -> int:
@@ -127,8 +130,8 @@ class StreamConfig:
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         """(region, bytes, what stands in it)."""
         shape = self.shape
-        weights = f"{shape.stages} x {shape.row_groups} x a step of 64 features: scales, codes"
-        tokens = f"{shape.stages} x [{STEP_CHUNKS}, {shape.tokens}, 64] of activations, 128-byte swizzle"
+        weights = f"{shape.stages} x {shape.row_groups} x {STAGE_STEPS} steps of 64 features: scales, codes"
+        tokens = f"{shape.stages} x [{STAGE_CHUNKS}, {shape.tokens}, 64] of activations, 128-byte swizzle"
         return (
             ("barriers", BARRIER_BYTES, "mbarriers"),
             ("weights", shape.stages * shape.row_groups * self.weight_bytes, weights),
@@ -151,14 +154,14 @@ class StreamConfig:
                 stages,
                 1 + warps * WARP_THREADS,
                 "load warps: expect_tx + bytes of weights; every thread, once its copies of tokens are done",
-                "consumers of the step",
+                "consumers of the stage",
                 "the stage's weights and tokens are here",
             ),
             Barrier(
                 "empty",
                 stages,
                 self.shape.row_groups * WARPS,
-                "consumers of the step, a warp",
+                "consumers of the stage, a warp",
                 "load warps",
                 "it has been read",
             ),

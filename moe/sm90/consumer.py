@@ -12,9 +12,10 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.hardware import QUAD, WARPGROUP_ROWS, WARPGROUP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.wgmma import flat, multiply
+from warpspec.moe.sm90.config import STAGE_CHUNKS
 from warpspec.moe.sm90.decode import decode_chunk
 from warpspec.moe.sm90.epilogue import store, terms_of
-from warpspec.moe.sm90.tiles import has_rows, tile_at, tile_count
+from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, VECTOR_WORDS, WORD_BYTES
 
 ONE_WARPGROUP = (1, 1, 1)
@@ -30,9 +31,9 @@ def make_mma(config) -> cute.TiledMma:
 
 
 def token_chunks(config, base) -> cute.Tensor:
-    """(MMA, MMA_N, MMA_K, CHUNK): descriptors of all stages' chunks, two a stage."""
+    """(MMA, MMA_N, MMA_K, CHUNK): descriptors of all stages' chunks."""
     tiler = (WARPGROUP_ROWS, config.shape.tokens, CHUNK)
-    chunks = STEP_CHUNKS * config.shape.stages
+    chunks = STAGE_CHUNKS * config.shape.stages
     layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, chunks)
     shared = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
     mma = make_mma(config)
@@ -40,60 +41,57 @@ def token_chunks(config, base) -> cute.Tensor:
 
 
 @cute.jit
-def consume(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, group, split, thread
-):
-    """One consumer: the steps split, split + splits, ... of 64 features of all tiles of the CTA. thread: 0..127 of it.
+def consume(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, group, split, thread):
+    """One consumer: the stages split, split + splits, ... of 64 features of all tiles of the CTA. thread: 0..127 of it.
 
     Consumes full; the fence behind it lets wgmma read what the load warps' copies wrote, and the copy engine write what
     was read before. Produces empty, one arrival a warp, when the products of a stage are done. Two chunks are in
     registers: one is decoded while the products of the other run.
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    splits = config.shape.splits
+    splits, empty = config.shape.splits, channels["empty"]
     mma, tokens = make_mma(config), token_chunks(config, shared.tokens)
     sums = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.shape.tokens)), Float32)
     chunk_shape = mma.partition_shape_A((WARPGROUP_ROWS, CHUNK))
-    weights = [cute.make_rmem_tensor(chunk_shape, BFloat16) for _ in range(STEP_CHUNKS)]
-    whole, use = ops.chunks // STEP_CHUNKS, Int32(0)
-    steps = Int32(cute.ceil_div(ops.chunks, STEP_CHUNKS))
+    weights = [cute.make_rmem_tensor(chunk_shape, BFloat16) for _ in range(2)]
+    whole, stages, use = ops.chunks // STAGE_CHUNKS, stage_count(ops), Int32(0)
     for index in cutlass.range(cta, tile_count(config, ops), ctas, unroll=1):
         tile = tile_at(config, ops, index)
         if has_rows(ops, tile, group):
             terms = terms_of(config, ops, tile, group, thread)
             sums.fill(0.0)
-            for step in cutlass.range(split, whole, splits, unroll=1):
-                await_stage(channels, use + step)
-                scales = scales_of(config, shared, group, thread, use + step)
-                for chunk in cutlass.range_constexpr(STEP_CHUNKS):
-                    words = words_of(config, shared, group, thread, use + step, chunk)
+            for stage in cutlass.range(split, whole, splits, unroll=1):
+                await_stage(channels, use + stage)
+                codes, scales = stage_words(config, shared, group, thread, use + stage, STAGE_CHUNKS)
+                for chunk in cutlass.range_constexpr(STAGE_CHUNKS):
                     warpgroup.wait_group(1)
                     if cutlass.const_expr(chunk == 1):  # noqa: SIM102
-                        if step >= splits:
-                            channels["empty"].arrive_warp(use + step - splits)
-                    issue(config, sums, weights[chunk], tokens, words, scales, use + step, chunk)
-            left = cutlass.max(steps - splits, 0)
-            left += (split + left * (splits - 1)) % splits  # the split's last step; a half one, and the one before
-            if (whole < steps) & (whole % splits == split):
+                        if stage >= splits:
+                            empty.arrive_warp(use + stage - splits)
+                    issue(config, sums, weights[chunk % 2], tokens, codes, scales, use + stage, chunk)
+            left = cutlass.max(stages - splits, 0)
+            left += (split + left * (splits - 1)) % splits  # the split's last stage; a part, and the one before
+            if (whole < stages) & (whole % splits == split):
                 await_stage(channels, use + whole)
-                scales = scales_of(config, shared, group, thread, use + whole)
-                words = words_of(config, shared, group, thread, use + whole, 0)
-                warpgroup.wait_group(1)
-                issue(config, sums, weights[0], tokens, words, scales, use + whole, 0)
+                codes, scales = stage_words(config, shared, group, thread, use + whole, STAGE_CHUNKS - 1)
+                for chunk in cutlass.range_constexpr(STAGE_CHUNKS - 1):
+                    if chunk < ops.chunks % STAGE_CHUNKS:
+                        warpgroup.wait_group(1)
+                        issue(config, sums, weights[chunk % 2], tokens, codes, scales, use + whole, chunk)
                 left = cutlass.max(whole - splits, split)
             warpgroup.wait_group(0)
             cute.arch.fence_view_async_shared()
-            for step in cutlass.range(left, steps, splits, unroll=1):
-                channels["empty"].arrive_warp(use + step)
+            for stage in cutlass.range(left, stages, splits, unroll=1):
+                empty.arrive_warp(use + stage)
             if cutlass.const_expr(splits > 1):
                 join(config, shared, group, split, thread, flat(sums))
             if split == 0:
                 store(config, ops, tile, group, thread, flat(sums), terms)
         else:
-            for step in cutlass.range(split, steps, splits, unroll=1):
-                await_stage(channels, use + step)
-                channels["empty"].arrive_warp(use + step)
-        use += steps
+            for stage in cutlass.range(split, stages, splits, unroll=1):
+                await_stage(channels, use + stage)
+                empty.arrive_warp(use + stage)
+        use += stages
 
 
 def await_stage(channels, use) -> None:
@@ -121,38 +119,32 @@ def join(config: cutlass.Constexpr, shared, group, split, thread, sums: cute.Ten
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
-def issue(config, sums, weights, tokens, words, scales, use, chunk: int) -> None:
-    """Decode a chunk and issue its products."""
-    decode_chunk(words, scales, chunk, cute.recast_tensor(flat(weights), Uint32))
-    b = tokens[None, None, None, use % config.shape.stages * STEP_CHUNKS + chunk]
+def issue(config, sums, weights, tokens, codes, scales, use, chunk: int) -> None:
+    """Decode a chunk and issue its products. codes, scales: of the stage."""
+    out = cute.recast_tensor(flat(weights), Uint32)
+    decode_chunk(codes[chunk], scales[chunk // STEP_CHUNKS], chunk % STEP_CHUNKS, out)
+    b = tokens[None, None, None, use % config.shape.stages * STAGE_CHUNKS + chunk]
     multiply(make_mma(config), sums, weights, b, True)
 
 
-def stage_of(config, shared, group, use) -> cute.Pointer:
-    """The row group's weights of a stage."""
+def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, list]:
+    """(the thread's codes of each chunk, (VECTOR_WORDS); the scales of its rows, a word for each step), in registers."""
     slot = use % config.shape.stages * config.shape.row_groups + group
-    return shared.weights + slot * config.weight_bytes
-
-
-def scales_of(config, shared, group, thread, use) -> Uint32:
-    """The scales of the thread's rows, both chunks."""
-    word = thread if config.block == BLOCK else thread // (config.block // BLOCK)
-    base = cute.recast_ptr(
-        stage_of(config, shared, group, use).align(VECTOR_WORDS * WORD_BYTES), dtype=Uint32
-    )
-    return cute.make_tensor(base, cute.make_layout(config.scale_bytes // WORD_BYTES))[word]
-
-
-def words_of(config, shared, group, thread, use, chunk: int) -> cute.Tensor:
-    """(VECTOR_WORDS): the thread's codes of a chunk, in registers."""
-    base = stage_of(config, shared, group, use) + config.scale_bytes + chunk * CHUNK_BYTES
-    base = cute.recast_ptr(base.align(VECTOR_WORDS * WORD_BYTES), dtype=Uint32)
-    vectors = cute.make_tensor(
-        base, cute.make_layout((VECTOR_WORDS, CHUNK_BYTES // WORD_BYTES // VECTOR_WORDS))
-    )
-    words = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
-    cute.autovec_copy(vectors[None, thread], words)
-    return words
+    base = (shared.weights + slot * config.weight_bytes).align(VECTOR_WORDS * WORD_BYTES)
+    words = cute.make_tensor(cute.recast_ptr(base, dtype=Uint32), cute.make_layout(config.weight_bytes // WORD_BYTES))
+    vectors = cute.zipped_divide(words, (VECTOR_WORDS,))
+    scale_word = thread if config.block == BLOCK else thread // (config.block // BLOCK)
+    step_words = config.step_bytes // WORD_BYTES
+    first = config.scale_bytes // WORD_BYTES // VECTOR_WORDS
+    scales = [words[step * step_words + scale_word] for step in range(-(-chunks // STEP_CHUNKS))]
+    codes = []
+    for chunk in range(chunks):
+        at = chunk // STEP_CHUNKS * (step_words // VECTOR_WORDS) + first
+        at += chunk % STEP_CHUNKS * (CHUNK_BYTES // WORD_BYTES // VECTOR_WORDS)
+        own = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
+        cute.autovec_copy(vectors[None, at + thread], own)
+        codes.append(own)
+    return codes, scales
 
 
 assert BLOCK == CHUNK // QUAD

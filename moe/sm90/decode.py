@@ -22,6 +22,7 @@ from warpspec.moe.streamed import (
 )
 
 CODES = 0x81C081C0  # signs and magnitudes of two bf16
+SELECT = 0xE4  # lop3's table of: where the third has a one the first, else the second
 SCALE_SHIFT = 4
 ZERO_BYTE = 4  # of prmt's two words, the second being 0
 STEP_WORDS = 4  # of wgmma's fragment of 16 of K
@@ -33,7 +34,7 @@ def decode_chunk(words: cute.Tensor, scales: Uint32, chunk: int, out: cute.Tenso
         factor = factor_of(scales, chunk * THREAD_ROWS + r)
         sources = {FIRST: words[2 * r], SECOND: words[2 * r + 1]}
         moved = sources[SECOND] << MIXED_SHIFT
-        sources[MIXTURE] = (sources[FIRST] & Uint32(MIXED)) | (moved & Uint32(~MIXED & 0xFFFFFFFF))
+        sources[MIXTURE] = mixed(sources[FIRST], moved)
         for pair, (source, right) in enumerate(PAIRS):
             # columns 2 pair and the next of the thread's 16: of wgmma pair // 2, its lower or upper half of K
             at = pair // 2 * STEP_WORDS + r + THREAD_ROWS * (pair % 2)
@@ -46,6 +47,15 @@ def turned(word: Uint32, right: int) -> Uint32:
         return word << -right if right else word
     return cute.arch.inline_ptx(
         f"shf.r.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {right};", write_only_types=[Uint32], read_only_args=[word]
+    )
+
+
+def mixed(first: Uint32, second: Uint32) -> Uint32:
+    """Bits of the first where MIXED has ones, else of the second, by one instruction."""
+    return cute.arch.inline_ptx(
+        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {MIXED:#x}, {SELECT:#x};",
+        write_only_types=[Uint32],
+        read_only_args=[first, second],
     )
 
 

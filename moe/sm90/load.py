@@ -1,18 +1,18 @@
-"""The load warps: a step of weights by one bulk copy a row group, its tokens by copies of 16 bytes a lane."""
+"""The load warps: a stage of weights by one bulk copy a row group, its tokens by copies of 16 bytes a lane."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Int32, Int64
+from cutlass import BFloat16, Int32, Int64, Uint32
 
 from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.moe.sm90.config import ELEMENT_BYTES, PASS_ROWS, ROW_VECTORS
-from warpspec.moe.sm90.tiles import has_rows, tile_at, tile_count
-from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS
+from warpspec.moe.sm90.config import ELEMENT_BYTES, ROW_BYTES, STAGE_CHUNKS
+from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
+from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
 
-CHUNK_VECTORS = ROW_VECTORS // STEP_CHUNKS  # 16-byte pieces of a token in a chunk: a span of the swizzle
+CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte pieces of a token in a chunk: a span of the swizzle
 
 
 @cute.jit
@@ -24,25 +24,24 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     lane = cute.arch.lane_idx()
-    steps, use, ahead = Int32(cute.ceil_div(ops.chunks, STEP_CHUNKS)), Int32(0), Int32(0)
+    stages, use, ahead = stage_count(ops), Int32(0), Int32(0)
     total = tile_count(config, ops)
-    rows = cute.make_rmem_tensor(config.loads, Int64)
     if cutlass.const_expr(config.early):
         if (cta < total) & (warp == 0):
             tile = tile_at(config, ops, cta)
-            ahead = cutlass.min(steps, config.shape.stages)
-            for step in cutlass.range(ahead, unroll=1):
-                load_weights(config, channels, shared, ops, tile, step, step)
+            ahead = cutlass.min(stages, config.shape.stages)
+            for number in cutlass.range(ahead, unroll=1):
+                load_weights(config, channels, shared, ops, tile, number, number)
         cute.arch.griddepcontrol_wait()
     for index in cutlass.range(cta, total, ctas, unroll=1):
         tile = tile_at(config, ops, index)
-        find_rows(config, ops, tile, warp, lane, rows)
-        for step in cutlass.range(steps, unroll=1):
+        row = find_row(config, ops, tile, warp, lane)
+        for number in cutlass.range(stages, unroll=1):
             if use >= ahead:
                 channels["empty"].wait_previous(use)
                 if warp == 0:
-                    load_weights(config, channels, shared, ops, tile, step, use)
-            load_tokens(config, shared, ops, tile, step, use, warp, lane, rows)
+                    load_weights(config, channels, shared, ops, tile, number, use)
+            load_tokens(config, shared, ops, tile, number, use, warp, lane, row)
             cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
             use += 1
     for last in cutlass.range(cutlass.max(use - config.shape.stages, 0), use, unroll=1):
@@ -50,11 +49,12 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
 
 
 @cute.jit
-def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, tile, step, use):
-    """A step of every row group's weights; the last step may have one chunk."""
+def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, tile, number, use):
+    """Stage ``number`` of the tile: its steps of every row group, one behind another; the last may lack some."""
     full = channels["full"]
-    whole = Int32(config.weight_bytes)
-    size = whole if (step + 1) * STEP_CHUNKS <= ops.chunks else whole - CHUNK_BYTES
+    left = ops.chunks - number * STAGE_CHUNKS
+    steps = (cutlass.min(left, STAGE_CHUNKS) + STEP_CHUNKS - 1) // STEP_CHUNKS
+    size = steps * config.scale_bytes + cutlass.min(left, STAGE_CHUNKS) * CHUNK_BYTES
     present = Int32(0)
     for group in cutlass.range_constexpr(config.shape.row_groups):
         present += Int32(has_rows(ops, tile, group))
@@ -63,46 +63,49 @@ def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared,
         for group in cutlass.range_constexpr(config.shape.row_groups):
             if has_rows(ops, tile, group):
                 row = ops.data[tile.expert, tile.row_tile + group, None]
-                address = row.iterator.toint() + Int64(step) * config.weight_bytes
+                address = row.iterator.toint() + Int64(number) * config.weight_bytes
                 slot = full.stage(use) * config.shape.row_groups + group
                 target = shared.weights + slot * config.weight_bytes
                 tma.bulk_load(target, address, size, full.barrier(use), "first")
 
 
 @cute.jit
-def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane, rows: cute.Tensor):
-    """rows (LOAD): addresses of the token rows that this lane loads its pieces of, at its piece of a step."""
-    for i in cutlass.range_constexpr(config.loads):
-        row = row_of(config, warp, lane, i)
-        source = cutlass.min(tile.first + row, tile.first + tile.count - 1)
-        if cutlass.const_expr(config.gathers):
-            source = Int32(ops.source[source]) // ops.choices
-        rows[i] = ops.tokens[source, None].iterator.toint() + Int64(lane % ROW_VECTORS * VECTOR_BYTES)
-
-
-def row_of(config, warp, lane, i: int) -> Int32:
-    """Which row of the tile a lane loads in pass i."""
-    return (i * config.shape.load_warps + warp) * PASS_ROWS + lane // ROW_VECTORS
+def find_row(config: cutlass.Constexpr, ops, tile, warp, lane) -> Int64:
+    """Address of the token that is row ``lane * load warps + warp`` of the tile: the lane's, which others ask for it."""
+    row = cutlass.min(lane * config.shape.load_warps + warp, tile.count - 1)
+    source = tile.first + row
+    if cutlass.const_expr(config.gathers):
+        source = Int32(ops.source[source]) // ops.choices
+    return ops.tokens[source, None].iterator.toint()
 
 
 @cute.jit
-def load_tokens(config: cutlass.Constexpr, shared, ops, tile, step, use, warp, lane, rows: cute.Tensor):
-    """The lane's pieces of a step's tokens, where the 128-byte swizzle puts them. Rows past the tile's stay as they
-    are: no other column of the product depends on them."""
-    vector = lane % ROW_VECTORS
-    chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
+def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, row: Int64):
+    """A stage of the tile's rows, each 16 bytes a lane, where the 128-byte swizzle puts them. Rows past the tile's stay as
+    they are: no other column of the product depends on them."""
+    chunk, piece = lane // CHUNK_VECTORS, lane % CHUNK_VECTORS
     base = shared.tokens.toint() + use % config.shape.stages * config.token_bytes
-    base += chunk * (config.token_bytes // STEP_CHUNKS)
-    present = Boolean(step * STEP_CHUNKS + chunk < ops.chunks)
-    for i in cutlass.range_constexpr(config.loads):
-        row = row_of(config, warp, lane, i)
-        if present & (row < tile.count):
-            target = base + row * tma.ROW_BYTES + (piece ^ (row % 8)) * VECTOR_BYTES
-            copy_vector(target, rows[i] + Int64(step) * (STEP * ELEMENT_BYTES))
+    base += chunk * (config.token_bytes // STAGE_CHUNKS)
+    offset = Int64(number) * ROW_BYTES + Int64(lane * VECTOR_BYTES)
+    present = number * STAGE_CHUNKS + chunk < ops.chunks
+    warps = config.shape.load_warps
+    for i in cutlass.range((tile.count - warp + warps - 1) // warps, unroll=1):
+        address = shuffle_address(row, i)
+        at = i * warps + warp
+        if present:
+            target = base + at * tma.ROW_BYTES + (piece ^ (at % 8)) * VECTOR_BYTES
+            copy_vector(target, address + offset)
+
+
+def shuffle_address(address: Int64, source) -> Int64:
+    """Another lane's address."""
+    low = Uint32(cute.arch.shuffle_sync(Uint32(address & Int64(0xFFFFFFFF)), source))
+    high = Uint32(cute.arch.shuffle_sync(Uint32((address >> Int64(32)) & Int64(0xFFFFFFFF)), source))
+    return (Int64(high) << Int64(32)) | Int64(low)
 
 
 def copy_vector(target, address) -> None:
-    """16 bytes from global to shared memory, in the thread's next group of copies, past L1."""
+    """16 bytes from global to shared memory, past L1, which a later arrival of the thread waits for."""
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {VECTOR_BYTES};",
         read_only_args=[Int32(target), address],

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.moe.sm90.config import STAGE_CHUNKS
+
 HEAD = 0  # row of the list that says how many entries there are
 EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 
@@ -41,6 +43,11 @@ class Tile(NamedTuple):
 def tile_count(config, ops) -> Int32:
     """Tiles of the launch."""
     return Int32(ops.work[HEAD, 0]) * groups(config, ops)
+
+
+def stage_count(ops) -> Int32:
+    """Stages of a tile."""
+    return Int32(cute.ceil_div(ops.chunks, STAGE_CHUNKS))
 
 
 def groups(config, ops) -> Int32:
