@@ -82,10 +82,11 @@ def moe_ffn(*arguments):
         tokens = sort_tokens(ids, w13.experts)
         options = (problem.activation, problem.limit, precision)
         return out.copy_(reference.layer(x, tokens, topk_weights, w13, w2, middle, *options))
-    from warpspec.moe.sm90.layer import run_layer
+    from warpspec.moe.sm90.layer import Layer
 
-    target = target_for(backend, problem.device)
-    ops.remember(run_layer(problem, x, ids, topk_weights, w13, w2, out, target=target))
+    layer = Layer(problem, w13, w2, target_for(backend, problem.device))
+    layer.run(x, ids, topk_weights, w13, w2, out)
+    ops.remember(layer.reports)
     return out
 
 

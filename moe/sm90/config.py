@@ -10,7 +10,6 @@ from warpspec.common.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
-    VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
@@ -97,7 +96,7 @@ class StreamConfig:
     @property
     def registers(self) -> int:
         """Of a thread, at least: the accumulator, two chunks of weights, what is decoded."""
-        return self.shape.tokens // 2 + 64
+        return self.shape.tokens // 2 + 86
 
     # Shared memory.
 

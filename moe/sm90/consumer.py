@@ -70,7 +70,9 @@ def consume(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops,
                             empty.arrive_warp(use + stage - splits)
                     issue(config, sums, weights[chunk % 2], tokens, codes, scales, use + stage, chunk)
             left = cutlass.max(stages - splits, 0)
-            left += (split + left * (splits - 1)) % splits  # the split's last stage; a part, and the one before
+            left += (
+                split + left * (splits - 1)
+            ) % splits  # the split's last stage; a part, and the one before
             if (whole < stages) & (whole % splits == split):
                 await_stage(channels, use + whole)
                 codes, scales = stage_words(config, shared, group, thread, use + whole, STAGE_CHUNKS - 1)
@@ -128,10 +130,12 @@ def issue(config, sums, weights, tokens, codes, scales, use, chunk: int) -> None
 
 
 def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, list]:
-    """(the thread's codes of each chunk, (VECTOR_WORDS); the scales of its rows, a word for each step), in registers."""
+    """(codes of each chunk, (VECTOR_WORDS); the scales of its rows, a word for each step), in registers."""
     slot = use % config.shape.stages * config.shape.row_groups + group
     base = (shared.weights + slot * config.weight_bytes).align(VECTOR_WORDS * WORD_BYTES)
-    words = cute.make_tensor(cute.recast_ptr(base, dtype=Uint32), cute.make_layout(config.weight_bytes // WORD_BYTES))
+    words = cute.make_tensor(
+        cute.recast_ptr(base, dtype=Uint32), cute.make_layout(config.weight_bytes // WORD_BYTES)
+    )
     vectors = cute.zipped_divide(words, (VECTOR_WORDS,))
     scale_word = thread if config.block == BLOCK else thread // (config.block // BLOCK)
     step_words = config.step_bytes // WORD_BYTES

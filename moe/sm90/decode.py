@@ -1,8 +1,8 @@
 """e2m1 codes to bf16, in registers: 16 integer instructions and 8 multiplications for 16 values.
 
 A code's sign, exponent and mantissa at bits 15 and 8 to 6 are a bf16 number, subnormal ones included, 2**126 times too
-small. Two words hold eight pairs of codes where ``streamed.PAIRS`` says; six of them come into place by a shift at most,
-two by one of a mixture of both words. The multiplication by the scale is exact.
+small. Two words hold eight pairs of codes where ``streamed.PAIRS`` says; six of them come into place by a shift at
+most, two by one of a mixture of both words. The multiplication by the scale is exact.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def turned(word: Uint32, right: int) -> Uint32:
     if right <= 0:
         return word << -right if right else word
     return cute.arch.inline_ptx(
-        f"shf.r.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {right};", write_only_types=[Uint32], read_only_args=[word]
+        f"shf.r.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {right};",
+        write_only_types=[Uint32],
+        read_only_args=[word],
     )
 
 

@@ -26,44 +26,67 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
     )
 
 
-def run_layer(
-    problem: LayerProblem,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w13: StreamedWeights,
-    w2: StreamedWeights,
-    out: torch.Tensor,
-    *,
-    target: Target,
-    shape: Shape | None = None,
-) -> list:
-    """out [T, H] of a checked problem with rows, four launches on the current stream. Returns the simulator's reports,
-    or Nones. shape: instead of the chosen tiles."""
-    if x.shape[0] == 1:
-        x = x[0][None]  # a stride that means nothing need not be even
-    rows, experts = problem.rows, w13.experts
-    shape = shape or choose_shape(rows, experts)
-    tokens, work, activations, report = sort_choices(
-        topk_ids.contiguous(), experts, shared=problem.shared, rows=shape.tokens, x=x, target=target
-    )
-    h = x.new_empty(rows, padded_k(w2.k))
-    config = gated_config(w13, shape, problem, gathers=True, ordered=True)
-    choices = problem.choices + problem.shared
-    options = dict(target=target)
-    reports = [report]
-    reports.append(
-        grouped_gemm(
-            config, activations, tokens.source, w13, work, h, choices=choices, limit=problem.limit, **options
+class Layer:
+    """The stages of a checked problem that has rows. shape: instead of the chosen tiles.
+
+    ``run`` does all of them, four launches on the current stream; reports: the simulator's of its stages, natively
+    Nones.
+    """
+
+    def __init__(self, problem: LayerProblem, w13, w2, target: Target, shape: Shape | None = None):
+        self.problem, self.target, self.experts = problem, target, w13.experts
+        self.shape = shape or choose_shape(problem.rows, w13.experts)
+        self.gate_config = gated_config(w13, self.shape, problem, gathers=True, ordered=True)
+        self.down_config = StreamConfig(
+            shape=self.shape, block=w2.block, has_bias=w2.bias is not None, early=True
         )
-    )
-    y = x.new_empty(rows, problem.hidden)
-    config = StreamConfig(shape=shape, block=w2.block, has_bias=w2.bias is not None, early=True)
-    reports.append(grouped_gemm(config, h, None, w2, work, y, **options))
-    reports.append(
-        unpermute(y, tokens.position, topk_weights.contiguous(), out, dependent=True, target=target)
-    )
-    return reports
+        self.reports = []
+
+    def buffers(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is between the GEMMs, [R, padded I] in the kernel's order; GEMM 2's rows [R, H]), unwritten, bf16."""
+        rows, hidden = self.problem.rows, self.problem.hidden
+        return x.new_empty(rows, padded_k(self.problem.width)), x.new_empty(rows, hidden)
+
+    def sort(self, x: torch.Tensor, topk_ids: torch.Tensor) -> tuple:
+        """(sorted tokens, list of work, activations)."""
+        if x.shape[0] == 1:
+            x = x[0][None]  # a stride that means nothing need not be even
+        *found, report = sort_choices(
+            topk_ids.contiguous(),
+            self.experts,
+            shared=self.problem.shared,
+            rows=self.shape.tokens,
+            x=x,
+            target=self.target,
+        )
+        self.reports.append(report)
+        return tuple(found)
+
+    def first(self, found: tuple, w13: StreamedWeights, h: torch.Tensor) -> None:
+        """GEMM 1 and the activation. found: what ``sort`` returned."""
+        tokens, work, activations = found
+        options = dict(choices=tokens.choices, limit=self.problem.limit, target=self.target)
+        self.reports.append(
+            grouped_gemm(self.gate_config, activations, tokens.source, w13, work, h, **options)
+        )
+
+    def second(self, found: tuple, h: torch.Tensor, w2: StreamedWeights, y: torch.Tensor) -> None:
+        """GEMM 2."""
+        self.reports.append(grouped_gemm(self.down_config, h, None, w2, found[1], y, target=self.target))
+
+    def sum(self, found: tuple, y: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
+        """Every token's weighted sum."""
+        weights = topk_weights.contiguous()
+        self.reports.append(unpermute(y, found[0].position, weights, out, dependent=True, target=self.target))
+
+    def run(self, x, topk_ids, topk_weights, w13, w2, out) -> None:
+        """out [T, H]."""
+        self.reports = []
+        found = self.sort(x, topk_ids)
+        h, y = self.buffers(x)
+        self.first(found, w13, h)
+        self.second(found, h, w2, y)
+        self.sum(found, y, topk_weights, out)
 
 
 def run_grouped(

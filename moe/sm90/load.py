@@ -19,8 +19,8 @@ CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte pieces of a token in a 
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, warp):
     """One load warp; warp: 0 loads the weights too.
 
-    Produces full: the first warp's arrival with the weights' bytes, and one of every thread that comes by itself when the
-    thread's copies of tokens are done. Consumes empty.
+    Produces full: the first warp's arrival with the weights' bytes, and one of every thread that comes by itself when
+    the thread's copies of tokens are done. Consumes empty.
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     lane = cute.arch.lane_idx()
@@ -81,8 +81,8 @@ def find_row(config: cutlass.Constexpr, ops, tile, warp, lane) -> Int64:
 
 @cute.jit
 def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, row: Int64):
-    """A stage of the tile's rows, each 16 bytes a lane, where the 128-byte swizzle puts them. Rows past the tile's stay as
-    they are: no other column of the product depends on them."""
+    """A stage of the tile's rows, each 16 bytes a lane, where the 128-byte swizzle puts them. Rows past the tile's stay
+    as they are: no other column of the product depends on them."""
     chunk, piece = lane // CHUNK_VECTORS, lane % CHUNK_VECTORS
     base = shared.tokens.toint() + use % config.shape.stages * config.token_bytes
     base += chunk * (config.token_bytes // STAGE_CHUNKS)

@@ -6,10 +6,10 @@ from warpspec.moe.sm90.config import Shape
 
 # Tokens of a tile: about twice as many as an expert has on average, so that few have more than one tile.
 SHAPES = {
-    8: Shape(1, 8, 10, 3),
-    16: Shape(1, 16, 8, 3),
-    32: Shape(2, 32, 6, 2),
-    64: Shape(2, 64, 4, 2, 2),
+    8: Shape(1, 8, 4, 3),
+    16: Shape(1, 16, 3, 3),
+    32: Shape(2, 32, 3, 2),
+    64: Shape(2, 64, 4, 1, 2),
 }
 
 

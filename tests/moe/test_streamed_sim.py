@@ -87,16 +87,16 @@ def mxfp4(rows, k, seed):
     return from_mxfp4(data, scale)
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 16, 5, 2), Shape(4, 64, 3, 1, 4)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 16, 3, 2, 1, 2), Shape(4, 64, 2, 1, 4)], ids=str)
 @pytest.mark.usefixtures("check_order")
 def test_tiles_of_several_consumers(shape):
-    """MXFP4 weights of three row tiles, so that the last CTA tile has consumers without rows; K of three chunks."""
+    """MXFP4 weights of three row tiles, so that the last CTA tile has consumers without rows; two that share K."""
     w = (
-        NVFP4Experts.quantize(mxfp4(192, 160, 0), mxfp4(192, 160, 1), mxfp4(160, 192, 2))
+        NVFP4Experts.quantize(mxfp4(448, 160, 0), mxfp4(448, 160, 1), mxfp4(160, 448, 2))
         .for_backend("sm90")
         .w2
     )
-    assert w.block == 32 and w.row_tiles == 3 and streamed.chunks_of(w.k) == 3
+    assert w.block == 32 and w.row_tiles == 3 and streamed.chunks_of(w.k) == 7
     h = randn(20, w.k).bfloat16()
     work = torch.tensor([[2, 0, 0, 0], [0, 0, 9, 0], [2, 9, 11, 0], [-1, -1, -1, -1]], dtype=torch.int32)
     out = torch.full((20, w.n), torch.nan, dtype=torch.bfloat16)
