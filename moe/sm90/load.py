@@ -71,7 +71,7 @@ def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared,
 
 @cute.jit
 def find_row(config: cutlass.Constexpr, ops, tile, warp, lane) -> Int64:
-    """Address of the token that is row ``lane * load warps + warp`` of the tile: the lane's, which others ask for it."""
+    """Address of the token that is row ``lane * load warps + warp`` of the tile: the lane's, which others ask for."""
     row = cutlass.min(lane * config.shape.load_warps + warp, tile.count - 1)
     source = tile.first + row
     if cutlass.const_expr(config.gathers):
