@@ -132,6 +132,11 @@ class KernelFeatures:
         return self.has_kv_lengths or self.packed_k
 
     @property
+    def every_tile_masked(self) -> bool:
+        """Any KV tile may hold keys that are not seen: no code for others."""
+        return False
+
+    @property
     def v_ring(self) -> str:
         """Name of the ring that V comes through."""
         return "k" if self.shared_kv else "v"

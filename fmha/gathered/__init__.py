@@ -41,8 +41,8 @@ def gathered_attention(
     their rows hold; lengths are clamped to 0..K on a GPU, and ValueError on the CPU beyond. A row of NaN that is seen
     makes NaN: so does an e4m3 NaN for the 64 numbers of its block, whatever its scale.
 
-    Kernels read "v4-fp8" and "bf16" rows. On sm90 one kernel gathers and attends; on sm100 rows are brought together in
-    bf16 first, in a workspace of up to 1 GiB (K KiB for a query), and attended to by ``attention``'s kernel.
+    Kernels read "v4-fp8" and "bf16" rows. Few queries are split over CTAs by their keys, whose states a second launch
+    joins.
     Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot run it. Forward only.
     """
     refuse_tangents(q=q)

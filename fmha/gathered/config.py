@@ -1,74 +1,57 @@
-"""What a gathered-attention kernel for sm_90a is compiled for. Plain Python.
+"""What the gathered-attention kernels are compiled for. Plain Python.
 
-The two consumers are those of ``fmha.sm90.pair``: 64 query heads of one query, half of O's columns each. The
-producer's four warps gather rows by slot, convert them to bf16 and write them where TMA would have put them.
+Four producer warps gather rows by slot, convert them to bf16 and write them where TMA would have put them. What is done
+with the keys is what the attention kernels of D 512 do whose K and V are one tensor: on sm_90a the two consumers of
+``fmha.sm90.pair``, 64 query heads of one query, half of O's columns each; on sm_100a the roles of ``fmha.sm100``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.cache.formats import LATENT_FORMATS, RowFormat
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import Barrier
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
+from warpspec.fmha.sm100 import config as sm100
+from warpspec.fmha.sm100.shapes import SHARED_SHAPES
 
 MAX_KEY_SETS = 3
 GATHERED_FORMATS = ("v4-fp8", "bf16")
+ROPE_DIM = 64  # numbers of a row that are rotated, the last
 MASK_BYTES = 4
 GATHERED = Shape(2, 64, 2, 1, 200, 104, column_parts=2)
 
 
-@dataclass(frozen=True)
-class RowsConfig:
-    """The kernel that brings rows together (``rows``). Fields as in ``GatheredConfig``."""
+@dataclass(frozen=True, kw_only=True)
+class Gathers:
+    """What a configuration adds whose keys are gathered.
 
-    format: str
-    sets: int
-    lengths: tuple[bool, ...]
+    format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
+    depth: groups of eight keys that a producer warp has under way.
+    """
 
-    def __post_init__(self):
-        assert self.format in GATHERED_FORMATS and 1 <= self.sets <= MAX_KEY_SETS == 3
-        assert len(self.lengths) == self.sets
-
-    @property
-    def fmt(self) -> RowFormat:
-        return LATENT_FORMATS[self.format]
-
-
-@dataclass(frozen=True)
-class GatheredConfig(AttentionConfig):
-    """format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
-    depth: groups of eight keys that a producer warp has under way."""
-
-    shape: Shape = GATHERED
     format: str = "v4-fp8"
     sets: int = 1
     lengths: tuple[bool, ...] = (True,)
     rotate_back: bool = False
     depth: int = 2
 
-    def __post_init__(self):
-        super().__post_init__()
-        assert self.paired and self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
-        assert 1 <= self.sets <= MAX_KEY_SETS and len(self.lengths) == self.sets
+    def check(self) -> None:
+        assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
+        assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
 
     @classmethod
-    def of(cls, **options) -> GatheredConfig:
+    def of(cls, **options):
         """The configuration with the fixed part filled in."""
         return cls(dtype="bfloat16", head_dim=512, shared_kv=True, pack=WARPGROUP_ROWS, **options)
 
     @property
     def fmt(self) -> RowFormat:
         return LATENT_FORMATS[self.format]
-
-    @property
-    def pieces(self) -> int:
-        """A part of a tile is complete as a whole: all of a warp's columns of a key arrive together."""
-        return self.parts
 
     @property
     def ends_in_tile(self) -> bool:
@@ -80,6 +63,11 @@ class GatheredConfig(AttentionConfig):
         raise AssertionError("keys are gathered, not loaded by TMA")
 
     # The producer's warps: half of them fill each part of the columns, each for its keys of the tile.
+
+    @property
+    def parts(self) -> int:
+        """Parts of a row's columns, of two producer warps each."""
+        return 2
 
     @property
     def warps_of_part(self) -> int:
@@ -101,30 +89,77 @@ class GatheredConfig(AttentionConfig):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """As paired consumers have them, but for who fills the tiles."""
-        table = []
-        for row in super().barriers:
-            if row.name == "q_full":
-                row = Barrier(
-                    row.name,
-                    row.stages,
-                    1,
-                    "first producer warp, expect_tx + TMA bytes",
-                    row.consumer,
-                    row.meaning,
-                )
-            elif row.name == "k_full":
-                row = Barrier(
-                    row.name,
-                    row.stages,
-                    self.warps_of_part,
-                    "the part's producer warps, one thread each",
-                    row.consumer,
-                    "the part of the gathered keys is in shared memory, in bf16",
-                )
-            elif row.name == "k_empty":
-                row = Barrier(
-                    row.name, row.stages, row.arrivals, row.producer, "the part's producer warps", row.meaning
-                )
-            table.append(row)
-        return tuple(table)
+        """As the attention kernel has them, but for who fills the tiles."""
+        changed = {
+            "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
+            "k_full": {
+                "arrivals": WARPGROUP_THREADS // WARP_THREADS // self.barrier_parts,
+                "producer": "the part's producer warps, one thread each",
+                "meaning": "the part of the gathered keys is in shared memory, in bf16",
+            },
+            "k_empty": {"consumer": "the part's producer warps"},
+        }
+        return tuple(replace(row, **changed.get(row.name, {})) for row in super().barriers)
+
+
+@dataclass(frozen=True)
+class GatheredConfig(Gathers, AttentionConfig):
+    """The kernel for sm_90a."""
+
+    shape: Shape = GATHERED
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.paired
+        self.check()
+
+    @property
+    def persistent(self) -> bool:
+        return True
+
+    @property
+    def pieces(self) -> int:
+        """A part of a tile is complete as a whole: all of a warp's columns of a key arrive together."""
+        return self.parts
+
+    @property
+    def barrier_parts(self) -> int:
+        """Parts of a tile that have mbarriers of their own."""
+        return self.parts
+
+    @property
+    def every_tile_masked(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
+    """The kernel for sm_100a: warps 0 to 3 are softmax and epilogue, 4 to 7 producers, 8 issues products. A CTA a
+    task."""
+
+    shape: object = SHARED_SHAPES[512][0]
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check()
+
+    @property
+    def persistent(self) -> bool:
+        return False
+
+    @property
+    def barrier_parts(self) -> int:
+        return 1
+
+    @property
+    def load_warp(self) -> int:
+        """The first producer warp."""
+        return 4
+
+    @property
+    def mma_warp(self) -> int:
+        return 8
+
+    @property
+    def threads(self) -> int:
+        return 9 * WARP_THREADS

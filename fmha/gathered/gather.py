@@ -102,7 +102,10 @@ def gather_part(loader, channels: cutlass.Constexpr, shared, units, q_load, load
             for step in cutlass.range(count, unroll=1):
                 stage = (use + step) % config.kv_stages
                 mask = cute.arch.vote_ballot_sync(here)
-                channels["k_empty"].wait_previous((use + step) * config.parts + part)
+                at = use + step
+                if cutlass.const_expr(config.barrier_parts > 1):
+                    at = at * config.barrier_parts + part
+                channels["k_empty"].wait_previous(at)
                 if (loader.part == 0) & (loader.lane == 0):
                     shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
                 base = shared.k.toint() + stage * config.kv_tile_bytes
@@ -116,11 +119,14 @@ def gather_part(loader, channels: cutlass.Constexpr, shared, units, q_load, load
                     ahead = (group + depth) % groups
                     load_group(loader, row, scale_at, here, ahead, words[None, None, own], scales)
                 cute.arch.fence_view_async_shared()
-                channels["k_full"].arrive_warp((use + step) * config.parts + part)
+                channels["k_full"].arrive_warp(at)
             use += count
             task_use += 1
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        channels["k_empty"].wait(last * config.parts + part)
+        at = last
+        if cutlass.const_expr(config.barrier_parts > 1):
+            at = at * config.barrier_parts + part
+        channels["k_empty"].wait(at)
 
 
 @cute.jit
@@ -133,7 +139,8 @@ def load_q(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, task,
     box_bytes = config.q_bytes // config.blocks
     stages = tma.shared_tiles(shared.q, config_dtype(config), config.q_box, config.blocks, box_bytes)
     ring = tma.TileRing.make(atom, tiles, stages)
-    channels["q_empty"].wait_previous(task_use)
+    if cutlass.const_expr(config.persistent):
+        channels["q_empty"].wait_previous(task_use)
     channels["q_full"].expect_bytes(task_use, config.q_bytes)
     for block in cutlass.range_constexpr(config.blocks):
         ring.load(block, block, channels["q_full"].barrier(task_use))

@@ -9,8 +9,12 @@ from typing import NamedTuple
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.combine import COMBINE, CombineConfig
-from warpspec.fmha.gathered import dense
-from warpspec.fmha.gathered.config import GATHERED_FORMATS, GatheredConfig
+from warpspec.fmha.gathered.config import (
+    GATHERED_FORMATS,
+    GatheredConfig,
+    Gathers,
+    Sm100GatheredConfig,
+)
 from warpspec.fmha.gathered.problem import MAX_KEY_SETS, GatheredProblem
 from warpspec.fmha.launch import partial_results
 from warpspec.fmha.plan.splits import choose_splits
@@ -18,20 +22,22 @@ from warpspec.fmha.plan.splits import choose_splits
 LOG2_E = math.log2(math.e)
 
 
-def gathered_arguments(config: GatheredConfig) -> tuple:
+def host_and_arguments(config: Gathers) -> tuple:
     """The host function of a configuration and its arguments but the stream."""
-    from warpspec.fmha.gathered.kernel import gathered_arguments  # brings in the DSL
+    if isinstance(config, GatheredConfig):
+        from warpspec.fmha.gathered.sm90 import host_and_arguments  # brings in the DSL
+    else:
+        from warpspec.fmha.gathered.sm100 import host_and_arguments
+    return host_and_arguments(config)
 
-    return gathered_arguments(config)
 
-
-GATHERED = Kernel("fmha.gathered", gathered_arguments)  # by GatheredConfig
+GATHERED = Kernel("fmha.gathered", host_and_arguments)  # by GatheredConfig or Sm100GatheredConfig
 
 
 class Plan(NamedTuple):
     """config: of the attention kernel. splits: parts of each query's keys. combine: None without splits."""
 
-    config: GatheredConfig
+    config: Gathers
     splits: int
     combine: CombineConfig | None
 
@@ -40,7 +46,8 @@ class Plan(NamedTuple):
 def make_plan(problem: GatheredProblem, target: Target) -> Plan:
     """How a problem is computed. UnsupportedProblem names what there is no kernel for."""
     check_format(problem)
-    tile_m, tile_n = GatheredConfig.of(lengths=(True,)).tile_m, GatheredConfig.of(lengths=(True,)).tile_n
+    kind = GatheredConfig if target.major == 9 else Sm100GatheredConfig
+    tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
     tiles = sum(-(-k // tile_n) for k in problem.slots)
     splits = problem.num_splits
     if splits is None:
@@ -56,7 +63,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> Plan:
         )
     splits = max(1, min(splits, tiles))
     of_kernel = problem.states if splits > 1 else problem
-    config = GatheredConfig.of(
+    config = kind.of(
         format=problem.format,
         sets=len(problem.slots),
         lengths=problem.lengths,
@@ -89,14 +96,11 @@ def check_format(problem: GatheredProblem) -> None:
 
 
 def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 0):
-    """Launch on the tensors' device and its current stream; no synchronisation. On sm_90a one kernel, elsewhere
-    ``dense.run``.
+    """Launch on the tensors' device and its current stream; no synchronisation.
 
     tensors: q [T, H, D], o, sink, lse, row_max, row_sum, cos_sin, positions (None where there is none) and key_sets, as
     (words, slots, lengths, page_size). Returns the simulator's report, natively None.
     """
-    if target.major != 9:
-        return dense.run(problem, target, tensors, seed=seed)
     plan = make_plan(problem, target)
     q, o, sink = tensors["q"], tensors["o"], tensors["sink"]
     row_stats = [

@@ -42,9 +42,11 @@ def epilogue(
             tmem.load_row(columns.o + part * BLOCK, values, columns.thread)
             tmem.wait_loads()
         block = row.member * (config.o_columns // BLOCK) + part
-        own = RowColumns((range(BLOCK),), (block,), whole_row)
-        if (config.band or config.bias is not None) and place.in_range & tainted(values, own, row_sum):
-            recompute(config, row, place, operands, reference, scale_log2, values, own)
+        if cutlass.const_expr(config.band or config.bias is not None):
+            own = RowColumns((range(BLOCK),), (block,), whole_row)
+            if place.in_range & tainted(values, own, row_sum):
+                recompute(config, row, place, operands, reference, scale_log2, values, own)
+        columns.finish(config, row, part, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)
             target = cute.local_tile(of_split(config, operands.o, tile, place), (BLOCK,), (block,))

@@ -39,6 +39,14 @@ class Columns:
     v_smem: cute.Pointer
     bias: cute.Pointer | cute.Tensor | None
 
+    def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
+        """Scores (KEY) of the step-th KV tile that the row does not see become -inf."""
+        keys = [(i, i) for i in range(config.tile_n)]
+        hide(scores, keys, row.first - first_key if config.has_left else None, row.end - first_key)
+
+    def finish(self, config, row, part: int, values: cute.Tensor) -> None:
+        """What else is done to the part-th BLOCK columns (n) of the thread's O, before they are scaled: nothing."""
+
 
 @cute.jit
 def softmax(
@@ -115,8 +123,7 @@ def tile_step(
         bias.add(config, channels, row, columns.bias, scores, first_key, step, scale_log2, masked)
         scale_log2 = unit(config, scale_log2)
     if cutlass.const_expr(masked):
-        keys = [(i, i) for i in range(config.tile_n)]
-        hide(scores, keys, row.first - first_key if config.has_left else None, row.end - first_key)
+        columns.hide(config, channels, row, step, first_key, scores)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
     reference, factor, moved = move_reference(reference, row_maximum, scale_log2, config.rescale_threshold)
     reference = share(config, columns.thread, reference)
@@ -137,11 +144,12 @@ def tile_step(
     else:
         tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
     # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
-    if masked and (config.band or config.ends_in_tile) and span.has_unseen(span.tile(step), config.tile_n):
-        full = channels[config.v_ring + "_full"]
-        full.wait(step)
-        stage = columns.v_smem + full.stage(step) * config.kv_tile_bytes
-        unseen.clear(config, span, first_key, columns.thread, stage)
+    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
+        if span.has_unseen(span.tile(step), config.tile_n):
+            full = channels[config.v_ring + "_full"]
+            full.wait(step)
+            stage = columns.v_smem + full.stage(step) * config.kv_tile_bytes
+            unseen.clear(config, span, first_key, columns.thread, stage)
     tmem.wait_stores()
     if cutlass.const_expr(config.p_in_smem):
         cute.arch.fence_view_async_shared()

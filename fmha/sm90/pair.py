@@ -155,8 +155,9 @@ def attend_paired(pair):
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
     for i in cutlass.range(masked, unroll=1):
         state = turn(pair, start + TURNS * i, state, True)
-    for i in cutlass.range(masked, unmasked, unroll=1):
-        state = turn(pair, start + TURNS * i, state, False)
+    if cutlass.const_expr(not config.every_tile_masked):
+        for i in cutlass.range(masked, unmasked, unroll=1):
+            state = turn(pair, start + TURNS * i, state, False)
     if cutlass.const_expr(config.has_left):
         for i in cutlass.range(unmasked, total, unroll=1):
             state = turn(pair, start + TURNS * i, state, True)

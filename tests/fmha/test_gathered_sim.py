@@ -1,4 +1,4 @@
-"""The gathered-attention kernel for sm_90a, in the simulator, against the reference."""
+"""The gathered-attention kernels in the simulator, against the reference."""
 
 import cutlass.cute as cute
 import pytest
@@ -11,17 +11,17 @@ from suites import long
 from warpspec.common.compile import fake_rows, resources
 from warpspec.common.launch import SIMULATED, Kernel
 from warpspec.fmha import merge
-from warpspec.fmha.gathered import dense, gathered_attention, launch, ops
-from warpspec.fmha.gathered.config import GatheredConfig, RowsConfig
+from warpspec.fmha.gathered import gathered_attention, launch, ops
+from warpspec.fmha.gathered.config import GatheredConfig
 from warpspec.fmha.gathered.convert import to_bf16
 
 TARGET = SIMULATED["sm_90a"]
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    """Backend "sim" runs the kernel for sm_90a."""
-    monkeypatch.setattr(ops, "target_of", lambda device: TARGET)
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def simulated(request, monkeypatch):
+    """Backend "sim" runs the kernel for either architecture."""
+    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[request.param])
 
 
 def compare(case):
@@ -44,7 +44,7 @@ def compare(case):
         long(64, (100, 300), {"num_splits": 3}),
     ],
 )
-def test_against_reference(heads, slots, options):
+def test_against_reference(simulated, heads, slots, options):
     """Queries that see all, a part, nothing; slots of no row; NaN in every row that is not seen."""
     case = random_case(4, heads, slots, **{"num_splits": 1, **options})
     got = compare(case)
@@ -66,50 +66,13 @@ def numbers_slots(case, token, number):
 
 
 @pytest.mark.long
-def test_states_merge():
+def test_states_merge(simulated):
     case = random_case(2, 16, (70, 70), sink=False, rotate=False, lse=False)
     states = [
         gathered_attention(case.q, [k], normalize=False, num_splits=1, backend="sim") for k in case.key_sets
     ]
     wanted = gathered_attention(case.q, case.key_sets, backend="reference")
     assert judge(merge(states)[0], wanted) < O_TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"format": "bf16", "rotate": False}])
-def test_rows_brought_together(monkeypatch, options):
-    """What sm100 does: bits of the rows, then attention over them; a workspace of two queries at a time."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED["sm_100a"])
-    monkeypatch.setattr(dense, "WORKSPACE_BYTES", 2 * 90 * dense.ROW_BYTES)
-    assert not compare(random_case(5, 8, (20, 70), **options))[2].any()
-    states = random_case(2, 16, (30, 40), sink=False, rotate=False, lse=False)
-    parts = [gathered_attention(states.q, [k], normalize=False, backend="sim") for k in states.key_sets]
-    wanted = gathered_attention(states.q, states.key_sets, backend="reference")
-    assert judge(merge(parts)[0], wanted) < O_TOLERANCE
-
-
-@pytest.mark.parametrize("format", ["v4-fp8", "bf16"])
-def test_gathered_rows_bits(format):
-    """Rows as ``LatentPool.read`` has them in bf16; zeros and -inf where there are none."""
-    case = random_case(3, 8, (20, 33), format=format)
-    rows = torch.full((3, 53, 512), torch.nan, dtype=torch.bfloat16)
-    bias = torch.full((3, 53), 7.0)
-    sets = [part for k in case.key_sets for part in (k.pool.words, k.slots, k.lengths, k.pool.page_size)]
-    config = RowsConfig(format, 2, (True, True))
-    dense.GATHER_ROWS.run(
-        config, SIMULATED["sm_100a"], rows.view(torch.uint32), bias, *sets, None, None, None, 1
-    )
-    wanted, seen = [], []
-    for k in case.key_sets:
-        here = (
-            (torch.arange(k.slots.shape[1]) < k.lengths[:, None])
-            & (k.slots >= 0)
-            & (k.slots < k.pool.capacity)
-        )
-        wanted.append(k.pool.read(torch.where(here, k.slots, -1))), seen.append(here)
-    seen = torch.cat(seen, 1)
-    assert torch.equal(rows.float(), torch.cat(wanted, 1))
-    assert bias[seen].eq(0).all() and bias[~seen].eq(-torch.inf).all()
 
 
 def test_budgets():

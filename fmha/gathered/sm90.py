@@ -1,4 +1,4 @@
-"""The gathered-attention kernel for sm_90a: host side, storage, role dispatch, consumers."""
+"""The gathered-attention kernel for sm_90a: storage, role dispatch, consumers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from warpspec.common import tma
-from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.common.wgmma import flat
-from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
 from warpspec.fmha.features import FP32_BYTES
-from warpspec.fmha.gathered.config import MAX_KEY_SETS, GatheredConfig
+from warpspec.fmha.gathered.config import ROPE_DIM, GatheredConfig
 from warpspec.fmha.gathered.gather import gather
-from warpspec.fmha.gathered.task import DeviceKeySet, Gathered, Units, task_at
+from warpspec.fmha.gathered.host import GatheredHost, gathered_arguments
+from warpspec.fmha.gathered.task import task_at
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Work, products
 from warpspec.fmha.sm90.epilogue import epilogue
@@ -34,7 +32,6 @@ from warpspec.fmha.sm90.fragment import (
 )
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 
-ROPE_DIM = 64
 MASK_BITS = 32
 
 
@@ -76,59 +73,8 @@ def hide_missing(scores: cute.Tensor, r: cutlass.Constexpr, member, words: cutla
             scores[i] = Float32(cutlass.select_(cutlass.Boolean(bit == 0), -Float32.inf, scores[i]))
 
 
-class GatheredAttention:
-    """``GatheredAttention(config)(...)`` is the host function."""
-
-    def __init__(self, config: GatheredConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        o: cute.Tensor,
-        sink: cute.Tensor | None,
-        lse: cute.Tensor | None,
-        row_max: cute.Tensor | None,
-        row_sum: cute.Tensor | None,
-        cos_sin: cute.Tensor | None,
-        positions: cute.Tensor | None,
-        pool0: cute.Tensor,
-        slots0: cute.Tensor,
-        lengths0: cute.Tensor | None,
-        page_size0: Int32,
-        pool1: cute.Tensor | None,
-        slots1: cute.Tensor | None,
-        lengths1: cute.Tensor | None,
-        page_size1: Int32,
-        pool2: cute.Tensor | None,
-        slots2: cute.Tensor | None,
-        lengths2: cute.Tensor | None,
-        page_size2: Int32,
-        scale_log2: Float32,
-        splits: Int32,
-        ctas: Int32,
-        stream: CUstream,
-    ):
-        """Tensors as in ``task.Gathered``, flat. scale_log2: scale * log2(e). splits: parts of each query's keys. ctas:
-        most persistent CTAs."""
-        config = self.config
-        sets = (
-            DeviceKeySet(pool0, slots0, lengths0, page_size0),
-            DeviceKeySet(pool1, slots1, lengths1, page_size1),
-            DeviceKeySet(pool2, slots2, lengths2, page_size2),
-        )[: config.sets]
-        operands = Gathered(q, o, sink, lse, row_max, row_sum, cos_sin, positions, sets)
-        head_groups = cute.ceil_div(q.shape[2], config.pack)
-        units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
-        atom, coordinates = tma.make_load(q_view(config, q), config.q_box)
-        self.kernel(operands, atom, coordinates, units, scale_log2).launch(
-            grid=(cutlass.min(units.total, ctas), 1, 1),
-            block=(config.threads, 1, 1),
-            min_blocks_per_mp=config.shape.ctas_per_sm,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            stream=stream,
-        )
+class GatheredAttention(GatheredHost):
+    """The kernel of one ``GatheredConfig``."""
 
     @cute.kernel
     def kernel(self, operands, atom, coordinates, units, scale_log2):
@@ -239,37 +185,6 @@ def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token
             o[i + 1] = high * cos - low * sin
 
 
-def gathered_arguments(config: GatheredConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
-    partial = 1 if config.splits else 0
-
-    def rows(dtype, rank):
-        return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
-
-    def of(present, *arguments, **options):
-        return fake_rows(*arguments, **options) if present else None
-
-    sets = []
-    for number in range(MAX_KEY_SETS):
-        there = number < config.sets
-        sets += [
-            of(there, Uint32, 2, alignment=TMA_ALIGNMENT),
-            of(there, Int32, 2),
-            of(there and config.lengths[number], Int32, 1),
-            Int32(1),
-        ]
-    return (
-        GatheredAttention(config),
-        rows(BFloat16, 4),
-        rows(BFloat16 if config.normalize else Float32, 4 + partial),
-        of(config.has_sink, Float32, 1),
-        of(config.has_lse, Float32, 3),
-        of(not config.normalize, Float32, 3 + partial),
-        of(not config.normalize, Float32, 3 + partial),
-        of(config.rotate_back, Float32, 2, ROPE_DIM),
-        of(config.rotate_back, Int32, 1),
-        *sets,
-        Float32(1.0),
-        Int32(1),
-        Int32(1),
-    )
+def host_and_arguments(config: GatheredConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return gathered_arguments(GatheredAttention, config)
