@@ -19,7 +19,7 @@ from shared.generated_tables import Section, main, table
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.gathered.config import GatheredConfig
+from warpspec.fmha.gathered.config import GatheredConfig, Sm100GatheredConfig
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
@@ -215,6 +215,8 @@ def attention() -> str:
             attention_budgets(default),
             "D = 512, K and V one tensor (its barriers are those above without V's):",
             attention_budgets(large, barriers=False),
+            "D = 512, rows gathered by slot (its `k_full` has four arrivals, of the producer warps):",
+            attention_budgets(Sm100GatheredConfig.of(), barriers=False),
             "With a bias that TMA streams, of every row of a tile (heads that share it need one row a query, at most "
             "8 KB in decode); tensor memory is as above:",
             with_bias(),

@@ -134,10 +134,12 @@ class GatheredConfig(Gathers, AttentionConfig):
 
 @dataclass(frozen=True)
 class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
-    """The kernel for sm_100a: warps 0 to 3 are softmax and epilogue, 4 to 7 producers, 8 issues products. A CTA a
-    task."""
+    """The kernel for sm_100a: warps 0 to 3 are softmax and epilogue, 4 to 7 producers, 8 issues products; three more
+    make its warpgroup whole, whose registers go to softmax. A CTA a task."""
 
     shape: object = SHARED_SHAPES[512][0]
+    softmax_registers: int = 232
+    other_registers: int = 104
 
     def __post_init__(self):
         super().__post_init__()
@@ -162,4 +164,10 @@ class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
 
     @property
     def threads(self) -> int:
-        return 9 * WARP_THREADS
+        return 3 * WARPGROUP_THREADS
+
+    @property
+    def role_registers(self) -> int:
+        """Registers of a CTA once the roles have set theirs; producers keep what they were launched with."""
+        per_lane = self.softmax_registers + self.launch_registers + self.other_registers
+        return per_lane * WARPGROUP_THREADS

@@ -118,6 +118,7 @@ class GatheredAttention(GatheredHost):
         masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))
         shared = Shared(storage.q.data_ptr(), storage.k.data_ptr(), masks)
         if warp < len(config.softmax_warps):
+            cute.arch.setmaxregister_increase(config.softmax_registers)
             task = task_at(config, operands, units, cute.arch.block_idx()[0])
             places = GatheredColumns(
                 thread=thread,
@@ -138,9 +139,11 @@ class GatheredAttention(GatheredHost):
         elif warp < config.mma_warp:
             gather(config, channels, shared, operands, units, atom, coordinates)
         else:
-            task = task_at(config, operands, units, cute.arch.block_idx()[0])
-            bases = (shared.q, shared.k, shared.k, storage.p.data_ptr())
-            mma(config, channels, fragments(config, BFloat16, *bases, columns), task.span, BFloat16)
+            cute.arch.setmaxregister_decrease(config.other_registers)
+            if warp == config.mma_warp:
+                task = task_at(config, operands, units, cute.arch.block_idx()[0])
+                bases = (shared.q, shared.k, shared.k, storage.p.data_ptr())
+                mma(config, channels, fragments(config, BFloat16, *bases, columns), task.span, BFloat16)
 
 
 @cute.jit
