@@ -46,9 +46,10 @@ def swap_ffn_decode(
     and not on what other requests hold.
 
     backend: "sm100", "sm90", "sim", "reference" or "auto" (README). Kernels take D 256, 512, 768 or 1024, d_router 64,
-    K 8, any d_ff (padded to whole tiles), any number of cores; others raise UnsupportedProblem. On sm_90a a step is one
-    cooperative launch, which raises if the GPU has no room for all of its CTAs at once; safe in CUDA graphs once it has
-    been called. No gradients: arguments that require them raise NotImplementedError.
+    K 8, any d_ff (padded to whole tiles), any number of cores; others raise UnsupportedProblem. A step of few requests
+    is one cooperative launch on sm_90a, which raises RuntimeError if the GPU has no room for all of its CTAs at once;
+    other steps are chains of launches. Safe in CUDA graphs once it has been called. No gradients: arguments that
+    require them raise NotImplementedError.
 
     Raises TypeError or ValueError naming a bad argument, before anything is launched or written.
     """

@@ -111,6 +111,8 @@ class SwapConfig:
         assert self.phase in PHASES and self.arch in ("sm90", "sm100")
         assert self.d_model % (ROW_THREADS * VECTOR) == 0
         assert not (self.fused and self.arch == "sm100")
+        # Registers: the sums of both products are live in all of the fused kernel.
+        assert not (self.fused and self.tiles.up_n == self.tiles.down_n == max(TILE_NS))
         if self.multiplies:
             tiles = self.tiles
             for phase in self.products:

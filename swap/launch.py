@@ -19,6 +19,7 @@ from warpspec.swap.config import (
     SLOTS,
     TILE_COUNTERS,
     TILE_M,
+    TILE_NS,
     WARPS,
     SwapConfig,
     Tiles,
@@ -68,13 +69,23 @@ def check_supported(problem: SwapProblem) -> None:
 
 
 def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) -> Plan:
-    """The plan for a problem that kernels run. tiles: instead of the chosen ones."""
-    tiles = tiles or (Tiles() if target.major == 9 else Tiles(cluster_m=1, cluster_n=1))
+    """The plan for a problem that kernels run, as measured at the published sizes (docs/measurements.md).
+
+    tiles: instead of the chosen ones. On sm_90a one kernel where every CTA has one tile of the up product at most, as
+    with one request, else the chain, there with 256 columns a tile of the down product where such tiles fill the GPU.
+    """
+    fused, row_tiles = False, -(-problem.rows // TILE_M)
+    if target.major != 9:
+        tiles = tiles or Tiles(cluster_m=1)
+    else:
+        fused = row_tiles * (2 * problem.d_ff // Tiles().up_n) <= target.sm_count
+        wide = max(TILE_NS)
+        fills = problem.d_model % wide == 0 and row_tiles * (problem.d_model // wide) >= target.sm_count
+        tiles = tiles or Tiles(down_n=wide if fills and not fused else Tiles().down_n)
     ctas = target.sm_count // tiles.cluster * tiles.cluster
-    row_tiles = -(-problem.rows // TILE_M)
     units = row_tiles * (problem.d_model // tiles.down_n)
     splits = max(1, min(MOST_SPLITS, ctas // units, problem.d_ff // K_TILE))
-    return Plan(fused=target.major == 9, tiles=tiles, splits=splits, ctas=ctas)
+    return Plan(fused, tiles, splits, ctas)
 
 
 class Step:

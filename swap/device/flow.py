@@ -77,7 +77,7 @@ def count(counter: cute.Pointer, thread, done=1):
 
 @cute.jit
 def finish(flow, thread):
-    """The last CTA of the launch leaves zeros. Called once no CTA waits any more but for this one's counts."""
+    """The last CTA of the launch leaves zeros. Called by a CTA's threads once none of its warps waits for counts."""
     blocks, _, _ = cute.arch.grid_dim()
     if thread == 0:
         before = cute.arch.atomic_add(flow.grid("finished"), Int32(1), sem="acq_rel", scope="gpu")

@@ -90,9 +90,12 @@ class Products(SwapHost):
                 phase = config.phase
                 product_phase(config, phase, channels, base, works[phase], ops, flow, thread, Int32(0))
 
-        # 3. No CTA leaves while others may arrive at its barriers or write into its slots.
+        # 3. No CTA leaves while others may arrive at its barriers or write into its stages. Behind this barrier no warp
+        # looks at the counters any more, which the last CTA sets to zero.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+        if cutlass.const_expr(config.fused):
+            finish(flow, thread)
 
 
 @cute.jit
@@ -156,7 +159,6 @@ def consume(
     pool(config, ops, scratch.sums, flow, place, steps)
     basis(config, ops, scratch.sums, flow, place)
     decode(config, ops, flow, place)
-    finish(flow, thread)
 
 
 def swaps_after(step, steps, k_ffn):

@@ -29,12 +29,20 @@ def case(batch=1, *, seed=0, **sizes):
 
 
 @pytest.mark.parametrize(
-    ("batch", "residual", "fused"), [(1, False, False), (1, False, True), (3, True, True), (16, False, True)]
+    ("batch", "residual", "changes"),
+    [
+        (1, False, {}),
+        (1, False, dict(fused=False)),
+        (3, True, {}),
+        (3, True, dict(fused=True)),
+        (16, False, {}),
+    ],
 )
-def test_forced_decisions_at_full_size(batch, residual, fused):
+def test_forced_decisions_at_full_size(batch, residual, changes):
+    """The plan that is taken, and the other way."""
     x, state, w = case(batch)
     call = CALL | dict(residual=residual)
-    check_forced(x, state, w, call, plan_of(x, state, w, call, fused=fused))
+    check_forced(x, state, w, call, plan_of(x, state, w, call, **changes))
 
 
 @pytest.mark.parametrize(
@@ -70,13 +78,14 @@ def test_a_hundred_steps_of_state():
     call = dict(events=2, k_ffn=1, residual=False)
     mine = state.clone()
     problem = SwapProblem.check(x, state, w, **call)
-    chain = launch.Step(problem, target_of(x.device), plan_of(x, state, w, call, fused=False))
+    plan = plan_of(x, state, w, call)
+    other = launch.Step(problem, target_of(x.device), dataclasses.replace(plan, fused=not plan.fused))
     for _ in range(100):
         delta, new = swap_ffn_decode(x, state, w, **call)
         if torch.equal(new.ram, state.ram):
             pytest.fail("nothing was swapped")
         found = torch.full_like(x, torch.nan)
-        chain.run(chain.operands(x, mine.ram, mine.map, w, found))
+        other.run(other.operands(x, mine.ram, mine.map, w, found))
         state = new
         x = torch.randn_like(x)
         assert torch.equal(delta, found)

@@ -1,7 +1,5 @@
 """The kernels of both architectures in the simulator, as a chain and as one, against the reference."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from swap_cases import (
@@ -40,12 +38,13 @@ def test_fused_and_chain_on_sm90():
         pytest.param(Tiles(cluster_m=2, cluster_n=2, stages=3), 3, 8, marks=pytest.mark.long),
         pytest.param(Tiles(cluster_m=1, cluster_n=2), 1, 4, marks=pytest.mark.long),
         pytest.param(Tiles(down_n=256), 2, 2, marks=pytest.mark.long),
+        pytest.param(Tiles(), 8, 2, marks=pytest.mark.long),  # one K tile a split
     ],
 )  # fmt: skip
 def test_tiles_and_clusters_on_sm90(tiles, splits, ctas):
     """Few CTAs, so that each has several tiles of a phase; a residual."""
     x, state, w = small(1, cores=140)
-    plan = make_plan("sm_90a", fused=True, tiles=tiles, splits=splits, ctas=ctas)
+    plan = make_plan("sm_90a", fused=tiles.down_n < tiles.up_n, tiles=tiles, splits=splits, ctas=ctas)
     check_forced(x, state, w, dict(events=2, k_ffn=1, residual=True), plan, SM90)
 
 
@@ -85,7 +84,7 @@ def test_hidden_nan_stays_in_its_core():
 
 @pytest.mark.usefixtures("check_order")
 def test_one_core_and_equal_scores():
-    """One row, one K tile a split; bank scores that are all the same take bank 0, an open gate everywhere."""
+    """One row; bank scores that are all the same take bank 0, an open gate everywhere."""
     x, state, w = small(1, cores=1, d_ff=8)
     tensors = dict(w.tensors) | {
         "bank_w": torch.zeros(64, 4),
@@ -96,23 +95,45 @@ def test_one_core_and_equal_scores():
     call = dict(events=2, k_ffn=1, residual=False)
     delta, new, made = reference_of(x, state, w, call)
     assert made.gate.all() and not made.logical.any()
-    plan = launch.make_plan(SwapProblem.check(x, state, w, **call), SM90)
-    assert plan.fused and plan.splits == 4  # a K tile each: no more splits than that
-    got = run(x, state, w, call, replace(plan, ctas=2), SM90, forced=made)
+    got = run(x, state, w, call, make_plan("sm_90a", fused=True, ctas=2), SM90, forced=made)
     assert got.gate.all() and not got.logical.any() and error(got.delta, delta) < 2e-2
     assert torch.equal(got.state.map, new.map)
 
 
-def test_budgets_and_spills():
-    """Real sizes: no product phase spills, and every kernel fits."""
+def test_plans():
+    """No more splits than K tiles; at the published sizes what was measured best."""
+    x, state, w = small(1, cores=1, d_ff=8)
+    for target in (SM90, SM100):
+        assert launch.make_plan(SwapProblem.check(x, state, w, **CALL), target).splits == 4
+    sizes = dict(cores=512, d_model=1024, d_ff=4096, d_router=64, collapse_k=8, collapse_r=224, **CALL)
+    for batch, wanted in (
+        (1, (True, 128, 4)),
+        (2, (False, 128, 2)),
+        (4, (False, 128, 1)),
+        (16, (False, 256, 1)),
+    ):
+        problem = SwapProblem(batch=batch, eps=1e-6, device=torch.device("cpu"), **sizes)
+        plan = launch.make_plan(problem, SM90)
+        assert (plan.fused, plan.tiles.down_n, plan.splits) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arch", "sm", "phase"),
+    [
+        ("sm_90a", "sm90", "up"),
+        ("sm_100a", "sm100", "up"),
+        pytest.param("sm_90a", "sm90", "down", marks=pytest.mark.long),
+        pytest.param("sm_100a", "sm100", "down", marks=pytest.mark.long),
+    ],
+)
+def test_no_register_spills(arch, sm, phase):
+    """A product phase at real sizes."""
     from warpspec.common.compile import resources
 
-    for arch, sm in (("sm_90a", "sm90"), ("sm_100a", "sm100")):
-        tiles = Tiles() if sm == "sm90" else Tiles(cluster_m=1)
-        for phase in ("up", "down"):
-            config = SwapConfig(arch=sm, phase=phase, d_model=1024, tiles=tiles)
-            (found,) = resources(launch.SWAP.compiled(config, arch)).values()
-            assert found.local_bytes == 0, (arch, phase, found)
+    tiles = Tiles() if sm == "sm90" else Tiles(cluster_m=1)
+    config = SwapConfig(arch=sm, phase=phase, d_model=1024, tiles=tiles)
+    (found,) = resources(launch.SWAP.compiled(config, arch)).values()
+    assert found.local_bytes == 0, found
 
 
 @pytest.mark.long
