@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.cuda.green_contexts as green_contexts
 from shared.swap_inputs import random_call, random_weights
 from swap_cases import check_forced, reference_of, run, unfused
 
@@ -151,26 +150,33 @@ def refused(step, x, state, w):
     assert delta.isnan().all() and torch.equal(mine.ram, state.ram)
 
 
-def test_lost_co_residency_raises():
-    """More CTAs than there are SMs, and fewer SMs free than CTAs: refused, and the next call is right."""
+def test_more_ctas_than_sms_raises():
+    """And the next call is right."""
     x, state, w = case(1)
     target = target_of(x.device)
     problem = SwapProblem.check(x, state, w, **CALL)
     wanted, _ = swap_ffn_decode(x, state, w)
-    refused(
-        launch.Step(problem, target, plan_of(x, state, w, CALL, fused=True, ctas=2 * target.sm_count)),
-        x,
-        state,
-        w,
-    )
-    if green_contexts.SUPPORTED:
-        step = launch.Step(problem, target, plan_of(x, state, w, CALL, fused=True))
-        half = green_contexts.GreenContext.create(num_sms=target.sm_count // 2)
-        half.set_context()
-        try:
-            refused(step, x, state, w)
-        finally:
-            half.pop_context()
+    plan = plan_of(x, state, w, CALL, fused=True, ctas=2 * target.sm_count)
+    refused(launch.Step(problem, target, plan), x, state, w)
+    again, _ = swap_ffn_decode(x, state, w)
+    assert torch.equal(again, wanted)
+
+
+def test_fewer_sms_than_ctas_raises():
+    """Half of the SMs, by a green context."""
+    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
+    if not green_contexts.SUPPORTED:
+        pytest.skip("torch was built without green contexts")
+    x, state, w = case(1)
+    target = target_of(x.device)
+    problem = SwapProblem.check(x, state, w, **CALL)
+    wanted, _ = swap_ffn_decode(x, state, w)
+    half = green_contexts.GreenContext.create(num_sms=target.sm_count // 2, device_id=target.device)
+    half.set_context()
+    try:
+        refused(launch.Step(problem, target, plan_of(x, state, w, CALL, fused=True)), x, state, w)
+    finally:
+        half.pop_context()
     again, _ = swap_ffn_decode(x, state, w)
     assert torch.equal(again, wanted)
 
