@@ -1,8 +1,9 @@
-"""What of the layer runs on any GPU: sorting, routing and un-permuting without a word from the host."""
+"""The layer on sm_90a, and what of it runs on any GPU: sorting, routing and un-permuting without a word from the
+host."""
 
 import pytest
 import torch
-from moe_cases import make_experts, randn
+from moe_cases import GEMM_TOLERANCE, make_experts, randn, relative_error
 
 from warpspec.moe import moe_ffn, ops, route
 from warpspec.moe.permute import sort_tokens
@@ -87,3 +88,70 @@ def test_reference_on_the_gpu():
     on_gpu = (tensor.cuda() for tensor in (ids, weights))
     got = moe_ffn(x.cuda(), layer.to("cuda"), *on_gpu, backend="reference")
     torch.testing.assert_close(got.cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs sm_90a"
+)
+
+
+@pytest.fixture(scope="module")
+def streamed_layer():
+    """Experts with biases, one of them shared, laid out for sm_90a from the GPU's own tensors."""
+    layer, _ = make_experts(9, 464, 200, biases=True, shared=1)
+    return layer.to("cuda").for_backend()
+
+
+def layer_case(tokens, seed=0):
+    x = randn(tokens, 464, seed=seed).bfloat16().cuda()
+    ids, weights = route(2 * randn(tokens, 8, seed=seed + 1).cuda(), 3)
+    ids[::5, 1] = -1
+    return x, ids, weights
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 7, 60, 300, 1500])
+def test_layer(streamed_layer, tokens):
+    """Against the reference; the same bits again, and for a token alone."""
+    x, ids, weights = layer_case(tokens)
+    options = dict(activation="swiglu_oai", limit=2.0)
+    got = moe_ffn(x, streamed_layer, ids, weights, **options)
+    expected = moe_ffn(x, streamed_layer, ids, weights, **options, backend="reference").float()
+    assert relative_error(got, expected) < 1.3 * GEMM_TOLERANCE
+    worst = (got.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert worst.nan_to_num(0.0).max() < 3 * GEMM_TOLERANCE
+    for _ in range(3):
+        assert torch.equal(moe_ffn(x, streamed_layer, ids, weights, **options), got)
+    last = slice(tokens - 1, tokens)
+    assert torch.equal(moe_ffn(x[last], streamed_layer, ids[last], weights[last], **options), got[last])
+
+
+@hopper
+def test_layer_in_a_graph_and_compiled(streamed_layer, no_synchronisation):
+    torch.cuda.set_sync_debug_mode("default")
+    x, ids, weights = layer_case(20)
+    expected = moe_ffn(x, streamed_layer, ids, weights)
+    torch.cuda.set_sync_debug_mode("error")
+    assert moe_ffn(x, streamed_layer, ids, weights).shape == x.shape
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_ffn(x, streamed_layer, ids, weights)
+    new = layer_case(20, seed=5)
+    for old, other in zip((x, ids, weights), new, strict=True):
+        old.copy_(other)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, moe_ffn(*new[:1], streamed_layer, *new[1:])) and not torch.equal(out, expected)
+    compiled = torch.compile(moe_ffn, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*new[:1], streamed_layer, *new[1:]), out)
+
+
+@hopper
+def test_layouts_are_refused():
+    layer, _ = make_experts(3, 64, 64)
+    x, ids, weights = randn(2, 64).bfloat16().cuda(), torch.zeros(2, 1).int().cuda(), torch.ones(2, 1).cuda()
+    with pytest.raises(ValueError, match="laid out for 'sm100'"):
+        moe_ffn(x, layer.to("cuda"), ids, weights)
