@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from warpspec.common import tma
 from warpspec.common.hardware import (
+    MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
+    REGISTER_STEP,
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
@@ -16,25 +18,26 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
 from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, scale_bytes
+from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
 ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
+LOAD_REGISTERS = 40
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
-STAGE_STEPS = 2  # of K in a stage of the ring
-STAGE_CHUNKS = STAGE_STEPS * STEP_CHUNKS
-STAGE_K = STAGE_CHUNKS * CHUNK
-ROW_BYTES = STAGE_K * ELEMENT_BYTES  # of a token in a stage: 16 bytes for each lane of a warp
+STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
 MOST_STAGES = 24  # whose barriers have room
 TOKENS = (8, 16, 32, 64, 128)  # N
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM. splits: consumers that
-    take turns at the stages of the same features."""
+    """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM.
+
+    splits: consumers that take turns at the stages of the same features. tall: row groups of a consumer. steps: of K to
+    a stage, 1 or 2.
+    """
 
     row_groups: int = 1
     tokens: int = 8
@@ -42,10 +45,14 @@ class Shape:
     ctas_per_sm: int = 3
     load_warps: int = 1
     splits: int = 1
+    tall: int = 1
+    steps: int = 2
 
     def __str__(self):
         splits = f" {self.splits} splits" if self.splits > 1 else ""
-        return f"{64 * self.row_groups}x{self.tokens} {self.stages} stages {self.ctas_per_sm} an SM{splits}"
+        tall = " tall" if self.tall > 1 else ""
+        stages = f"{self.stages} stages of {self.steps}"
+        return f"{64 * self.row_groups}x{self.tokens}{tall} {stages} {self.ctas_per_sm} an SM{splits}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,15 @@ class StreamConfig:
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
         assert shape.ctas_per_sm * (self.smem_bytes + SMEM_RESERVED_PER_CTA) <= SMEM_PER_SM
         assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
-        assert shape.ctas_per_sm * self.threads * self.registers <= REGISTERS_PER_SM
+        assert (
+            shape.row_groups % shape.tall == 0
+            and (shape.tall == 1 or shape.splits == 1)
+            and shape.steps in (1, 2)
+        )
+        if self.role_registers:
+            assert self.registers <= self.role_registers[0]
+        else:
+            assert shape.ctas_per_sm * self.threads * self.registers <= REGISTERS_PER_SM
 
     @property
     def gated(self) -> bool:
@@ -82,7 +97,7 @@ class StreamConfig:
 
     @property
     def consumers(self) -> int:
-        return self.shape.row_groups * self.shape.splits
+        return self.shape.row_groups // self.shape.tall * self.shape.splits
 
     @property
     def threads(self) -> int:
@@ -95,8 +110,28 @@ class StreamConfig:
 
     @property
     def registers(self) -> int:
-        """Of a thread, at least: the accumulator, two chunks of weights, what is decoded."""
-        return self.shape.tokens // 2 + 86
+        """Of a consumer's thread, at least: the accumulator, two chunks of weights, what is decoded."""
+        return self.shape.tall * self.shape.tokens // 2 + 86
+
+    @property
+    def role_registers(self) -> tuple[int, int] | None:
+        """(of a consumer's thread, of a load warp's) where whole warpgroups load, which can hand registers on."""
+        if self.shape.load_warps != WARPS:
+            return None
+        threads = REGISTERS_PER_SM // self.shape.ctas_per_sm // self.threads // REGISTER_STEP * REGISTER_STEP
+        spare = (threads - LOAD_REGISTERS) * WARPGROUP_THREADS
+        more = threads + spare // (self.consumers * WARPGROUP_THREADS) // REGISTER_STEP * REGISTER_STEP
+        return min(more, MAX_REGISTERS_PER_THREAD // REGISTER_STEP * REGISTER_STEP), LOAD_REGISTERS
+
+    @property
+    def stage_chunks(self) -> int:
+        """Of K."""
+        return self.shape.steps * STEP_CHUNKS
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token in a stage."""
+        return self.shape.steps * STEP_ROW_BYTES
 
     # Shared memory.
 
@@ -113,12 +148,12 @@ class StreamConfig:
     @property
     def weight_bytes(self) -> int:
         """Of a stage and row group."""
-        return STAGE_STEPS * self.step_bytes
+        return self.shape.steps * self.step_bytes
 
     @property
     def token_bytes(self) -> int:
         """Of a stage."""
-        return self.shape.tokens * ROW_BYTES
+        return self.shape.tokens * self.row_bytes
 
     @property
     def sums_bytes(self) -> int:
@@ -129,8 +164,10 @@ class StreamConfig:
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         """(region, bytes, what stands in it)."""
         shape = self.shape
-        weights = f"{shape.stages} x {shape.row_groups} x {STAGE_STEPS} steps of 64 features: scales, codes"
-        tokens = f"{shape.stages} x [{STAGE_CHUNKS}, {shape.tokens}, 64] of activations, 128-byte swizzle"
+        weights = f"{shape.stages} x {shape.row_groups} x {shape.steps} steps of 64 features: scales, codes"
+        tokens = (
+            f"{shape.stages} x [{self.stage_chunks}, {shape.tokens}, 64] of activations, 128-byte swizzle"
+        )
         return (
             ("barriers", BARRIER_BYTES, "mbarriers"),
             ("weights", shape.stages * shape.row_groups * self.weight_bytes, weights),
@@ -159,7 +196,7 @@ class StreamConfig:
             Barrier(
                 "empty",
                 stages,
-                self.shape.row_groups * WARPS,
+                self.consumers // self.shape.splits * WARPS,
                 "consumers of the stage, a warp",
                 "load warps",
                 "it has been read",

@@ -12,7 +12,6 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.hardware import QUAD, WARPGROUP_ROWS, WARPGROUP_THREADS
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.common.wgmma import flat, multiply
-from warpspec.moe.sm90.config import STAGE_CHUNKS
 from warpspec.moe.sm90.decode import decode_chunk
 from warpspec.moe.sm90.epilogue import store, terms_of
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
@@ -33,7 +32,7 @@ def make_mma(config) -> cute.TiledMma:
 def token_chunks(config, base) -> cute.Tensor:
     """(MMA, MMA_N, MMA_K, CHUNK): descriptors of all stages' chunks."""
     tiler = (WARPGROUP_ROWS, config.shape.tokens, CHUNK)
-    chunks = STAGE_CHUNKS * config.shape.stages
+    chunks = config.stage_chunks * config.shape.stages
     layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, chunks)
     shared = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
     mma = make_mma(config)
@@ -42,53 +41,68 @@ def token_chunks(config, base) -> cute.Tensor:
 
 @cute.jit
 def consume(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, group, split, thread):
-    """One consumer: the stages split, split + splits, ... of 64 features of all tiles of the CTA. thread: 0..127 of it.
+    """One consumer: the stages split, split + splits, ... of the row groups from ``group`` on, of all tiles of the CTA.
+    thread: 0..127 of it.
 
     Consumes full; the fence behind it lets wgmma read what the load warps' copies wrote, and the copy engine write what
     was read before. Produces empty, one arrival a warp, when the products of a stage are done. Two chunks are in
     registers: one is decoded while the products of the other run.
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    splits, empty = config.shape.splits, channels["empty"]
+    splits, tall, chunks, empty = (
+        config.shape.splits,
+        config.shape.tall,
+        config.stage_chunks,
+        channels["empty"],
+    )
     mma, tokens = make_mma(config), token_chunks(config, shared.tokens)
-    sums = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, config.shape.tokens)), Float32)
+    sums_shape = mma.partition_shape_C((WARPGROUP_ROWS, config.shape.tokens))
+    sums = [cute.make_rmem_tensor(sums_shape, Float32) for _ in range(tall)]
     chunk_shape = mma.partition_shape_A((WARPGROUP_ROWS, CHUNK))
     weights = [cute.make_rmem_tensor(chunk_shape, BFloat16) for _ in range(2)]
-    whole, stages, use = ops.chunks // STAGE_CHUNKS, stage_count(ops), Int32(0)
+    whole, stages, use = ops.chunks // chunks, stage_count(config, ops), Int32(0)
     for index in cutlass.range(cta, tile_count(config, ops), ctas, unroll=1):
         tile = tile_at(config, ops, index)
         if has_rows(ops, tile, group):
-            terms = terms_of(config, ops, tile, group, thread)
-            sums.fill(0.0)
+            terms = [terms_of(config, ops, tile, group + i, thread) for i in range(tall)]
+            for i in cutlass.range_constexpr(tall):
+                sums[i].fill(0.0)
             for stage in cutlass.range(split, whole, splits, unroll=1):
                 await_stage(channels, use + stage)
-                codes, scales = stage_words(config, shared, group, thread, use + stage, STAGE_CHUNKS)
-                for chunk in cutlass.range_constexpr(STAGE_CHUNKS):
+                words = [
+                    stage_words(config, shared, group + i, thread, use + stage, chunks) for i in range(tall)
+                ]
+                for unit in cutlass.range_constexpr(chunks * tall):
                     warpgroup.wait_group(1)
-                    if cutlass.const_expr(chunk == 1):  # noqa: SIM102
+                    if cutlass.const_expr(unit == 1):  # noqa: SIM102
                         if stage >= splits:
                             empty.arrive_warp(use + stage - splits)
-                    issue(config, sums, weights[chunk % 2], tokens, codes, scales, use + stage, chunk)
+                    chunk, i = unit // tall, unit % tall
+                    issue(config, sums[i], weights[unit % 2], tokens, words[i], use + stage, chunk)
+            # The split's last stage; where that is a part of one, also the one before.
             left = cutlass.max(stages - splits, 0)
-            left += (
-                split + left * (splits - 1)
-            ) % splits  # the split's last stage; a part, and the one before
+            left += (split + left * (splits - 1)) % splits
             if (whole < stages) & (whole % splits == split):
                 await_stage(channels, use + whole)
-                codes, scales = stage_words(config, shared, group, thread, use + whole, STAGE_CHUNKS - 1)
-                for chunk in cutlass.range_constexpr(STAGE_CHUNKS - 1):
-                    if chunk < ops.chunks % STAGE_CHUNKS:
+                most = chunks - 1
+                words = [
+                    stage_words(config, shared, group + i, thread, use + whole, most) for i in range(tall)
+                ]
+                for unit in cutlass.range_constexpr(most * tall):
+                    chunk, i = unit // tall, unit % tall
+                    if chunk < ops.chunks % chunks:
                         warpgroup.wait_group(1)
-                        issue(config, sums, weights[chunk % 2], tokens, codes, scales, use + whole, chunk)
+                        issue(config, sums[i], weights[unit % 2], tokens, words[i], use + whole, chunk)
                 left = cutlass.max(whole - splits, split)
             warpgroup.wait_group(0)
             cute.arch.fence_view_async_shared()
             for stage in cutlass.range(left, stages, splits, unroll=1):
                 empty.arrive_warp(use + stage)
             if cutlass.const_expr(splits > 1):
-                join(config, shared, group, split, thread, flat(sums))
+                join(config, shared, group, split, thread, flat(sums[0]))
             if split == 0:
-                store(config, ops, tile, group, thread, flat(sums), terms)
+                for i in cutlass.range_constexpr(tall):
+                    store(config, ops, tile, group + i, thread, flat(sums[i]), terms[i])
         else:
             for stage in cutlass.range(split, stages, splits, unroll=1):
                 await_stage(channels, use + stage)
@@ -121,11 +135,12 @@ def join(config: cutlass.Constexpr, shared, group, split, thread, sums: cute.Ten
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
-def issue(config, sums, weights, tokens, codes, scales, use, chunk: int) -> None:
-    """Decode a chunk and issue its products. codes, scales: of the stage."""
+def issue(config, sums, weights, tokens, words, use, chunk: int) -> None:
+    """Decode a chunk and issue its products. words: what ``stage_words`` gave."""
+    codes, scales = words
     out = cute.recast_tensor(flat(weights), Uint32)
     decode_chunk(codes[chunk], scales[chunk // STEP_CHUNKS], chunk % STEP_CHUNKS, out)
-    b = tokens[None, None, None, use % config.shape.stages * STAGE_CHUNKS + chunk]
+    b = tokens[None, None, None, use % config.shape.stages * config.stage_chunks + chunk]
     multiply(make_mma(config), sums, weights, b, True)
 
 

@@ -89,9 +89,14 @@ class StreamedGemm:
         cute.arch.griddepcontrol_launch_dependents()
 
         # 2. Roles.
+        registers = config.role_registers
         if warp >= config.load_warp:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[1])
             load(config, channels, shared, ops, warp - config.load_warp)
         else:
             consumer = cute.arch.make_warp_uniform(warp // WARPS)
-            group, split = consumer // config.shape.splits, consumer % config.shape.splits
+            group, split = consumer // config.shape.splits * config.shape.tall, consumer % config.shape.splits
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
             consume(config, channels, shared, ops, group, split, thread % WARPGROUP_THREADS)

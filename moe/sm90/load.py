@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32
 
 from warpspec.common import tma
-from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.moe.sm90.config import ELEMENT_BYTES, ROW_BYTES, STAGE_CHUNKS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
 
@@ -24,7 +24,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     lane = cute.arch.lane_idx()
-    stages, use, ahead = stage_count(ops), Int32(0), Int32(0)
+    stages, use, ahead = stage_count(config, ops), Int32(0), Int32(0)
     total = tile_count(config, ops)
     if cutlass.const_expr(config.early):
         if (cta < total) & (warp == 0):
@@ -52,9 +52,9 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
 def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, tile, number, use):
     """Stage ``number`` of the tile: its steps of every row group, one behind another; the last may lack some."""
     full = channels["full"]
-    left = ops.chunks - number * STAGE_CHUNKS
-    steps = (cutlass.min(left, STAGE_CHUNKS) + STEP_CHUNKS - 1) // STEP_CHUNKS
-    size = steps * config.scale_bytes + cutlass.min(left, STAGE_CHUNKS) * CHUNK_BYTES
+    left = ops.chunks - number * config.stage_chunks
+    steps = (cutlass.min(left, config.stage_chunks) + STEP_CHUNKS - 1) // STEP_CHUNKS
+    size = steps * config.scale_bytes + cutlass.min(left, config.stage_chunks) * CHUNK_BYTES
     present = Int32(0)
     for group in cutlass.range_constexpr(config.shape.row_groups):
         present += Int32(has_rows(ops, tile, group))
@@ -71,28 +71,40 @@ def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared,
 
 @cute.jit
 def find_row(config: cutlass.Constexpr, ops, tile, warp, lane) -> Int64:
-    """Address of the token that is row ``lane * load warps + warp`` of the tile: the lane's, which others ask for."""
-    row = cutlass.min(lane * config.shape.load_warps + warp, tile.count - 1)
+    """Address of the lane-th row of the tile that this warp loads: the lane's, which others ask for."""
+    row = cutlass.min(row_of(config, warp, lane), tile.count - 1)
     source = tile.first + row
     if cutlass.const_expr(config.gathers):
         source = Int32(ops.source[source]) // ops.choices
     return ops.tokens[source, None].iterator.toint()
 
 
+def row_of(config, warp, index) -> Int32:
+    """Row of the tile that is the warp's index-th: warps take turns at as many as one instruction loads."""
+    at_once = rows_at_once(config)
+    return (index // at_once * config.shape.load_warps + warp) * at_once + index % at_once
+
+
+def rows_at_once(config) -> int:
+    return WARP_THREADS * VECTOR_BYTES // config.row_bytes
+
+
 @cute.jit
 def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, row: Int64):
-    """A stage of the tile's rows, each 16 bytes a lane, where the 128-byte swizzle puts them. Rows past the tile's stay
-    as they are: no other column of the product depends on them."""
-    chunk, piece = lane // CHUNK_VECTORS, lane % CHUNK_VECTORS
+    """A stage of the tile's rows, 16 bytes a lane and instruction, where the 128-byte swizzle puts them. Rows past the
+    tile's stay as they are: no other column of the product depends on them."""
+    at_once = rows_at_once(config)
+    vector, member = lane % (WARP_THREADS // at_once), lane // (WARP_THREADS // at_once)
+    chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
     base = shared.tokens.toint() + use % config.shape.stages * config.token_bytes
-    base += chunk * (config.token_bytes // STAGE_CHUNKS)
-    offset = Int64(number) * ROW_BYTES + Int64(lane * VECTOR_BYTES)
-    present = number * STAGE_CHUNKS + chunk < ops.chunks
-    warps = config.shape.load_warps
-    for i in cutlass.range((tile.count - warp + warps - 1) // warps, unroll=1):
-        address = shuffle_address(row, i)
-        at = i * warps + warp
-        if present:
+    base += chunk * (config.token_bytes // config.stage_chunks)
+    offset = Int64(number) * config.row_bytes + Int64(vector * VECTOR_BYTES)
+    present = number * config.stage_chunks + chunk < ops.chunks
+    of_all = at_once * config.shape.load_warps
+    for i in cutlass.range((tile.count - warp * at_once + of_all - 1) // of_all, unroll=1):
+        address = shuffle_address(row, i * at_once + member)
+        at = row_of(config, warp, i * at_once + member)
+        if present & (at < tile.count):
             target = base + at * tma.ROW_BYTES + (piece ^ (at % 8)) * VECTOR_BYTES
             copy_vector(target, address + offset)
 
@@ -112,4 +124,4 @@ def copy_vector(target, address) -> None:
     )
 
 
-assert BFloat16.width // 8 == ELEMENT_BYTES
+assert BFloat16.width // 8 == ELEMENT_BYTES and STEP_ROW_BYTES == STEP_CHUNKS * tma.ROW_BYTES

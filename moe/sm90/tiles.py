@@ -7,8 +7,6 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.moe.sm90.config import STAGE_CHUNKS
-
 HEAD = 0  # row of the list that says how many entries there are
 EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 
@@ -45,9 +43,9 @@ def tile_count(config, ops) -> Int32:
     return Int32(ops.work[HEAD, 0]) * groups(config, ops)
 
 
-def stage_count(ops) -> Int32:
+def stage_count(config, ops) -> Int32:
     """Stages of a tile."""
-    return Int32(cute.ceil_div(ops.chunks, STAGE_CHUNKS))
+    return Int32(cute.ceil_div(ops.chunks, config.stage_chunks))
 
 
 def groups(config, ops) -> Int32:
