@@ -157,6 +157,10 @@ class PreparedWeights:
         data, rows = self.data[experts, :, : self.k // 2], self.row_scales()[experts]
         return nvfp4.dequantize(NVFP4Tensor(data.contiguous(), scale, rows))
 
+    def row_bias(self, e: int) -> torch.Tensor:
+        """fp32 [N]: the bias of expert e."""
+        return self.bias[e]
+
     def row_scales(self) -> torch.Tensor:
         """fp32 [E, N]: the global scale of every row."""
         if not self.gated:

@@ -32,7 +32,7 @@ def grouped_gemm(
         if end > start:
             product = rows[start:end] @ one_expert(w, e).T
             if w.bias is not None:
-                product = product + w.bias[e]
+                product = product + w.row_bias(e)
             if activation is not None:
                 gate, up = (half[0] for half in deinterleave(product.T[None]))
                 product = activate(gate, up, activation, limit).T

@@ -29,7 +29,7 @@ from warpspec.common.hardware import (
     WARPGROUP_THREADS,
 )
 from warpspec.common.nvfp4 import BLOCK, E4M3_NAN, MX_BLOCK, SIGN
-from warpspec.moe.operands import GATE, UP, PreparedWeights, interleave
+from warpspec.moe.operands import GATE, INTERLEAVE, UP, PreparedWeights, interleave
 
 CHUNK = 64  # of K: four of wgmma's
 STEP_CHUNKS = 2
@@ -38,7 +38,6 @@ WORD_CODES = 8  # of 32 bits
 WORD_BYTES = 4
 VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a thread and chunk
 CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
-PAIR_ROWS = 2 * WARPGROUP_ROWS  # w13's rows are padded to it: then its results fill chunks of the next K
 
 # Two words hold a row's 16 codes of a chunk. A pair of codes is two bf16, signs at bits 15 and 31, magnitudes at 8 to 6
 # and 24 to 22, of a word turned to the right: of the first, the second, or of both mixed, which has bits of the first
@@ -74,8 +73,8 @@ class StreamedWeights:
     """The weights [N, K] of E experts as the kernel of sm_90a reads them.
 
     data: uint8 [E, row tiles, bytes], as the module says, padding 0. global_scale: fp32 [E, 2], of gate and up, or
-    [E, 1]; bias: fp32 [E, N] or None: both as in ``PreparedWeights``, as is the order of rows. n, k: of the matrix
-    before padding. block: values that share a scale, 16 or 32.
+    [E, 1], as in ``PreparedWeights``. bias: fp32 [E, rows] in the order of rows (``row_order``), padding 0, or None.
+    n, k: of the matrix before padding. block: values that share a scale, 16 or 32.
     """
 
     data: torch.Tensor
@@ -109,13 +108,24 @@ class StreamedWeights:
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
-        """fp32 [E, N, K] of some experts, gate and up still interleaved: the same numbers as of ``PreparedWeights``."""
-        data, rows = self.data[experts], self.row_scales()[experts]
+        """fp32 [E, N, K] of some experts: the same numbers as of ``PreparedWeights``, in the same order."""
+        data, scale = self.data[experts], self.row_scales()[experts]
         chunks = chunks_of(self.k)
         codes, scales = split_steps(data, chunks, self.block)
         values = nvfp4.e2m1_values(unpack_codes(codes)).unflatten(-1, (-1, self.block))
         values = values * scale_values(unpack_scales(scales, chunks, self.block))[..., None]
-        return values.flatten(-2)[:, : self.n, : self.k] * rows[..., None]
+        return self.in_order(values.flatten(-2)[..., : self.k]) * scale[..., None]
+
+    def row_bias(self, e: int) -> torch.Tensor:
+        """fp32 [N]: the bias of expert e in the order of ``PreparedWeights``."""
+        return self.in_order(self.bias[e : e + 1])[0]
+
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """[E, N, ...] of the kernel's rows [E, rows, ...]."""
+        order = row_order(self.n, self.gated, rows.device)[: rows.shape[1]]
+        out = rows.new_empty(rows.shape[0], self.n + 1, *rows.shape[2:])
+        out[:, order] = rows[:, : len(order)]
+        return out[:, : self.n]
 
     def row_scales(self) -> torch.Tensor:
         """fp32 [E, N]: the global scale of every row."""
@@ -159,6 +169,20 @@ def column_order(k: int, device=None) -> torch.Tensor:
     return chunk * CHUNK + q * BLOCK + s * QUAD + high * 2 + low
 
 
+def row_order(n: int, gated: bool, device=None) -> torch.Tensor:
+    """int64 [padded N]: which row of ``PreparedWeights`` each of the kernel's rows is, n where it is none.
+
+    Of w13, features come in the order of the next GEMM's activations, 8 of gate, then their 8 of up.
+    """
+    if not gated:
+        rows = torch.arange(-(-n // WARPGROUP_ROWS) * WARPGROUP_ROWS, device=device)
+        return rows.clamp(max=n)
+    feature = column_order(n // 2, device)
+    gate = feature // INTERLEAVE * 2 * INTERLEAVE + feature % INTERLEAVE
+    rows = torch.stack([part.unflatten(0, (-1, INTERLEAVE)) for part in (gate, gate + INTERLEAVE)], dim=1)
+    return torch.where(rows < n, rows, n).flatten()
+
+
 def reorder(rows: torch.Tensor) -> torch.Tensor:
     """Rows [R, K] as activations: columns in the kernel's order, zeros behind K."""
     k = rows.shape[-1]
@@ -186,15 +210,21 @@ def stream(w: PreparedWeights, *, unscale: torch.Tensor | None = None) -> Stream
         if not pairs_alike(nvfp4.unswizzle_scales(w.scales[e], w.n, columns)):
             block = BLOCK
             break
-    parts = []
+    parts, order = [], row_order(w.n, w.gated, w.data.device)
     for e in range(w.experts):  # one at a time: unpacked codes take eight times the memory
         scale = nvfp4.unswizzle_scales(w.scales[e], w.n, columns).view(torch.uint8)
         if bool(((scale > SIGN * 16) & (scale != SIGN * 16 + E4M3_NAN)).any()):
             raise ValueError("block scales: must not be negative")
         codes = nvfp4.unpack(w.data[e, :, : w.k // 2])
-        parts.append(pack(codes, scale, block, PAIR_ROWS if w.gated else WARPGROUP_ROWS))
+        parts.append(pack(with_padding(codes, order), with_padding(scale, order), block))
     scale = w.global_scale if unscale is None else w.global_scale / unscale[:, None]
-    return StreamedWeights(torch.stack(parts), scale.contiguous(), w.n, w.k, block, w.bias)
+    bias = None if w.bias is None else with_padding(w.bias.T, order).T.contiguous()
+    return StreamedWeights(torch.stack(parts), scale.contiguous(), w.n, w.k, block, bias)
+
+
+def with_padding(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows [N, ...] in an order in which N stands for zeros."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[order]
 
 
 def pairs_alike(scale: torch.Tensor) -> bool:
@@ -208,17 +238,16 @@ def pairs_alike(scale: torch.Tensor) -> bool:
     return bool((((first == second) | (first.isnan() & second.isnan())) & plain).all())
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, block: int, multiple: int) -> torch.Tensor:
-    """uint8 [tile, bytes] of one expert: codes uint8 [N, K], scale (e4m3 as uint8) [N, K/16]. multiple: of rows."""
-    n, k = codes.shape
-    chunks, tiles = chunks_of(k), -(-n // multiple) * (multiple // WARPGROUP_ROWS)
+def pack(codes: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
+    """uint8 [tile, bytes] of one expert: codes uint8 [rows, K], scale (e4m3 as uint8) [rows, K/16], rows padded."""
+    k = codes.shape[1]
+    chunks = chunks_of(k)
     value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(BLOCK, 1)
     codes = codes.masked_fill((value == 0) | value.isnan(), 0)
-    pad = (0, chunks * CHUNK - k, 0, tiles * WARPGROUP_ROWS - n)
-    codes = torch.nn.functional.pad(codes, pad)
+    codes = torch.nn.functional.pad(codes, (0, chunks * CHUNK - k))
     columns = chunks * CHUNK // block
     scale = scale_codes(scale)[:, :: block // BLOCK]
-    scale = torch.nn.functional.pad(scale, (0, columns - scale.shape[1], 0, tiles * WARPGROUP_ROWS - n))
+    scale = torch.nn.functional.pad(scale, (0, columns - scale.shape[1]))
     words = pack_codes(codes)  # [tile, chunk, bytes]
     scales = pack_scales(scale, block)  # [tile, step, bytes]
     odd = chunks % STEP_CHUNKS

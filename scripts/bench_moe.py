@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from shared import gpu_bench
 
+from warpspec.common.hardware import WARPGROUP_ROWS
 from warpspec.common.launch import target_of
 from warpspec.moe import NVFP4Experts, moe_ffn, reference
 from warpspec.moe.permute import sort_tokens
@@ -30,11 +31,11 @@ from warpspec.moe.sm90.layer import Layer
 from warpspec.moe.sm90.plan import choose_shape
 from warpspec.moe.streamed import (
     CHUNK_BYTES,
-    PAIR_ROWS,
     SCALE_BIAS,
     SCALE_MANTISSA_BITS,
     STEP_CHUNKS,
     StreamedWeights,
+    row_order,
     scale_bytes,
     steps_of,
     tile_bytes,
@@ -72,7 +73,8 @@ MODELS = {
 
 def random_weights(model: Model, n: int, k: int, parts: int, generator) -> StreamedWeights:
     """Random codes, scales of 1 to 2, a global scale that keeps the results' size that of the tokens."""
-    tiles = -(-n // PAIR_ROWS) * 2 if parts == 2 else -(-n // (PAIR_ROWS // 2))
+    rows = len(row_order(n, parts == 2))
+    tiles = rows // WARPGROUP_ROWS
     data = torch.empty(model.experts, tiles, tile_bytes(k, model.block), dtype=torch.uint8, device="cuda")
     data.view(torch.int64).random_(generator=generator)
     size = scale_bytes(model.block)
@@ -82,7 +84,7 @@ def random_weights(model: Model, n: int, k: int, parts: int, generator) -> Strea
         scales = data[:, :, at : at + size]
         scales.bitwise_and_(low).add_(SCALE_BIAS << SCALE_MANTISSA_BITS)
     scale = torch.full((model.experts, parts), 0.4 / k**0.5, device="cuda")
-    bias = torch.randn(model.experts, n, device="cuda") / 4 if model.biases else None
+    bias = torch.randn(model.experts, rows, device="cuda") / 4 if model.biases else None
     return StreamedWeights(data, scale, n, k, model.block, bias)
 
 

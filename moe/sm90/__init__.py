@@ -33,7 +33,7 @@ def _host_and_arguments(config: StreamConfig) -> tuple:
         fake_rows(cutlass.Float32, 2) if config.has_bias else None,
         fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
         rows(cutlass.BFloat16, 2),
-        *(1, 1, 1, 0.0, 1),  # choices, n, chunks, limit, ctas
+        *(1, 1, 0.0, 1),  # choices, chunks, limit, ctas
     )
 
 
@@ -63,7 +63,8 @@ def grouped_gemm(
 
     tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
     source[r] // choices; None: tokens are the rows. work: int32 [entries + 1, 4]: (number of entries), then (expert,
-    first row, rows up to the configuration's). out: bf16 [R, columns]. ctas: instead of the chosen number. CPU tensors
+    first row, rows up to the configuration's). out: bf16 [R, columns]; of
+    w13 columns in the order of the next GEMM's activations. ctas: instead of the chosen number. CPU tensors
     run in the simulator; its SimReport is returned, otherwise None.
     """
     target = target or target_of(out.device)
@@ -76,7 +77,7 @@ def grouped_gemm(
         config,
         target,
         *(tokens, source, w.data, w.global_scale, w.bias, work, out),
-        *(choices, w.n, chunks_of(w.k), float(limit or 0.0), ctas),
+        *(choices, chunks_of(w.k), float(limit or 0.0), ctas),
         seed=seed,
     )
 

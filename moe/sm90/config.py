@@ -59,8 +59,8 @@ class Shape:
 class StreamConfig:
     """Compile-time shape of one grouped GEMM.
 
-    block: values that share a scale. gathers: the rows' tokens are looked up. ordered: results are written as the next
-    GEMM's activations. early: the launch before the last has made all but the activations: weights are loaded at once.
+    block: values that share a scale. gathers: the rows' tokens are looked up. early: the launch before the last has
+    made all but the activations: weights are loaded at once.
     """
 
     shape: Shape = Shape()
@@ -69,7 +69,6 @@ class StreamConfig:
     has_limit: bool = False
     has_bias: bool = False
     gathers: bool = False
-    ordered: bool = False
     early: bool = False
 
     def __post_init__(self):

@@ -24,7 +24,7 @@ from warpspec.common.wgmma import COLUMNS, PAIR
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import GATE, UP
 from warpspec.moe.sm90.tiles import Operands, Tile
-from warpspec.moe.streamed import CHUNK, CODE_POWER
+from warpspec.moe.streamed import CODE_POWER
 
 
 class Terms(NamedTuple):
@@ -52,7 +52,7 @@ def bias_of(ops, expert, row) -> tuple:
     found = []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         value = Float32(0.0)
-        if row + r * ROW_DISTANCE < ops.n:
+        if row + r * ROW_DISTANCE < ops.bias.shape[1]:
             value = Float32(ops.bias[expert, row + r * ROW_DISTANCE])
         found.append(value)
     return tuple(found)
@@ -97,15 +97,7 @@ def store_pair(config: cutlass.Constexpr, ops, tile, feature, token, odd, result
     pair = cute.make_rmem_tensor(PAIR, BFloat16)
     pair[0] = Float32(cutlass.select_(odd, got, low)).to(BFloat16)
     pair[1] = Float32(cutlass.select_(odd, high, got)).to(BFloat16)
-    column = place_of(feature - feature % 2) if config.ordered else feature - feature % 2
+    column = feature - feature % 2
     if (token < tile.count) & (column < ops.out.shape[1]):
         target = ops.out[tile.first + token, None]
         cute.autovec_copy(pair, cute.local_tile(target, (PAIR,), (column // PAIR,)))
-
-
-def place_of(feature) -> Int32:
-    """Where an even feature stands in an activation row: the inverse of ``streamed.column_order``."""
-    chunk, column = feature // CHUNK, feature % CHUNK
-    q, rest = column // 16, column % 16
-    s, inner = rest // QUAD, rest % QUAD
-    return chunk * CHUNK + s * 16 + q * PAIR + inner // 2 * 8 + inner % 2

@@ -49,14 +49,13 @@ class StreamedGemm:
         work: cute.Tensor,
         out: cute.Tensor,
         choices: Int32,
-        n: Int32,
         chunks: Int32,
         limit: Float32,
         ctas: Int32,
         stream: CUstream,
     ):
-        """Tensors as in ``tiles.Operands``. choices: rows of a token. n: features. chunks: of K. ctas: persistent."""
-        ops = Operands(tokens, source, data, global_scale, bias, work, out, choices, n, chunks, limit)
+        """Tensors as in ``tiles.Operands``. choices: rows of a token. chunks: of K. ctas: persistent."""
+        ops = Operands(tokens, source, data, global_scale, bias, work, out, choices, chunks, limit)
         self.kernel(ops).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),

@@ -11,7 +11,7 @@ from warpspec.moe.sm90 import grouped_gemm
 from warpspec.moe.sm90.config import Shape, StreamConfig
 from warpspec.moe.sm90.plan import choose_shape
 from warpspec.moe.sort import sort_choices
-from warpspec.moe.streamed import StreamedWeights, padded_k, reorder
+from warpspec.moe.streamed import StreamedWeights, padded_k, reorder, restore
 from warpspec.moe.unpermute import unpermute
 
 
@@ -36,7 +36,7 @@ class Layer:
     def __init__(self, problem: LayerProblem, w13, w2, target: Target, shape: Shape | None = None):
         self.problem, self.target, self.experts = problem, target, w13.experts
         self.shape = shape or choose_shape(problem.rows, w13.experts)
-        self.gate_config = gated_config(w13, self.shape, problem, gathers=True, ordered=True)
+        self.gate_config = gated_config(w13, self.shape, problem, gathers=True)
         self.down_config = StreamConfig(
             shape=self.shape, block=w2.block, has_bias=w2.bias is not None, early=True
         )
@@ -102,7 +102,10 @@ def run_grouped(
     shape = choose_shape(problem.rows, problem.experts)
     work = list_work(tokens.offsets, shape.tokens, problem.rows)
     config = gated_config(w13, shape, problem)
-    return [grouped_gemm(config, reorder(a), None, w13, work, out, limit=problem.limit, target=target)]
+    h = a.new_empty(problem.rows, padded_k(problem.width))
+    report = grouped_gemm(config, reorder(a), None, w13, work, h, limit=problem.limit, target=target)
+    out.copy_(restore(h, problem.width))
+    return [report]
 
 
 def list_work(offsets: torch.Tensor, most: int, rows: int) -> torch.Tensor:
