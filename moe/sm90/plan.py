@@ -1,19 +1,27 @@
-"""Which tiles, from shapes alone: how the rows fall on the experts only the device knows."""
+"""Which tiles, from shapes alone: how the rows fall on the experts only the device knows.
+
+Tokens of a tile are about twice as many as an expert has on average, so that few experts have more than one tile. Two
+row groups share a tile's tokens where there are many tiles; where rows are few, single ones spread over more SMs. Beyond
+32 tokens the products count: consumers of two row groups, and as many features as registers hold, for the L2's sake.
+"""
 
 from __future__ import annotations
 
-from warpspec.moe.sm90.config import Shape
+from warpspec.moe.sm90.config import TOKENS, Shape
 
-# Tokens of a tile: about twice as many as an expert has on average, so that few have more than one tile.
+FEW_ROWS = 32  # of a call: row groups stand alone
+FEW = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=3)
 SHAPES = {
-    8: Shape(1, 8, 4, 3),
-    16: Shape(1, 16, 3, 3),
-    32: Shape(2, 32, 3, 2),
-    64: Shape(2, 64, 4, 1, 2),
+    8: Shape(row_groups=2, tokens=8, stages=4, ctas_per_sm=2),
+    16: Shape(row_groups=2, tokens=16, stages=3, ctas_per_sm=2),
+    32: Shape(row_groups=2, tokens=32, stages=3, ctas_per_sm=2),
+    64: Shape(row_groups=4, tokens=64, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
+    128: Shape(row_groups=4, tokens=128, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
 }
 
 
 def choose_shape(rows: int, experts: int) -> Shape:
     """Tiles for ``rows`` rows over ``experts`` experts."""
     wanted = min(2 * rows / experts, rows)
-    return SHAPES[next((tokens for tokens in SHAPES if tokens >= wanted), max(SHAPES))]
+    tokens = next((tokens for tokens in TOKENS if tokens >= wanted), max(TOKENS))
+    return FEW if tokens == FEW.tokens and rows <= FEW_ROWS else SHAPES[tokens]
