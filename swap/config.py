@@ -54,10 +54,9 @@ SCRATCH_ALIGNMENT = 128
 LOAD = "load warp, expect_tx + TMA bytes"
 MOST_STAGES = 8  # of a ring
 
-# The fused kernel's counters: for each row tile one of rows, one of down, and one of up for every GROUP_TILES column
-# tiles, which are GROUP_K K tiles of down; then these of the whole grid.
+# Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
+TILE_COUNTERS = ("rows", "up", "down")
 GRID_COUNTERS = ("pooled", "summed", "finished")
-GROUP_TILES = 8
 
 
 def padded(size: int) -> int:
@@ -112,6 +111,8 @@ class SwapConfig:
         assert self.phase in PHASES and self.arch in ("sm90", "sm100")
         assert self.d_model % (ROW_THREADS * VECTOR) == 0
         assert not (self.fused and self.arch == "sm100")
+        # Registers: the sums of both products are live in all of the fused kernel.
+        assert not (self.fused and self.tiles.up_n == self.tiles.down_n == max(TILE_NS))
         if self.multiplies:
             tiles = self.tiles
             for phase in self.products:
@@ -195,11 +196,6 @@ class SwapConfig:
     def router_bytes(self) -> int:
         """The router's weights in the fused kernel's ring."""
         return ROUTER_WIDTH * self.d_model * ELEMENT_BYTES if self.fused else 0
-
-    @property
-    def group_k(self) -> int:
-        """K tiles of down that come from GROUP_TILES column tiles of up."""
-        return GROUP_TILES * self.tiles.up_n // 2 // K_TILE
 
     @property
     def a_box(self) -> tuple[int, int]:
