@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import BLOCK, KernelFeatures, dtype_name, features
+from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features
 
 STATISTICS = 2  # numbers of a row: lse', delta
 PART_ROWS = 64  # of a part of dQ, as columns
@@ -52,6 +52,21 @@ class BackwardFeatures(KernelFeatures):
     def scatters(self) -> bool:
         """Some row sees only part of a key tile that another row sees more of, or none of it."""
         return self.band or self.ends_in_tile
+
+    @property
+    def key_tile_bytes(self) -> int:
+        """Shared memory of K or V."""
+        return self.tile_n * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def query_tile_bytes(self) -> int:
+        """Shared memory of Q or dO of a step."""
+        return self.tile_m * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def ds_bytes(self) -> int:
+        """Shared memory of dS of a step."""
+        return self.tile_m * self.tile_n * ELEMENT_BYTES
 
     @property
     def statistics_bytes(self) -> int:

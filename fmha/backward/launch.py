@@ -44,7 +44,9 @@ def architecture(arch: str) -> ModuleType:
         from warpspec.fmha.backward import sm90
 
         return sm90
-    raise UnsupportedProblem(f"attention's gradients: there is no kernel for {arch} yet")
+    from warpspec.fmha.backward import sm100
+
+    return sm100
 
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:

@@ -9,12 +9,9 @@ from simulate import simulate_gradients_as
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.launch import SIMULATED
 from warpspec.fmha.backward import launch
-from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.problem import AttentionProblem
 
-ARCHS = ("sm_90a",)
+ARCHS = ("sm_90a", "sm_100a")
 HEAD_DIMS = (64, 128, 256)
 # A tile or two of queries and of keys, some not whole.
 SMALL = {
@@ -31,11 +28,18 @@ def compare(case: Case) -> dict:
     return found
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("arch", "dim"), [("sm_90a", 64), ("sm_90a", 128), ("sm_90a", 256), ("sm_100a", 128)]
+)
 def test_small(arch, dim, monkeypatch):
+    """The kernel for these, and that no register spills in it."""
+    plans, plan = [], launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *arguments: plans.append(plan(*arguments)) or plans[-1])
+    launch.prepare.cache_clear()
     simulate_gradients_as(monkeypatch, arch)
     compare(SMALL[dim])
+    compiled = launch.architecture(arch).MAIN.compiled(plans[-1], arch)
+    assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
 
 
 @pytest.mark.long
@@ -49,7 +53,7 @@ def test_memory_order(arch, dim, monkeypatch, check_order):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *SMALL.values()], ids=lambda case: case.id)
 def test_all_features(case, dim, arch, monkeypatch):
     simulate_gradients_as(monkeypatch, arch, seed=2)
     compare(replace(case, head_dim=dim))
@@ -79,20 +83,6 @@ def test_deterministic_gives_the_same_bits(arch, dim, monkeypatch):
             results.append(compare(replace(case, deterministic=True)))
     for other in results[1:]:
         assert all(torch.equal(other[name], results[0][name]) for name in other)
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_no_register_spills(dim):
-    """Of the small cases' kernels, which are compiled anyway."""
-    case = SMALL[dim]
-    arguments = {n: t for n, t in case.tensors().items() if not case.packed}
-    if case.packed:
-        return
-    forward = AttentionProblem.of(**arguments, causal=case.causal, return_lse=True)
-    problem = BackwardProblem(forward, tuple(arguments), has_dlse="lse" in case.through)
-    config = launch.plan(problem, SIMULATED["sm_90a"])
-    compiled = launch.architecture("sm_90a").MAIN.compiled(config, "sm_90a")
-    assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
 
 
 def test_head_sizes_without_a_kernel_are_refused(monkeypatch):

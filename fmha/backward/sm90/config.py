@@ -95,16 +95,6 @@ class BackwardConfig(BackwardFeatures):
     # Shared memory, in bytes.
 
     @property
-    def key_tile_bytes(self) -> int:
-        """K or V."""
-        return self.tile_n * self.head_dim * ELEMENT_BYTES
-
-    @property
-    def query_tile_bytes(self) -> int:
-        """Q or dO."""
-        return self.tile_m * self.head_dim * ELEMENT_BYTES
-
-    @property
     def query_blocks(self) -> int:
         """Blocks of 64 queries of a tile, for each of which P and dS are made."""
         return self.tile_m // BLOCK
@@ -122,11 +112,6 @@ class BackwardConfig(BackwardFeatures):
     @property
     def ds_stages(self) -> int:
         return 2 if self.wants_q else 0
-
-    @property
-    def ds_bytes(self) -> int:
-        """dS of a step."""
-        return self.tile_m * self.tile_n * ELEMENT_BYTES
 
     @property
     def dq_bytes(self) -> int:

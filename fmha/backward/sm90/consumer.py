@@ -18,7 +18,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -32,9 +32,11 @@ from warpspec.common.wgmma import (
     flat,
     multiply,
 )
+from warpspec.fmha.backward.device.arithmetic import derive, weigh
+from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.tile import key_tile_at
-from warpspec.fmha.backward.features import STATISTICS
-from warpspec.fmha.backward.sm90 import arithmetic, pair, results
+from warpspec.fmha.backward.sm90 import pair, results
+from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm90.staging import load_words, store_rows
@@ -171,13 +173,6 @@ class Work:
         """Key of the thread's row r, in the tile."""
         return self.first_row + self.row + r * ROW_DISTANCE
 
-    def statistics(self, step) -> cute.Tensor:
-        """(2, STATISTIC, ROW PAIR) of the step's rows in shared memory."""
-        pairs = self.config.tile_m // 2
-        stage = self.channels["q_full"].stage(step) * self.config.tile_m * STATISTICS
-        layout = cute.make_layout((2, STATISTICS, pairs), stride=(1, 2, 4))
-        return cute.make_tensor((self.shared.statistics + stage).align(16), layout)
-
     def issue_s(self, step, block: int) -> None:
         """S^T of a block of 64 queries; the others likewise."""
         stage = step % self.config.q_stages
@@ -201,6 +196,20 @@ class Work:
         """part: of the consumer's."""
         ds = self.mma.ds[None, None, None, step % self.config.ds_stages]
         multiply(self.mma.queries, self.mma.dq, ds, self.mma.k_columns[part][None, None, None, 0], False)
+
+    @property
+    def threads(self) -> int:
+        """Threads that clear together."""
+        return self.config.consumer_threads
+
+    @property
+    def index(self):
+        """Which of them this one is."""
+        return self.consumer * WARPGROUP_THREADS + self.thread
+
+    def fence(self) -> None:
+        """As ``barrier``."""
+        self.barrier()
 
     def barrier(self) -> None:
         """All consumers are here, and what they wrote to shared memory is there for wgmma."""
@@ -294,7 +303,8 @@ def go_through(work):
                 if step > 0:
                     channels["q_empty"].arrive_warp(step - 1)  # its last dK is done
             if cutlass.const_expr(config.needs_ds):
-                arithmetic.derive(work, step, block, place, tile.needs_mask(query_tile, block))
+                own = block_of(work, step, block, place)
+                derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(query_tile, block))
             if cutlass.const_expr(block + 1 < config.query_blocks):
                 work.issue_s(step, block + 1)
             else:  # the next step: of the last one it is that again, which nobody uses
@@ -312,7 +322,7 @@ def go_through(work):
             if cutlass.const_expr(block + 1 == config.query_blocks):
                 channels["do_empty"].arrive_warp(step)
             if cutlass.const_expr(config.needs_ds):
-                arithmetic.keep(mma.dp, mma.ds_rows)
+                keep(mma.dp, mma.ds_rows)
             if cutlass.const_expr(config.wants_q):
                 store_ds(work, step, block)
                 if cutlass.const_expr(block + 1 == config.query_blocks):
@@ -337,12 +347,12 @@ def make_p(work, step, block: cutlass.Constexpr, place):
     config, mma = work.config, work.mma
     if cutlass.const_expr(config.needs_ds):
         work.issue_dp(step, block)
-    arithmetic.weigh(work, step, block, place, work.tile.needs_mask(place[1], block))
+    weigh(block_of(work, step, block, place), flat(mma.s), work.tile.needs_mask(place[1], block))
     warpgroup.wait_group(
         1 if config.needs_ds else 0
     )  # dK of the block before: its operand's registers become P's
     if cutlass.const_expr(config.wants_v):
-        arithmetic.keep(mma.s, mma.p)
+        keep(mma.s, mma.p)
         work.issue_dv(step, block)
         warpgroup.wait_group(1 if config.overlaps_dv else 0)
     else:
@@ -372,45 +382,3 @@ class PlaceInRows(NamedTuple):
 
     index: Int32
     member: Int32
-
-
-@cute.jit
-def clear_unseen_keys(work):
-    """Zeros where a key is stored that no row sees: 0 times NaN would reach dQ."""
-    config, tile = work.config, work.tile
-    if cutlass.const_expr(config.scatters):
-        first, end = tile.seen_first - tile.first_key, tile.seen_end - tile.first_key
-        if Boolean(first > 0) | Boolean(end < config.tile_n):
-            clear_rows(work, work.shared.k, config.tile_n, first, end)
-            clear_rows(work, work.shared.v, config.tile_n, first, end)
-            work.barrier()
-
-
-@cute.jit
-def clear_unseen_rows(work, query_tile, step):
-    """Zeros where a row of Q and dO is stored that sees no key, or is another request's: for dK and dV."""
-    config, tile = work.config, work.tile
-    if cutlass.const_expr(config.scatters):  # noqa: SIM102
-        if tile.has_unseen_rows(query_tile):
-            work.channels["do_full"].wait(step)
-            first = query_tile * config.tile_m
-            for base, stages in ((work.shared.q, config.q_stages), (work.shared.do, config.do_stages)):
-                stage = base + step % stages * config.query_tile_bytes
-                clear_rows(work, stage, config.tile_m, tile.rows_first - first, tile.rows_end - first)
-            work.barrier()
-
-
-@cute.jit
-def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
-    """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, a row
-    128 bytes. By all consumers."""
-    config = work.config
-    vectors = rows * config.head_dim * 2 // 16
-    zeros = cute.make_rmem_tensor(4, Int32)
-    zeros.fill(0)
-    index = work.consumer * WARPGROUP_THREADS + work.thread
-    for i in cutlass.range(index, vectors, config.consumer_threads, unroll=1):
-        row = i // (tma.ROW_BYTES // 16) % rows
-        if Boolean(row < first) | Boolean(row >= end):
-            pointer = cute.make_ptr(Int32, base.toint() + i * 16, cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))

@@ -12,7 +12,8 @@ from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.tile import key_tiles_of
+from warpspec.fmha.backward.device.load import load
+from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm90.config import (
     BARRIER_BYTES,
     CONSUMER_REGISTERS,
@@ -20,7 +21,6 @@ from warpspec.fmha.backward.sm90.config import (
     PRODUCER_REGISTERS,
 )
 from warpspec.fmha.backward.sm90.consumer import consume
-from warpspec.fmha.backward.sm90.load import load
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
 from warpspec.fmha.features import BLOCK, FP32_BYTES
@@ -108,7 +108,8 @@ class Backward(BackwardHost):
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == config.load_warp:
-                load(config, channels, shared, operands, atoms, coordinates, window)
+                tile = key_tile_at(config, operands, window, cute.arch.block_idx()[0])
+                load(config, channels, shared, operands, atoms, coordinates, tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)

@@ -16,10 +16,12 @@ from cutlass import Boolean, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
-from warpspec.fmha.backward.sm90 import arithmetic, consumer, results
+from warpspec.common.wgmma import PAIR, flat
+from warpspec.fmha.backward.device.arithmetic import weigh, write_bias
+from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
+from warpspec.fmha.backward.sm90 import consumer, results
+from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import P_BARRIER
-from warpspec.fmha.features import BLOCK
 
 P_FACTOR = 2.0**14  # P is at most 1
 VECTOR_WORDS = 4  # of a 16-byte access
@@ -31,10 +33,10 @@ def go_through(work):
     channels, tile = work.channels, work.tile
     channels["k_full"].wait(0)
     channels["v_full"].wait(0)
-    consumer.clear_unseen_keys(work)
+    clear_unseen_keys(work)
     if cutlass.const_expr(work.config.scatters):
         channels["q_full"].wait(0)
-        consumer.clear_unseen_rows(work, tile.begin, Int32(0))
+        clear_unseen_rows(work, tile.begin, Int32(0))
     if cutlass.const_expr(work.consumer == 0):
         make_p(work)
     else:
@@ -52,13 +54,13 @@ def make_p(work):
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
         warpgroup.wait_group(0)
-        arithmetic.weigh(work, step, 0, place, tile.needs_mask(query_tile, 0))
+        weigh(block_of(work, step, 0, place), flat(mma.s), tile.needs_mask(query_tile, 0))
         if cutlass.const_expr(config.needs_ds):
             hand_on(work)
             cute.arch.barrier_arrive(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
         channels["do_full"].wait(step)
         if cutlass.const_expr(config.wants_v):
-            arithmetic.keep(mma.s, mma.p)
+            keep(mma.s, mma.p)
             work.issue_dv(step, 0)
         query_tile += 1
         if query_tile == tile.begin + tile.count:
@@ -71,7 +73,7 @@ def make_p(work):
             work.barrier()
         if step < last:
             channels["q_full"].wait(step + 1)
-            consumer.clear_unseen_rows(work, query_tile, step + 1)
+            clear_unseen_rows(work, query_tile, step + 1)
         work.issue_s(following, 0)
         if cutlass.const_expr(config.wants_v):
             warpgroup.wait_group(1)
@@ -102,8 +104,8 @@ def make_ds(work):
         channels["do_empty"].arrive_warp(step)
         if cutlass.const_expr(config.needs_ds):
             cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
-            derive(work, step, place, tile.needs_mask(query_tile, 0))
-            arithmetic.keep(mma.dp, mma.ds_rows)
+            derive_from_shared(work, step, place, tile.needs_mask(query_tile, 0))
+            keep(mma.dp, mma.ds_rows)
             if cutlass.const_expr(config.wants_q):
                 consumer.store_ds(work, step, 0)
             work.barrier()
@@ -115,7 +117,7 @@ def make_ds(work):
         if step < last:
             if cutlass.const_expr(config.scatters):
                 channels["q_full"].wait(step + 1)
-            consumer.clear_unseen_rows(work, query_tile, step + 1)
+            clear_unseen_rows(work, query_tile, step + 1)
             channels["do_full"].wait(step + 1)
         if cutlass.const_expr(config.wants_q):
             work.issue_dq(step, 0)
@@ -155,27 +157,23 @@ def hand_on(work) -> None:
 
 
 @cute.jit
-def derive(work, step, place, masked):
+def derive_from_shared(work, step, place, masked):
     """As ``arithmetic.derive``, with P from shared memory."""
     config, ds = work.config, flat(work.mma.dp)
-    statistics = work.statistics(step)
+    block = block_of(work, step, 0, place)
     selects = masked | Boolean(config.bias is not None)
-    delta = cute.make_rmem_tensor(PAIR, Float32)
     vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
     weights = cute.recast_tensor(vector, Float16)
-    blocks = VECTOR_WORDS // THREAD_ROWS  # of 8 queries, to a vector
-    for start in cutlass.range_constexpr(0, BLOCK // COLUMNS, blocks):
-        cute.autovec_copy(slots(work, start * THREAD_ROWS), vector)
-        for n in cutlass.range_constexpr(start, start + blocks):
-            cute.autovec_copy(statistics[None, 1, n * (COLUMNS // PAIR) + work.member], delta)
-            for j in cutlass.range_constexpr(PAIR):
-                delta[j] = delta[j] * (1 / P_FACTOR)
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                for j in cutlass.range_constexpr(PAIR):
-                    i = (n * THREAD_ROWS + r) * PAIR + j
-                    weight = weights[i - start * THREAD_ROWS * PAIR].to(Float32)
-                    value = weight * (ds[i] * (1 / P_FACTOR) - delta[j])
-                    hidden = Boolean(weight == Float32(0.0)) & selects
-                    ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), value))
+    for number, (column, registers) in enumerate(block.pairs):
+        first = registers[0][0]
+        held = number % 2 * len(registers)  # a vector has the weights of two pairs of columns
+        if cutlass.const_expr(held == 0):
+            cute.autovec_copy(slots(work, first // PAIR), vector)
+        delta = block.statistic(1, column)
+        for i, j in registers:
+            weight = weights[held + i - first].to(Float32)
+            value = weight * (ds[i] * (1 / P_FACTOR) - delta[j] * (1 / P_FACTOR))
+            hidden = Boolean(weight == Float32(0.0)) & selects
+            ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), value))
     if cutlass.const_expr(config.bias_gradient is not None):
-        arithmetic.write_bias(work, 0, place)
+        write_bias(block, ds)

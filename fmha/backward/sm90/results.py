@@ -10,6 +10,7 @@ from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.wgmma import THREAD_ROWS, flat, store_row
 from warpspec.fmha.backward.device.tile import slot_of
+from warpspec.fmha.backward.device.turns import end_turn, end_warp_turn, wait_turn, wait_warp_turn
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.features import FP32_BYTES
 
@@ -59,9 +60,7 @@ def add_from_registers(work, part: cutlass.Constexpr, place):
     sums = cute.local_tile(operands.dq_sums[head, slot, None], (WARP_ELEMENTS,), (number,))
     if cutlass.const_expr(config.deterministic):
         turn = operands.turns[head, slot, None].iterator + number
-        if lane == 0:
-            wait_turn(turn, work.tile.turn(query_tile))
-        cute.arch.sync_warp()
+        wait_warp_turn(turn, work.tile.turn(query_tile), lane)
     start = sums.iterator.toint() + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
         cute.arch.inline_ptx(
@@ -72,18 +71,7 @@ def add_from_registers(work, part: cutlass.Constexpr, place):
             ],
         )
     if cutlass.const_expr(config.deterministic):
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
-
-
-@cute.jit
-def wait_turn(turn: cute.Pointer, number):
-    """Until so many have added."""
-    seen = Int32(-1)
-    while seen != number:
-        seen = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
+        end_warp_turn(turn, lane)
 
 
 @cute.jit
@@ -95,7 +83,7 @@ def pass_turn(work, step, number, lane):
         head, query_tile = tile.kv_head * tile.group + step // tile.count, tile.begin + step % tile.count
         slot = slot_of(work.config, work.operands, tile.request, query_tile)
         turn = work.operands.turns[head, slot, None].iterator + number
-        cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+        end_turn(turn)
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""The load warp: K and V once, then Q, its rows' statistics, and dO of every step through TMA."""
+"""The load warp: K and V once, then Q, its rows' statistics, and dO of every step through TMA. Of no architecture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.backward.device.tile import key_tile_at, slot_of
+from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.features import BLOCK, FP32_BYTES
 
 
@@ -27,12 +27,10 @@ def load(
     operands,
     atoms: cutlass.Constexpr,
     coordinates: cutlass.Constexpr,
-    window,
+    tile,
 ):
     """Produces k_full, v_full, q_full and do_full; consumes q_empty and do_empty. Leaves only when every buffer has
-    been released."""
-    index, _, _ = cute.arch.block_idx()
-    tile = key_tile_at(config, operands, window, index)
+    been released. shared: pointers, statistics, k, v, q and do first."""
     dtype = operands.q.element_type
     if tile.steps > 0:
         batch = 0 if cutlass.const_expr(config.packed_k) else tile.request

@@ -1,0 +1,145 @@
+"""P and dS in the registers of a thread, a row a key and a column a query; the bias, and its gradient.
+
+Each architecture says in a ``Block`` which elements a thread has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.device.softmax import LOG2_E
+
+PAIR = 2  # neighbouring queries
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a thread has of a block of S^T.
+
+    head: query head. first_query: of the request, which column 0 of the thread is. statistics (2, STATISTIC, PAIR):
+    of the queries from there on, in shared memory. columns: the thread's pairs of columns, the first of each. keys: of
+    the request, one for each of the thread's rows. bounds: [first, end) of the queries that see each. element(column,
+    r): which register has the first of a pair in row r; the second is the next. writes_bias: no other CTA
+    has the same dS to write to dbias.
+    """
+
+    config: object
+    operands: object
+    tile: object
+    scale_log2: Float32
+    head: Int32
+    first_query: Int32
+    statistics: cute.Tensor
+    columns: tuple
+    keys: tuple
+    bounds: tuple
+    element: Callable
+    writes_bias: Boolean | bool = True
+
+    @property
+    def elements(self) -> list[tuple[int, int, int]]:
+        """(register, row, column) of each."""
+        return [
+            (self.element(column, r) + j, r, column + j)
+            for column in self.columns
+            for r in range(len(self.keys))
+            for j in range(PAIR)
+        ]
+
+    @property
+    def pairs(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """(column, [(register, which of the pair)]) of each pair of columns."""
+        rows, both = range(len(self.keys)), range(PAIR)
+        return [(c, [(self.element(c, r) + j, j) for r in rows for j in both]) for c in self.columns]
+
+    def statistic(self, number: int, column: int) -> cute.Tensor:
+        """(PAIR): lse' (0) or delta (1) of a pair of queries."""
+        pair = cute.make_rmem_tensor(PAIR, Float32)
+        cute.autovec_copy(self.statistics[None, number, column // PAIR], pair)
+        return pair
+
+
+@cute.jit
+def weigh(block, scores: cute.Tensor, masked):
+    """S^T becomes P^T = 2 ** (scale_log2 * s + log2(e) * bias - lse'), in place; 0 where a row does not see a key.
+
+    masked: some row may not see some key.
+    """
+    for column, registers in block.pairs:
+        lse = block.statistic(0, column)
+        for i, j in registers:
+            scores[i] = scores[i] * block.scale_log2 - lse[j]
+    if cutlass.const_expr(block.config.bias is not None):
+        add_bias(block, scores)
+    if masked:
+        hide(block, scores)
+    for i, _, _ in block.elements:
+        scores[i] = cute.math.exp2(scores[i], fastmath=True)
+
+
+def hide(block, scores: cute.Tensor) -> None:
+    """Powers of hidden pairs become -inf."""
+    limits = [(first - block.first_query, end - block.first_query) for first, end in block.bounds]
+    for i, r, column in block.elements:
+        seen = Boolean(limits[r][0] <= column)
+        if block.config.has_left:
+            seen = seen & Boolean(limits[r][1] > column)
+        scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
+
+
+@cute.jit
+def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
+    """dP^T becomes dS^T = P^T (dP^T - delta), in place; dbias is stored, or added to."""
+    for column, registers in block.pairs:
+        delta = block.statistic(1, column)
+        for i, j in registers:
+            ds[i] = weights[i] * (ds[i] - delta[j])
+    if masked | Boolean(block.config.bias is not None):
+        for i, _, _ in block.elements:  # dP of a hidden pair may be NaN
+            ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
+    if cutlass.const_expr(block.config.bias_gradient is not None):
+        write_bias(block, ds)
+
+
+def bias_rows(block, tensor: cute.Tensor) -> cute.Tensor:
+    """(QUERY, KEY) of a bias, or of its gradient."""
+    config = block.config
+    batch = block.tile.request if config.bias_batches else 0
+    return tensor[batch, block.head if config.bias_heads else 0, None, None]
+
+
+@cute.jit
+def add_bias(block, scores: cute.Tensor):
+    """Powers plus log2(e) times the bias; what lies outside of it, the mask or the statistics hide."""
+    bias = bias_rows(block, block.operands.bias)
+    queries, keys = bias.shape
+    for i, r, column in block.elements:
+        query = cutlass.min(block.first_query + column, queries - 1)
+        value = bias[query, cutlass.min(block.keys[r], keys - 1)].to(Float32)
+        total = scores[i] + value * LOG2_E
+        scores[i] = Float32(cutlass.select_(Boolean(value == -Float32.inf), -Float32.inf, total))
+
+
+@cute.jit
+def write_bias(block, ds: cute.Tensor):
+    """dS of the pairs that there are, to dbias."""
+    target = bias_rows(block, block.operands.dbias)
+    queries, keys = target.shape
+    for i, r, column in block.elements:
+        query, key = block.first_query + column, block.keys[r]
+        if (query < queries) & (key < keys) & block.writes_bias:
+            store_bias(block.config.bias_gradient, target, query, key, ds[i])
+
+
+def store_bias(kind: str, target: cute.Tensor, query, key, value) -> None:
+    if kind == "sum":
+        pointer = target.iterator + target.layout((query, key))
+        cute.arch.red(pointer, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+    else:
+        target[query, key] = value.to(TYPES[kind])

@@ -1,0 +1,56 @@
+"""Zeros in shared memory where nobody sees what is stored: 0 times NaN would reach those who see the rest.
+
+work: what a thread knows; of it config, shared, tile, and for threads that clear together ``threads``, ``index`` and
+``fence``.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.fmha.features import ELEMENT_BYTES
+
+
+@cute.jit
+def clear_unseen_keys(work):
+    """Keys that no row sees, of K, for dQ, and of V. Both must be there."""
+    config, tile = work.config, work.tile
+    if cutlass.const_expr(config.scatters):
+        first, end = tile.seen_first - tile.first_key, tile.seen_end - tile.first_key
+        if Boolean(first > 0) | Boolean(end < config.tile_n):
+            clear_rows(work, work.shared.k, config.tile_n, first, end)
+            clear_rows(work, work.shared.v, config.tile_n, first, end)
+            work.fence()
+
+
+@cute.jit
+def clear_unseen_rows(work, query_tile, step):
+    """Rows of Q and dO that see no key, or are another request's, for dK and dV. Q must be there."""
+    config, tile = work.config, work.tile
+    if cutlass.const_expr(config.scatters):  # noqa: SIM102
+        if tile.has_unseen_rows(query_tile):
+            work.channels["do_full"].wait(step)
+            first = query_tile * config.tile_m
+            for base, stages in ((work.shared.q, config.q_stages), (work.shared.do, config.do_stages)):
+                stage = base + step % stages * config.query_tile_bytes
+                clear_rows(work, stage, config.tile_m, tile.rows_first - first, tile.rows_end - first)
+            work.fence()
+
+
+@cute.jit
+def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
+    """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, a row
+    128 bytes."""
+    vectors = rows * work.config.head_dim * ELEMENT_BYTES // VECTOR_BYTES
+    zeros = cute.make_rmem_tensor(4, Int32)
+    zeros.fill(0)
+    for i in cutlass.range(work.index, vectors, work.threads, unroll=1):
+        row = i // (tma.ROW_BYTES // VECTOR_BYTES) % rows
+        if Boolean(row < first) | Boolean(row >= end):
+            at = base.toint() + i * VECTOR_BYTES
+            pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+            cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))

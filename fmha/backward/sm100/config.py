@@ -1,0 +1,150 @@
+"""The backward kernel for sm_100a: tiles, warp roles, memory budgets, barrier table. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.pipeline import Barrier, barrier_count
+from warpspec.fmha.backward.features import BackwardFeatures, backward_features
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.features import BLOCK, check_requests
+
+TILE_N = 128  # keys of a tile: rows of S^T, lanes of tensor memory
+TILE_M = {64: 128, 128: 128, 256: 64}  # queries of a tile, by D
+WIDTH = 128  # most columns of dK, dV and dQ that a CTA makes: tensor memory has no room for more
+BARRIER_BYTES = 1024  # room for the mbarriers and the address of tensor memory: what follows is aligned to it
+
+
+@dataclass(frozen=True)
+class BackwardConfig(BackwardFeatures):
+    """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
+    room."""
+
+    tile_m: int = 128
+    q_stages: int = 1
+    do_stages: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+        assert self.tmem_columns <= TMEM_COLUMNS
+        assert barrier_count(self.barriers) * 8 < BARRIER_BYTES
+
+    @classmethod
+    def of(cls, problem: BackwardProblem) -> BackwardConfig:
+        """The kernel for a problem. UnsupportedProblem names what it does not do."""
+        dim = problem.forward.head_dim
+        if dim not in TILE_M:
+            raise UnsupportedProblem(
+                f"sm100 attention: gradients of head size {dim} are not supported, only of {tuple(TILE_M)}"
+            )
+        check_requests("sm100", problem.forward)
+        stages = 2 if dim == BLOCK else 1
+        return cls(**backward_features(problem), tile_m=TILE_M[dim], q_stages=stages, do_stages=stages)
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile."""
+        return TILE_N
+
+    @property
+    def row_groups(self) -> int:
+        return self.tile_m // self.row_group_size
+
+    @property
+    def row_group_size(self) -> int:
+        return BLOCK
+
+    @property
+    def query_blocks(self) -> int:
+        """Blocks of 64 queries of a tile, for each of which P and dS are made."""
+        return self.tile_m // BLOCK
+
+    @property
+    def width(self) -> int:
+        """Columns of dK, dV and dQ that a CTA makes."""
+        return min(self.head_dim, WIDTH)
+
+    @property
+    def column_parts(self) -> int:
+        """CTAs that share a key tile, each with some columns; all of them make P and dS."""
+        return self.head_dim // self.width
+
+    @property
+    def transposed_dq(self) -> bool:
+        """dQ's columns are its accumulator's lanes; else its queries."""
+        return self.width == WIDTH
+
+    # Warps: 0 to 3 have a key a thread; then MMA, load.
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP_THREADS + 2 * WARP_THREADS
+
+    @property
+    def mma_warp(self) -> int:
+        return WARPGROUP_THREADS // WARP_THREADS
+
+    @property
+    def load_warp(self) -> int:
+        return self.mma_warp + 1
+
+    # Tensor memory, first columns. P lies where S was, dS where dP was; dQ, once dV has been issued, over P.
+
+    tmem_s = 0
+    tmem_dp = TILE_N
+    tmem_dv = 2 * TILE_N
+
+    @property
+    def tmem_dk(self) -> int:
+        return self.tmem_dv + self.width
+
+    @property
+    def tmem_columns(self) -> int:
+        return self.tmem_dk + self.width
+
+    @property
+    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """(region, bytes, what stands in it), in order."""
+        keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
+        return (
+            ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
+            (
+                "statistics",
+                self.q_stages * self.statistics_bytes,
+                f"{self.q_stages} x lse' and delta of rows",
+            ),
+            ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
+            ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
+            ("Q", self.q_stages * self.query_tile_bytes, f"{self.q_stages} x {queries}, 128-byte swizzle"),
+            ("dO", self.do_stages * self.query_tile_bytes, f"{self.do_stages} x {queries}, 128-byte swizzle"),
+            ("dS", self.ds_bytes, f"transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle"),
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(size for _, size, _ in self.smem_regions)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Every mbarrier: who arrives, how often, who waits, what then holds."""
+        load, filled = "load warp", "load warp, expect_tx + TMA bytes"
+        mma, keys, every = "MMA warp", "key warps", WARPGROUP_THREADS
+        both = "MMA and key warps"
+        return (
+            Barrier("k_full", 1, 1, filled, both, "K is in shared memory"),
+            Barrier("v_full", 1, 1, filled, both, "V is in shared memory"),
+            Barrier("q_full", self.q_stages, 1, filled, both, "Q and statistics are in shared memory"),
+            Barrier("q_empty", self.q_stages, 1, "MMA warp, commit", load, "S and dK have read Q"),
+            Barrier("do_full", self.do_stages, 1, filled, both, "dO is in shared memory"),
+            Barrier("do_empty", self.do_stages, 1, "MMA warp, commit", load, "dP and dV have read dO"),
+            Barrier("clean", 1, every, keys, mma, "what nobody sees of the step's tiles is zero"),
+            Barrier("s_full", 1, 1, "MMA warp, commit", keys, "S and dP are in tensor memory"),
+            Barrier("ds_full", 1, every, keys, mma, "P and dS are where products read them"),
+            Barrier(
+                "step_done", 1, 1, "MMA warp, commit", keys, "dQ is in tensor memory, dV and dK are added to"
+            ),
+            Barrier("dq_empty", 1, every, keys, mma, "dQ has been read"),
+        )

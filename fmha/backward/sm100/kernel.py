@@ -1,0 +1,118 @@
+"""The backward kernel for sm_100a: host side, storage, role dispatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from warpspec.common import tma
+from warpspec.common.hardware import TMEM_COLUMNS
+from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.backward.device.host import BackwardHost
+from warpspec.fmha.backward.device.load import load
+from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
+from warpspec.fmha.backward.sm100.config import BARRIER_BYTES
+from warpspec.fmha.backward.sm100.keys import work_on_keys
+from warpspec.fmha.backward.sm100.mma import mma
+from warpspec.fmha.device.grid import requests_of
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
+from warpspec.fmha.features import BLOCK, FP32_BYTES
+
+
+class Shared(NamedTuple):
+    """Where the regions of shared memory begin. statistics: Float32 pointer, the others Uint8."""
+
+    statistics: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    q: cute.Pointer
+    do: cute.Pointer
+    ds: cute.Pointer
+
+
+class Backward(BackwardHost):
+    """The kernel of one ``BackwardConfig``."""
+
+    def launch(self, operands, scales, window, stream):
+        """Host side: TMA descriptors, grid, launch."""
+        config = self.config
+        key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
+        boxes = (
+            (operands.k, key_box),
+            (operands.v, key_box),
+            (operands.q, query_box),
+            (operands.do, query_box),
+        )
+        loads = [tma.make_load(kv_view(config, tensor), box) for tensor, box in boxes]
+        rows = requests_of(config, operands) if not config.packed_k else 1
+        tiles = key_tiles_of(config, operands) * operands.k.shape[2] * rows
+        self.kernel(
+            operands, tuple(atom for atom, _ in loads), tuple(view for _, view in loads), scales, window
+        ).launch(
+            grid=(tiles * config.column_parts, 1, 1),
+            block=(config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, atoms, coordinates, scales, window):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # 1. Shared memory.
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8 - 1]
+            tmem_address: Int32
+            statistics: cute.struct.Align[
+                cute.struct.MemRange[Float32, config.q_stages * config.statistics_bytes // FP32_BYTES], 1024
+            ]
+            k: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
+            ]
+            v: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
+            ]
+            q: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.q_stages * config.query_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            do: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.do_stages * config.query_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            ds: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.ds_bytes], tma.TILE_ALIGNMENT]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+
+        # 2. Tensor memory: warp 0 allocates and, after the results are written, frees.
+        if warp == 0:
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == config.load_warp:
+            for atom in atoms:
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+
+        # 3. Roles.
+        shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
+        index, _, _ = cute.arch.block_idx()
+        part = index % config.column_parts
+        tile = key_tile_at(config, operands, window, index // config.column_parts)
+        if warp < config.mma_warp:
+            work_on_keys(config, channels, shared, operands, scales, tile, part, columns, thread)
+            cute.arch.barrier(barrier_id=1, number_of_threads=config.mma_warp * 32)
+            if warp == 0:
+                cute.arch.dealloc_tmem(columns, TMEM_COLUMNS)
+        elif warp == config.mma_warp:
+            mma(config, channels, shared, operands.q.element_type, tile, part, columns)
+        else:
+            load(config, channels, shared, operands, atoms, coordinates, tile)

@@ -1,0 +1,245 @@
+"""The key warps, a thread a key, its lane of tensor memory: P and dS of every step, dQ to global memory, dK and dV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from warpspec.common import tma, tmem
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECTOR, WARP_ROWS
+from warpspec.fmha.backward.device.arithmetic import Block, derive, weigh
+from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
+from warpspec.fmha.backward.device.tile import slot_of
+from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
+from warpspec.fmha.backward.features import PART_ELEMENTS, PART_ROWS, STATISTICS, WARP_ELEMENTS, WARPS
+from warpspec.fmha.features import BLOCK, WORD_BYTES
+
+CHUNK_BYTES = 16  # what the swizzle moves as one
+CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
+SWIZZLE_ROWS = 8  # after which it repeats
+LOAD_COLUMNS = 32  # of a result in registers at a time
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a thread of the key warps has for all steps. part: of the columns of dK, dV and dQ, the CTA's. columns: TMEM
+    pointer to the first column. thread: 0..127, its lane and its key of the tile. bounds: [first, end) of the queries
+    that see it."""
+
+    config: object
+    channels: dict
+    shared: tuple
+    operands: object
+    scales: tuple
+    tile: object
+    part: Int32
+    columns: cute.Pointer
+    thread: Int32
+    bounds: tuple
+
+    @property
+    def threads(self) -> int:
+        """Threads that clear together."""
+        return WARPGROUP_THREADS
+
+    @property
+    def index(self):
+        """Which of them this one is."""
+        return self.thread
+
+    def fence(self) -> None:
+        """What this thread wrote to shared memory is there for MMAs, once it has arrived at a barrier."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def block(self, step, number: int, head, query_tile) -> Block:
+        """A block of 64 queries."""
+        first = number * BLOCK
+        stage = self.channels["q_full"].stage(step) * self.config.tile_m
+        layout = cute.make_layout((PAIR, 2, BLOCK // PAIR), stride=(1, PAIR, 2 * PAIR))
+        start = (self.shared.statistics + (stage + first) * STATISTICS).align(8)
+        return Block(
+            self.config,
+            self.operands,
+            self.tile,
+            self.scales[0],
+            head,
+            query_tile * self.config.tile_m + first,
+            cute.make_tensor(start, layout),
+            columns=tuple(range(0, BLOCK, PAIR)),
+            keys=(self.tile.first_key + self.thread,),
+            bounds=(self.bounds,),
+            element=lambda column, r: column,
+            writes_bias=self.part == 0,
+        )
+
+
+@cute.jit
+def work_on_keys(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    operands,
+    scales,
+    tile,
+    part,
+    columns,
+    thread,
+):
+    """Consumes k_full, v_full, q_full, do_full where it clears; s_full; step_done before dQ is read, and at the end.
+    Produces clean, ds_full, dq_empty, an arrival a thread each."""
+    bounds = tile.queries_of(tile.first_key + thread)
+    work = Keys(config, channels, shared, operands, scales, tile, part, columns, thread, bounds)
+    head, query_tile = tile.kv_head * tile.group, tile.begin
+    for step in cutlass.range(tile.steps, unroll=1):
+        if cutlass.const_expr(config.scatters):
+            if step == 0:
+                channels["k_full"].wait(0)
+                channels["v_full"].wait(0)
+                clear_unseen_keys(work)
+            channels["q_full"].wait(step)
+            channels["do_full"].wait(step)
+            clear_unseen_rows(work, query_tile, step)
+            channels["clean"].arrive(step)
+        else:
+            channels["q_full"].wait(step)  # for the statistics
+        channels["s_full"].wait(step)
+        tmem.fence_after_wait()
+        for number in cutlass.range_constexpr(config.query_blocks):
+            make_block(work, step, number, head, query_tile)
+        tmem.wait_stores()
+        tmem.fence_before_arrive()
+        work.fence()
+        channels["ds_full"].arrive(step)
+        if cutlass.const_expr(config.wants_q):
+            channels["step_done"].wait(step)
+            tmem.fence_after_wait()
+            add_queries(work, head, query_tile)
+            tmem.fence_before_arrive()
+            channels["dq_empty"].arrive(step)
+        query_tile += 1
+        if query_tile == tile.begin + tile.count:
+            query_tile = tile.begin
+            head += 1
+    if tile.steps > 0:
+        channels["step_done"].wait(tile.steps - 1)
+        tmem.fence_after_wait()
+    write_keys(work)
+
+
+@cute.jit
+def make_block(work, step, number: cutlass.Constexpr, head, query_tile):
+    """P and dS of 64 queries: to tensor memory, over what was S and dP; dS to shared memory, too."""
+    config, columns, thread = work.config, work.columns, work.thread
+    block = work.block(step, number, head, query_tile)
+    masked = work.tile.needs_mask(query_tile, number)
+    scores, ds = cute.make_rmem_tensor(BLOCK, Float32), cute.make_rmem_tensor(BLOCK, Float32)
+    tmem.load_row(columns + config.tmem_s + number * BLOCK, scores, thread)
+    if cutlass.const_expr(config.needs_ds):
+        tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
+    tmem.wait_loads()
+    weigh(block, scores, masked)
+    words = BLOCK // PAIR
+    if cutlass.const_expr(config.wants_v):
+        target = cute.recast_ptr(columns + config.tmem_s + number * words, dtype=Int32)
+        tmem.store_row(as_words(scores, work.operands.q.element_type), target, thread)
+    if cutlass.const_expr(config.needs_ds):
+        derive(block, scores, ds, masked)
+        own = as_words(ds, work.operands.q.element_type)
+        if cutlass.const_expr(config.wants_k):
+            target = cute.recast_ptr(columns + config.tmem_dp + number * words, dtype=Int32)
+            tmem.store_row(own, target, thread)
+        if cutlass.const_expr(config.wants_q):
+            store_row(work, number, own)
+
+
+def as_words(values: cute.Tensor, dtype) -> cute.Tensor:
+    """fp32 values in 16 bits, two to a word."""
+    narrow = cute.make_rmem_tensor(cute.size(values), dtype)
+    narrow.store(values.load().to(dtype))
+    return cute.recast_tensor(narrow, Int32)
+
+
+def store_row(work, number: int, words: cute.Tensor) -> None:
+    """The thread's key in dS's tile in shared memory: a row of 128 bytes of each block of queries, swizzled."""
+    row = work.shared.ds.toint() + (number * work.config.tile_n + work.thread) * tma.ROW_BYTES
+    for chunk in range(tma.ROW_BYTES // CHUNK_BYTES):
+        at = row + (chunk ^ (work.thread % SWIZZLE_ROWS)) * CHUNK_BYTES
+        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+        target = cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
+        cute.autovec_copy(cute.local_tile(words, (CHUNK_WORDS,), (chunk,)), target)
+
+
+@cute.jit
+def add_queries(work, head, query_tile):
+    """A step's dQ, or its CTA's columns, added to the sums in global memory (``features`` says how they lie)."""
+    config, operands, thread = work.config, work.operands, work.thread
+    warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
+    slot = slot_of(config, operands, work.tile.request, query_tile)
+    sums = operands.dq_sums[head, slot, None].iterator
+    if cutlass.const_expr(config.deterministic):
+        turn = operands.turns[head, slot, None].iterator + work.part * WARPS + warp
+        wait_warp_turn(turn, work.tile.turn(query_tile), lane)
+    count = config.tile_m if cutlass.const_expr(config.transposed_dq) else config.width
+    first_column = work.part * config.width
+    for start in cutlass.range_constexpr(0, count, LOAD_COLUMNS):
+        values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
+        tmem.load_row(work.columns + config.tmem_s + start, values, thread)
+        tmem.wait_loads()
+        for i in cutlass.range_constexpr(LOAD_COLUMNS):
+            if cutlass.const_expr(config.transposed_dq):
+                at = place_in_sums(config, start + i, first_column + thread)
+            else:
+                at = place_in_sums(config, thread, start + i)
+            cute.arch.red(sums + at, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
+    if cutlass.const_expr(config.deterministic):
+        end_warp_turn(turn, lane)
+
+
+def place_in_sums(config, row, column):
+    """Where an element of a query tile's dQ lies: parts, pieces, wgmma's registers (``features``)."""
+    part = row // PART_ROWS * (config.head_dim // BLOCK) + column // BLOCK
+    row, column = row % PART_ROWS, column % BLOCK
+    piece, row = row // WARP_ROWS, row % WARP_ROWS
+    lane = row % ROW_DISTANCE * QUAD + column % COLUMNS // PAIR
+    element = (
+        column // COLUMNS * WARP_THREADS * QUAD + lane * QUAD + row // ROW_DISTANCE * PAIR + column % PAIR
+    )
+    return part * PART_ELEMENTS + piece * WARP_ELEMENTS + element
+
+
+def write_keys(work) -> None:
+    """dK, scaled, and dV of the thread's key."""
+    config, operands = work.config, work.operands
+    if operands.dk is not None:
+        write_row(work, operands.dk, config.tmem_dk, work.scales[1])
+    if operands.dv is not None:
+        write_row(work, operands.dv, config.tmem_dv, 1.0)
+
+
+@cute.jit
+def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor):
+    """The CTA's columns of the thread's key times a factor; zeros where no query sees the tile."""
+    config, tile = work.config, work.tile
+    batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
+    keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
+    key = tile.first_key + work.thread
+    row = cutlass.min(tile.place.first_key + key, tensor.shape[1] - 1)
+    target = tensor[batch, row, tile.kv_head, None]  # (D)
+    for start in cutlass.range_constexpr(0, config.width, LOAD_COLUMNS):
+        values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
+        values.fill(0.0)
+        if tile.steps > 0:
+            tmem.load_row(work.columns + column + start, values, work.thread)
+            tmem.wait_loads()
+        narrow = cute.make_rmem_tensor(LOAD_COLUMNS, tensor.element_type)
+        narrow.store((values.load() * factor).to(tensor.element_type))
+        if key < keys:
+            for i in cutlass.range_constexpr(LOAD_COLUMNS // VECTOR):
+                at = (work.part * config.width + start) // VECTOR + i
+                cute.autovec_copy(
+                    cute.local_tile(narrow, (VECTOR,), (i,)), cute.local_tile(target, (VECTOR,), (at,))
+                )
