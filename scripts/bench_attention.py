@@ -1,11 +1,13 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|decode|paged|varlen|shared|host ...] [--markdown] [--png FILE]
+    python scripts/bench_attention.py [--only prefill|decode|paged|varlen|shared|host|backward ...] [--markdown]
+                                       [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill, torch's SDPA for decode and for K and V in one tensor. A ratio is the peer's time over ours:
 above 1 we are faster. varlen: packed requests, and others of different lengths, in CUDA graphs. host: CPU time of a
-call from Python.
+call from Python. backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's
+backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results).
 """
 
 from __future__ import annotations
@@ -33,6 +35,18 @@ PREFILL = [
 ]
 # (batch, keys, D) of 64 query and 8 KV heads
 DECODE = [(batch, keys, d) for d in (128, 64) for batch, keys in ((32, 8192), (128, 1024), (1, 65536))]
+# (batch, heads, length, D, causal)
+BACKWARD = [
+    (2, 32, 8192, 128, True),
+    (2, 32, 8192, 128, False),
+    (2, 32, 8192, 64, True),
+    (2, 32, 8192, 64, False),
+    (2, 16, 8192, 256, True),
+    (2, 16, 8192, 256, False),
+    (8, 32, 2048, 128, True),
+    (8, 32, 2048, 64, True),
+]
+BACKWARD_BIAS = (2, 16, 4096, 128)  # batch, heads, length, D; a bias of each head's own
 PAGES = (16, 32, 64, 128)
 PAGED_PREFILL = [(2, 4096, d) for d in (128, 64, 256)]  # batch, length, D of 32 query and 8 KV heads
 # (batch, heads, queries, keys) of D 512, K and V one tensor of one head, not causal
@@ -132,6 +146,54 @@ def decode() -> list[list]:
         }
         bytes_read = 2 * k.numel() * k.element_size()
         rows.append([f"B{batch} L{keys} 64/8 heads D{d}", *columns(times, bytes_read * 1e-6, ("SDPA",))])
+    return rows
+
+
+def backward_calls(batch, heads, length, d, causal, bias=None) -> dict:
+    """Calls that compute the gradients, ours and the peers', results of the forward passes at hand."""
+    leaves = [random(batch, length, heads, d).requires_grad_() for _ in range(3)]
+    do = random(batch, length, heads, d)
+    extra = [] if bias is None else [bias.requires_grad_()]
+    o = attention(*leaves, causal=causal, bias=bias)
+    calls = {"warpspec": lambda: torch.autograd.grad(o, leaves + extra, do, retain_graph=True)}
+    heads_first = [t.detach().transpose(1, 2).requires_grad_() for t in leaves]
+    kind, name = (
+        (SDPBackend.CUDNN_ATTENTION, "cuDNN")
+        if bias is None
+        else (SDPBackend.EFFICIENT_ATTENTION, "torch efficient")
+    )
+    with sdpa_kernel(kind):
+        theirs = scaled_dot_product_attention(*heads_first, attn_mask=bias, is_causal=causal)
+    seed = do.transpose(1, 2)
+    calls[name] = lambda: torch.autograd.grad(theirs, heads_first + extra, seed, retain_graph=True)
+    found, expected = calls["warpspec"](), calls[name]()
+    for mine, peers in zip(found[:3], expected[:3], strict=True):
+        agree(f"backward D {d}", mine, peers.transpose(1, 2))
+    flash = sweep_calls.flash_attention()
+    if flash is not None and bias is None:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        with torch.no_grad():
+            result, lse = attention(*leaves, causal=causal, return_lse=True)
+        inputs = [t.detach() for t in leaves]
+        calls["flash-attn-4"] = lambda: _flash_attn_bwd(*inputs, result, do, lse, d**-0.5, causal)
+    return calls
+
+
+def backward() -> list[list]:
+    rows = []
+    for batch, heads, length, d, causal in BACKWARD:
+        calls = backward_calls(batch, heads, length, d, causal)
+        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
+        flops = 10 * batch * heads * length * length * d // (2 if causal else 1)
+        name = f"B{batch} H{heads} S{length} D{d} {'causal' if causal else 'full'}"
+        rows.append([name, *columns(times, flops * 1e-6, ("flash-attn-4", "cuDNN")), None, None])
+    batch, heads, length, d = BACKWARD_BIAS
+    bias = torch.randn(batch, heads, length, length, device="cuda", dtype=BF16)
+    times = gpu_bench.gpu_times(backward_calls(*BACKWARD_BIAS, False, bias), [()], **gpu_bench.SHORT_ROUNDS)
+    flops = 10 * batch * heads * length * length * d
+    peers = ("flash-attn-4", "cuDNN", "torch efficient")
+    rows.append([f"B{batch} H{heads} S{length} D{d} full, bias", *columns(times, flops * 1e-6, peers)])
     return rows
 
 
@@ -279,7 +341,7 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 
 def main() -> None:
-    parts = ("prefill", "decode", "paged", "varlen", "shared", "host")
+    parts = ("prefill", "decode", "paged", "varlen", "shared", "host", "backward")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
@@ -312,6 +374,19 @@ def main() -> None:
         show(names, varlen())
     if "shared" in options.only:
         show(["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA}\n")
+    if "backward" in options.only:
+        names = [
+            "backward",
+            "us",
+            "TFLOP/s",
+            "flash-attn-4",
+            "ratio",
+            "cuDNN",
+            "ratio",
+            "torch efficient",
+            "ratio",
+        ]
+        show(names, backward())
     if "host" in options.only:
         show(["CPU time of a call", "us"], host())
 

@@ -55,7 +55,7 @@ class Keys:
         """What this thread wrote to shared memory is there for MMAs, once it has arrived at a barrier."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def block(self, step, number: int, head, query_tile) -> Block:
+    def block(self, step, number, head, query_tile) -> Block:
         """A block of 64 queries."""
         first = number * BLOCK
         stage = self.channels["q_full"].stage(step) * self.config.tile_m
@@ -108,7 +108,7 @@ def work_on_keys(
             channels["q_full"].wait(step)  # for the statistics
         channels["s_full"].wait(step)
         tmem.fence_after_wait()
-        for number in cutlass.range_constexpr(config.query_blocks):
+        for number in cutlass.range(config.query_blocks, unroll=1):
             make_block(work, step, number, head, query_tile)
         tmem.wait_stores()
         tmem.fence_before_arrive()
@@ -131,22 +131,24 @@ def work_on_keys(
 
 
 @cute.jit
-def make_block(work, step, number: cutlass.Constexpr, head, query_tile):
+def make_block(work, step, number, head, query_tile):
     """P and dS of 64 queries: to tensor memory, over what was S and dP; dS to shared memory, too."""
     config, columns, thread = work.config, work.columns, work.thread
     block = work.block(step, number, head, query_tile)
     masked = work.tile.needs_mask(query_tile, number)
     scores, ds = cute.make_rmem_tensor(BLOCK, Float32), cute.make_rmem_tensor(BLOCK, Float32)
     tmem.load_row(columns + config.tmem_s + number * BLOCK, scores, thread)
-    if cutlass.const_expr(config.needs_ds):
-        tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
     tmem.wait_loads()
     weigh(block, scores, masked)
     words = BLOCK // PAIR
     if cutlass.const_expr(config.wants_v):
         target = cute.recast_ptr(columns + config.tmem_s + number * words, dtype=Int32)
         tmem.store_row(as_words(scores, work.operands.q.element_type), target, thread)
-    if cutlass.const_expr(config.needs_ds):
+    if cutlass.const_expr(
+        config.needs_ds
+    ):  # not earlier: both and the statistics do not fit a thread's registers
+        tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
+        tmem.wait_loads()
         derive(block, scores, ds, masked)
         own = as_words(ds, work.operands.q.element_type)
         if cutlass.const_expr(config.wants_k):
@@ -163,7 +165,7 @@ def as_words(values: cute.Tensor, dtype) -> cute.Tensor:
     return cute.recast_tensor(narrow, Int32)
 
 
-def store_row(work, number: int, words: cute.Tensor) -> None:
+def store_row(work, number, words: cute.Tensor) -> None:
     """The thread's key in dS's tile in shared memory: a row of 128 bytes of each block of queries, swizzled."""
     row = work.shared.ds.toint() + (number * work.config.tile_n + work.thread) * tma.ROW_BYTES
     for chunk in range(tma.ROW_BYTES // CHUNK_BYTES):
@@ -183,32 +185,32 @@ def add_queries(work, head, query_tile):
     if cutlass.const_expr(config.deterministic):
         turn = operands.turns[head, slot, None].iterator + work.part * WARPS + warp
         wait_warp_turn(turn, work.tile.turn(query_tile), lane)
-    count = config.tile_m if cutlass.const_expr(config.transposed_dq) else config.width
-    first_column = work.part * config.width
-    for start in cutlass.range_constexpr(0, count, LOAD_COLUMNS):
+    transposed = config.transposed_dq
+    mine = column_place(work.part * config.width + thread) if transposed else row_place(config, thread)
+    for start in cutlass.range_constexpr(0, config.tile_m if transposed else config.width, LOAD_COLUMNS):
         values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
         tmem.load_row(work.columns + config.tmem_s + start, values, thread)
         tmem.wait_loads()
         for i in cutlass.range_constexpr(LOAD_COLUMNS):
-            if cutlass.const_expr(config.transposed_dq):
-                at = place_in_sums(config, start + i, first_column + thread)
-            else:
-                at = place_in_sums(config, thread, start + i)
-            cute.arch.red(sums + at, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
+            other = row_place(config, start + i) if transposed else column_place(start + i)
+            cute.arch.red(sums + mine + other, values[i], op="add", dtype="f32", sem="relaxed", scope="gpu")
     if cutlass.const_expr(config.deterministic):
         end_warp_turn(turn, lane)
 
 
-def place_in_sums(config, row, column):
-    """Where an element of a query tile's dQ lies: parts, pieces, wgmma's registers (``features``)."""
-    part = row // PART_ROWS * (config.head_dim // BLOCK) + column // BLOCK
-    row, column = row % PART_ROWS, column % BLOCK
-    piece, row = row // WARP_ROWS, row % WARP_ROWS
-    lane = row % ROW_DISTANCE * QUAD + column % COLUMNS // PAIR
-    element = (
-        column // COLUMNS * WARP_THREADS * QUAD + lane * QUAD + row // ROW_DISTANCE * PAIR + column % PAIR
-    )
-    return part * PART_ELEMENTS + piece * WARP_ELEMENTS + element
+def row_place(config, row):
+    """Where a row of a query tile's dQ begins among the sums: parts, pieces, wgmma's registers (``features``)."""
+    part = row // PART_ROWS * (config.head_dim // BLOCK)
+    piece, own = row % PART_ROWS // WARP_ROWS, row % WARP_ROWS
+    place = own % ROW_DISTANCE * QUAD * QUAD + own // ROW_DISTANCE * PAIR
+    return part * PART_ELEMENTS + piece * WARP_ELEMENTS + place
+
+
+def column_place(column):
+    """How far behind it a column's element lies."""
+    part, own = column // BLOCK, column % BLOCK
+    place = own // COLUMNS * WARP_THREADS * QUAD + own % COLUMNS // PAIR * QUAD + own % PAIR
+    return part * PART_ELEMENTS + place
 
 
 def write_keys(work) -> None:
