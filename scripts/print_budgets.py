@@ -13,7 +13,7 @@ import itertools
 import sys
 
 import torch
-from shared import moe_budgets, swap_budgets
+from shared import backward_budgets, moe_budgets, swap_budgets
 from shared.generated_tables import Section, main, table
 
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
@@ -25,7 +25,7 @@ from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
 
-MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN
+MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
     ("<!-- scripts/print_budgets.py: begin -->", "<!-- scripts/print_budgets.py: end -->"),
     ("<!-- scripts/print_budgets.py, sm_90a: begin -->", "<!-- scripts/print_budgets.py, sm_90a: end -->"),
     (
@@ -35,6 +35,10 @@ MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM
     (
         "<!-- scripts/print_budgets.py, Swap-FFN: begin -->",
         "<!-- scripts/print_budgets.py, Swap-FFN: end -->",
+    ),
+    (
+        "<!-- scripts/print_budgets.py, attention's gradients: begin -->",
+        "<!-- scripts/print_budgets.py, attention's gradients: end -->",
     ),
 )
 
@@ -290,7 +294,13 @@ def hopper() -> str:
 
 def sections() -> list[Section]:
     """Everything this script generates."""
-    generated = attention(), hopper(), moe_budgets.markdown(), swap_budgets.markdown()
+    generated = (
+        attention(),
+        hopper(),
+        moe_budgets.markdown(),
+        swap_budgets.markdown(),
+        backward_budgets.markdown(),
+    )
     return [(*markers, text) for markers, text in zip(MARKERS, generated, strict=True)]
 
 

@@ -1,0 +1,61 @@
+"""The memory budgets and barrier tables of attention's backward kernels, for ``print_budgets.py``."""
+
+from __future__ import annotations
+
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, TMEM_COLUMNS, WARPGROUP_THREADS
+from warpspec.fmha.backward import sm90, sm100
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.backward.sm90.config import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
+from warpspec.fmha.problem import AttentionProblem
+
+from .generated_tables import table
+
+HEAD_DIMS = (64, 128, 256)
+
+
+def configs(module) -> list:
+    """An architecture's kernels of causal bf16 problems, one for each D."""
+    import torch
+
+    kind = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    sizes = {
+        "batch": 1,
+        "seq_q": 1024,
+        "seq_k": 1024,
+        "heads_q": 1,
+        "heads_kv": 1,
+        "scale": 1.0,
+        "causal": True,
+    }
+    forwards = [AttentionProblem(**sizes, **kind, head_dim=d, return_lse=True) for d in HEAD_DIMS]
+    return [module.BackwardConfig.of(BackwardProblem(forward, ("q", "k", "v"))) for forward in forwards]
+
+
+def kernel(name: str, found: list, extra: list[tuple]) -> str:
+    """Tables of an architecture's kernels. extra: rows about what only it has."""
+    regions = zip(*(config.smem_regions for config in found), strict=True)
+    rows = [(row[0][0], *(size for _, size, _ in row), row[1][2]) for row in regions]
+    rows.append(("a CTA", *(config.smem_bytes for config in found), f"of {MAX_SMEM_PER_CTA}"))
+    smem = table(("shared memory, bytes", *(f"D {d}" for d in HEAD_DIMS), "holds, at D 128"), [*rows, *extra])
+    barriers = [
+        (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in found[1].barriers
+    ]
+    head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
+    tiles = ", ".join(f"{c.tile_m} by {c.tile_n}" for c in found)
+    return f"{name}: tiles of queries by keys {tiles}.\n\n{smem}\n\nD 128:\n\n{table(head, barriers)}"
+
+
+def markdown() -> str:
+    registers = CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
+    hopper = ("registers", *(f"{CONSUMER_REGISTERS}, {PRODUCER_REGISTERS}",) * 3)
+    hopper = (
+        *hopper,
+        f"{registers * WARPGROUP_THREADS} of {REGISTERS_PER_SM}; of a consumer's thread, of a producer's",
+    )
+    found = configs(sm100)
+    columns = (
+        "tensor memory, columns",
+        *(c.tmem_columns for c in found),
+        f"of {TMEM_COLUMNS}: S and dQ, dP, dV, dK",
+    )
+    return "\n\n".join([kernel("sm_90a", configs(sm90), [hopper]), kernel("sm_100a", found, [columns])])
