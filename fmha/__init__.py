@@ -40,8 +40,11 @@ def attention(
 
     Per query row, over the keys j it sees: logit[j] = scale * q.k[j] + bias[j], and
     o = sum of exp(logit[j]) v[j] / (sum of exp(logit[j]) + exp(sink)). No argument but ``out`` is ever
-    modified. Gradients flow back from o and from lse to those tensors that require them; rows and keys that nobody sees
-    get zeros. Without derivatives: forward mode, second derivatives, page_table, normalize=False, out.
+    modified.
+
+    Gradients flow back from o and from lse to those tensors that require them; rows and keys that nobody sees get
+    zeros. NaN or Inf stored at a key that some row sees may reach the gradients of rows that do not. There are none in
+    forward mode, none of gradients, nor with page_table, normalize=False or out.
 
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
