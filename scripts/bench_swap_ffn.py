@@ -215,7 +215,11 @@ def print_bytes(batches) -> None:
         done = subprocess.run([*command, "--batches", str(batch)], capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
         if done.returncode or not lines:
-            sys.exit(f"{shlex.join(command)}: {done.stdout[-500:]}{done.stderr[-500:]}")
+            print(
+                f"B {batch} {way}: {shlex.join(command)} failed: {(done.stdout + done.stderr)[-500:]}",
+                flush=True,
+            )
+            continue
         found = dict.fromkeys(BYTES, 0.0)
         for row in csv.DictReader(lines):
             found[row["Metric Name"]] += (

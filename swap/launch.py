@@ -29,7 +29,7 @@ from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights
 
 D_MODELS = (256, 512, 768, 1024)  # that kernels are compiled for
-MOST_SPLITS = 8
+MOST_SPLITS = 8  # parts of K of the down product
 TOO_LARGE = "Error Code: 720"  # cudaErrorCooperativeLaunchTooLarge, as the compiled host functions raise it
 CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
 
