@@ -94,7 +94,8 @@ class SwapConfig:
 
     arch: "sm90" or "sm100", of the GEMM phases. phase: of PHASES. d_model: D. splits: parts of d_ff whose partial sums
     a rows phase adds up; what "down" is cut into is the launch's. residual: x is added to an FFN step's result. eps: of
-    the norms. forced, recorded: the router's decisions are given; are written.
+    the norms. forced, recorded: the router's decisions are given; are written. cooperative: how the fused kernel is
+    launched; else nothing keeps it from hanging where CTAs have to wait for an SM.
     """
 
     arch: str
@@ -106,6 +107,7 @@ class SwapConfig:
     eps: float = 1e-6
     forced: bool = False
     recorded: bool = False
+    cooperative: bool = True
 
     def __post_init__(self):
         assert self.phase in PHASES and self.arch in ("sm90", "sm100")

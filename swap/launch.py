@@ -48,13 +48,15 @@ class Plan:
     """What the host decides for a problem on a target.
 
     fused: one kernel, else a chain. tiles: of both products. splits: parts of K that the down product is cut into.
-    ctas: of a kernel with products, at most.
+    ctas: of a kernel with products, at most. cooperative: off for ncu only, which launches no cooperative kernel of
+    clusters, and lets nothing run beside one.
     """
 
     fused: bool
     tiles: Tiles
     splits: int
     ctas: int
+    cooperative: bool = True
 
 
 def check_supported(problem: SwapProblem) -> None:
@@ -129,6 +131,7 @@ class Step:
             eps=self.problem.eps,
             forced=self.forced and routes,
             recorded=self.recorded and routes,
+            cooperative=plan.cooperative,
         )
 
     def ctas(self, phase: str) -> int:

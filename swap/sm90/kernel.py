@@ -36,7 +36,7 @@ class Products(SwapHost):
             grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.tiles.cluster, 1, 1),
-            cooperative=config.fused,
+            cooperative=config.fused and config.cooperative,
             use_pdl=not config.fused,
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
