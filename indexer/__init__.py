@@ -6,7 +6,7 @@ import torch
 
 from warpspec.cache.formats import INDEX_FORMATS, format_named
 from warpspec.cache.pools import IndexPool
-from warpspec.common.backend import refuse_tangents
+from warpspec.common.backend import refuse_tangents, resolve_backend
 from warpspec.indexer import ops
 from warpspec.indexer.config import K_LIMIT
 from warpspec.indexer.problem import IndexQueries, check_queries, check_scores, check_table, check_topk
@@ -93,15 +93,18 @@ def select_entries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``index_topk`` of ``index_scores``: (slots [T, k], counts [T]) of the entries that each query attends to.
 
-    So many queries at a time that their logits take at most ``workspace_bytes``, one at least. page_table is that of
-    the pool; slots are its rows, and the same rows of every pool that has its pages.
+    So many queries at a time that their logits take at most ``workspace_bytes``, one at least; 0: logits never reach
+    memory, scores and selection are one launch (with the same result), a CTA a query: for prefill. page_table is that
+    of the pool; slots are its rows, and the same rows of every pool that has its pages.
     """
     check_scores(queries, pool, page_table, requests, lengths)
     check_table(len(requests), page_table, requests, page_table.device)
-    if type(workspace_bytes) is not int or workspace_bytes < 1:
-        raise ValueError(f"workspace_bytes: must be an int of at least 1, got {workspace_bytes!r}")
+    if type(workspace_bytes) is not int or workspace_bytes < 0:
+        raise ValueError(f"workspace_bytes: must be an int of at least 0, got {workspace_bytes!r}")
     if type(k) is not int or not 1 <= k <= K_LIMIT:
         raise ValueError(f"k: must be an int within 1..{K_LIMIT}, got {k!r}")
+    if workspace_bytes == 0 and resolve_backend(backend, page_table.device) != "reference":
+        return ops.stream_entries(queries, pool, page_table, requests, lengths, k)
     columns = max(1, page_table.shape[1] * pool.page_size)
     step = max(1, workspace_bytes // (4 * columns))
     parts = []

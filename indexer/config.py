@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS
+from warpspec.indexer.scores_config import TILE_KEYS, ScoresConfig
 
 WORD_BYTES = 4
 K_LIMIT = 2048
 BINS, HISTOGRAMS = 256, 3  # of a search, and how many take turns
+TILE_ROOM = 1024  # bytes: the query in shared memory is aligned to them
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,10 @@ class SelectConfig:
     slots: int = 4096
 
     def __post_init__(self):
-        assert self.threads == WARP_THREADS**2, "a warp adds up the warps' counts"
+        assert BINS <= self.threads <= WARP_THREADS**2, "a warp adds up the warps' counts"
         assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
         assert self.chunk % (self.group * self.threads) == 0
         assert self.chunk + K_LIMIT < 2**16, "two counts share a word"
-        assert self.place_words <= 2 * self.threads, "a thread has two"
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
 
     @property
@@ -42,7 +43,7 @@ class SelectConfig:
 
     @property
     def kept(self) -> int:
-        """What was chosen of earlier chunks, by thread: numbers thread, thread + threads."""
+        """What was chosen of earlier chunks, by thread: numbers thread, thread + threads, ..."""
         return K_LIMIT // self.threads
 
     @property
@@ -56,6 +57,35 @@ class SelectConfig:
         return (K_LIMIT + self.chunk) // WARP_THREADS
 
     @property
+    def own_words(self) -> int:
+        """Of those, a thread's."""
+        return -(-self.place_words // self.threads)
+
+    @property
     def smem_bytes(self) -> int:
         words = self.chunk + 2 * self.slots + 4 * K_LIMIT + 4 + BINS * HISTOGRAMS
         return (words + 2 * self.place_words + WARP_THREADS) * WORD_BYTES
+
+
+STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """The kernel of scores and selection in one launch: a CTA a query. scores, select: how it does each."""
+
+    scores: ScoresConfig
+    select: SelectConfig
+
+    def __post_init__(self):
+        assert self.scores.threads == self.select.threads
+        assert self.select.chunk % TILE_KEYS == 0 and self.select.table
+        assert self.select.smem_bytes + self.scores.smem_bytes + TILE_ROOM <= MAX_SMEM_PER_CTA
+
+    @classmethod
+    def of(cls, major: int, format: str, heads: int, page_size: int) -> StreamConfig:
+        """major: 9 for sm_90a; elsewhere a warp has the whole query in registers, and fewer warps have room for it."""
+        warpgroups = STREAM_WARPGROUPS if major == 9 else STREAM_WARPGROUPS // 2
+        depth = 2 if format == "mxfp4" else 1
+        scores = ScoresConfig(format, heads, page_size, warpgroups, depth)
+        return cls(scores, SelectConfig(True, True, scores.threads, STREAM_CHUNK))

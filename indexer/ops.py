@@ -11,7 +11,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
 from warpspec.common.repeated import watched
 from warpspec.indexer import reference
-from warpspec.indexer.config import SelectConfig
+from warpspec.indexer.config import SelectConfig, StreamConfig
 from warpspec.indexer.problem import IndexQueries
 from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, ScoresConfig
 
@@ -60,15 +60,7 @@ def run_scores(
     if backend == "reference":
         return reference_scores(queries, pool, page_table, requests, lengths)
     target = target_of(page_table.device)
-    if name not in FORMATS or asked_format != name:
-        raise UnsupportedProblem(
-            f"index_scores: kernels take keys and queries both of {' or '.join(FORMATS)}, got {name!r} and "
-            f"{asked_format!r}"
-        )
-    if heads % HEADS_STEP or heads > MAX_HEADS:
-        raise UnsupportedProblem(
-            f"index_scores: kernels take a multiple of {HEADS_STEP} heads up to {MAX_HEADS}, got {heads}"
-        )
+    check_scores_kernels(name, asked_format, heads)
     logits = torch.empty(tokens, columns, device=page_table.device)
     if logits.numel() == 0:
         return logits
@@ -81,6 +73,35 @@ def run_scores(
     parts = config.choose_parts(tokens, columns, target.sm_count)
     kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)
     return logits
+
+
+def check_scores_kernels(name: str, asked_format: str, heads: int) -> None:
+    """Raise UnsupportedProblem for what no scores kernel computes."""
+    if name not in FORMATS or asked_format != name:
+        raise UnsupportedProblem(
+            f"index_scores: kernels take keys and queries both of {' or '.join(FORMATS)}, got {name!r} and "
+            f"{asked_format!r}"
+        )
+    if heads % HEADS_STEP or heads > MAX_HEADS:
+        raise UnsupportedProblem(
+            f"index_scores: kernels take a multiple of {HEADS_STEP} heads up to {MAX_HEADS}, got {heads}"
+        )
+
+
+def stream_entries(queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, k: int) -> tuple:
+    """K4 and K5 in one launch, of checked arguments: (slots, counts)."""
+    asked, target = queries.pool, target_of(page_table.device)
+    check_scores_kernels(pool.format, asked.format, asked.page_size)
+    slots, counts = new_outputs(queries.weights, k)
+    if len(slots) == 0:
+        return slots, counts
+    from warpspec.indexer.device.stream import STREAM, STREAM_SM90
+
+    kernel = STREAM_SM90 if target.major == 9 else STREAM
+    config = StreamConfig.of(target.major, pool.format, asked.page_size, pool.page_size)
+    batch = (page_table, requests, lengths, slots, counts)
+    kernel.run(config, target, asked.words, queries.weights.detach(), pool.words, *batch)
+    return slots, counts
 
 
 def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, requests, lengths) -> torch.Tensor:

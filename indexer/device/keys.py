@@ -9,6 +9,8 @@ commutes with it. Exact while the scales of a row's blocks are at most 2**11 apa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
@@ -58,12 +60,11 @@ def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor
 
 
 @cute.jit
-def load_tile(
-    config: cutlass.Constexpr, pool, pages, length, key, member, words: cute.Tensor, here: cute.Tensor
-):
+def load_tile(config: cutlass.Constexpr, entries, key, member, words: cute.Tensor, here: cute.Tensor):
     """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on, of WARP_ROWS that begin at a
     multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is."""
     fmt = config.fmt
+    pool, pages, length = entries
     block_words = loaded_words(config) - 1
     row_of_page, at, scale_at = Int32(0), Int64(0), Int64(0)
     there = Boolean(False)
@@ -153,8 +154,10 @@ def permute(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
 
 
 @cute.jit
-def store_tile(config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, row, key, member):
-    """The weighted sums of the thread's two keys, over the four lanes that share them, to logits row (N)."""
+def store_tile(
+    config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, sink, key, member
+):
+    """The weighted sums of the thread's two keys, over the four lanes that share them, to ``sink``."""
     flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
     for r in cutlass.range_constexpr(THREAD_ROWS):
         # weight * ReLU(x) is half of weight * x + weight * |x|: two instructions of the pipe that is less in demand.
@@ -168,8 +171,36 @@ def store_tile(config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, fac
             total += cute.arch.shuffle_sync_bfly(total, distance)
         total = Float32(cutlass.select_(Boolean(here[r] != 0), total * factors[r], -Float32.inf))
         index = key + r * ROW_DISTANCE
-        if (member == r) & (index < row.shape[0]):
-            row[index] = total
+        if (member == r) & (index < sink.limit):
+            sink.put(index, total)
+
+
+class LogitsRow(NamedTuple):
+    """Where scores go: a row of logits (N). limit: keys from here on go nowhere."""
+
+    row: cute.Tensor
+
+    @property
+    def limit(self):
+        return self.row.shape[0]
+
+    def put(self, index, value) -> None:
+        self.row[index] = value
+
+
+class Entries(NamedTuple):
+    """Keys of a query. pool: [pages, words]. pages: the request's row of the page table. length: those that count."""
+
+    pool: cute.Tensor
+    pages: cute.Tensor
+    length: Int32
+
+
+def entries_of(config: ScoresConfig, pool, page_table, requests, lengths, token) -> Entries:
+    """The entries that a query sees; a request out of range is the nearest, a length within 0 and the table's."""
+    request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
+    length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
+    return Entries(pool, page_table[request, None], length)
 
 
 def scores_arguments(config: ScoresConfig) -> tuple:

@@ -6,6 +6,8 @@ converted once. Neither goes through shared memory. On sm_90a wgmma does the sam
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -31,60 +33,83 @@ STEPS = 4  # of 32 numbers, of a product
 ACCUMULATORS = 4  # of a thread, of 8 heads
 
 
+@dataclass(frozen=True)
+class WarpScorer:
+    """One query, prepared, as a thread has it; as ``sm90.scores.Scorer``. q (WORD, GROUP of heads): its part of the
+    query in e4m3."""
+
+    config: ScoresConfig
+    q: cute.Tensor
+    table: cute.Tensor
+    weight: list
+    thread: Int32
+
+    tile_keys = WARP_ROWS
+
+    @property
+    def groups(self) -> int:
+        return self.config.threads // WARP_THREADS
+
+    @property
+    def group(self) -> Int32:
+        return self.thread // WARP_THREADS
+
+
+def scorer(config: ScoresConfig, smem, query, weights, thread) -> WarpScorer:
+    """Prepare a query, by all threads."""
+    lane = thread % WARP_THREADS
+    member, column = lane % BLOCKS, lane // BLOCKS
+    table = smem.allocate_tensor(Uint32, cute.make_layout((2, SCALE_STEPS + 1)), byte_alignment=8)
+    fill_table(table, thread)
+    cute.arch.sync_threads()
+    groups = config.heads // HEADS_STEP
+    q = cute.make_rmem_tensor((WORDS, groups), Uint32)
+    weight = []
+    for group in range(groups):
+        head = group * HEADS_STEP + column
+        words = cute.make_rmem_tensor(loaded_words(config), Uint32)
+        load_query(config, query, head, member, words)
+        out, factor = block_of(config, words, table, member)
+        for i in range(WORDS):
+            q[i, group] = out[i]
+        factor = Float32(weights[head]) * factor
+        for i in range(2):  # of the heads in this thread's columns of the products
+            weight.append(Float32(cute.arch.shuffle_sync(factor, (2 * member + i) * BLOCKS)))
+    return WarpScorer(config, q, table, weight, thread)
+
+
+@cute.jit
+def score(query, entries, first, end, step, sink):
+    """Scores of tiles first, first + step, ... below ``end``, by one warp, to ``sink``. query: ``WarpScorer``."""
+    config = query.config
+    lane = query.thread % WARP_THREADS
+    member, column = lane % BLOCKS, lane // BLOCKS
+    groups = config.heads // HEADS_STEP
+    words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS), Uint32)
+    here = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+    there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+    load_tile(config, entries, first * WARP_ROWS + column, member, words, here)
+    for tile in cutlass.range(first, end, step, unroll=1):
+        rows = [block_of(config, words[None, r], query.table, member) for r in range(THREAD_ROWS)]
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            there[r] = here[r]
+        load_tile(config, entries, (tile + step) * WARP_ROWS + column, member, words, here)
+        scores = cute.make_rmem_tensor(ACCUMULATORS * groups, Float32)
+        for group in cutlass.range_constexpr(groups):
+            total = [Float32(0.0)] * ACCUMULATORS
+            for k in cutlass.range_constexpr(STEPS):
+                a = [rows[r][0][2 * k + half] for half in range(2) for r in range(THREAD_ROWS)]
+                total = multiply(total, a, [query.q[2 * k, group], query.q[2 * k + 1, group]])
+            for i in cutlass.range_constexpr(ACCUMULATORS):
+                scores[group * ACCUMULATORS + i] = total[i]
+        factors = tuple(row[1] for row in rows)
+        store_tile(config, scores, query.weight, factors, there, sink, tile * WARP_ROWS + column, member)
+
+
 class WarpScores(ScoresHost):
     """Tensor cores by mma.sync."""
 
-    @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
-        config = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        part, token, _ = cute.arch.block_idx()
-        lane = thread % WARP_THREADS
-        member, column = lane % BLOCKS, lane // BLOCKS
-        smem = cutlass.memory.SmemAllocator()
-        table = smem.allocate_tensor(Uint32, cute.make_layout((2, SCALE_STEPS + 1)), byte_alignment=8)
-        fill_table(table, thread)
-        cute.arch.sync_threads()
-
-        groups = config.heads // HEADS_STEP
-        q = cute.make_rmem_tensor((WORDS, groups), Uint32)
-        weight = []
-        for group in cutlass.range_constexpr(groups):
-            head = group * HEADS_STEP + column
-            words = cute.make_rmem_tensor(loaded_words(config), Uint32)
-            load_query(config, queries[token, None], head, member, words)
-            out, factor = block_of(config, words, table, member)
-            for i in cutlass.range_constexpr(WORDS):
-                q[i, group] = out[i]
-            factor = Float32(weights[token, head]) * factor
-            for i in cutlass.range_constexpr(2):  # of the heads in this thread's columns of the products
-                weight.append(Float32(cute.arch.shuffle_sync(factor, (2 * member + i) * BLOCKS)))
-
-        request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
-        pages = page_table[request, None]
-        length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
-        warps = config.threads // WARP_THREADS
-        step, first = parts * warps, part * warps + thread // WARP_THREADS
-        words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS), Uint32)
-        here = cute.make_rmem_tensor(THREAD_ROWS, Int32)
-        there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
-        load_tile(config, pool, pages, length, first * WARP_ROWS + column, member, words, here)
-        for tile in cutlass.range(first, cute.ceil_div(logits.shape[1], WARP_ROWS), step, unroll=1):
-            rows = [block_of(config, words[None, r], table, member) for r in range(THREAD_ROWS)]
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                there[r] = here[r]
-            load_tile(config, pool, pages, length, (tile + step) * WARP_ROWS + column, member, words, here)
-            scores = cute.make_rmem_tensor(ACCUMULATORS * groups, Float32)
-            for group in cutlass.range_constexpr(groups):
-                total = [Float32(0.0)] * ACCUMULATORS
-                for k in cutlass.range_constexpr(STEPS):
-                    a = [rows[r][0][2 * k + half] for half in range(2) for r in range(THREAD_ROWS)]
-                    total = multiply(total, a, [q[2 * k, group], q[2 * k + 1, group]])
-                for i in cutlass.range_constexpr(ACCUMULATORS):
-                    scores[group * ACCUMULATORS + i] = total[i]
-            factors = tuple(row[1] for row in rows)
-            at = tile * WARP_ROWS + column
-            store_tile(config, scores, weight, factors, there, logits[token, None], at, member)
+    scorer, score = staticmethod(scorer), staticmethod(score)
 
 
 def multiply(total: list, a: list, b: list) -> list:

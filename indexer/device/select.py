@@ -29,7 +29,6 @@ NO_SLOT = -1
 SLACK_SHIFT = 3  # a threshold may let through an eighth more group maxima than are wanted
 BATCH = 8  # loads under way together
 LANE_BINS = BINS // WARP_THREADS
-OWN_WORDS = 2  # of places, of a thread
 HALF_BITS, HALF_MASK = (
     16,
     0xFFFF,
@@ -126,12 +125,14 @@ class Select:
 
 @cute.jit
 def begin(shared):
-    """Empty histograms; the caller's first chunk begins with a barrier."""
+    """Empty histograms and sums; ``choose`` begins with a barrier."""
     thread, _, _ = cute.arch.thread_idx()
     threads, _, _ = cute.arch.block_dim()
     flat = cute.make_tensor(shared.bins.iterator, cute.make_layout(BINS * HISTOGRAMS))
     for i in cutlass.range(thread, BINS * HISTOGRAMS, threads, unroll=1):
         flat[i] = 0
+    if thread < WARP_THREADS:
+        shared.sums[thread] = Uint32(0)  # of warps that there are not, for good
 
 
 @cute.jit
@@ -364,16 +365,19 @@ def mark_all(config: cutlass.Constexpr, shared, maxima, bound):
 @cute.jit
 def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
     """What is marked, of those equal to the bound as many as are wanted, goes to the other buffer in order of place.
-    Returns how many there are. A thread has two words of places."""
+    Returns how many there are. A thread has neighbouring words of places."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
-    above = cute.make_rmem_tensor(OWN_WORDS, Uint32)
-    equal = cute.make_rmem_tensor(OWN_WORDS, Uint32)
+    above = cute.make_rmem_tensor(config.own_words, Uint32)
+    equal = cute.make_rmem_tensor(config.own_words, Uint32)
     above.fill(0), equal.fill(0)
     mine = Int32(0)
-    for i in cutlass.range_constexpr(OWN_WORDS):
-        if thread * OWN_WORDS + i < config.place_words:
-            above[i], equal[i] = shared.above[thread * OWN_WORDS + i], shared.equal[thread * OWN_WORDS + i]
+    for i in cutlass.range_constexpr(config.own_words):
+        if thread * config.own_words + i < config.place_words:
+            above[i], equal[i] = (
+                shared.above[thread * config.own_words + i],
+                shared.equal[thread * config.own_words + i],
+            )
         mine += (Int32(cute.arch.popc(above[i])) << HALF_BITS) + Int32(cute.arch.popc(equal[i]))
     before = running(mine, lane)
     if lane == WARP_THREADS - 1:
@@ -385,11 +389,11 @@ def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
     before += Int32(cutlass.select_(Boolean(warp > 0), lower, Int32(0))) - mine
     wanted = cutlass.min(k - (everything >> HALF_BITS), everything & HALF_MASK)
     at_above, at_equal = before >> HALF_BITS, before & HALF_MASK
-    for i in cutlass.range_constexpr(OWN_WORDS):
+    for i in cutlass.range_constexpr(config.own_words):
         left = above[i] | equal[i]
         while left != 0:
             bit = left & (Uint32(0) - left)
-            place = (thread * OWN_WORDS + i) * WARP_THREADS + Int32(cute.arch.bfind(bit))
+            place = (thread * config.own_words + i) * WARP_THREADS + Int32(cute.arch.bfind(bit))
             is_above = Boolean((above[i] & bit) != 0)
             if is_above | Boolean(at_equal < wanted):
                 copy_kept(shared, place, first, turn, at_above + cutlass.min(at_equal, wanted))

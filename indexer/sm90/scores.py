@@ -6,6 +6,8 @@ in the order in which lanes have the keys' numbers (``device.keys``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -36,78 +38,99 @@ ROW_BYTES = 128  # of a query in shared memory: one span of the swizzle
 STEPS = 4  # of 32 numbers, of a product
 
 
+@dataclass(frozen=True)
+class Scorer:
+    """One query, prepared, as a thread has it. mma: of 64 keys and all heads. b: the query's descriptors (MMA, MMA_N,
+    MMA_K). table: ``keys.fill_table``. weight: of the heads in the thread's columns. tile_keys: of a group of threads;
+    groups: of them in a CTA; group: the thread's."""
+
+    config: ScoresConfig
+    mma: cute.TiledMma
+    b: cute.Tensor
+    table: cute.Tensor
+    weight: list
+    thread: Int32
+
+    tile_keys = TILE_KEYS
+
+    @property
+    def groups(self) -> int:
+        return self.config.warpgroups
+
+    @property
+    def group(self) -> Int32:
+        return self.thread // WARPGROUP_THREADS
+
+
+def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
+    """Prepare a query, by all threads; ends with a barrier. smem: the kernel's allocator. query, weights: its rows."""
+    layout = hopper.make_smem_layout_b(
+        LayoutEnum.ROW_MAJOR, (TILE_KEYS, config.heads, config.fmt.dim), E4M3, 1
+    )
+    base = smem.allocate(config.heads * ROW_BYTES, 1024)
+    q = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=E4M3), layout.outer)
+    table = smem.allocate_tensor(Uint32, cute.make_layout((2, SCALE_STEPS + 1)), byte_alignment=8)
+    factors = smem.allocate_tensor(Float32, cute.make_layout(config.heads), byte_alignment=16)
+    fill_table(table, thread)
+    cute.arch.sync_threads()
+    prepare(config, query, weights, base.toint(), table, factors, thread)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_threads()
+
+    mma = hopper.make_trivial_tiled_mma(
+        E4M3,
+        E4M3,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        (1, 1, 1),
+        (TILE_KEYS, config.heads),
+        warpgroup.OperandSource.RMEM,
+    )
+    b = mma.make_fragment_B(mma.get_slice(thread % WARPGROUP_THREADS).partition_B(q))[None, None, None, 0]
+    member = thread % BLOCKS
+    columns = [8 * (i // 2) + i % 2 for i in range(config.heads // 4)]  # of the quad's first lane
+    return Scorer(config, mma, b, table, [factors[column + 2 * member] for column in columns], thread)
+
+
+@cute.jit
+def score(query, entries, first, end, step, sink):
+    """Scores of tiles first, first + step, ... below ``end``, by one warpgroup, to ``sink``: ``depth`` tiles' loads
+    under way. query: ``Scorer``."""
+    config, mma = query.config, query.mma
+    own = query.thread % WARPGROUP_THREADS
+    lane = own % WARP_THREADS
+    member = lane % BLOCKS
+    row = own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
+    a = cute.make_rmem_tensor(mma.partition_shape_A((TILE_KEYS, config.fmt.dim)), E4M3)
+    scores = cute.make_rmem_tensor(mma.partition_shape_C((TILE_KEYS, config.heads)), Float32)
+    words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
+    here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
+    there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+    for i in cutlass.range_constexpr(config.depth):
+        key = (first + i * step) * TILE_KEYS + row
+        load_tile(config, entries, key, member, words[None, None, i], here[None, i])
+    for tile in cutlass.range(first, end, step * config.depth, unroll=1):
+        for i in cutlass.range_constexpr(config.depth):
+            key = (tile + i * step) * TILE_KEYS + row
+            row_factors = convert(config, words[None, None, i], query.table, member, a)
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                there[r] = here[r, i]
+            ahead = key + step * config.depth * TILE_KEYS
+            load_tile(config, entries, ahead, member, words[None, None, i], here[None, i])
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(STEPS):
+                mma.set(warpgroup.Field.ACCUMULATE, k > 0)
+                cute.gemm(mma, scores, a[None, None, k], query.b[None, None, k], scores)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            store_tile(config, scores, query.weight, row_factors, there, sink, key, member)
+
+
 class Scores(ScoresHost):
     """Tensor cores by wgmma."""
 
-    @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
-        config = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        part, token, _ = cute.arch.block_idx()
-        smem = cutlass.memory.SmemAllocator()
-        layout = hopper.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (TILE_KEYS, config.heads, config.fmt.dim), E4M3, 1
-        )
-        base = smem.allocate(config.heads * ROW_BYTES, 1024)
-        q = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=E4M3), layout.outer)
-        table = smem.allocate_tensor(Uint32, cute.make_layout((2, SCALE_STEPS + 1)), byte_alignment=8)
-        factors = smem.allocate_tensor(Float32, cute.make_layout(config.heads), byte_alignment=16)
-
-        # 1. The table; then the query, its scales into its weights.
-        fill_table(table, thread)
-        cute.arch.sync_threads()
-        prepare(config, queries[token, None], weights[token, None], base.toint(), table, factors, thread)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-
-        # 2. Tiles of keys, a warpgroup's own.
-        own = thread % WARPGROUP_THREADS
-        mma = hopper.make_trivial_tiled_mma(
-            E4M3,
-            E4M3,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (TILE_KEYS, config.heads),
-            warpgroup.OperandSource.RMEM,
-        )
-        mma_slice = mma.get_slice(own)
-        b = mma.make_fragment_B(mma_slice.partition_B(q))[None, None, None, 0]
-        a = cute.make_rmem_tensor(mma.partition_shape_A((TILE_KEYS, config.fmt.dim)), E4M3)
-        scores = cute.make_rmem_tensor(mma.partition_shape_C((TILE_KEYS, config.heads)), Float32)
-        lane = own % WARP_THREADS
-        member = lane % BLOCKS
-        columns = [8 * (i // 2) + i % 2 for i in range(config.heads // 4)]  # of the quad's first lane
-        weight = [factors[column + 2 * member] for column in columns]
-        request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
-        pages = page_table[request, None]
-        length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
-        row = own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
-        step = parts * config.warpgroups
-        first = part * config.warpgroups + thread // WARPGROUP_THREADS
-        tiles = cute.ceil_div(logits.shape[1], TILE_KEYS)
-        words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
-        here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
-        there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
-        for i in cutlass.range_constexpr(config.depth):
-            key = (first + i * step) * TILE_KEYS + row
-            load_tile(config, pool, pages, length, key, member, words[None, None, i], here[None, i])
-        for tile in cutlass.range(first, tiles, step * config.depth, unroll=1):
-            for i in cutlass.range_constexpr(config.depth):
-                key = (tile + i * step) * TILE_KEYS + row
-                row_factors = convert(config, words[None, None, i], table, member, a)
-                for r in cutlass.range_constexpr(THREAD_ROWS):
-                    there[r] = here[r, i]
-                ahead = key + step * config.depth * TILE_KEYS
-                load_tile(config, pool, pages, length, ahead, member, words[None, None, i], here[None, i])
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(STEPS):
-                    mma.set(warpgroup.Field.ACCUMULATE, k > 0)
-                    cute.gemm(mma, scores, a[None, None, k], b[None, None, k], scores)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                store_tile(config, scores, weight, row_factors, there, logits[token, None], key, member)
+    scorer, score = staticmethod(scorer), staticmethod(score)
 
 
 @cute.jit

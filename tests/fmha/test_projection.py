@@ -27,7 +27,7 @@ from warpspec.fmha.projection.config import choose
         long("sm_100a", 5, 384, True),
     ],
 )
-def test_against_reference(monkeypatch, arch, tokens, columns, float8):
+def test_against_reference(check_order, monkeypatch, arch, tokens, columns, float8):
     target = replace(SIMULATED[arch], sm_count=2)  # several tiles a CTA
     monkeypatch.setattr(ops, "target_of", lambda device: target)
     o, weight = case(tokens, 4, 2, columns, float8)

@@ -99,14 +99,43 @@ def test_scores_kernel(monkeypatch, format, heads, size, arch):
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", long("sm_100a")])
+@pytest.mark.parametrize(
+    ("format", "heads", "pages"),
+    [("mxfp4", 8, 5), long("fp8", 16, 5), long("mxfp4", 64, 3), long("mxfp4", 8, 260)],
+)
+def test_stream(check_order, monkeypatch, format, heads, pages, arch):
+    """Scores and selection in one launch select what two do: entries that end within a tile and a chunk, more than a
+    chunk of them, none, pages that are not there, many equal scores, k above and below the entries."""
+    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    generator = torch.Generator().manual_seed(5)
+    asked = queries(heads=heads, format=format)
+    pool = IndexPool.empty(2 * pages, 64, format)
+    rows = torch.randn(pool.capacity, 128, generator=generator).bfloat16()
+    rows[::3] = rows[0]
+    pool.write(torch.arange(pool.capacity), rows)
+    table = torch.randperm(2 * pages, generator=generator).view(2, pages).to(torch.int32)
+    table[1, 1] = -1
+    requests, lengths = (
+        torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1], [64 * pages - 9, 64 * pages, 0])
+    )
+    arguments = (asked, pool, table, requests, lengths)
+    for k in (40, 2048):
+        got = select_entries(*arguments, k, workspace_bytes=0, backend="sim")
+        wanted = select_entries(*arguments, k, backend="sim")
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+        assert got[1][0] == min(k, 64 * pages - 9) and got[1][2] == 0
+
+
 def test_workspace_does_not_matter():
     asked = queries()
     pool, table, requests, lengths = case("mxfp4")
     whole = select_entries(asked, pool, table, requests, lengths, 5, backend="reference")
-    pieces = select_entries(
-        asked, pool, table, requests, lengths, 5, workspace_bytes=100, backend="reference"
-    )
-    assert torch.equal(whole[0], pieces[0]) and torch.equal(whole[1], pieces[1])
+    for size in (0, 100):
+        pieces = select_entries(
+            asked, pool, table, requests, lengths, 5, workspace_bytes=size, backend="reference"
+        )
+        assert torch.equal(whole[0], pieces[0]) and torch.equal(whole[1], pieces[1])
     assert whole[1].tolist() == [5, 5, 3] and whole[0][2].tolist() == [8, 9, 10, -1, -1]
 
 
@@ -123,7 +152,7 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match="queries: must be IndexQueries"):
         index_scores(None, pool, table, requests, lengths)
     with pytest.raises(ValueError, match="workspace_bytes: must be"):
-        select_entries(asked, pool, table, requests, lengths, 5, workspace_bytes=0)
+        select_entries(asked, pool, table, requests, lengths, 5, workspace_bytes=-1)
     with pytest.raises(ValueError, match="q: heads must be a multiple of 4, got 3"):
         queries(heads=3)
     with pytest.raises(ValueError, match="format: must be one of"):
