@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.moe import ops, streamed_ops
+from warpspec.moe import ops, parallel, streamed_ops
 from warpspec.moe.activations import intermediate_scale_of
 from warpspec.moe.experts import NVFP4Experts
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, prepare_w2, prepare_w13
@@ -107,6 +107,7 @@ def moe_ffn(
     limit: float | None = None,
     activation: str = "swiglu",
     precision: str = "auto",
+    group: torch.distributed.ProcessGroup | None = None,
     check: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -126,6 +127,9 @@ def moe_ffn(
         precision: of the activations. "w4a4": NVFP4, with one global scale a token and, between the GEMMs, one an
         expert
             (sm_100a's kernels). "w4a16": bf16 (sm_90a's). "auto": that of the experts' layout. "reference" has both.
+        group: experts are spread over its ranks (`NVFP4Experts.shard`): `experts` are this rank's, as many as every
+            other's, and id rank * E + e is the rank's e-th. A collective call: each rank brings its own tokens, or
+            none. The host waits once, for the numbers of rows that NCCL is told; the bits are those of one GPU.
         check: raise ValueError for ids out of range, which on CUDA makes the host wait. Unchecked, they count as -1.
 
     Returns:
@@ -141,12 +145,18 @@ def moe_ffn(
     check_activation(activation, limit)
     check_precision(precision)
     limit = None if limit is None else float(limit)
-    operators = streamed_ops if experts.layout == "sm90" else ops
-    return operators.moe_ffn(
-        *(x, topk_ids, topk_weights),
-        *(*operators.flatten(experts.w13), *operators.flatten(experts.w2)),
-        *(experts.intermediate_scale, experts.shared, activation, limit, check, precision, backend),
-    )
+
+    def run(x, experts, topk_ids, topk_weights, check=check):
+        operators = streamed_ops if experts.layout == "sm90" else ops
+        return operators.moe_ffn(
+            *(x, topk_ids, topk_weights),
+            *(*operators.flatten(experts.w13), *operators.flatten(experts.w2)),
+            *(experts.intermediate_scale, experts.shared, activation, limit, check, precision, backend),
+        )
+
+    if group is None:
+        return run(x, experts, topk_ids, topk_weights)
+    return parallel.moe_ffn(x, experts, topk_ids, topk_weights, group, run, check=check, backend=backend)
 
 
 def _check_kinds(*, tensors, check, backend) -> None:

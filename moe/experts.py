@@ -87,6 +87,19 @@ class NVFP4Experts:
             )
         return replace(self, w13=stream(self.w13), w2=stream(self.w2, unscale=self.intermediate_scale))
 
+    def shard(self, rank: int, ranks: int) -> NVFP4Experts:
+        """A rank's experts for `moe_ffn` with a group: the rank-th of ``ranks`` equal parts, and all shared ones.
+        Raises ValueError where the experts cannot be cut so."""
+        if ranks < 1 or self.experts % ranks:
+            raise ValueError(f"ranks: must divide the {self.experts} experts, got {ranks}")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank: must be within 0..{ranks - 1}, got {rank}")
+        each = self.experts // ranks
+        shared = range(self.experts, self.experts + self.shared)
+        own = torch.tensor([*range(rank * each, (rank + 1) * each), *shared], device=self.device)
+        scale = self.intermediate_scale[own]
+        return replace(self, w13=self.w13.pick(own), w2=self.w2.pick(own), intermediate_scale=scale)
+
     @classmethod
     def quantize(
         cls,

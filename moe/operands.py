@@ -151,6 +151,11 @@ class PreparedWeights:
         tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
+    def pick(self, experts: torch.Tensor) -> PreparedWeights:
+        """Some of the experts, by number."""
+        tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
+        return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
+
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
         """fp32 [E, N, K] of some experts, gate and up still interleaved."""
         scale = nvfp4.unswizzle_scales(self.scales[experts], self.n, self.k // BLOCK)

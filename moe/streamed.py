@@ -107,6 +107,11 @@ class StreamedWeights:
         tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
+    def pick(self, experts: torch.Tensor) -> StreamedWeights:
+        """Some of the experts, by number."""
+        tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
+        return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
+
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
         """fp32 [E, N, K] of some experts: the same numbers as of ``PreparedWeights``, in the same order."""
         data, scale = self.data[experts], self.row_scales()[experts]

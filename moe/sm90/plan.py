@@ -1,8 +1,9 @@
 """Which tiles, from shapes alone: how the rows fall on the experts only the device knows.
 
 Tokens of a tile are about twice as many as an expert has on average, so that few experts have more than one tile. Two
-row groups share a tile's tokens where there are many tiles; where rows are few, single ones spread over more SMs. Beyond
-32 tokens the products count: consumers of two row groups, and as many features as registers hold, for the L2's sake.
+row groups share a tile's tokens where there are many tiles; where rows are few, single ones spread over more SMs.
+Beyond 32 tokens the products count: consumers of two row groups, and as many features as registers hold, for the L2's
+sake.
 """
 
 from __future__ import annotations
