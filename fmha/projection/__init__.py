@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.cache.problem import check_tensor
 from warpspec.common.backend import refuse_tangents
 from warpspec.fmha.projection import ops
 from warpspec.fmha.projection.float8 import Float8Tensor
 from warpspec.fmha.projection.problem import ProjectionProblem
 
-__all__ = ["Float8Tensor", "output_projection"]
+__all__ = ["Float8Tensor", "output_projection", "quantize_output"]
 
 
 def output_projection(
@@ -38,3 +39,17 @@ def output_projection(
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{name}: gradients are not implemented (forward only)")
     return ops.call(problem, o, weight, out, backend)
+
+
+def quantize_output(o: torch.Tensor, *, backend: str = "auto") -> Float8Tensor:
+    """Attention's output in FP8, as ``output_projection`` takes it: the bits of ``Float8Tensor.quantize(o)``. One launch.
+
+    o: bf16 [T, H, 512], any strides that leave rows aligned to 16 bytes. The result has data [T, H, 512] and scales
+    [T, H, 4]. Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot
+    run it. Forward only.
+    """
+    refuse_tangents(o=o)
+    check_tensor("o", o, (torch.bfloat16,), (-1, -1, 512), getattr(o, "device", None), aligned=True)
+    if o.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("o: gradients are not implemented (forward only)")
+    return ops.quantize(o, backend)

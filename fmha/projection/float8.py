@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.cache.problem import check_tensor
-from warpspec.cache.quantize import scale_exponents
+from warpspec.cache.quantize import E4M3_NAN, scale_exponents
 
 BLOCK = 128  # numbers of a row that share a scale
 MIN_AMAX = 1e-4  # a block's largest magnitude counts as at least this
@@ -62,8 +62,10 @@ class Float8Tensor:
         finite = amax.isfinite()
         k = scale_exponents(torch.where(finite, amax, 1.0).clamp(min=MIN_AMAX), "e4m3")
         scales = torch.where(finite, torch.ldexp(torch.ones_like(amax), k), torch.nan)
-        data = (x.float() / expand(scales, x.shape)).to(torch.float8_e4m3fn)
-        return cls(data, scales)
+        scaled = torch.where(expand(finite, x.shape), x.float() / expand(scales, x.shape), 0.0)
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = torch.where(expand(finite, x.shape), codes, E4M3_NAN)
+        return cls(codes.view(torch.float8_e4m3fn), scales)
 
     @property
     def values(self) -> torch.Tensor:

@@ -91,6 +91,34 @@ def launch(
     return PROJECTION.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count, seed=seed)
 
 
+def quantize(o: torch.Tensor, backend) -> Float8Tensor:
+    """``quantize_output`` of a checked tensor, through the operator where somebody watches."""
+    parts = (quantize_operator if watched(o) else run_quantize)(o, backend)
+    return Float8Tensor(*parts)
+
+
+def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scales)."""
+    backend = resolve_backend(backend, o.device)
+    if backend == "reference":
+        made = Float8Tensor.quantize(o.detach())
+        return made.data, made.scales
+    data, scales = quantized_like(o)
+    if o.numel():
+        from warpspec.fmha.projection.quantize import QUANTIZE
+
+        rows = o.detach().reshape(-1, o.shape[-1])
+        flat = (data.view(torch.uint8).flatten(0, 1).view(torch.uint32), scales.flatten(0, 1))
+        QUANTIZE.run(None, target_of(o.device), rows.view(torch.uint32), *flat)
+    return data, scales
+
+
+def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scales), uninitialised."""
+    scales = torch.empty(*o.shape[:-1], o.shape[-1] // BLOCK, device=o.device)
+    return torch.empty(o.shape, dtype=torch.float8_e4m3fn, device=o.device), scales
+
+
 @torch.library.custom_op(
     "warpspec::output_projection",
     mutates_args=("out",),
@@ -104,3 +132,16 @@ def projection_operator(o, o_scales, weight, weight_scales, out, backend) -> Non
 @projection_operator.register_fake
 def _(*arguments):
     return None
+
+
+@torch.library.custom_op(
+    "warpspec::quantize_output", mutates_args=(), schema="(Tensor o, str backend) -> (Tensor, Tensor)"
+)
+def quantize_operator(o, backend):
+    """``quantize_output``."""
+    return run_quantize(o, backend)
+
+
+@quantize_operator.register_fake
+def _(o, backend):
+    return quantized_like(o)

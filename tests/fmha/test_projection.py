@@ -9,7 +9,7 @@ from suites import long
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
-from warpspec.fmha.projection import Float8Tensor, ops, output_projection
+from warpspec.fmha.projection import Float8Tensor, ops, output_projection, quantize_output
 from warpspec.fmha.projection.config import choose
 
 
@@ -63,6 +63,40 @@ def test_float8_tensor():
         steps = made.scales.repeat_interleave(rows, 0)[:130].repeat_interleave(128, 1)
         assert ((values - x).abs() <= torch.maximum(x.abs() / 16, steps * 2**-10) * 1.001)[~bad].all()
         assert (made.scales[:, 1] >= 1).all() and (made.scales[0].log2() % 1 == 0).all()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", long("sm_100a")])
+def test_quantize_output(check_order, monkeypatch, arch):
+    """The definition's bits: ties, zeros, tiny and large rows, NaN and infinities; heads that lie apart; no tokens."""
+    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    generator = torch.Generator().manual_seed(1)
+    o = torch.randn(3, 7, 512, generator=generator) * torch.exp2(
+        9 * torch.randn(3, 7, 1, generator=generator)
+    )
+    o[0, 1], o[0, 2, ::2], o[0, 3] = 0.0, -0.0, torch.randint(-40, 40, (512,), generator=generator) / 16
+    o[1, 4, 200], o[2, 0, 511], o[2, 6] = torch.nan, -torch.inf, 1e-30
+    wide = torch.zeros(3, 9, 520).bfloat16()
+    wide[:, 1:8, 8:] = o.bfloat16()
+    for rows in (o.bfloat16(), wide[:, 1:8, 8:], o[:0].bfloat16()):
+        got, wanted = quantize_output(rows, backend="sim"), Float8Tensor.quantize(rows)
+        assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert torch.equal(got.scales.view(torch.int32), wanted.scales.view(torch.int32))
+    with pytest.raises(ValueError, match=r"o: shape must be \[any, any, 512\], got \[3, 7, 256\]"):
+        quantize_output(o[..., :256].bfloat16())
+
+
+def test_operators_are_traced():
+    """torch.compile goes through both without a break."""
+
+    def project(o, weight, scales):
+        o = quantize_output(o, backend="reference")
+        return output_projection(o, Float8Tensor(weight, scales), backend="reference")
+
+    o = torch.randn(2, 2, 512).bfloat16()
+    weight = Float8Tensor.quantize(torch.randn(1, 128, 1024), 128)
+    arguments = (o, weight.data, weight.scales)
+    compiled = torch.compile(project, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), project(*arguments))
 
 
 def test_choice_of_tiles():

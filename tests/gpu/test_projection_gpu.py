@@ -4,7 +4,7 @@ import pytest
 import torch
 from projection_cases import O_TOLERANCE, case, judge
 
-from warpspec.fmha.projection import output_projection
+from warpspec.fmha.projection import Float8Tensor, output_projection, quantize_output
 
 pytestmark = pytest.mark.gpu
 
@@ -19,3 +19,11 @@ def test_against_reference(tokens, groups, columns, float8):
     wanted = output_projection(o, weight, backend="reference")
     assert judge(runs[0], wanted) < O_TOLERANCE
     assert torch.equal(runs[0].nan_to_num(7.0), runs[1].nan_to_num(7.0))
+
+
+def test_quantize_output():
+    o = torch.randn(300, 64, 512, device="cuda").bfloat16()
+    o[7, 3, 100] = torch.nan
+    got, wanted = quantize_output(o), Float8Tensor.quantize(o.cpu())
+    assert torch.equal(got.data.cpu().view(torch.uint8), wanted.data.view(torch.uint8))
+    assert torch.equal(got.scales.cpu().view(torch.int32), wanted.scales.view(torch.int32))
