@@ -42,7 +42,7 @@ def output_projection(
 
 
 def quantize_output(o: torch.Tensor, *, backend: str = "auto") -> Float8Tensor:
-    """Attention's output in FP8, as ``output_projection`` takes it: the bits of ``Float8Tensor.quantize(o)``. One launch.
+    """Attention's output in FP8, as ``output_projection`` takes it: the bits of ``Float8Tensor.quantize``. One launch.
 
     o: bf16 [T, H, 512], any strides that leave rows aligned to 16 bytes. The result has data [T, H, 512] and scales
     [T, H, 4]. Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot
