@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from warpspec.common.hardware import MAX_SMEM_PER_CTA
+from warpspec.moe.sm90 import plan as sm90_plan
+from warpspec.moe.sm90.config import StreamConfig
 from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SWAPPED, GemmConfig
 from warpspec.moe.sm100.plan import SHAPES
 
@@ -55,6 +57,34 @@ def _columns(first: int, end: int) -> str:
     return f"{first}-{end - 1} ({end - first})"
 
 
+def streamed_rows():
+    """(tiles, threads, registers of a consumer's and a load warp's thread, SMEM): every shape of sm_90a's plan."""
+    for shape in (sm90_plan.FEW, *sm90_plan.SHAPES.values()):
+        c = StreamConfig(shape)
+        registers = "{}, {}".format(*c.role_registers) if c.role_registers else "shared out evenly"
+        yield str(shape), c.threads, registers, c.smem_bytes
+
+
+def streamed_markdown() -> list[str]:
+    """The grouped GEMM of sm_90a."""
+    config = StreamConfig(sm90_plan.FEW)
+    barriers = [
+        (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in config.barriers
+    ]
+    rows_head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
+    smem = [
+        *config.smem_regions,
+        ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}, with room for alignment"),
+    ]
+    return [
+        "sm_90a (features x tokens):",
+        table(("tiles", "threads", "registers", "SMEM a CTA"), streamed_rows()),
+        f"{sm90_plan.FEW}:",
+        table(("shared memory", "bytes", "holds"), smem),
+        table(rows_head, barriers),
+    ]
+
+
 def markdown() -> str:
     """All of it."""
     head = ("tiles", "tokens", "features", "result", "stages", "SMEM a CTA", "TMEM columns")
@@ -74,4 +104,5 @@ def markdown() -> str:
         ]
         rows_head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
         parts += [f"{shape}:", table(rows_head, rows)]
+    parts += streamed_markdown()
     return "\n\n".join(parts)
