@@ -41,6 +41,7 @@ class Launch:
     registers: int | None = None  # of a thread, as compiled; None: not known
     names: StorageNames = field(default_factory=StorageNames)  # of shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
+    starve: bool = False  # the schedule is one by priorities
     fuse: bool = True  # MMAs that are pending together may be summed together
 
     @property

@@ -21,6 +21,7 @@ from warpspec.sim.operation import Op, Wait
 from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
+from warpspec.sim.starving import Starving
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
 BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler looks at others
@@ -47,6 +48,7 @@ class Machine:
         self.stats = stats
         self.rng = random.Random(seed)
         self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
+        self.starving = Starving(self.rng) if launch.starve else None
         self.clock = 0
         self.executing: tuple[Warp, Instr] | None = (
             None  # who executes, or issued the operation that takes effect
@@ -138,16 +140,23 @@ class Machine:
         rng = self.rng
         stuck_at, stuck_rounds = -1, 0
         while self.resident:
-            if self.queue_keys and (not self.ready or rng.random() < self.eagerness):
-                self.complete_one()
+            if self.starving is not None and (self.queue_keys or self.ready):
+                completes, position = self.starving.choose(self.ready, self.queues, self.queue_keys)
+            elif self.queue_keys and (not self.ready or rng.random() < self.eagerness):
+                completes, position = True, int(rng.random() * len(self.queue_keys))
+            else:
+                completes, position = False, int(rng.random() * len(self.ready))
+            if completes:
+                self.complete(position)
             elif self.ready:
-                position = int(rng.random() * len(self.ready))
                 warp = self.ready[position]
                 before = self.progress
                 if not self.turn(warp):
                     warp.ready = False
                     self.ready[position] = self.ready[-1]
                     self.ready.pop()
+                if self.starving is not None:
+                    self.starving.ran(warp, self.progress != before)
                 if self.progress != before:
                     self.watch.event()
                 elif self.watch.stuck(warp, self.ready):
@@ -182,9 +191,8 @@ class Machine:
             self.ready.extend(cta.warps)
         return True
 
-    def complete_one(self) -> None:
-        """Let one pending asynchronous operation take effect."""
-        position = int(self.rng.random() * len(self.queue_keys))
+    def complete(self, position: int) -> None:
+        """Let the pending asynchronous operation that is first in a queue take effect."""
         key = self.queue_keys[position]
         queue = self.queues[key]
         op = queue.popleft()
@@ -210,7 +218,7 @@ class Machine:
     def turn(self, w: Warp) -> bool:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
         program, system_instr, groups = self.program, self.system_instr, w.groups
-        quota = 1 + int(self.rng.random() * SYSTEM_QUOTA)
+        quota = 1 + int(self.rng.random() * SYSTEM_QUOTA) if self.starving is None else 1
         steps = BLOCK_BUDGET
         favoured = self.favoured(w) if len(groups) > 1 else None
         forced = None  # a group whose collective instruction may run although other lanes are elsewhere

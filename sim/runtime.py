@@ -30,6 +30,7 @@ from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.shares import conflicts
 from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
+from warpspec.sim.starving import starves
 
 SHARES = 2  # parts an independent grid is cut into; fixed, so that a seed means the same run on every machine
 SHARE_MIN_CLUSTERS = 4  # smaller grids run in one part
@@ -175,6 +176,7 @@ def execute(
             registers,
             StorageNames(storage, program.tables.dynamic_shared),
             (share, shares),
+            starves(seed),
             fuse,
         )
 

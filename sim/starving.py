@@ -1,0 +1,90 @@
+"""Schedules that starve: by priorities, so that warps and asynchronous operations are left waiting for long.
+
+In a uniformly random schedule every warp advances at about the same pace, so that what shows only when one is far
+behind the others stays hidden. Here the one of highest priority always goes first. A warp, or all warps of one index,
+and the operations that one instruction issues have a priority each, drawn from the seed; so the lowest does something
+only when nothing else can. At first, and now and then later, one goes below all others. After Burckhardt et al., "A
+Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+
+from warpspec.sim.operation import Op
+from warpspec.sim.warp import Warp
+
+CHANGE_RATES = (
+    1 / 2048,
+    1 / 256,
+)  # chance at each step that another one is starved; one is drawn for each run
+WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction
+IDLE_TURNS = 16  # turns in a row without any event after which a warp, which spins, goes behind all others
+
+
+def starves(seed: int) -> bool:
+    """Whether a seed's schedule is one of these: every other one is."""
+    return seed % 2 == 1
+
+
+class Starving:
+    """The priorities of one run."""
+
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+        self._by_index = rng.random() < 0.5  # warps of one index share a priority in all CTAs
+        self._rate = rng.choice(CHANGE_RATES)
+        self._warps: dict[Hashable, float] = {}
+        self._ops: dict[Hashable, float] = {}
+        self._floor = 0.0
+        self._idle = 0
+
+    def _warp_key(self, w: Warp) -> Hashable:
+        return w.index if self._by_index else (w.cta.number, w.index)
+
+    def _op_key(self, op: Op) -> Hashable:
+        if op.origin is None:
+            return "operations of nobody"
+        w, ins = op.origin
+        return self._warp_key(w), ins.index
+
+    def _priority(self, of: dict[Hashable, float], key: Hashable) -> float:
+        found = of.get(key)
+        if found is None:
+            found = of[key] = self._rng.random()
+        return found
+
+    def choose(
+        self, ready: Sequence[Warp], queues: Mapping[Hashable, deque[Op]], keys: Sequence[Hashable]
+    ) -> tuple[bool, int]:
+        """What goes next: (whether it is an operation, position in `keys` or in `ready`); one of them is not empty."""
+        best, chosen = -1e9, (False, 0)
+        for position, w in enumerate(ready):
+            priority = self._priority(self._warps, self._warp_key(w))
+            if priority > best:
+                best, chosen = priority, (False, position)
+        for position, key in enumerate(keys):
+            priority = self._priority(self._ops, self._op_key(queues[key][0]))
+            if priority > best:
+                best, chosen = priority, (True, position)
+        if self._floor == 0 or self._rng.random() < self._rate:
+            self._starve_another()
+        return chosen
+
+    def _starve_another(self) -> None:
+        of = self._warps if self._rng.random() < WARPS or not self._ops else self._ops
+        if of:
+            of[self._rng.choice(list(of))] = self._lowest()
+
+    def _lowest(self) -> float:
+        self._floor -= 1
+        return self._floor
+
+    def ran(self, w: Warp, event: bool) -> None:
+        """A turn of a warp ended, with an event or without: one that only spins must let those go that it waits for."""
+        self._idle = 0 if event else self._idle + 1
+        if self._idle > IDLE_TURNS:
+            self._idle = 0
+            self._warps[self._warp_key(w)] = self._lowest()
