@@ -60,7 +60,7 @@ class Recorded(mutants.Launch):
 
 @pytest.mark.long
 def test_deleted_waits_of_the_grouped_gemm():
-    """Random schedules miss three of its waits, eight seeds of both kinds find two or three of those: the MMA warp's for
+    """Random schedules miss three of its waits, eight seeds of both kinds find two or three of them: the MMA warp's for
     an accumulator that the epilogue has read, the load warp's and the MMA warp's for their next tile's record."""
     case = GemmCase("", counts=(5, 0, 130, 70, 40, 33, 150), k=600, width=200, dropped=1, epilogue="linear")
     inputs, found = inputs_of(case, 0), []
