@@ -38,6 +38,9 @@ class Starving:
         self._rate = rng.choice(CHANGE_RATES)
         self._warps: dict[Hashable, float] = {}
         self._ops: dict[Hashable, float] = {}
+        self._spinning: dict[
+            Warp, float
+        ] = {}  # instead of the priority above, until something happens in its turn
         self._floor = 0.0
         self._idle = 0
 
@@ -62,7 +65,9 @@ class Starving:
         """What goes next: (whether it is an operation, position in `keys` or in `ready`); one of them is not empty."""
         best, chosen = -1e9, (False, 0)
         for position, w in enumerate(ready):
-            priority = self._priority(self._warps, self._warp_key(w))
+            priority = self._spinning.get(w)
+            if priority is None:
+                priority = self._priority(self._warps, self._warp_key(w))
             if priority > best:
                 best, chosen = priority, (False, position)
         for position, key in enumerate(keys):
@@ -85,6 +90,8 @@ class Starving:
     def ran(self, w: Warp, event: bool) -> None:
         """A turn of a warp ended, with an event or without: one that only spins must let those go that it waits for."""
         self._idle = 0 if event else self._idle + 1
-        if self._idle > IDLE_TURNS:
+        if event:
+            self._spinning.pop(w, None)
+        elif self._idle > IDLE_TURNS:
             self._idle = 0
-            self._warps[self._warp_key(w)] = self._lowest()
+            self._spinning[w] = self._lowest()

@@ -50,6 +50,18 @@ END:
         launch(spin, block=(128, 1, 1), seed=seed)
 
 
+def test_warps_of_one_index_that_spin_let_each_other_go():
+    """A barrier of a grid's CTAs, on which one warp of each spins: with one priority for them, too."""
+    spin = """
+  ld.param.u64 %rd1, [count]; mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra END;
+  atom.global.add.u32 %r2, [%rd1], 1;
+WAIT: ld.volatile.global.u32 %r3, [%rd1]; setp.ne.u32 %p2, %r3, 6; @%p2 bra WAIT;
+END:
+"""
+    for seed in range(1, 40, 2):
+        launch(spin, {"count": np.zeros(1, np.uint32)}, grid=(6, 1, 1), block=(64, 1, 1), seed=seed)
+
+
 class Recorded(mutants.Launch):
     """A launch whose program does not log: the order checker has no part in what is found."""
 
