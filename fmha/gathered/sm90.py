@@ -12,7 +12,16 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
-from warpspec.common.wgmma import flat
+from warpspec.common.wgmma import (
+    PAIR,
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARP_ROWS,
+    column,
+    elements,
+    flat,
+)
 from warpspec.fmha.features import FP32_BYTES
 from warpspec.fmha.gathered.config import ROPE_DIM, GatheredConfig
 from warpspec.fmha.gathered.gather import gather
@@ -21,15 +30,6 @@ from warpspec.fmha.gathered.task import task_at
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Work, products
 from warpspec.fmha.sm90.epilogue import epilogue
-from warpspec.fmha.sm90.fragment import (
-    PAIR,
-    QUAD,
-    ROW_DISTANCE,
-    THREAD_ROWS,
-    WARP_ROWS,
-    column,
-    elements,
-)
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 
 MASK_BITS = 32
