@@ -62,7 +62,7 @@ def run_experts(options, console: Console, files: dict) -> list[moe_layer.MoERes
             others = [launch for launch in report.launches if "GroupedGemm" not in launch.kernel]
             for title, launches, roles in (
                 ("grouped GEMM 1 with SwiGLU, grouped GEMM 2", gemms, gemm_roles()),
-                ("activation quantiser, un-permute", others, {}),
+                ("sort, activation quantiser, un-permute", others, {}),
             ):
                 console.print(f"\n[bold]What ran: {title}[/]")
                 console.print(str(SimReport(launches, report.seconds, report.seed, roles)), markup=False)

@@ -15,7 +15,7 @@ FEW = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=3)
 SHAPES = {
     8: Shape(row_groups=2, tokens=8, stages=4, ctas_per_sm=2),
     16: Shape(row_groups=2, tokens=16, stages=3, ctas_per_sm=2),
-    32: Shape(row_groups=2, tokens=32, stages=3, ctas_per_sm=2),
+    32: Shape(row_groups=2, tokens=32, stages=6, ctas_per_sm=2, steps=1),
     64: Shape(row_groups=4, tokens=64, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
     128: Shape(row_groups=4, tokens=128, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
 }

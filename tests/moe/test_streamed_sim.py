@@ -5,9 +5,11 @@ import torch
 from moe_cases import GEMM_TOLERANCE, make_experts, randn, relative_error
 
 from warpspec import sim
+from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.common.nvfp4 import from_mxfp4
 from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm90, streamed
+from warpspec.moe.sm90 import plan
 from warpspec.moe.sm90.config import Shape, StreamConfig
 
 STAGES = ("SortChoices", "StreamedGemm", "StreamedGemm", "Unpermute")
@@ -85,10 +87,13 @@ def mxfp4(rows, k, seed):
     return from_mxfp4(data, scale)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 16, 3, 2, 1, 2), Shape(2, 64, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(1, 16, 3, 2, splits=2), Shape(4, 64, 2, 1, 4, tall=2, steps=1)], ids=str
+)
 @pytest.mark.usefixtures("check_order")
 def test_tiles_of_several_consumers(shape):
-    """MXFP4 weights of three row tiles, so that the last CTA tile has consumers without rows; two that share K."""
+    """MXFP4 weights of three row tiles, of which a CTA's tile may lack some; consumers that share K; two row groups of
+    one consumer, with load warps that hand on registers."""
     w = (
         NVFP4Experts.quantize(mxfp4(448, 160, 0), mxfp4(448, 160, 1), mxfp4(160, 448, 2))
         .for_backend("sm90")
@@ -105,3 +110,14 @@ def test_tiles_of_several_consumers(shape):
     matrices = w.dequantize()
     expected = torch.cat([h[:9].float() @ matrices[0].T, h[9:].float() @ matrices[2].T])
     assert relative_error(out, expected) < GEMM_TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [plan.FEW, *plan.SHAPES.values()], ids=str)
+def test_no_spills(shape):
+    for config in (
+        StreamConfig(shape, 32, "swiglu_oai", has_limit=True, has_bias=True, gathers=True),
+        StreamConfig(shape, has_bias=True, early=True),
+    ):
+        for kernel in resources(sm90.stream_kernel.compiled(config, "sm_90a")).values():
+            assert kernel.local_bytes == 0

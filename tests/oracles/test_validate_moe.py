@@ -63,7 +63,7 @@ def test_a_wrong_kernel_fails(monkeypatch):
 @pytest.mark.long
 def test_in_the_simulator():
     result = validated("--experts", 1, "--seq", 2, backend="sim")
-    assert [launch.local_bytes for launch in result.reports[0].launches] == [0] * 4
+    assert [launch.local_bytes for launch in result.reports[0].launches] == [0] * 5
     assert max(result.first_errors) < 1e-4
 
 
