@@ -4,7 +4,7 @@ Handled: causal and causal sliding-window layers, attention sinks, grouped and s
 static KV caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed
 keys. Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed
 sequences, bidirectional, chunked and block-wise masks, soft caps, position biases, `output_attentions`. There
-is no backward pass. As with transformers' flash attention, results of padding rows are undefined.
+are gradients where `attention` has them. As with transformers' flash attention, results of padding rows are undefined.
 
 Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to those of the sliding window after
 the model has made its mask. `mask_maker(compressed)` chooses between two ways through them. (Other layers

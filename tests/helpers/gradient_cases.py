@@ -18,8 +18,8 @@ KERNEL_TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3}
 @dataclass(frozen=True)
 class Case:
     """One call and what flows back through it. lengths_q: packed requests of so many queries (lengths_k: keys), else a
-    rectangle. bias: (batch rows, heads) that have each their own. through: results that have gradients. hostile: NaN at
-    keys behind kv_lengths."""
+    rectangle. bias: (batch rows, heads) that have each their own. through: results that have gradients. sliced: q, k
+    and v are some heads of tensors with more, of NaN, and gradients of results every other element of memory."""
 
     id: str
     batch: int = 1
@@ -44,6 +44,7 @@ class Case:
     lengths_k: tuple[int, ...] | None = None
     wanted: tuple[str, ...] = NAMES
     deterministic: bool = False
+    sliced: bool = False
 
     @property
     def packed(self) -> bool:
@@ -81,7 +82,14 @@ class Case:
             for t in found.values():
                 if t.dim() == 3:
                     t[-2:] = torch.nan
-        return {name: t.to(device).requires_grad_(name in self.wanted) for name, t in found.items()}
+        found = {name: t.to(device) for name, t in found.items()}
+        if self.sliced:
+            for name in "qkv":
+                if name in found:
+                    heads = found[name].shape[-2]
+                    wider = torch.cat([found[name], torch.full_like(found[name], torch.nan)], dim=-2)
+                    found[name] = wider[..., :heads, :]
+        return {name: t.requires_grad_(name in self.wanted) for name, t in found.items()}
 
     def call(self, tensors: dict, **options):
         """(o, lse) of a call."""
@@ -122,7 +130,8 @@ class Case:
         seed = torch.randn(result.shape, generator=generator)
         if self.packed:
             (seed[-2:] if result.dim() == 3 else seed[:, -2:]).fill_(torch.nan)
-        return seed.to(result)
+        seed = seed.to(result)
+        return torch.stack([seed, seed], dim=-1)[..., 0] if self.sliced else seed
 
     def expected(self, tensors: dict) -> dict:
         """The same in float64 by autograd of the definition, of each batch row or request by itself."""

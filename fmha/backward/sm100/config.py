@@ -144,7 +144,10 @@ class BackwardConfig(BackwardFeatures):
             Barrier("s_full", 1, 1, "MMA warp, commit", keys, "S and dP are in tensor memory"),
             Barrier("ds_full", 1, every, keys, mma, "P and dS are where products read them"),
             Barrier(
-                "step_done", 1, 1, "MMA warp, commit", keys, "dQ is in tensor memory, dV and dK are added to"
+                "dv_done", 1, 1, "MMA warp, commit", mma, "dV's products have read P: dQ may take its place"
+            ),
+            Barrier(
+                "step_done", 1, 1, "MMA warp, commit", both, "dQ is in tensor memory, all products are done"
             ),
             Barrier("dq_empty", 1, every, keys, mma, "dQ has been read"),
         )

@@ -125,8 +125,9 @@ def mma(
     part,
     columns,
 ):
-    """Consumes k_full, v_full, q_full, do_full, or clean, which comes after them; dq_empty before S, ds_full before the
-    rest. Produces, by commits, s_full; q_empty, do_empty and step_done."""
+    """Consumes k_full, v_full, q_full, do_full, or clean, which comes after them; step_done of the step before and
+    dq_empty before S, ds_full before the rest, dv_done before dQ: products of different accumulators may overtake each
+    other, and tensor memory is used again. Produces, by commits, s_full, dv_done, q_empty, do_empty and step_done."""
     f = fragments(config, dtype, shared, part, columns)
     if tile.steps > 0:
         channels["k_full"].wait(0)
@@ -136,6 +137,7 @@ def mma(
         channels["do_full"].wait(step)
         if cutlass.const_expr(config.scatters):
             channels["clean"].wait(step)
+        channels["step_done"].wait_previous(step)
         if cutlass.const_expr(config.wants_q):
             channels["dq_empty"].wait_previous(step)
         tmem.fence_after_wait()
@@ -149,9 +151,12 @@ def mma(
         if cutlass.const_expr(config.wants_v):
             multiply(f.rows, f.dv, f.p, f.do_columns[None, None, None, do_stage], step > 0)
         channels["do_empty"].commit_mma(step)
+        channels["dv_done"].commit_mma(step)
         if cutlass.const_expr(config.wants_k):
             multiply(f.rows, f.dk, f.ds, f.q_columns[None, None, None, q_stage], step > 0)
         channels["q_empty"].commit_mma(step)
         if cutlass.const_expr(config.wants_q):
+            channels["dv_done"].wait(step)
+            tmem.fence_after_wait()
             multiply(f.queries, f.dq, f.a, f.b, False)
         channels["step_done"].commit_mma(step)

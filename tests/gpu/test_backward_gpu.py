@@ -1,0 +1,106 @@
+"""Attention's gradients on the GPU of this machine: against float64 autograd and torch, bits, graphs, torch.compile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gradient_cases import CASES, KERNEL_TOLERANCE, Case
+
+from warpspec.fmha import attention
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIMS = (64, 128, 256)
+LARGE = [
+    Case(f"large-{'causal' if causal else 'full'}-{window}", batch=2, seq_q=700, seq_k=900, heads_q=4, heads_kv=2,
+         causal=causal, window=window, sink=True, through="o+lse")
+    for causal in (True, False) for window in (None, (200, 30))
+]  # fmt: skip
+PACKED = Case(
+    "packed-large", lengths_q=(1, 300, 0, 700, 64), lengths_k=(900, 300, 20, 1500, 3), heads_q=4, causal=True
+)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("case", [*CASES, *LARGE, PACKED], ids=lambda case: case.id)
+def test_against_float64_autograd(case, dim):
+    case = replace(case, head_dim=dim)
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_not_worse_than_torch(dim, causal):
+    """Errors against float64 at most 1.25 times those of torch's own kernels in the same dtype, head by head."""
+    case = Case("torch", seq_q=1024, seq_k=1024, heads_q=4, heads_kv=4, head_dim=dim, causal=causal)
+    tensors = case.tensors("cuda")
+    found, expected = case.gradients(tensors), case.expected(tensors)
+    heads_first = {name: t.detach().transpose(1, 2).requires_grad_() for name, t in tensors.items()}
+    o = torch.nn.functional.scaled_dot_product_attention(*heads_first.values(), is_causal=causal)
+    seed = case.seed_of(torch.empty_like(tensors["q"])).transpose(1, 2)
+    theirs = torch.autograd.grad(o, list(heads_first.values()), seed)
+    for name, other in zip(heads_first, theirs, strict=True):
+        wanted = expected[name].transpose(1, 2)
+        errors = [
+            (t.cpu().double() - wanted).norm(dim=(0, 2, 3)) for t in (found[name].transpose(1, 2), other)
+        ]
+        assert (errors[0] <= 1.25 * errors[1]).all(), name
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_deterministic(dim):
+    case = Case(
+        "bits",
+        batch=2,
+        seq_q=1500,
+        seq_k=1500,
+        heads_q=8,
+        heads_kv=2,
+        head_dim=dim,
+        causal=True,
+        bias=(False, False),
+    )
+    case = replace(case, deterministic=True)
+    tensors = case.tensors("cuda")
+    first = case.gradients(tensors)
+    for _ in range(5):
+        again = case.gradients(tensors)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_graph_of_forward_and_backward():
+    case = Case("graph", seq_q=300, seq_k=300, heads_q=4, heads_kv=2, head_dim=128, causal=True, sink=True)
+    tensors = case.tensors("cuda")
+    seed = case.seed_of(torch.empty_like(tensors["q"]))
+
+    def step():
+        o = attention(**tensors, causal=True)
+        return torch.autograd.grad(o, list(tensors.values()), seed)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for value in (1.0, -0.5):
+        with torch.no_grad():
+            tensors["k"].mul_(value)
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
+
+
+def test_compiled_training_step():
+    case = Case("compiled", seq_q=200, seq_k=200, heads_q=4, heads_kv=2, head_dim=128, causal=True)
+    tensors = case.tensors("cuda")
+
+    def step(q, k, v):
+        return attention(q, k, v, causal=True, deterministic=True).float().square().sum()
+
+    expected = torch.autograd.grad(step(**tensors), list(tensors.values()))
+    torch._dynamo.reset()
+    again = torch.autograd.grad(torch.compile(step, fullgraph=True)(**tensors), list(tensors.values()))
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
