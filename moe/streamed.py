@@ -59,7 +59,7 @@ MAGNITUDE_BIT, SIGN_BIT = 6, 15  # of a bf16, where a code's begin
 MAGNITUDE, SIGN_SHIFT = 7, 3  # of a code
 
 SCALE_MANTISSA_BITS = 3
-SCALE_BIAS = 22
+SCALE_BIAS = 18  # the largest weight is then about 1 before the global scale
 SCALE_NAN = 0xFF
 SCALE_ONES = 0x70007000  # the exponent's upper bits of two bf16, above a scale
 BF16_BIAS = 127

@@ -46,8 +46,10 @@ def check(layer, *arguments, **options):
 
 @pytest.mark.usefixtures("check_order")
 def test_the_layer(layer):
-    """None, twice the same, out of range; an expert of several tiles, one without rows; a shared expert."""
+    """None, twice the same, out of range; an expert of several tiles, one without rows; a shared expert; tokens of
+    strange sizes."""
     x, ids, weights = case(12, 3)
+    x[6:8] = (x[6:8].float() * torch.tensor([[1e34], [1e-30]])).bfloat16()
     ids[0], ids[1, 1:], ids[2, 2], ids[3, 0] = -1, ids[1, 0], -1, EXPERTS
     ids[:, 1] = torch.where(ids[:, 1] == 4, 0, ids[:, 1])
     ids[3:, 0] = 2
