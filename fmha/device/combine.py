@@ -83,6 +83,7 @@ class Combine:
         if cutlass.const_expr(config.packed):
             in_range = in_range & Boolean(query < cu_seqlens_q[cute.size(cu_seqlens_q) - 1])
 
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         maxima = partial_max[None, batch, head, query]  # (SPLIT)
         sums = partial_sum[None, batch, head, query]  # (SPLIT)

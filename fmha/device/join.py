@@ -66,6 +66,7 @@ class Join:
         layout = cute.make_layout((VECTOR + 2, THREADS))
         shared = smem.allocate_tensor(Float32, layout, byte_alignment=VECTOR * FP32_BYTES)  # (NUMBER, THREAD)
 
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         record = record_of(joins, cta)
         earlier = record_of(joins, cutlass.max(cta - 1, 0))

@@ -20,7 +20,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.features import SEARCH_ROUNDS
 
 
 def query_tiles(queries: int, total, requests):
@@ -55,7 +54,7 @@ def begun_by(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -
     """The last request that begins in a tile of T queries, or before it. By a whole warp."""
     lane = cute.arch.lane_idx()
     low, count = Int32(0), Int32(cute.size(cu_seqlens) - 1)  # candidates
-    for _ in cutlass.range(SEARCH_ROUNDS, unroll=1):
+    while count > 1:
         step = (count + WARP_THREADS - 1) // WARP_THREADS
         probe = low + cutlass.min(lane * step, count - 1)
         begins = Boolean(entry(cu_seqlens, probe, total) // queries <= tile)

@@ -41,8 +41,8 @@ class Columns:
 
     def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
         """Scores (KEY) of the step-th KV tile that the row does not see become -inf."""
-        keys = [(i, i) for i in range(config.tile_n)]
-        hide(scores, keys, row.first - first_key if config.has_left else None, row.end - first_key)
+        first = row.first - first_key if config.has_left else None
+        hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key)
 
     def finish(self, config, row, part: int, values: cute.Tensor) -> None:
         """What else is done to the part-th BLOCK columns (n) of the thread's O, before they are scaled: nothing."""

@@ -221,7 +221,7 @@ class AttentionConfig(KernelFeatures):
     def q_stages(self) -> int:
         """Tiles whose Q has room: two where CTAs do tiles that differ in length, so that Q, and the keys that are
         loaded behind it, are there when a short tile begins."""
-        return self.q_stages_that_fit if self.chunked else 1
+        return self.q_stages_that_fit if self.chunked else self.shape.q_stages
 
     @property
     def q_stages_that_fit(self) -> int:

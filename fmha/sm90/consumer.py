@@ -19,7 +19,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import PAIR, THREAD_ROWS, column, elements, flat, multiply
+from warpspec.common.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.mask import hide
@@ -154,8 +154,8 @@ class Work:
         """Scores (n) of the step-th KV tile at keys that row r does not see become -inf."""
         row = self.rows[r]
         origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
-        keys = [(i, column(i)) for i in elements(scores, r)]
-        hide(scores, keys, row.first - origin if self.config.has_left else None, row.end - origin)
+        first = row.first - origin if self.config.has_left else None
+        hide(scores, elements(scores, r), PAIR, COLUMNS, first, row.end - origin)
 
     @property
     def idle(self) -> Boolean:

@@ -63,6 +63,7 @@ class Attention(AttentionHost):
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -98,13 +99,13 @@ class Attention(AttentionHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.griddepcontrol_wait()  # for the launch before: until here only shared memory and descriptors
+        cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
         if cutlass.const_expr(config.chunked):
             places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
             where = where.at(cute.make_tensor(storage.cursors.data_ptr(), places))
             place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
-        if cutlass.const_expr(config.splits or config.chunked):
-            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         # 2. Roles.
         k_base = storage.k.data_ptr()

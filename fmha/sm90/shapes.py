@@ -26,6 +26,7 @@ class Shape:
     consumer_registers: int
     producer_registers: int
     column_parts: int = 1
+    q_stages: int = 1
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
