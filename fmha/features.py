@@ -47,7 +47,7 @@ class KernelFeatures:
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
     partial results, one for each split of the keys, are written. chunked: CTAs do chunks of the line (``line``), and
-    may leave states of pieces of tiles. page_size: keys of a page of K and V, 0 where they are not paged. bias: its
+    may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). page_size: keys of a page of K and V, 0 where they are not paged. bias: its
     dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q, packed_k: requests' queries, keys
     stand one behind another. many_queries: some request of packed queries has more than a tile's, as far as the host
     knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
@@ -77,6 +77,7 @@ class KernelFeatures:
     many_queries: bool = False
     exact_maximum: bool = False
     chunked: bool = False
+    queued: bool = False
     cuts_line: ClassVar[bool] = False  # whether the architecture's kernel can be chunked
 
     def __post_init__(self):
@@ -86,6 +87,7 @@ class KernelFeatures:
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
         assert not (self.packed_q and self.bias)
         assert not (self.splits and self.chunked)
+        assert not (self.queued and (self.splits or self.chunked))
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
 
     @property

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.launch import Target
+from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, dtype_name
 from warpspec.fmha.join import JOIN, JoinConfig
@@ -63,6 +64,8 @@ class Prepared(NamedTuple):
         operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
         """
         with self.target.current():
+            if self.plan.config.queued:
+                return self.run_queued(operands)
             if self.combine is None:
                 return self.attention(*operands, *self.numbers)
             if self.plan.config.chunked:
@@ -77,6 +80,16 @@ class Prepared(NamedTuple):
             results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
             second = self.combine(*partial, *results, operands.cu_seqlens_q)
         return both(first, second)
+
+    def run_queued(self, operands: Operands):
+        """``run`` of a plan whose CTAs take tiles from a queue."""
+        if self.target.native:
+            queue = workspace(1, self.target.device)
+            return self.attention(*operands._replace(queue=queue), *self.numbers)
+        queue = new_workspace(1, operands.o.device)
+        report = self.attention(*operands._replace(queue=queue), *self.numbers)
+        assert queue.item() == EMPTY, "the queue was not left as it was found"
+        return report
 
 
 def both(first, second):
@@ -96,6 +109,8 @@ def prepare(problem: AttentionProblem, target: Target, seed: int = 0) -> Prepare
     """
     found = plan(problem, target)
     attention = architecture(target.arch).ATTENTION.launcher(found.config, target, seed=seed)
+    if found.config.queued and target.native:
+        prepare_reserve(target.device)
     combine = None
     if found.splits > 1:
         combine = COMBINE.launcher(combine_config(problem, found.splits), target, seed=seed)

@@ -19,7 +19,8 @@ class Operands(NamedTuple):
 
     o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
     attention kernel have one more dimension in front, the splits. Where work is cut by length (``line``), pieces
-    [2 CTAs, rows, D + 4] fp32 and joins [CTAs, 9] int32 are a workspace.
+    [2 CTAs, rows, D + 4] fp32 and joins [CTAs, 9] int32 are a workspace; where CTAs take tiles from a queue
+    (``device.queue``), queue [1] int64.
     """
 
     q: Any
@@ -38,6 +39,7 @@ class Operands(NamedTuple):
     cu_seqlens_k: Any = None
     pieces: Any = None
     joins: Any = None
+    queue: Any = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -46,7 +48,7 @@ class Operands(NamedTuple):
 
 
 OUTPUTS = ("o", "lse", "row_max", "row_sum")
-WORKSPACE = ("pieces", "joins")
+WORKSPACE = ("pieces", "joins", "queue")
 INPUTS = tuple(name for name in Operands._fields if name not in (*OUTPUTS, *WORKSPACE))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +11,8 @@ from warpspec.common import launch
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import MIB, VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
-from warpspec.softmax.plan import EMPTY, Plan, choose_plan
+from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
+from warpspec.softmax.plan import Plan, choose_plan
 from warpspec.softmax.problem import SoftmaxProblem
 
 # The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
@@ -40,47 +40,6 @@ def _host_and_arguments(config) -> tuple:
 
 
 softmax_kernel = Kernel("softmax", _host_and_arguments)
-
-RESERVE_WORDS = 1 << 17  # 1 MiB
-
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
-_reserves: dict[int, torch.Tensor] = {}  # by device: words that no launch has had yet
-_lock = threading.Lock()
-
-
-def new_workspace(words: int, device: torch.device) -> torch.Tensor:
-    """A workspace of ``words`` Int64, all EMPTY."""
-    return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
-
-
-def prepare_reserve(device_index: int) -> None:
-    """Fill the device's reserve, once, unless the current stream is being captured; waits for the device."""
-    if device_index not in _reserves and not torch.cuda.is_current_stream_capturing():
-        _reserves[device_index] = new_workspace(RESERVE_WORDS, torch.device("cuda", device_index))
-        torch.cuda.synchronize(device_index)
-
-
-def workspace(words: int, device_index: int) -> torch.Tensor:
-    """On a CUDA device, at least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
-
-    One for each stream, which runs its launches one after another and finds it as the last one left it, emptied.
-    A launch captured into a graph gets its own, for good: out of the reserve, or where that is used up one that the
-    graph fills at every replay.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        with _lock:
-            left = _reserves.get(device_index)
-            if left is not None and left.numel() >= words:
-                _reserves[device_index] = left[words:]
-                return left[:words]
-        return new_workspace(words, torch.device("cuda", device_index))
-    key = (device_index, torch._C._cuda_getCurrentRawStream(device_index))
-    found = _workspaces.get(key)
-    if found is None or found.numel() < words:
-        size = 1 << (words - 1).bit_length()
-        found = _workspaces[key] = new_workspace(size, torch.device("cuda", device_index))
-    return found
-
 
 def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) -> Callable:
     """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before it returns.

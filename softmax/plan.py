@@ -32,7 +32,6 @@ from warpspec.common.hardware import (
 from warpspec.common.launch import Target
 from warpspec.softmax.problem import SoftmaxProblem
 
-EMPTY = -1  # an unused word of a workspace: as two floats it is (NaN, NaN), which no state of a row is
 SMEM_BESIDE_DATA = 1536  # bytes that a CTA takes besides its data: states, barriers, the system's
 
 # Measured.

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.softmax.online import exponential, join, reference_of
-from warpspec.softmax.plan import EMPTY
+from warpspec.common.workspace import EMPTY
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8

@@ -57,6 +57,7 @@ class AttentionHost:
         cu_seqlens_k: cute.Tensor | None,
         pieces: cute.Tensor | None,
         joins: cute.Tensor | None,
+        queue: cute.Tensor | None,
         scale_log2: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -86,6 +87,7 @@ class AttentionHost:
             cu_seqlens_k,
             pieces,
             joins,
+            queue,
         )
         numbers = LaunchNumbers(scale_log2, (window_left, window_right), ctas, section)
         self.launch(operands, numbers, stream)
@@ -143,5 +145,6 @@ def fake_arguments(config: KernelFeatures) -> tuple:
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
         pieces=fake_rows(fp32, 3, config.piece_columns, alignment=TMA_ALIGNMENT) if config.chunked else None,
         joins=fake_rows(int32, 2, JOIN_WORDS) if config.chunked else None,
+        queue=fake_rows(cutlass.Int64, 1) if config.queued else None,
     )
     return (*operands, 1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section

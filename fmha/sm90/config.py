@@ -16,6 +16,7 @@ from warpspec.common.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
+    VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
@@ -48,9 +49,10 @@ STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, fa
 
 @dataclass(frozen=True)
 class AttentionConfig(KernelFeatures):
-    """Compile-time shape of one kernel. shape: its tiles."""
+    """Compile-time shape of one kernel. shape: its tiles. split_loads: K and V are loaded by a warp each."""
 
     shape: Shape = PREFILL[64]
+    split_loads: bool = False
     cuts_line: ClassVar[bool] = True  # CTAs are persistent, so that work can be cut by length
 
     def __post_init__(self):
@@ -62,7 +64,8 @@ class AttentionConfig(KernelFeatures):
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
         assert barrier_count(self.barriers) * 8 + self.cursor_bytes <= BARRIER_BYTES
-        assert not (self.chunked and self.paired)
+        assert not ((self.chunked or self.queued) and self.paired)
+        assert not (self.split_loads and self.shared_kv)
 
     @classmethod
     def of(
@@ -158,6 +161,22 @@ class AttentionConfig(KernelFeatures):
         return self.consumers * WARPGROUP_THREADS // WARP_THREADS
 
     @property
+    def load_warps(self) -> int:
+        return self.parts if self.paired else len(self.loads)
+
+    @property
+    def loads(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
+        """(loads Q, numbers of the ``rings`` that it fills) of each load warp that is not one of several alike."""
+        if self.split_loads:
+            return ((True, (0,)), (False, (1,)))
+        return ((True, tuple(range(len(self.rings)))),)
+
+    @property
+    def spare_warp(self) -> int:
+        """The last of the producer's warpgroup, which loads nothing."""
+        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS - 1
+
+    @property
     def consumer_threads(self) -> int:
         return self.consumers * WARPGROUP_THREADS
 
@@ -214,7 +233,9 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def cursor_bytes(self) -> int:
-        """Ends of the CTA's chunks, behind the barriers."""
+        """Ends of the CTA's chunks, or its next tile out of a queue, behind the barriers."""
+        if self.queued:
+            return VECTOR_BYTES
         return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
 
     @property
@@ -297,6 +318,13 @@ class AttentionConfig(KernelFeatures):
                 "the consumers of these rows have read their Q",
             ),
         )
+        if self.queued:
+            readers = warps + self.load_warps
+            everyone = "consumers and load warps, one thread a warp"
+            q += (
+                Barrier("tile_full", 1, 1, "spare warp", everyone, "the number of the next tile is in shared memory"),
+                Barrier("tile_empty", 1, readers, everyone, "spare warp", "every role has read it"),
+            )
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"

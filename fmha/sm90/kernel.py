@@ -19,6 +19,7 @@ from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import SIDES, Chunks, Line, place_chunks, write_join
+from warpspec.fmha.device.queue import hand_out
 from warpspec.fmha.features import CURSOR_WORDS, FP32_BYTES, WORD_BYTES
 from warpspec.fmha.line import MOST_ROUNDS, round_count
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
@@ -105,6 +106,8 @@ class Attention(AttentionHost):
             places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
             where = where.at(cute.make_tensor(storage.cursors.data_ptr(), places))
             place_chunks(config, operands, where.line, where.cursors)
+        if cutlass.const_expr(config.queued):
+            where = where._replace(slot=cute.make_tensor(storage.cursors.data_ptr(), cute.make_layout(1)))
         cute.arch.sync_threads()
 
         # 2. Roles.
@@ -119,13 +122,22 @@ class Attention(AttentionHost):
         )
         if warp >= config.load_warp:
             if cutlass.const_expr(config.chunked):  # noqa: SIM102
-                if warp == config.load_warp + 1:  # which has nothing else to do
+                if warp == config.spare_warp:
                     write_join(config, operands, where.line, where.cursors)
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
-            if warp < config.load_warp + config.parts:
-                part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
-                source = Source(config, operands, atoms, coordinates, shared, dtype, part)
-                load(config, channels, source, where)
+            if cutlass.const_expr(config.queued):  # noqa: SIM102
+                if warp == config.spare_warp:
+                    hand_out(channels, operands.queue, where.slot, where.tiles)
+            if cutlass.const_expr(config.parts > 1):
+                if warp < config.load_warp + config.parts:
+                    part = warp - config.load_warp
+                    source = Source(config, operands, atoms, coordinates, shared, dtype, part)
+                    load(config, channels, source, where, config.loads[0])
+            else:
+                source = Source(config, operands, atoms, coordinates, shared, dtype, 0)
+                for number in cutlass.range_constexpr(len(config.loads)):
+                    if warp == config.load_warp + number:
+                        load(config, channels, source, where, config.loads[number])
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)

@@ -1,0 +1,48 @@
+"""Words in global memory that launches find as the last one left them, all EMPTY: counters, states of CTAs."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+EMPTY = -1  # an unused word; as two floats it is (NaN, NaN), which no state is
+RESERVE_WORDS = 1 << 17  # 1 MiB
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+_reserves: dict[int, torch.Tensor] = {}  # by device: words that no launch has had yet
+_lock = threading.Lock()
+
+
+def new_workspace(words: int, device: torch.device) -> torch.Tensor:
+    """A workspace of ``words`` Int64, all EMPTY."""
+    return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
+
+
+def prepare_reserve(device_index: int) -> None:
+    """Fill the device's reserve, once, unless the current stream is being captured; waits for the device."""
+    if device_index not in _reserves and not torch.cuda.is_current_stream_capturing():
+        _reserves[device_index] = new_workspace(RESERVE_WORDS, torch.device("cuda", device_index))
+        torch.cuda.synchronize(device_index)
+
+
+def workspace(words: int, device_index: int) -> torch.Tensor:
+    """On a CUDA device, at least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
+
+    One for each stream, which runs its launches one after another and finds it as the last one left it, emptied.
+    A launch captured into a graph gets its own, for good: out of the reserve, or where that is used up one that the
+    graph fills at every replay.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            left = _reserves.get(device_index)
+            if left is not None and left.numel() >= words:
+                _reserves[device_index] = left[words:]
+                return left[:words]
+        return new_workspace(words, torch.device("cuda", device_index))
+    key = (device_index, torch._C._cuda_getCurrentRawStream(device_index))
+    found = _workspaces.get(key)
+    if found is None or found.numel() < words:
+        size = 1 << (words - 1).bit_length()
+        found = _workspaces[key] = new_workspace(size, torch.device("cuda", device_index))
+    return found
