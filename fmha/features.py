@@ -218,11 +218,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def features(
-    problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool = False, chunked: bool = False
+    problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool = False, chunked: bool = False, queued: bool = False
 ) -> dict:
     """The fields of ``KernelFeatures`` for a problem.
 
-    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length.
+    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length. queued: CTAs take
+    tiles from a queue.
     """
     return {
         "dtype": dtype_name(problem.dtype),
@@ -249,6 +250,7 @@ def features(
         "many_queries": problem.packed_q and problem.seq_q > tile_m // pack,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
         "chunked": chunked,
+        "queued": queued,
     }
 
 

@@ -75,6 +75,7 @@ class AttentionConfig(KernelFeatures):
         shape: Shape | None = None,
         splits: bool = False,
         chunked: bool = False,
+        queued: bool = False,
     ):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
         if problem.bias_rows == "strided":
@@ -85,7 +86,7 @@ class AttentionConfig(KernelFeatures):
         if shape is None:
             shape = choose_shape(problem, pack, splits)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
-        return cls(**features(problem, pack=pack, tile_m=tile_m, splits=splits, chunked=chunked), shape=shape)
+        return cls(**features(problem, pack=pack, tile_m=tile_m, splits=splits, chunked=chunked, queued=queued), shape=shape)
 
     @property
     def consumers(self) -> int:
@@ -240,14 +241,8 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def q_stages(self) -> int:
-        """Tiles whose Q has room: two where CTAs do tiles that differ in length, so that Q, and the keys that are
-        loaded behind it, are there when a short tile begins."""
-        return self.q_stages_that_fit if self.chunked else self.shape.q_stages
-
-    @property
-    def q_stages_that_fit(self) -> int:
-        ring = self.kv_stages * self.kv_tile_bytes + self.v_bytes
-        return 2 if BARRIER_BYTES + 2 * self.row_groups * self.q_bytes + ring <= self.smem_limit else 1
+        """Tiles whose Q has room."""
+        return self.shape.q_stages
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:

@@ -22,17 +22,24 @@ from warpspec.softmax.topk.keys import CANDIDATE_BYTES
 from warpspec.softmax.vectors import WIDTHS
 
 FP32_BYTES = 4
-REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
-MORE_REGISTERS = 8  # a thread, where rows have edges and warps or CTAs wait for each other
+# Registers a thread may have; fewer spill. Streaming: by vectors in flight, from 1 on.
+STREAM_REGISTERS = {"float32": (64, 64, 64, 72), "float16": (64, 64, 72, 80), "bfloat16": (64, 64, 72, 80)}
+HELD_REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
 MAX_WARPS = 16  # of a row in one CTA
-MAX_CLUSTER = 8
+MAX_CLUSTER = 16
 SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
-RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed, for the smaller k
-SAMPLES = 32  # of a CTA's lanes' maxima, that its row's threshold is taken from
+SAMPLES = (
+    32  # of a CTA's lanes' maxima, or of a cluster's CTAs' samples, that the row's threshold is taken from
+)
+SAMPLE_RANK = 16  # the threshold's among them, at most
+CHUNKS = 32  # that a lane's part is divided in, at most: each has a maximum in shared memory
+FETCHED = 2  # vectors of a lane that are fetched again at a time
 RANK_BATCH = 4  # candidates that are compared at a time
 HELD_ELEMENTS = 32  # a lane
+SORTED_ELEMENTS = 8  # a lane, where lanes sort them; and the largest k
+SORTED_LANES = (1, 2, 4, 8)
 HELD_SLOTS = {32: 64, 16: 32, 8: 32}  # by lanes
 HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes: more, and the threshold lets too many through
 K_CAPACITIES = (32, 128)  # k up to which a kernel is compiled
@@ -46,7 +53,7 @@ class TopkConfig:
     CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
     these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
     lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a row that is held
-    fills its lanes' registers. edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are
+    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are
     divided by their sum.
     """
 
@@ -59,6 +66,7 @@ class TopkConfig:
     held: bool = False
     lanes: int = WARP_THREADS
     full: bool = False
+    sorts: bool = False
     edges: bool = True
     renormalize: bool = False
 
@@ -73,6 +81,9 @@ class TopkConfig:
         )
         assert not self.full or (self.held and not self.edges)
         assert not self.held or (self.cluster == 1 and self.unroll * self.per_vector <= HELD_ELEMENTS)
+        if self.sorts:
+            assert self.held and self.warps == 1 and not self.edges and self.lanes in SORTED_LANES
+            assert self.unroll * self.per_vector == SORTED_ELEMENTS
         assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
         assert self.rows == 1 or self.warps == self.cluster == 1
         # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
@@ -95,14 +106,19 @@ class TopkConfig:
     @property
     def registers(self) -> int:
         """Registers a thread may have: the fewest without spilling."""
-        more = self.edges and (self.cluster > 1 or self.needs_others)
-        return REGISTERS[self.dtype] + (MORE_REGISTERS if more else 0)
+        return HELD_REGISTERS[self.dtype] if self.held else STREAM_REGISTERS[self.dtype][self.unroll - 1]
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM's registers must leave room for. Every partition of it has as many warps."""
         warps = REGISTERS_PER_SM // (self.registers * WARP_THREADS) // SM_PARTITIONS * SM_PARTITIONS
         return warps // (self.threads // WARP_THREADS)
+
+    @property
+    def room(self) -> int:
+        """CTAs that an SM has room for."""
+        by_smem = SMEM_PER_SM // (self.smem_bytes + SMEM_RESERVED_PER_CTA)
+        return max(1, min(self.ctas_per_sm, MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // self.threads, by_smem))
 
     @property
     def smem_carveout_percent(self) -> int:
@@ -112,25 +128,14 @@ class TopkConfig:
         return min(100, -(-100 * taken // SMEM_PER_SM))
 
     @property
-    def needs_others(self) -> bool:
-        """Whether k may exceed a warp's lanes: it has no threshold of its own, and waits for the others' first."""
-        return self.k_capacity > WARP_THREADS
-
-    @property
-    def renew_after(self) -> int:
-        """Lanes with candidates until the thresholds are renewed."""
-        return RENEW_AFTER * self.k_capacity // K_CAPACITIES[0]
-
-    @property
     def slots(self) -> int:
         """Candidates a warp has room for, or the lanes of one that hold a row.
 
-        Streaming: k that it keeps, some more, and what one vector of every lane can add. Holding: of random rows
-        one in ten thousand or so has more.
+        Streaming: k that it keeps and some more. Holding: of random rows one in ten thousand or so has more.
         """
         if self.held:
             return HELD_SLOTS[self.lanes]
-        return self.k_capacity + SPARE_SLOTS + WARP_THREADS * self.per_vector
+        return self.k_capacity + SPARE_SLOTS
 
     @property
     def list_size(self) -> int:
@@ -150,13 +155,18 @@ class TopkConfig:
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory: candidates of every warp, or group of lanes; where rows are streamed, those of the
-        row and of every CTA of the cluster, in order; statistics."""
+        row, in order, and of every CTA of the cluster; chunks' maxima, samples; statistics."""
+        if self.sorts:
+            return 0
         warps = self.warps * self.rows
-        lists, words = 0, 4 * warps
+        candidates, words = warps * self.list_size, 4 * warps
         if not self.held:
-            lists = self.k_capacity * ((self.cluster if self.cluster > 1 else 0) + self.rows)
-            words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
-        size = CANDIDATE_BYTES * (warps * self.list_size + lists) + FP32_BYTES * words
+            candidates += self.k_capacity * self.rows
+            words = 3 * self.warps + CHUNKS * WARP_THREADS * warps + SAMPLES
+        if self.cluster > 1:
+            candidates += (self.k_capacity + RANK_BATCH) * self.cluster
+            words += 3 * self.cluster + SAMPLES
+        size = CANDIDATE_BYTES * candidates + FP32_BYTES * words
         return -(-size // VECTOR_BYTES) * VECTOR_BYTES  # the compiler reads the last words as a vector
 
 

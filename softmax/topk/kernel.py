@@ -1,9 +1,9 @@
 """Softmax + top-k of rows in one launch, on sm_90a and sm_100a: the kernel put together, host side and device side.
 
 A row belongs to one warp, to the warps of a CTA, or to the CTAs of a cluster (``TopkConfig``). Every warp streams
-its part of the row (``stream``) and ends with a softmax state per lane and a few candidates in shared memory.
-Then the candidates that some threshold rules out are dropped, the rest are ranked by counting who is larger,
-which sorts them, and one warp turns the k first into probabilities.
+its part of the row (``stream``) and ends with a softmax state per lane. From the lanes' maxima follows a threshold
+(``threshold``), from that a few candidates. These are ranked by counting who is larger, which sorts them, and one warp
+turns the k first into probabilities.
 """
 
 from __future__ import annotations
@@ -17,26 +17,13 @@ from cutlass import Float32, Int32, Uint64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import FP32_BYTES, SAMPLES, TopkConfig
-from warpspec.softmax.topk.elements import total
+from warpspec.softmax.topk.config import CHUNKS, FP32_BYTES, RANK_BATCH, SAMPLES, TopkConfig
 from warpspec.softmax.topk.held import Group, hold, write_ranked
-from warpspec.softmax.topk.keys import (
-    NOTHING_YET,
-    candidate_column,
-    candidate_key,
-    key_of,
-    logit_of,
-    lowest_candidate,
-)
-from warpspec.softmax.topk.select import (
-    close_list,
-    keep_from,
-    keep_largest,
-    rank_in,
-    rank_in_sorted,
-    sort_lanes,
-)
-from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
+from warpspec.softmax.topk.keys import candidate_column, candidate_key, key_of, logit_of
+from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
+from warpspec.softmax.topk.sorted import row_sorted
+from warpspec.softmax.topk.stream import Part, collect, stream
+from warpspec.softmax.topk.threshold import threshold_of
 from warpspec.softmax.vectors import row_span
 
 LEADER = 0  # CTA of a cluster that merges its candidates
@@ -48,13 +35,16 @@ class Shared:
 
     slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
     ranked: cute.Tensor  # (K, R) candidates of the row, in order
+    chunks: cute.Tensor  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read (``Part``)
     samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
-    bound: cute.Tensor  # (1) key that the row's top k does not lie below
     counts: cute.Tensor  # (W) candidates
     maxima: cute.Tensor  # (W) maximum of a warp's elements
     sums: cute.Tensor  # (W) their sum of exp(x - maximum)
+    cluster_samples: (
+        cute.Tensor | None
+    )  # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
     # In the leader, written by every CTA of the cluster:
-    lists: cute.Tensor | None  # (K, C) a CTA's candidates, in order
+    lists: cute.Tensor | None  # (K + RANK_BATCH, C) a CTA's candidates
     list_counts: cute.Tensor | None  # (C)
     list_maxima: cute.Tensor | None  # (C)
     list_sums: cute.Tensor | None  # (C)
@@ -71,9 +61,10 @@ def allocate(config: TopkConfig) -> Shared:
     return Shared(
         slots=tensor(Uint64, config.list_size, config.warps * config.rows),
         ranked=tensor(Uint64, config.k_capacity, config.rows),
-        lists=tensor(Uint64, config.k_capacity, config.cluster) if shared else None,
+        lists=tensor(Uint64, config.k_capacity + RANK_BATCH, config.cluster) if shared else None,
+        chunks=tensor(Int32, CHUNKS * WARP_THREADS, config.warps * config.rows),
         samples=tensor(Int32, SAMPLES),
-        bound=tensor(Int32, 1),
+        cluster_samples=tensor(Int32, SAMPLES) if shared else None,
         counts=tensor(Int32, config.warps),
         maxima=tensor(Float32, config.warps),
         sums=tensor(Float32, config.warps),
@@ -133,6 +124,7 @@ class SoftmaxTopk:
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=config.smem_carveout_percent,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -143,8 +135,15 @@ class SoftmaxTopk:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % WARP_THREADS
-        shared = allocate_held(config) if cutlass.const_expr(config.held) else allocate(config)
-        if cutlass.const_expr(config.held):
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not config.sorts):
+            shared = allocate_held(config) if cutlass.const_expr(config.held) else allocate(config)
+        if cutlass.const_expr(config.sorts):
+            row = block * config.rows + thread // config.lanes
+            # Lanes past the last row read that, since they take part in shuffles, and write nothing.
+            place = row_span(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, False)
+            row_sorted(config, place, thread % config.lanes, row, probs, indices)
+        elif cutlass.const_expr(config.held):
             first = lane // config.lanes * config.lanes
             number = thread % (config.lanes * config.warps)
             row = block * config.rows + thread // (config.lanes * config.warps)
@@ -153,28 +152,24 @@ class SoftmaxTopk:
             slots = shared.slots[None, thread // config.lanes]
             group = Group(place, first, lane - first, number, k, slots)
             row_held(config, group, shared, warp, probs, indices, row)
-        elif cutlass.const_expr(config.rows > 1):
+        elif cutlass.const_expr(config.warps * config.cluster == 1):
             row = block * config.rows + warp
             if row < logits.shape[0]:
                 place = row_span(logits, row, config.dtype, config.edges)
-                slots = shared.slots[None, warp]
-                part = Part(place, Int32(0), Int32(0), lane, k, slots, shared.samples, shared.bound)
+                part = Part(place, Int32(0), lane, k, shared.slots[None, warp], shared.chunks[None, warp])
                 row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
         else:
             row, rank = block // config.cluster, block % config.cluster
             place = row_span(logits, row, config.dtype, config.edges)
-            slots = shared.slots[None, warp]
-            of_row = rank * config.warps + warp
-            part = Part(place, of_row, warp, lane, k, slots, shared.samples, shared.bound)
-            if cutlass.const_expr(config.warps * config.cluster == 1):
-                row_of_warp(config, part, shared.ranked[None, 0], probs, indices, row)
-            else:
-                row_of_cta(config, part, shared, rank, probs, indices, row)
+            slots, chunks = shared.slots[None, warp], shared.chunks[None, warp]
+            part = Part(place, rank * config.warps + warp, lane, k, slots, chunks)
+            row_of_cta(config, part, shared, warp, rank, probs, indices, row)
 
 
 @cute.jit
 def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, probs, indices, row):
     maximum, sum_, count = hold(config, group)
+    cute.arch.griddepcontrol_launch_dependents()
     others = [(group.slots, count)]
     if cutlass.const_expr(config.warps > 1):
         if group.lane == 0:
@@ -189,112 +184,97 @@ def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, 
 
 @cute.jit
 def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
-    maximum, sum_, count, threshold = stream(config, part)
-    if count > WARP_THREADS:
-        own, _ = renewed(config, part, maximum)
-        floor = lowest_candidate(cutlass.max(own, threshold))
-        count = keep_from(part.slots, count, floor, part.lane)
-        if count > WARP_THREADS:
-            keep_largest(part.slots, count, part.k, part.lane)
-            count = part.k
-    close_list(part.slots, count, part.lane)
+    maximum, sum_ = stream(config, part)
+    count = collect(config, part, threshold_of(config, part, 0, 0, None, None, maximum))
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
+    close_list(part.slots, count, part.lane)
     cute.arch.sync_warp()
-    if part.lane < count:
-        word = part.slots[part.lane]
-        rank = rank_in(part.slots, count, word)
-        if rank < part.k:
-            ranked[rank] = word
+    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
+        word = part.slots[i]
+        position = rank_in(part.slots, count, word)
+        if position < part.k:
+            ranked[position] = word
+    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.sync_warp()
     write(config, ranked, part, maximum, sum_, probs, indices, row)
 
 
 @cute.jit
-def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, probs, indices, row):
-    if part.warp_in_cta == 0:
-        shared.samples[part.lane] = Int32(NOTHING_YET)
-        shared.bound[0] = Int32(NOTHING_YET)
+def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank, probs, indices, row):
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
-    cute.arch.sync_threads()
 
-    # 1. Every warp's part; what the warps' thresholds together rule out.
-    maximum, sum_, count, threshold = stream(config, part)
-    lane_maximum = key_of(maximum)
-    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
-    if cutlass.const_expr(config.needs_others):
-        give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP_THREADS))
-    if part.lane == 0:
-        shared.maxima[part.warp_in_cta] = maximum
-        shared.sums[part.warp_in_cta] = sum_
-        cute.arch.atomic_max(part.bound.iterator, threshold, sem="relaxed", scope="cta")
-    cute.arch.sync_threads()
-    bound = shared.bound[0]
-    if cutlass.const_expr(config.needs_others):
-        bound = cutlass.max(bound, joint_threshold(part))
-    floor = lowest_candidate(bound)
-    count = keep_from(part.slots, count, floor, part.lane)
+    # 1. Every warp's part: its softmax state, and what the row's threshold leaves of it.
+    maximum, sum_ = stream(config, part)
+    key = threshold_of(config, part, warp, rank, shared.samples, shared.cluster_samples, maximum)
+    count = collect(config, part, key)
     if count > config.k_capacity:
         keep_largest(part.slots, count, part.k, part.lane)
         count = part.k
     close_list(part.slots, count, part.lane)
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     if part.lane == 0:
-        shared.counts[part.warp_in_cta] = count
+        shared.counts[warp], shared.maxima[warp], shared.sums[warp] = count, maximum, sum_
     cute.arch.sync_threads()
 
-    # 2. Ranks among the CTA's candidates.
+    # 2. The cluster's candidates go to the leader, ranked only where a CTA has too many.
     if cutlass.const_expr(config.cluster > 1):
-        cute.arch.cluster_wait()
-    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-        word = part.slots[i]
-        position = Int32(0)
-        for w in cutlass.range(config.warps, unroll=1):
-            position += rank_in(shared.slots[None, w], shared.counts[w], word)
-        if position < part.k:
-            if cutlass.const_expr(config.cluster > 1):
-                place = shared.lists.iterator + (rank * config.k_capacity + position)
-                cute.arch.map_dsmem_ptr(place, LEADER).store(word)
-            else:
-                shared.ranked[position, 0] = word
-    maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
-
-    # 3. Ranks among the cluster's.
-    if cutlass.const_expr(config.cluster > 1):
-        if (part.warp_in_cta == 0) & (part.lane == 0):
-            candidates = Int32(0)
-            for w in cutlass.range_constexpr(config.warps):
-                candidates += shared.counts[w]
-            for tensor, value in (
-                (shared.list_counts, cutlass.min(candidates, part.k)),
-                (shared.list_maxima, maximum),
-                (shared.list_sums, sum_),
-            ):
-                cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
+        others = Int32(0)
+        if part.lane < config.warps:
+            others = shared.counts[part.lane]
+        total_ = cute.arch.warp_redux_sync(others, "add")
+        first = cute.arch.warp_redux_sync(Int32(cutlass.select_(part.lane < warp, others, Int32(0))), "add")
+        target = shared.lists.iterator + rank * (config.k_capacity + RANK_BATCH)
+        for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
+            word, position = part.slots[i], first + i
+            if total_ > config.k_capacity:
+                position = Int32(0)
+                for other in cutlass.range(config.warps, unroll=1):
+                    position += rank_in(shared.slots[None, other], shared.counts[other], word)
+            if position < config.k_capacity:
+                cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
+        if warp == 0:
+            total_ = cutlass.min(total_, config.k_capacity)
+            if part.lane < RANK_BATCH:
+                cute.arch.map_dsmem_ptr(target + (total_ + part.lane), LEADER).store(Uint64(0))
+            maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
+            if part.lane == 0:
+                for tensor, value in (
+                    (shared.list_counts, total_),
+                    (shared.list_maxima, maximum),
+                    (shared.list_sums, sum_),
+                ):
+                    cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        if rank == LEADER:
-            merge_lists(config, part, shared)
-            maximum, sum_ = state_of_parts(
-                shared.list_maxima, shared.list_sums, config.cluster, config.accurate
-            )
-    cute.arch.sync_threads()
-    if (rank == LEADER) & (part.warp_in_cta == 0):
-        write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
+
+    # 3. Ranks; one warp writes.
+    if rank == LEADER:
+        if cutlass.const_expr(config.cluster > 1):
+            for c in cutlass.range(warp, config.cluster, config.warps, unroll=1):
+                rank_list(shared.lists, shared.list_counts, config.cluster, c, part, shared.ranked)
+        else:
+            rank_list(shared.slots, shared.counts, config.warps, warp, part, shared.ranked)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == 0:
+            if cutlass.const_expr(config.cluster > 1):
+                maxima, sums, parts = shared.list_maxima, shared.list_sums, config.cluster
+            else:
+                maxima, sums, parts = shared.maxima, shared.sums, config.warps
+            maximum, sum_ = state_of_parts(maxima, sums, parts, config.accurate)
+            write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
 
 
 @cute.jit
-def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
-    """shared.ranked becomes the k first of all CTAs' candidates; called by all threads of the leader."""
-    for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
-        for i in cutlass.range(part.lane, shared.list_counts[c], WARP_THREADS, unroll=1):
-            word = shared.lists[i, c]
-            position = i
-            for other in cutlass.range(config.cluster, unroll=1):
-                if other != c:
-                    larger = rank_in_sorted(shared.lists[None, other], shared.list_counts[other], word)
-                    position += larger
-            if position < part.k:
-                shared.ranked[position, 0] = word
+def rank_list(lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, own, part: Part, ranked):
+    """Every candidate of list ``own`` goes where it stands among those of all ``number`` lists."""
+    count = counts[own]
+    for batch in cutlass.range(0, count, WARP_THREADS, unroll=1):
+        word = lists[cutlass.min(batch + part.lane, count), own]  # the first word past them is below all
+        position = rank_among(lists, counts, number, word, part.lane)
+        if (batch + part.lane < count) & (position < part.k):
+            ranked[position, 0] = word
 
 
 @cute.jit
@@ -309,12 +289,13 @@ def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr)
 def state_of_parts(
     maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
-    """The state of all parts, joined in a fixed order: pairs of pairs, since sixteen roundings in a row would show."""
-    largest = maxima[0]
-    for i in cutlass.range_constexpr(1, parts):
-        largest = cute.arch.fmax(largest, maxima[i], nan=True)
-    reference = reference_of(largest)
-    return largest, total([sums[i] * exponential(maxima[i] - reference, accurate) for i in range(parts)])
+    """The state of all parts, at most a warp's lanes; called by a warp. Joined in a fixed order, pairs of
+    pairs: sixteen roundings one after another would show."""
+    lane = cute.arch.lane_idx()
+    maximum, sum_ = -Float32.inf, Float32(0.0)
+    if lane < parts:
+        maximum, sum_ = maxima[lane], sums[lane]
+    return state_of_lanes(maximum, sum_, accurate)
 
 
 @cute.jit

@@ -12,11 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.plan import CLUSTER_SMS
 from warpspec.softmax.topk.config import (
     HELD_ELEMENTS,
     HELD_MOST_K,
     MAX_CLUSTER,
     MAX_WARPS,
+    SORTED_ELEMENTS,
+    SORTED_LANES,
     TopkConfig,
     smallest_capacity,
 )
@@ -29,17 +32,20 @@ HELD_WARP = 450  # instructions of a warp, whatever it holds
 HELD_ELEMENT = 7  # instructions a lane's element
 HELD_EXPOSED = 0.6  # of the instructions
 HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
+SORTED_WARP, SORTED_MERGE = 330, 130  # instructions of a warp, and for every doubling of the lanes
 HELD_WARPS = 0.5  # a reduction over the warps of a row
 
-STREAM_LAUNCH = 3.0
-STREAM_WARP = 120  # instructions of a warp for its candidates
-STREAM_CANDIDATE = 60  # and for each of k
-STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
-CLUSTER_STEP = 0.3  # a reduction over a cluster, for every doubling
-CLUSTER_CTAS = 440  # started a microsecond
-LONGEST_UNROLL = 4  # of a stream
+STREAM_LAUNCH = 0.5
+STREAM_BYTES_PER_SM = 26e3  # a microsecond
+STREAM_ELEMENT = 10.7  # instructions a lane's element
+STREAM_TURN = 24  # and for each tile
+STREAM_TURN_LATENCY = 1.5  # a tile of a CTA, nothing else to do
+# When rows have been read: threshold, candidates, ranks. A CTA, and for each warp of an SM, each of k, a cluster.
+TAIL, TAIL_WARP, TAIL_K, TAIL_CLUSTER = 2.3, 0.08, 0.04, 1.4
+UNROLLS = {"float32": (1, 2, 3), "float16": (1, 2, 4), "bfloat16": (1, 2, 4)}  # of a stream
 LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}  # of a row, with the largest k that they do for
 
+CLUSTER_CTAS = 440  # started a microsecond
 CTA_LANES = 128  # of a CTA of rows that are held by part of a warp
 STREAM_ROWS = 4  # of a CTA, where a warp has a row to itself
 
@@ -62,11 +68,11 @@ def timed_configs(
     vectors = -(-length // base.per_vector)
     memory = rows * vectors * VECTOR_BYTES / (BYTES_PER_SM * sm_count)
     timed = [
-        *((memory + held_time(config, rows, sm_count), config) for config in held(base, rows, length, k)),
         *(
-            (memory + stream_time(config, rows, vectors, k, sm_count), config)
-            for config in streams(base, vectors, k)
+            (memory + held_time(config, rows, sm_count), config)
+            for config in (*sorts(base, length, k), *held(base, rows, length, k))
         ),
+        *((stream_time(config, rows, vectors, k, sm_count), config) for config in streams(base, vectors, k)),
     ]
     return sorted(timed, key=lambda pair: pair[0])
 
@@ -85,8 +91,20 @@ def held(base: TopkConfig, rows: int, length: int, k: int):
         yield replace(base, held=True, lanes=lanes, warps=warps, rows=per_cta, unroll=unroll, full=full)
 
 
+def sorts(base: TopkConfig, length: int, k: int):
+    """Configurations whose lanes sort the row."""
+    vectors, unroll = -(-length // base.per_vector), SORTED_ELEMENTS // base.per_vector
+    lanes = next((lanes for lanes in SORTED_LANES if lanes * unroll >= vectors), None)
+    if lanes and k <= SORTED_ELEMENTS and not base.edges:
+        yield replace(
+            base, held=True, sorts=True, warps=1, lanes=lanes, rows=CTA_LANES // lanes, unroll=unroll
+        )
+
+
 def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:
     instructions = HELD_WARP + HELD_ELEMENT * config.unroll * config.per_vector
+    if config.sorts:
+        instructions = SORTED_WARP + SORTED_MERGE * (config.lanes.bit_length() - 1)
     warps = -(-rows * config.lanes // WARP_THREADS) * config.warps
     exposed = HELD_EXPOSED * warps * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
     reduction = HELD_WARPS if config.warps > 1 else 0.0
@@ -99,19 +117,28 @@ def streams(base: TopkConfig, vectors: int, k: int):
     while warps <= MAX_WARPS:
         cluster = 1
         while cluster <= MAX_CLUSTER:
-            unroll = min(LONGEST_UNROLL, -(-vectors // (warps * cluster * WARP_THREADS)))
-            per_cta = STREAM_ROWS if warps * cluster == 1 else 1
-            yield replace(base, warps=warps, cluster=cluster, rows=per_cta, unroll=max(unroll, 1))
+            needed = -(-vectors // (warps * cluster * WARP_THREADS))  # for one turn
+            for unroll in UNROLLS[base.dtype]:
+                per_cta = STREAM_ROWS if warps * cluster == 1 else 1
+                yield replace(base, warps=warps, cluster=cluster, rows=per_cta, unroll=unroll)
+                if unroll >= needed:
+                    break
             cluster *= 2
         warps *= 2
 
 
 def stream_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: int) -> float:
-    parts = config.warps * config.cluster
-    instructions = STREAM_WARP + STREAM_CANDIDATE * k
-    candidates = rows * parts * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
+    """CTAs come in waves. In each, all tiles of a row are read, as memory, or the chain of loads, or the instructions
+    of all warps of an SM allow; then every CTA is left with its candidates."""
+    ctas = -(-rows // config.rows) * config.cluster
+    sms = int(sm_count * CLUSTER_SMS[config.cluster]) // config.cluster * config.cluster or config.cluster
+    room = config.room
+    waves, at_once = -(-ctas // (sms * room)), min(room, -(-ctas // sms))
+    warps = at_once * config.warps * config.rows
     turns = -(-vectors // config.tile_vectors)
-    time = STREAM_LAUNCH + candidates + STREAM_TURN * turns
-    if config.cluster > 1:
-        time += CLUSTER_STEP * (config.cluster.bit_length() - 1) + rows * config.cluster / CLUSTER_CTAS
-    return time
+    instructions = STREAM_TURN + STREAM_ELEMENT * config.unroll * config.per_vector
+    turn = max(STREAM_TURN_LATENCY, warps * instructions / WARP_INSTRUCTIONS_PER_SM)
+    stream = max(rows * vectors * VECTOR_BYTES / (STREAM_BYTES_PER_SM * sm_count), waves * turns * turn)
+    tail = TAIL + TAIL_WARP * warps + TAIL_K * k + (TAIL_CLUSTER if config.cluster > 1 else 0.0)
+    starting = ctas / CLUSTER_CTAS if config.cluster > 1 else 0.0
+    return STREAM_LAUNCH + max(stream, starting) + waves * tail

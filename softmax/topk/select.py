@@ -1,6 +1,6 @@
 """Selecting among what lanes and warps hold: order statistics, compaction, ranks. Device side.
 
-All functions are collective: every lane of the warp calls them together.
+Functions are collective unless they say otherwise: every lane of the warp calls them together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from cutlass import Boolean, Int32, Uint64
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.softmax.topk.config import RANK_BATCH
-from warpspec.softmax.topk.keys import candidate_key
 
 TOP_BIT = 63
 RANK_SHIFT = RANK_BATCH.bit_length() - 1
@@ -63,8 +62,8 @@ def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> I
 
 
 @cute.jit
-def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32):
-    """Moves the k largest of ``count`` > k candidates to the front; returns a key that none of them is below.
+def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32) -> Uint64:
+    """Moves the k largest of ``count`` > k candidates to the front; returns a word that just these reach.
 
     Bisects for a word that exactly k candidates reach, bit by bit; no two candidates are equal.
     """
@@ -80,33 +79,45 @@ def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32):
         floor = Uint64(cutlass.select_(Boolean(reach >= k), trial, floor))
         bit = Int32(cutlass.select_(Boolean(reach == k), Int32(-1), bit - 1))
     keep_from(slots, count, floor, lane)
-    return candidate_key(floor)
+    return floor
 
 
 @cute.jit
 def close_list(slots: cute.Tensor, count: Int32, lane: Int32):
     """Makes ``rank_in`` read, past the last of ``count`` candidates, words that are below all."""
-    if lane < RANK_BATCH - 1:
+    if lane < RANK_BATCH:
         slots[count + lane] = Uint64(0)
 
 
 @cute.jit
-def rank_in(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
-    """How many of ``count`` candidates are larger than ``word``. The list must have been closed."""
+def rank_in(slots: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Constexpr = 0) -> Int32:
+    """How many of ``count`` candidates are larger than ``word``, from batch ``first`` of them on. The list must have
+    been closed. Not collective."""
     rank = Int32(0)
-    for i in cutlass.range((count + (RANK_BATCH - 1)) >> RANK_SHIFT, unroll=1):
+    for i in cutlass.range(first, (count + (RANK_BATCH - 1)) >> RANK_SHIFT, unroll=1):
         for j in cutlass.range_constexpr(RANK_BATCH):
             rank += Int32(slots[i * RANK_BATCH + j] > word)
     return rank
 
 
 @cute.jit
-def rank_in_sorted(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
-    """How many of ``count`` candidates in descending order are larger than ``word``, which is not among them."""
-    low, high = Int32(0), count
-    while low < high:
-        middle = (low + high) // 2
-        larger = Boolean(slots[middle] > word)
-        low = Int32(cutlass.select_(larger, middle + 1, low))
-        high = Int32(cutlass.select_(larger, high, middle))
-    return low
+def rank_among(
+    lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, word: Uint64, lane: Int32
+) -> Int32:
+    """How many candidates of ``number`` closed lists (SLOT, LIST), counts (LIST) of each, are larger than ``word``.
+
+    Lists are short as a rule, one batch: these are read side by side, all at once.
+    """
+    rank = Int32(0)
+    for other in cutlass.range_constexpr(number):
+        for j in cutlass.range_constexpr(RANK_BATCH):
+            rank += Int32(lists[j, other] > word)
+    longer = Boolean(False)
+    if lane < number:
+        longer = Boolean(counts[lane] > RANK_BATCH)
+    left = cute.arch.vote_ballot_sync(longer)
+    while left != 0:
+        other = Int32(cute.arch.bfind(left))
+        left = left ^ (Int32(1) << other)
+        rank += rank_in(lists[None, other], counts[other], word, 1)
+    return rank

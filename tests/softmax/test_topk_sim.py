@@ -7,12 +7,20 @@ import topk_cases as cases
 import torch
 from suites import long
 
+from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.softmax.topk import softmax_topk
-from warpspec.softmax.topk.config import HELD_MOST_K, TopkConfig, smallest_capacity
+from warpspec.softmax.topk.config import HELD_MOST_K, SORTED_ELEMENTS, TopkConfig, smallest_capacity
 from warpspec.softmax.topk.launch import topk_kernel
 from warpspec.softmax.topk.plan import choose_config
+
+
+@pytest.fixture(autouse=True)
+def check_order(monkeypatch):
+    """Every run checks memory order, too."""
+    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
+
 
 ARCHS = ("sm_90a", "sm_100a")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +57,7 @@ STREAMS = {
     "sixteen warps": dict(warps=16, unroll=1),
     "cluster of two": dict(warps=4, cluster=2, unroll=2),
     "cluster of eight": dict(warps=2, cluster=8, unroll=1),
+    "cluster of sixteen": dict(warps=1, cluster=16, unroll=1),
 }
 HELD = {
     "held by 8 lanes": dict(held=True, lanes=8, warps=1, rows=16, unroll=3),
@@ -67,7 +76,6 @@ def longest(config) -> int:
 BY_TURNS = [(ARCHS[number % 2], way) for number, way in enumerate(WAYS)]
 
 
-@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("arch", "way"), [
     case if case in BY_TURNS else long(*case) for case in itertools.product(ARCHS, WAYS)
 ])  # fmt: skip
@@ -81,6 +89,39 @@ def test_every_way_to_divide_a_row(arch, way):
     for offset, length in ((0, min(2309, longest(config))), (3, min(1031, longest(config) - 9)), (1, 40)):
         logits = poisoned(cases.random_rows(3, length, dtype, seed=offset), offset, gap=5)
         cases.judge(*run(config, logits, 5, arch, seed=offset), logits, 5)
+
+
+@pytest.mark.parametrize(("arch", "dtype", "lanes", "length", "k"), [
+    ("sm_90a", torch.bfloat16, 4, 32, 8),
+    ("sm_100a", torch.float32, 8, 60, 3),
+    ("sm_90a", torch.float16, 1, 8, 8),
+])  # fmt: skip
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_lanes_that_sort(arch, dtype, lanes, length, k, renormalize):
+    """Hard rows, full and not, and more lanes than rows."""
+    fields = dict(held=True, sorts=True, warps=1, lanes=lanes, rows=128 // lanes, edges=False)
+    unroll = SORTED_ELEMENTS * dtype.itemsize // 16
+    config = config_of(dtype, k, unroll=unroll, renormalize=renormalize, **fields)
+    logits = torch.stack(list(cases.adversarial_rows(length, k, dtype).values()))
+    cases.judge(*run(config, logits, k, arch), logits, k, renormalize)
+    assert sim.last_report().launches[0].local_bytes == 0
+
+
+@pytest.mark.parametrize("way", ["a warp a row", "cluster of two"])
+def test_chunks_of_several_tiles(way):
+    """Rows of more tiles than a lane has chunks; all of the top in one lane, at both ends, nowhere (equal, sorted)."""
+    dtype = torch.bfloat16 if way == "cluster of two" else torch.float32
+    config = config_of(dtype, 20, **WAYS[way])
+    length = 40 * config.tile_vectors * config.per_vector - 3
+    row = cases.random_rows(1, length, dtype, seed=length)[0]
+    one_lane = row.clone()
+    one_lane[:: config.tile_vectors * config.per_vector // config.unroll] += 100.0
+    at_ends = row.clone()
+    at_ends[:7], at_ends[-9:] = 50.0, 50.0
+    logits = poisoned(
+        torch.stack([row, one_lane, at_ends, torch.full_like(row, 2.0), row.sort()[0]]), 3, gap=2
+    )
+    cases.judge(*run(config, logits, 20), logits, 20)
 
 
 @pytest.mark.parametrize("way", ["eight warps", "cluster of two"])

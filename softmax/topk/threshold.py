@@ -1,0 +1,69 @@
+"""A row's threshold: a lower bound of its k-th largest element, from the maxima of all its lanes. Device side.
+
+A *sample* of stride q is the q-th, 2 q-th, ... largest of some values: where n samples of several such sets reach a
+number, n q values do. Every warp gives samples of its lanes' maxima to its CTA, and every CTA of a cluster samples of
+its sorted samples to all others, so that what is sorted is 32 numbers, one a lane, each time.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.softmax.topk.config import SAMPLE_RANK, SAMPLES
+from warpspec.softmax.topk.keys import NOTHING_YET, key_of
+from warpspec.softmax.topk.select import sort_lanes
+from warpspec.softmax.topk.stream import Part
+
+
+def ceil_div(a, b):
+    return (a + b - 1) // b
+
+
+@cute.jit
+def sampled(ordered: Int32, number, stride) -> Int32:
+    """The ``number``-th (from 0) sample of the lanes' keys, which are in descending order."""
+    rank = (number + 1) * stride - 1
+    key = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP_THREADS - 1))
+    return Int32(cutlass.select_(Boolean(rank < WARP_THREADS), key, Int32(NOTHING_YET)))
+
+
+@cute.jit
+def threshold_of(
+    config: cutlass.Constexpr, part: Part, warp, rank, samples, cluster_samples, maximum: Float32
+) -> Int32:
+    """A key that no element of the row's top k is below; called by all threads that share the row.
+
+    warp: of the CTA's. rank: of the CTA in its cluster. samples: (SAMPLES) keys in shared memory, for the CTA's;
+    None where a row is one warp's. cluster_samples: the same, of the cluster. maximum: of the lane.
+    """
+    ordered = sort_lanes(key_of(maximum), part.lane, WARP_THREADS)
+    own = Int32(NOTHING_YET)  # of the warp's part; where k exceeds its lanes, it has none
+    if cutlass.const_expr(config.k_capacity <= WARP_THREADS):
+        own = cute.arch.shuffle_sync(ordered, part.k - 1)
+    joint = own
+    if cutlass.const_expr(config.warps * config.cluster > 1):
+        given = SAMPLES // config.warps
+        stride = ceil_div(part.k, SAMPLE_RANK * config.cluster)
+        sample = sampled(ordered, part.lane % given, stride)
+        if part.lane < given:
+            samples[warp * given + part.lane] = sample
+        cute.arch.sync_threads()
+        if cutlass.const_expr(config.cluster > 1):
+            given_on = SAMPLES // config.cluster
+            stride_on = ceil_div(part.k, SAMPLE_RANK * stride)
+            cute.arch.cluster_wait()  # all CTAs are there
+            if warp == 0:
+                ordered = sort_lanes(samples[part.lane], part.lane, WARP_THREADS)
+                sample = sampled(ordered, part.lane % given_on, stride_on)
+                place = cluster_samples.iterator + (rank * given_on + part.lane % given_on)
+                cute.arch.map_dsmem_ptr(place, part.lane // given_on).store(sample)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            stride = stride * stride_on
+            samples = cluster_samples
+        ordered = sort_lanes(samples[part.lane], part.lane, WARP_THREADS)
+        joint = cute.arch.shuffle_sync(ordered, ceil_div(part.k, stride) - 1)
+    return cutlass.max(own, joint)
