@@ -51,6 +51,10 @@ class Chunks(NamedTuple):
     line: Line
     cursors: cute.Tensor | None = None
 
+    @property
+    def window(self) -> tuple:
+        return self.line.window
+
     def at(self, cursors: cute.Tensor) -> Chunks:
         return self._replace(cursors=cursors)
 

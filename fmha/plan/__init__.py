@@ -21,9 +21,13 @@ SMALLEST_SCALE = 2.0**-100
 
 # Work is cut by length from so many KV tiles on: of the longest query tile, and of a CTA.
 CUT_TILES, CUT_WORK = 8, 8
+# So few keys are not worth a second launch where every CTA has a query tile at most.
+WHOLE_KEYS = 1024
+# Query tiles a CTA from which on CTAs take them from a queue: before, what a CTA takes ahead of time weighs more.
+QUEUE_TILES = 3
 # Packed queries that make so many query tiles a CTA, and are at least such a part of all that requests may have, are
-# done in whole tiles.
-WHOLE_TILES, WHOLE_SHARE = 6, 0.125
+# done in whole tiles, which CTAs take from a queue.
+WHOLE_TILES, WHOLE_SHARE = 4.5, 0.125
 
 
 class Plan(NamedTuple):
@@ -59,6 +63,8 @@ def choose_config(
     splits = problem.num_splits or best_splits(config, problem, target)
     if splits > 1:
         config = config_class.of(problem, splits=True)
+    elif config_class.cuts_line and from_queue(problem, config, target):
+        config = config_class.of(problem, queued=True)
     return config, splits
 
 
@@ -79,7 +85,20 @@ def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Tar
         if full >= WHOLE_TILES * ctas and problem.least_q >= WHOLE_SHARE * problem.batch * problem.seq_q:
             return False
     tiles = problem.batch * -(-problem.seq_q // config.queries) * heads
+    if config.many_queries:
+        at_most = min(tiles, (problem.batch + 2 * problem.least_q // config.queries) * heads)
+        if at_most <= ctas and problem.seq_k <= WHOLE_KEYS:
+            return False
     return kv_tiles >= CUT_TILES and tiles * kv_tiles >= CUT_WORK * ctas
+
+
+def from_queue(problem: AttentionProblem, config: KernelFeatures, target: Target) -> bool:
+    """Whether CTAs take tiles from a queue: packed queries, of which nobody knows which are long, where a CTA has
+    several tiles."""
+    if not config.many_queries or config.column_parts > 1:
+        return False
+    ctas, heads = target.sm_count * config.shape.ctas_per_sm, problem.heads_kv * -(-problem.group // config.pack)
+    return problem.least_q // config.queries * heads >= QUEUE_TILES * ctas
 
 
 def most_tiles(config: KernelFeatures, problem: AttentionProblem) -> int:

@@ -16,7 +16,6 @@ from warpspec.common.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
-    VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
@@ -43,16 +42,16 @@ FIRST_ORDER_BARRIER = (
 )
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
+RECORD_BYTES = 128  # room for a tile's record
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
 
 
 @dataclass(frozen=True)
 class AttentionConfig(KernelFeatures):
-    """Compile-time shape of one kernel. shape: its tiles. split_loads: K and V are loaded by a warp each."""
+    """Compile-time shape of one kernel. shape: its tiles."""
 
     shape: Shape = PREFILL[64]
-    split_loads: bool = False
     cuts_line: ClassVar[bool] = True  # CTAs are persistent, so that work can be cut by length
 
     def __post_init__(self):
@@ -63,9 +62,8 @@ class AttentionConfig(KernelFeatures):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        assert barrier_count(self.barriers) * 8 + self.cursor_bytes <= BARRIER_BYTES
+        assert barrier_count(self.barriers) * 8 + self.cursor_bytes + self.record_bytes <= BARRIER_BYTES
         assert not ((self.chunked or self.queued) and self.paired)
-        assert not (self.split_loads and self.shared_kv)
 
     @classmethod
     def of(
@@ -162,20 +160,19 @@ class AttentionConfig(KernelFeatures):
         return self.consumers * WARPGROUP_THREADS // WARP_THREADS
 
     @property
-    def load_warps(self) -> int:
-        return self.parts if self.paired else len(self.loads)
+    def scheduled(self) -> bool:
+        """A warp works out the tiles for all roles (``device.record``)."""
+        return not self.paired
 
     @property
-    def loads(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
-        """(loads Q, numbers of the ``rings`` that it fills) of each load warp that is not one of several alike."""
-        if self.split_loads:
-            return ((True, (0,)), (False, (1,)))
-        return ((True, tuple(range(len(self.rings)))),)
+    def scheduler_warp(self) -> int:
+        """Of the producer's warpgroup, as the load warp."""
+        return self.load_warp + 1
 
     @property
-    def spare_warp(self) -> int:
-        """The last of the producer's warpgroup, which loads nothing."""
-        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS - 1
+    def join_warp(self) -> int:
+        """Of the producer's warpgroup: it writes the join record of work that is cut by length, and is done."""
+        return self.load_warp + 2
 
     @property
     def consumer_threads(self) -> int:
@@ -234,15 +231,13 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def cursor_bytes(self) -> int:
-        """Ends of the CTA's chunks, or its next tile out of a queue, behind the barriers."""
-        if self.queued:
-            return VECTOR_BYTES
+        """Ends of the CTA's chunks, behind the barriers."""
         return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
 
     @property
-    def q_stages(self) -> int:
-        """Tiles whose Q has room."""
-        return self.shape.q_stages
+    def record_bytes(self) -> int:
+        """The record of the next tile, behind those."""
+        return RECORD_BYTES if self.scheduled else 0
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -252,8 +247,8 @@ class AttentionConfig(KernelFeatures):
             ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
             (
                 "Q",
-                self.q_stages * self.row_groups * self.q_bytes,
-                f"{self.q_stages * self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
+                self.row_groups * self.q_bytes,
+                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
             ),
             (
                 "K and V" if self.shared_kv else "K",
@@ -301,24 +296,22 @@ class AttentionConfig(KernelFeatures):
         warp = "consumers, one thread a warp"
         own = "the rows' consumers, one thread a warp"
         readers = WARPGROUP_THREADS // WARP_THREADS * self.column_parts
-        q_stages = self.q_stages * self.row_groups
         q = (
-            Barrier("q_full", q_stages, self.parts, filled, own, "the rows' Q is in shared memory"),
+            Barrier("q_full", self.row_groups, self.parts, filled, own, "the rows' Q is in shared memory"),
             Barrier(
                 "q_empty",
-                q_stages,
+                self.row_groups,
                 readers,
                 own,
                 load,
                 "the consumers of these rows have read their Q",
             ),
         )
-        if self.queued:
-            readers = warps + self.load_warps
-            everyone = "consumers and load warps, one thread a warp"
+        if self.scheduled:
+            roles = "consumers and load warp, one thread a warp"
             q += (
-                Barrier("tile_full", 1, 1, "spare warp", everyone, "the number of the next tile is in shared memory"),
-                Barrier("tile_empty", 1, readers, everyone, "spare warp", "every role has read it"),
+                Barrier("tile_full", 1, 1, "scheduler", roles, "the record of the next tile is in shared memory"),
+                Barrier("tile_empty", 1, warps + 1, roles, "scheduler", "every role has read it"),
             )
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts

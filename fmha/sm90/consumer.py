@@ -75,8 +75,6 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
 
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
-    q_stages = cute.make_layout(config.q_stages, stride=config.row_groups * rows * depth)  # of one row group
-    q = cute.make_tensor(q.iterator, cute.append(q[None, None, 0].layout, q_stages))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
     # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
     v_layout = hopper.make_smem_layout_b(column_major, (rows, columns, keys), dtype, 1)
@@ -134,10 +132,7 @@ class Work:
     def issue_qk(self, step) -> None:
         """S of the step-th KV tile."""
         k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
-        stage = 0
-        if cutlass.const_expr(self.config.q_stages > 1):
-            stage = self.q_use // self.config.row_groups % self.config.q_stages
-        q = self.mma.q[None, None, None, stage]
+        q = self.mma.q[None, None, None, 0]
         multiply(make_qk(self.config, self.mma.p.element_type), self.mma.s, q, k, False)
 
     def issue_pv(self, step) -> None:

@@ -18,28 +18,26 @@ from warpspec.fmha.sm90.tiles import each_tile
 
 @dataclass(frozen=True)
 class Loader:
-    """What a load warp has for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``. loads: of
-    ``AttentionConfig.loads``, what it loads."""
+    """What a load warp has for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``."""
 
     config: object
     channels: dict
     source: Source
     where: object
-    loads: tuple
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, loads: cutlass.Constexpr):
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     """Fill shared memory, tile after tile of this CTA: Q of each row group, then one K and one V tile for every KV
-    tile of the span, in order; one tile for both where they are one tensor. Of these, what ``loads`` says.
+    tile of the span, in order; one tile for both where they are one tensor.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
     buffer of each before it is filled again. Leaves only when every buffer has been released.
     """
-    role = Loader(config, channels, source, where, loads)
+    role = Loader(config, channels, source, where)
     _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        for name in [config.rings[i] for i in loads[1]]:
+        for name in config.rings:
             channels[name + "_empty"].wait(last * config.parts + source.part)
 
 
@@ -47,7 +45,6 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, 
 def load_tile(role, tile, uses):
     """Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns those after."""
     config, channels, source, where = role.config, role.channels, role.source, role.where
-    loads_q, rings = role.loads
     tile_use, use = uses
     part, blocks, pieces = source.part, source.blocks, config.pieces // config.parts
     span = tile.span
@@ -57,17 +54,14 @@ def load_tile(role, tile, uses):
             for step in cutlass.range_constexpr(config.kv_stages):
                 prefetch_kv(source, where, tile, step)
     if span.count > 0:
-        for row_group in cutlass.range_constexpr(config.row_groups if loads_q else 0):
+        for row_group in cutlass.range_constexpr(config.row_groups):
             q_use = tile_use * config.row_groups + row_group
             ring = source.q(tile, row_group)
             channels["q_empty"].wait_previous(q_use)
             channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
             for i in cutlass.range_constexpr(blocks):
                 block = part * blocks + i
-                stage = row_group
-                if cutlass.const_expr(config.q_stages > 1):
-                    stage = q_use % (config.q_stages * config.row_groups)
-                ring.load(block, stage * config.blocks + block, channels["q_full"].barrier(q_use))
+                ring.load(block, row_group * config.blocks + block, channels["q_full"].barrier(q_use))
         tile_use += 1
     page = Int32(NO_PAGE)
     if cutlass.const_expr(config.page_size > 0):  # noqa: SIM102
@@ -77,9 +71,8 @@ def load_tile(role, tile, uses):
         places = places_of(config, tile, span.tile(step), page)
         if cutlass.const_expr(config.page_size > 0):  # the next step's, whose latency lies under this one's loads
             page = page_of(config, source.operands, tile, span.tile(cutlass.min(step + 1, span.count - 1)))
-        for i in cutlass.range_constexpr(len(rings)):
-            name = config.rings[rings[i]]
-            ring = source.kv(tile, rings[i])
+        for i, name in enumerate(config.rings):
+            ring = source.kv(tile, i)
             full, empty = channels[name + "_full"], channels[name + "_empty"]
             empty.wait_previous((use + step) * config.parts + part)
             if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same

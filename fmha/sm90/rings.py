@@ -35,10 +35,7 @@ class Source:
         q = coordinates[None, None, None, None, tile.batch]
         q = cute.domain_offset((0, tile.first_head, tile.first_row_of(row_group), 0), q)
         tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
-        stages, block_bytes = (
-            config.q_stages * config.row_groups * config.blocks,
-            config.q_bytes // config.blocks,
-        )
+        stages, block_bytes = config.row_groups * config.blocks, config.q_bytes // config.blocks
         shared = tma.shared_tiles(self.shared.q, self.dtype, config.q_box, stages, block_bytes)
         return tma.TileRing.make(self.atoms[0], tiles, shared)
 

@@ -26,7 +26,6 @@ class Shape:
     consumer_registers: int
     producer_registers: int
     column_parts: int = 1
-    q_stages: int = 1
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
@@ -39,8 +38,18 @@ PREFILL = {
 # So many rows that the idle ones of a larger tile weigh little, and so many tiles that those of the last round do.
 LONG = {128: Shape(3, 80, 2, 1, 160, 32)}  # others: PREFILL
 LONG_ROWS = 2048  # queries times heads that share a tile
-LONG_CAUSAL_ROWS = 8192  # a tile's keys that half of its rows do not see weigh, too
+LONG_CAUSAL = 5500  # queries times heads that share a tile, squared: a tile's queries against a request's, for of the
+# keys beside the diagonal half are not seen
 LONG_TILES = 528  # four for each SM
+# The same with few keys, of which smaller KV tiles have fewer that no row sees; and windows that are not narrow, at D 64.
+SHORT = {64: Shape(3, 80, 5, 1, 160, 32), 128: Shape(3, 64, 3, 1, 160, 32)}
+SHORT_KEYS = 1024
+SHORT_TILES = 396  # three for each SM
+DENSE_SHARE = 0.125  # of the queries that requests have at most: of fewer, most requests are decoding
+SHORT_WINDOW = 2048
+# Few tiles of many rows: tiles of one consumer go to twice as many SMs, or share one.
+FEW_TILES = 132  # for each CTA of an SM, of 64 rows
+FEW_KEYS = 1024  # more are cut or split
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 2, 2, 208, 48),
@@ -58,6 +67,7 @@ BIASED = {**NARROW, 64: Shape(3, 80, 4, 1, 160, 32), 128: Shape(2, 96, 3, 1, 240
 BIASED_PAGES = {**BIASED, 64: Shape(2, 128, 4, 1, 240, 24), 128: Shape(2, 64, 3, 1, 240, 24)}
 # The same with split keys, where an SM may have one CTA only.
 SPLIT = {**DECODE, 64: Shape(1, 128, 3, 2, 208, 48), 128: Shape(1, 64, 3, 2, 208, 48)}
+SMALL = {dim: SPLIT[dim] for dim in (64, 128, 256)}
 # K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many. Nothing else fits.
 SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
 
@@ -70,6 +80,8 @@ def choose_shape(problem: AttentionProblem, pack: int, splits: bool) -> Shape:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:
         return (SPLIT if splits else DECODE)[dim]
+    if is_small(problem, pack):
+        return SMALL[dim]
     found = [table[dim] for table in tables(problem, pack) if dim in table]
     return next((shape for shape in found if fits_pages(shape.tile_n, problem.page_size)), found[-1])
 
@@ -87,15 +99,43 @@ def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
         yield BIASED_PAGES
     if left is not None and right is not None and left + right < NARROW_KEYS:
         yield NARROW
-    elif left is None and is_long(problem, pack, banded=right is not None):
-        yield LONG
+    else:
+        windowed = left is not None and right is not None
+        window = left + right if windowed and problem.head_dim == 64 else SHORT_WINDOW
+        if (problem.seq_k <= SHORT_KEYS or window < SHORT_WINDOW) and fills(problem, pack, SHORT, SHORT_TILES):
+            yield SHORT
+        if is_long(problem, pack, banded=right is not None):
+            yield LONG
     yield PREFILL
 
 
 def is_long(problem: AttentionProblem, pack: int, banded: bool) -> bool:
     """LONG suits it."""
-    rows, shape = problem.seq_q * pack, LONG.get(problem.head_dim)
-    if shape is None or rows < (LONG_CAUSAL_ROWS if banded else LONG_ROWS):
+    rows = problem.seq_q * pack
+    return (rows * pack >= LONG_CAUSAL if banded else rows >= LONG_ROWS) and fills(problem, pack, LONG, LONG_TILES)
+
+
+def fills(problem: AttentionProblem, pack: int, table: dict[int, Shape], tiles: int) -> bool:
+    """A table's shape makes at least so many tiles, most of them full."""
+    shape = table.get(problem.head_dim)
+    if shape is None or (problem.packed_q and problem.least_q < DENSE_SHARE * problem.batch * problem.seq_q):
         return False
-    heads = problem.batch * problem.heads_kv * -(-problem.group // pack)
-    return -(-rows // (shape.consumers * WARPGROUP_ROWS)) * heads >= LONG_TILES
+    return query_tiles(problem, shape.consumers * (WARPGROUP_ROWS // pack), pack) >= tiles
+
+
+def is_small(problem: AttentionProblem, pack: int) -> bool:
+    """SMALL suits it."""
+    shape = SMALL.get(problem.head_dim)
+    if shape is None or problem.has_bias or problem.shared_kv or problem.seq_k > FEW_KEYS:
+        return False
+    return query_tiles(problem, WARPGROUP_ROWS // pack, pack) <= FEW_TILES * shape.ctas_per_sm
+
+
+def query_tiles(problem: AttentionProblem, queries: int, pack: int) -> int:
+    """Query tiles of a launch, of so many queries each; of packed queries as many as there may be at most, but for a
+    factor of two."""
+    heads = problem.heads_kv * -(-problem.group // pack)
+    of_batch = problem.batch * -(-problem.seq_q // queries)
+    if problem.packed_q:
+        of_batch = min(of_batch, problem.batch + problem.least_q // queries)
+    return of_batch * heads
