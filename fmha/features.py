@@ -47,9 +47,9 @@ class KernelFeatures:
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
     partial results, one for each split of the keys, are written. chunked: CTAs do chunks of the line (``line``), and
-    may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). page_size: keys of a page of K and V, 0 where they are not paged. bias: its
-    dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q, packed_k: requests' queries, keys
-    stand one behind another. many_queries: some request of packed queries has more than a tile's, as far as the host
+    may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). page_size:
+    keys of a page of K and V, 0 where they are not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows
+    have each their own. packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more than a tile's, as far as the host
     knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
@@ -218,12 +218,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def features(
-    problem: AttentionProblem, *, pack: int, tile_m: int, splits: bool = False, chunked: bool = False, queued: bool = False
+    problem: AttentionProblem,
+    *,
+    pack: int,
+    tile_m: int,
+    splits: bool = False,
+    chunked: bool = False,
+    queued: bool = False,
 ) -> dict:
     """The fields of ``KernelFeatures`` for a problem.
 
-    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length. queued: CTAs take
-    tiles from a queue.
+    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length.
+    queued: CTAs take tiles from a queue.
     """
     return {
         "dtype": dtype_name(problem.dtype),

@@ -41,6 +41,7 @@ def _host_and_arguments(config) -> tuple:
 
 softmax_kernel = Kernel("softmax", _host_and_arguments)
 
+
 def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) -> Callable:
     """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before it returns.
 

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.softmax.online import exponential, join, reference_of
 from warpspec.common.workspace import EMPTY
+from warpspec.softmax.online import exponential, join, reference_of
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8

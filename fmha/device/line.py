@@ -51,10 +51,6 @@ class Chunks(NamedTuple):
     line: Line
     cursors: cute.Tensor | None = None
 
-    @property
-    def window(self) -> tuple:
-        return self.line.window
-
     def at(self, cursors: cute.Tensor) -> Chunks:
         return self._replace(cursors=cursors)
 

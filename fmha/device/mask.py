@@ -18,12 +18,14 @@ def hide(scores: cute.Tensor, elements: Sequence[int], run: int, period: int, fi
     """Scores of a row outside the keys [first, end) become -inf.
 
     scores: (n) fp32 registers. elements: those of the row, in the order of their keys: of every ``period`` keys the
-    row has the first ``run`` ones. first, end: keys counted from that of the first element; Int32, first None where rows
-    are not bounded on that side.
+    row has the first ``run`` ones. first, end: keys counted from that of the first element; Int32, first None where
+    rows are not bounded on that side.
 
     What a row sees is a word of bits, tested one after another: ptxas makes predicates of several at a time.
     """
-    before_end, before_first = (None if key is None else elements_before(key, run, period) for key in (end, first))
+    before_end, before_first = (
+        None if key is None else elements_before(key, run, period) for key in (end, first)
+    )
     for begin in range(0, len(elements), WORD_BITS):
         word = ones(before_end - begin)
         if before_first is not None:

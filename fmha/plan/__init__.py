@@ -23,8 +23,6 @@ SMALLEST_SCALE = 2.0**-100
 CUT_TILES, CUT_WORK = 8, 8
 # So few keys are not worth a second launch where every CTA has a query tile at most.
 WHOLE_KEYS = 1024
-# Query tiles a CTA from which on CTAs take them from a queue: before, what a CTA takes ahead of time weighs more.
-QUEUE_TILES = 3
 # Packed queries that make so many query tiles a CTA, and are at least such a part of all that requests may have, are
 # done in whole tiles, which CTAs take from a queue.
 WHOLE_TILES, WHOLE_SHARE = 4.5, 0.125
@@ -73,16 +71,15 @@ def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Tar
     with KV lengths, where nobody says how to split.
 
     Not where that gains nothing: where there is little work, where a window makes tiles alike, and where packed queries
-    make so many whole tiles that rounds of them are balanced.
+    make so many whole tiles that CTAs balance which take them from a queue.
     """
     unknown = problem.packed_q or (problem.has_kv_lengths and problem.seq_q <= config.queries)
     if problem.num_splits is not None or not unknown or problem.has_bias or config.column_parts > 1:
         return False
     ctas, kv_tiles = target.sm_count * config.shape.ctas_per_sm, most_tiles(config, problem)
     heads = problem.heads_kv * -(-problem.group // config.pack)
-    if problem.packed_q:
-        full = problem.least_q // config.queries * heads
-        if full >= WHOLE_TILES * ctas and problem.least_q >= WHOLE_SHARE * problem.batch * problem.seq_q:
+    if problem.packed_q and full_tiles(problem, config) >= WHOLE_TILES * ctas:  # noqa: SIM102
+        if problem.least_q >= WHOLE_SHARE * problem.batch * problem.seq_q:
             return False
     tiles = problem.batch * -(-problem.seq_q // config.queries) * heads
     if config.many_queries:
@@ -93,12 +90,16 @@ def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Tar
 
 
 def from_queue(problem: AttentionProblem, config: KernelFeatures, target: Target) -> bool:
-    """Whether CTAs take tiles from a queue: packed queries, of which nobody knows which are long, where a CTA has
-    several tiles."""
-    if not config.many_queries or config.column_parts > 1:
+    """Whether CTAs take whole tiles from a queue: packed queries, of which nobody knows which are long, where a CTA has
+    so many that what it takes ahead of time weighs little, and is alone on its SM."""
+    if not config.many_queries or config.column_parts > 1 or config.shape.ctas_per_sm > 1:
         return False
-    ctas, heads = target.sm_count * config.shape.ctas_per_sm, problem.heads_kv * -(-problem.group // config.pack)
-    return problem.least_q // config.queries * heads >= QUEUE_TILES * ctas
+    return full_tiles(problem, config) >= WHOLE_TILES * target.sm_count
+
+
+def full_tiles(problem: AttentionProblem, config: KernelFeatures) -> int:
+    """Query tiles that packed queries make at least."""
+    return problem.least_q // config.queries * problem.heads_kv * -(-problem.group // config.pack)
 
 
 def most_tiles(config: KernelFeatures, problem: AttentionProblem) -> int:

@@ -16,6 +16,7 @@ from warpspec.common.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
+    VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
@@ -42,7 +43,6 @@ FIRST_ORDER_BARRIER = (
 )
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
-RECORD_BYTES = 128  # room for a tile's record
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
 
@@ -62,7 +62,7 @@ class AttentionConfig(KernelFeatures):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        assert barrier_count(self.barriers) * 8 + self.cursor_bytes + self.record_bytes <= BARRIER_BYTES
+        assert barrier_count(self.barriers) * 8 + self.cursor_bytes <= BARRIER_BYTES
         assert not ((self.chunked or self.queued) and self.paired)
 
     @classmethod
@@ -84,7 +84,10 @@ class AttentionConfig(KernelFeatures):
         if shape is None:
             shape = choose_shape(problem, pack, splits)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
-        return cls(**features(problem, pack=pack, tile_m=tile_m, splits=splits, chunked=chunked, queued=queued), shape=shape)
+        return cls(
+            **features(problem, pack=pack, tile_m=tile_m, splits=splits, chunked=chunked, queued=queued),
+            shape=shape,
+        )
 
     @property
     def consumers(self) -> int:
@@ -160,19 +163,10 @@ class AttentionConfig(KernelFeatures):
         return self.consumers * WARPGROUP_THREADS // WARP_THREADS
 
     @property
-    def scheduled(self) -> bool:
-        """A warp works out the tiles for all roles (``device.record``)."""
-        return not self.paired
-
-    @property
-    def scheduler_warp(self) -> int:
-        """Of the producer's warpgroup, as the load warp."""
-        return self.load_warp + 1
-
-    @property
-    def join_warp(self) -> int:
-        """Of the producer's warpgroup: it writes the join record of work that is cut by length, and is done."""
-        return self.load_warp + 2
+    def spare_warp(self) -> int:
+        """The last of the producer's warpgroup, which loads nothing: it writes the join record of work that is cut by
+        length, or takes tiles from a queue."""
+        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS - 1
 
     @property
     def consumer_threads(self) -> int:
@@ -231,13 +225,10 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def cursor_bytes(self) -> int:
-        """Ends of the CTA's chunks, behind the barriers."""
+        """Behind the barriers: ends of the CTA's chunks, or its next tile out of a queue."""
+        if self.queued:
+            return VECTOR_BYTES
         return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
-
-    @property
-    def record_bytes(self) -> int:
-        """The record of the next tile, behind those."""
-        return RECORD_BYTES if self.scheduled else 0
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -307,11 +298,11 @@ class AttentionConfig(KernelFeatures):
                 "the consumers of these rows have read their Q",
             ),
         )
-        if self.scheduled:
+        if self.queued:
             roles = "consumers and load warp, one thread a warp"
             q += (
-                Barrier("tile_full", 1, 1, "scheduler", roles, "the record of the next tile is in shared memory"),
-                Barrier("tile_empty", 1, warps + 1, roles, "scheduler", "every role has read it"),
+                Barrier("tile_full", 1, 1, "spare warp", roles, "the next tile's number is in shared memory"),
+                Barrier("tile_empty", 1, warps + 1, roles, "spare warp", "every role has read it"),
             )
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts

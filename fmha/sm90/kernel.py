@@ -19,17 +19,17 @@ from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import SIDES, Chunks, Line, place_chunks, write_join
-from warpspec.fmha.device.record import Records
+from warpspec.fmha.device.queue import hand_out
 from warpspec.fmha.features import CURSOR_WORDS, FP32_BYTES, WORD_BYTES
 from warpspec.fmha.line import MOST_ROUNDS, round_count
-from warpspec.fmha.sm90.config import BARRIER_BYTES, RECORD_BYTES, WEIGHT_STAGES
+from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Products, Work, attend, attend_idle, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.rings import Source
-from warpspec.fmha.sm90.tiles import each_tile, schedule
+from warpspec.fmha.sm90.tiles import each_tile
 
 
 class Shared(NamedTuple):
@@ -78,11 +78,8 @@ class Attention(AttentionHost):
         # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[
-                cutlass.Int64, (BARRIER_BYTES - config.cursor_bytes - config.record_bytes) // 8
-            ]
+            barriers: cute.struct.MemRange[cutlass.Int64, (BARRIER_BYTES - config.cursor_bytes) // 8]
             cursors: cute.struct.MemRange[Int32, config.cursor_bytes // WORD_BYTES]
-            record: cute.struct.MemRange[Int32, config.record_bytes // WORD_BYTES]
             q: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.row_groups * config.q_bytes],
                 tma.TILE_ALIGNMENT,
@@ -109,13 +106,11 @@ class Attention(AttentionHost):
             places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
             where = where.at(cute.make_tensor(storage.cursors.data_ptr(), places))
             place_chunks(config, operands, where.line, where.cursors)
+        if cutlass.const_expr(config.queued):
+            where = where._replace(slot=cute.make_tensor(storage.cursors.data_ptr(), cute.make_layout(1)))
         cute.arch.sync_threads()
 
         # 2. Roles.
-        tiles = where
-        if cutlass.const_expr(config.scheduled):
-            slot = cute.make_tensor(storage.record.data_ptr(), cute.make_layout(RECORD_BYTES // WORD_BYTES))
-            tiles = Records(slot, *where.window)
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),
@@ -127,25 +122,25 @@ class Attention(AttentionHost):
         )
         if warp >= config.load_warp:
             if cutlass.const_expr(config.chunked):  # noqa: SIM102
-                if warp == config.join_warp:
+                if warp == config.spare_warp:
                     write_join(config, operands, where.line, where.cursors)
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
             if warp < config.load_warp + config.parts:
                 part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
                 source = Source(config, operands, atoms, coordinates, shared, dtype, part)
-                load(config, channels, source, tiles)
-            elif cutlass.const_expr(config.scheduled):
-                if warp == config.scheduler_warp:
-                    schedule(config, channels, operands, where, tiles.slot)
+                load(config, channels, source, where)
+            elif cutlass.const_expr(config.queued):  # noqa: SIM102
+                if warp == config.spare_warp:
+                    hand_out(channels, operands.queue, where.slot, where.tiles)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
             if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
                 for each in cutlass.range_constexpr(config.consumers):
                     if consumer == each:
-                        consume(config, channels, shared, operands, tiles, scale_log2, dtype, thread, each)
+                        consume(config, channels, shared, operands, where, scale_log2, dtype, thread, each)
             else:
-                consume(config, channels, shared, operands, tiles, scale_log2, dtype, thread, consumer)
+                consume(config, channels, shared, operands, where, scale_log2, dtype, thread, consumer)
 
 
 def where_of(config, operands, numbers):

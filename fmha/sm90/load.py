@@ -69,7 +69,9 @@ def load_tile(role, tile, uses):
             page = page_of(config, source.operands, tile, span.tile(0))
     for step in cutlass.range(span.count, unroll=1):
         places = places_of(config, tile, span.tile(step), page)
-        if cutlass.const_expr(config.page_size > 0):  # the next step's, whose latency lies under this one's loads
+        if cutlass.const_expr(
+            config.page_size > 0
+        ):  # the next step's, whose latency lies under this one's loads
             page = page_of(config, source.operands, tile, span.tile(cutlass.min(step + 1, span.count - 1)))
         for i, name in enumerate(config.rings):
             ring = source.kv(tile, i)

@@ -38,18 +38,16 @@ PREFILL = {
 # So many rows that the idle ones of a larger tile weigh little, and so many tiles that those of the last round do.
 LONG = {128: Shape(3, 80, 2, 1, 160, 32)}  # others: PREFILL
 LONG_ROWS = 2048  # queries times heads that share a tile
-LONG_CAUSAL = 5500  # queries times heads that share a tile, squared: a tile's queries against a request's, for of the
-# keys beside the diagonal half are not seen
+# Half of a tile's rows do not see its keys on the diagonal: so its queries, which are fewer where heads share it, must
+# be few against a request's. Queries times heads that share a tile, squared.
+LONG_CAUSAL = 5500
 LONG_TILES = 528  # four for each SM
-# The same with few keys, of which smaller KV tiles have fewer that no row sees; and windows that are not narrow, at D 64.
+DENSE_SHARE = 0.125  # of the queries that packed requests have at most: of fewer, most requests are decoding
+# The same with few keys, of which smaller KV tiles have fewer that no row sees, or at D 64 with a window that is no
+# narrow one.
 SHORT = {64: Shape(3, 80, 5, 1, 160, 32), 128: Shape(3, 64, 3, 1, 160, 32)}
-SHORT_KEYS = 1024
+SHORT_KEYS, SHORT_WINDOW = 1024, 2048
 SHORT_TILES = 396  # three for each SM
-DENSE_SHARE = 0.125  # of the queries that requests have at most: of fewer, most requests are decoding
-SHORT_WINDOW = 2048
-# Few tiles of many rows: tiles of one consumer go to twice as many SMs, or share one.
-FEW_TILES = 132  # for each CTA of an SM, of 64 rows
-FEW_KEYS = 1024  # more are cut or split
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 2, 2, 208, 48),
@@ -67,7 +65,10 @@ BIASED = {**NARROW, 64: Shape(3, 80, 4, 1, 160, 32), 128: Shape(2, 96, 3, 1, 240
 BIASED_PAGES = {**BIASED, 64: Shape(2, 128, 4, 1, 240, 24), 128: Shape(2, 64, 3, 1, 240, 24)}
 # The same with split keys, where an SM may have one CTA only.
 SPLIT = {**DECODE, 64: Shape(1, 128, 3, 2, 208, 48), 128: Shape(1, 64, 3, 2, 208, 48)}
-SMALL = {dim: SPLIT[dim] for dim in (64, 128, 256)}
+# Few tiles, and not so many keys that these are split: tiles of one consumer go to more SMs.
+SMALL = {dim: SPLIT[dim] for dim in (128, 256)}
+SMALL_TILES = 132  # one for each SM
+SMALL_KEYS = 1024
 # K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many. Nothing else fits.
 SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
 
@@ -97,22 +98,24 @@ def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
     if problem.has_bias:
         yield BIASED
         yield BIASED_PAGES
-    if left is not None and right is not None and left + right < NARROW_KEYS:
+    window = None if left is None or right is None else left + right
+    if window is not None and window < NARROW_KEYS:
         yield NARROW
-    else:
-        windowed = left is not None and right is not None
-        window = left + right if windowed and problem.head_dim == 64 else SHORT_WINDOW
-        if (problem.seq_k <= SHORT_KEYS or window < SHORT_WINDOW) and fills(problem, pack, SHORT, SHORT_TILES):
+    elif larger_tiles(problem, pack, banded=right is not None):
+        few_keys = problem.seq_k <= SHORT_KEYS or (
+            problem.head_dim == 64 and window is not None and window < SHORT_WINDOW
+        )
+        if few_keys and right is not None and fills(problem, pack, SHORT, SHORT_TILES):
             yield SHORT
-        if is_long(problem, pack, banded=right is not None):
+        if fills(problem, pack, LONG, LONG_TILES):
             yield LONG
     yield PREFILL
 
 
-def is_long(problem: AttentionProblem, pack: int, banded: bool) -> bool:
-    """LONG suits it."""
+def larger_tiles(problem: AttentionProblem, pack: int, banded: bool) -> bool:
+    """Rows are many enough for tiles of three consumers."""
     rows = problem.seq_q * pack
-    return (rows * pack >= LONG_CAUSAL if banded else rows >= LONG_ROWS) and fills(problem, pack, LONG, LONG_TILES)
+    return rows * pack >= LONG_CAUSAL if banded else rows >= LONG_ROWS
 
 
 def fills(problem: AttentionProblem, pack: int, table: dict[int, Shape], tiles: int) -> bool:
@@ -120,21 +123,19 @@ def fills(problem: AttentionProblem, pack: int, table: dict[int, Shape], tiles: 
     shape = table.get(problem.head_dim)
     if shape is None or (problem.packed_q and problem.least_q < DENSE_SHARE * problem.batch * problem.seq_q):
         return False
-    return query_tiles(problem, shape.consumers * (WARPGROUP_ROWS // pack), pack) >= tiles
+    return tile_count(problem, pack, shape.consumers) >= tiles
 
 
 def is_small(problem: AttentionProblem, pack: int) -> bool:
     """SMALL suits it."""
-    shape = SMALL.get(problem.head_dim)
-    if shape is None or problem.has_bias or problem.shared_kv or problem.seq_k > FEW_KEYS:
+    if problem.head_dim not in SMALL or problem.has_bias or problem.shared_kv or problem.seq_k > SMALL_KEYS:
         return False
-    return query_tiles(problem, WARPGROUP_ROWS // pack, pack) <= FEW_TILES * shape.ctas_per_sm
+    return tile_count(problem, pack, SMALL[problem.head_dim].consumers) <= SMALL_TILES
 
 
-def query_tiles(problem: AttentionProblem, queries: int, pack: int) -> int:
-    """Query tiles of a launch, of so many queries each; of packed queries as many as there may be at most, but for a
-    factor of two."""
-    heads = problem.heads_kv * -(-problem.group // pack)
+def tile_count(problem: AttentionProblem, pack: int, consumers: int) -> int:
+    """Query tiles of a launch; of packed queries as many as there may be, but for a factor of two."""
+    queries, heads = consumers * (WARPGROUP_ROWS // pack), problem.heads_kv * -(-problem.group // pack)
     of_batch = problem.batch * -(-problem.seq_q // queries)
     if problem.packed_q:
         of_batch = min(of_batch, problem.batch + problem.least_q // queries)

@@ -53,8 +53,8 @@ class TopkConfig:
     CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
     these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
     lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a row that is held
-    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). edges: rows may start or end off a 16-byte boundary. renormalize: probabilities are
-    divided by their sum.
+    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). edges: rows may start
+    or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
     """
 
     dtype: str

@@ -1,32 +1,27 @@
 """Shortest rows, of a router with few experts: a few lanes sort what they hold. Device side.
 
 Every lane sorts its SORTED_ELEMENTS candidates; then lanes merge with one another, and of two sorted lists only the
-larger half is kept: the larger of each pair (i-th of one, i-th from the end of the other), put in order again. In the end
-every lane of the row has its first SORTED_ELEMENTS candidates, and writes some of them.
-
-A candidate of 16 bits is one word of 32: of its key (``keys``) the low bits are 0, or 1 below 0, and the complement of the
-column has room in them.
+larger half is kept: the larger of each pair (i-th of one, i-th from the end of the other), put in order again. In the
+end every lane of the row has its first SORTED_ELEMENTS candidates, and writes some of them.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Float32, Int32, Int64, Uint64
 
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.softmax.online import exponential
 from warpspec.softmax.topk.config import SORTED_ELEMENTS
 from warpspec.softmax.topk.elements import exponentials, largest, total
-from warpspec.softmax.topk.keys import KEY_BITS, SIGN, candidate, candidate_column, candidate_key, key_of, logit_of
+from warpspec.softmax.topk.keys import candidate, candidate_column, candidate_key, logit_of
 from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, load_vector, unpack
-
-SHORT_MASK = (1 << 13) - 1  # low bits of a 16-bit element's key: 13 in fp16, 16 in bf16
 
 
 def network(count: int) -> list[tuple[int, int]]:
-    """Pairs (i, j), i < j, that sort ``count`` numbers, a power of two, when compared in order: Batcher's odd-even merge
-    sort."""
+    """Pairs (i, j), i < j, that sort ``count`` numbers, a power of two, when compared in order: Batcher's odd-even
+    merge sort."""
     pairs = []
     p = 1
     while p < count:
@@ -54,25 +49,12 @@ def exchange(words: list, pairs: list) -> list:
     """The words after the comparisons: the larger of a pair comes to its first place."""
     words = list(words)
     for i, j in pairs:
-        words[i], words[j] = cutlass.max(words[i], words[j]), cutlass.min(words[i], words[j])
+        first = Boolean(words[i] > words[j])
+        words[i], words[j] = (
+            Uint64(cutlass.select_(first, words[i], words[j])),
+            Uint64(cutlass.select_(first, words[j], words[i])),
+        )
     return words
-
-
-def word_of(config, logit: Float32, column, present: Boolean):
-    """The candidate of an element; 0, which is below all, where it is not present."""
-    if config.dtype == "float32":
-        return Uint64(cutlass.select_(present, candidate(logit, column), Uint64(0)))
-    high = Uint32(key_of(logit) ^ SIGN) & Uint32(0xFFFFFFFF ^ SHORT_MASK)
-    return Uint32(cutlass.select_(present, high | Uint32(SHORT_MASK - column), Uint32(0)))
-
-
-def logit_and_column(config, word) -> tuple:
-    """Of a candidate."""
-    if config.dtype == "float32":
-        return logit_of(candidate_key(word)), candidate_column(word)
-    key = Int32(word & Uint32(0xFFFFFFFF ^ SHORT_MASK)) ^ SIGN
-    key = key | ((key >> KEY_BITS) & SHORT_MASK)
-    return logit_of(key), Int32(SHORT_MASK) - Int32(word & Uint32(SHORT_MASK))
 
 
 @cute.jit
@@ -87,19 +69,23 @@ def row_sorted(config: cutlass.Constexpr, span: RowSpan, lane, row, probs: cute.
         load_vector(words[None, u], address, u * config.lanes * VECTOR_BYTES, present, config.dtype, PLAIN)
         values = [x for i in range(WORDS) for x in unpack(words[i, u], config.dtype)]
         for e in cutlass.range_constexpr(config.per_vector):
-            found.append((values[e], word_of(config, values[e], vector * config.per_vector + e, present)))
+            word = candidate(values[e], vector * config.per_vector + e)
+            found.append((values[e], Uint64(cutlass.select_(present, word, Uint64(0)))))
     best = exchange([word for _, word in found], network(SORTED_ELEMENTS))
     for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
         others = [cute.arch.shuffle_sync_bfly(word, 1 << step) for word in reversed(best)]
         best = [cutlass.max(a, b) for a, b in zip(best, others, strict=True)]
         best = exchange(best, bitonic(SORTED_ELEMENTS))
 
-    logits, columns = zip(*(logit_and_column(config, word) for word in best), strict=True)
-    maximum, k = logits[0], Int32(probs.shape[1])
-    weights = [exponential(logit - maximum, True) for logit in logits]
+    maximum = logit_of(candidate_key(best[0]))
+    k = Int32(probs.shape[1])
+    weights = [exponential(logit_of(candidate_key(word)) - maximum, True) for word in best]
     if cutlass.const_expr(config.renormalize):
         divisor = total(
-            [Float32(cutlass.select_(Boolean(k > i), weight, Float32(0.0))) for i, weight in enumerate(weights)]
+            [
+                Float32(cutlass.select_(Boolean(k > i), weight, Float32(0.0)))
+                for i, weight in enumerate(weights)
+            ]
         )
     else:
         values = [value for value, _ in found]
@@ -108,11 +94,11 @@ def row_sorted(config: cutlass.Constexpr, span: RowSpan, lane, row, probs: cute.
         )
     cute.arch.griddepcontrol_launch_dependents()
     for first in cutlass.range_constexpr(0, SORTED_ELEMENTS, config.lanes):
-        weight, column = weights[first], columns[first]
+        weight, column = weights[first], candidate_column(best[first])
         for i in cutlass.range_constexpr(1, config.lanes):
             mine = Boolean(lane == i)
             weight = Float32(cutlass.select_(mine, weights[first + i], weight))
-            column = Int32(cutlass.select_(mine, columns[first + i], column))
+            column = Int32(cutlass.select_(mine, candidate_column(best[first + i]), column))
         if (first + lane < k) & (row < probs.shape[0]):
             probs[row, first + lane] = weight / divisor
             indices[row, first + lane] = column

@@ -18,6 +18,8 @@ from warpspec.fmha.sm90.shapes import (
     NARROW,
     PREFILL,
     SHARED,
+    SHORT,
+    SMALL,
     SPLIT,
     fits_pages,
 )
@@ -50,8 +52,15 @@ def plan(
     (PREFILL[128], dict(seq_q=2048, batch=8, causal=True)),
     (PREFILL[128], dict(seq_q=2048, batch=1, heads=(8, 8))),  # 88 of LONG's tiles, on 132 SMs
     (PREFILL[128], dict(causal=True, page_size=64)),
-    (PREFILL[128], dict(causal=True, window=(4096, 0))),
+    (LONG[128], dict(causal=True, window=(4096, 0))),
     (PREFILL[64], dict(d=64)),
+    (SHORT[64], dict(d=64, heads=(64, 8), causal=True, window=(1023, 0))),
+    (SHORT[64], dict(d=64, seq_q=617, seq_k=617, heads=(64, 8), causal=True)),
+    (SHORT[128], dict(batch=12, seq_q=371, seq_k=371, heads=(32, 8), causal=True)),
+    (PREFILL[128], dict(batch=12, seq_q=371, seq_k=371, causal=True)),  # half of 192 queries' keys are not seen
+    (SMALL[128], dict(seq_q=250, seq_k=320, heads=(4, 1), causal=True)),
+    (SMALL[256], dict(d=256, seq_q=320, seq_k=320, heads=(4, 1), causal=True, window=(511, 0))),
+    (PREFILL[128], dict(batch=1, seq_q=250, seq_k=8000, heads=(4, 1), causal=True)),
     (NARROW[64], dict(d=64, causal=True, window=(127, 0))),
     (BIASED[128], dict(seq_q=256, seq_k=256, bias=torch.float32)),
     (BIASED_PAGES[128], dict(seq_q=256, seq_k=256, bias=torch.float32, page_size=64)),
@@ -62,7 +71,7 @@ def plan(
 def test_what_suits_a_problem(shape, options):
     config, splits = plan(**options)
     assert config.shape is shape
-    assert splits > 1 or shape not in (SPLIT[64], SPLIT[128])
+    assert splits > 1 or shape not in (SPLIT[64], SPLIT[128]) or shape is SMALL[128]
 
 
 @pytest.mark.parametrize(("d", "page_size"), list(itertools.product(PREFILL, PAGE_SIZES)))

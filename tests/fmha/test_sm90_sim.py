@@ -14,7 +14,18 @@ from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
 from warpspec.fmha.sm90 import shapes
-from warpspec.fmha.sm90.shapes import BIASED, BIASED_PAGES, DECODE, LONG, NARROW, PREFILL, SHARED, SPLIT
+from warpspec.fmha.sm90.shapes import (
+    BIASED,
+    BIASED_PAGES,
+    DECODE,
+    LONG,
+    NARROW,
+    PREFILL,
+    SHARED,
+    SHORT,
+    SMALL,
+    SPLIT,
+)
 
 BY_ID = {case.id: case for case in CASES}
 
@@ -54,10 +65,9 @@ def test_every_case(case, head_dim):
 
 @pytest.fixture
 def always_long(monkeypatch):
-    """The shapes of many rows, for few."""
-    monkeypatch.setattr(shapes, "LONG_ROWS", 0)
-    monkeypatch.setattr(shapes, "LONG_CAUSAL_ROWS", 0)
-    monkeypatch.setattr(shapes, "LONG_TILES", 0)
+    """The shapes of many rows, for few; of many keys."""
+    for name in ("LONG_ROWS", "LONG_CAUSAL", "LONG_TILES", "SHORT_TILES", "SHORT_KEYS"):
+        monkeypatch.setattr(shapes, name, 0)
 
 
 @pytest.mark.parametrize("name", [
@@ -69,6 +79,24 @@ def always_long(monkeypatch):
 def test_the_shape_of_many_rows(always_long, name):
     case = replace(BY_ID[name], head_dim=128)
     assert plan_for("sm_90a", **arguments(case, 0)).config.shape == LONG[128]
+    run(case, num_splits=1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "name"), [(128, "three-tiles"), long(64, "three-tiles"), long(128, "past-a-tile")]
+)
+def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim, name):
+    monkeypatch.setattr(shapes, "SHORT_KEYS", 1024)
+    case = replace(BY_ID[name], head_dim=head_dim)
+    assert plan_for("sm_90a", **arguments(case, 0)).config.shape == SHORT[head_dim]
+    run(case, num_splits=1)
+
+
+@pytest.mark.parametrize(("head_dim", "name"), [(256, "three-tiles"), long(128, "past-a-tile")])
+def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
+    monkeypatch.setattr(shapes, "SMALL_TILES", 132)
+    case = replace(BY_ID[name], head_dim=head_dim)
+    assert plan_for("sm_90a", **arguments(case, 0)).config.shape == SMALL[head_dim]
     run(case, num_splits=1)
 
 

@@ -5,15 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 from simulate import plan_for, run_unchecked, simulate_as
-from suites import long_but
+from suites import long, long_but
 from varlen_cases import Packed, random_batch
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha import attention_varlen
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention_varlen, launch, plan
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.device import packed
 from warpspec.fmha.features import MOST_REQUESTS
+from warpspec.fmha.problem import AttentionProblem
 
 ARCHS = ("sm_90a", "sm_100a")
 MIXED = Packed(
@@ -65,6 +67,40 @@ def test_a_wrong_hint_and_few_ctas_change_no_result(monkeypatch, arch):
     """Requests of several tiles although the hint says one query; persistent CTAs that do many tiles each."""
     simulate_as(monkeypatch, arch, sm_count=2, seed=1)
     run(replace(MIXED, hint_q=1, hint_k=1))
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """Packed queries take their tiles from a queue, however few they are, and nothing is cut by length. What was prepared
+    is forgotten: it does not know of this."""
+    monkeypatch.setattr(plan, "WHOLE_TILES", 0)
+    monkeypatch.setattr(plan, "CUT_TILES", 10**9)
+    launch.prepare.cache_clear()
+    yield
+    launch.prepare.cache_clear()
+
+
+@pytest.mark.parametrize(("batch", "sms"), [(MIXED, 2), long(STATE, 3), long(PAGED, 1), long(MIXED, 132)])
+def test_tiles_from_a_queue(monkeypatch, queue, batch, sms):
+    """Whichever CTA gets a tile, the bits are the same; and the queue is left as it was found (``launch`` asserts it)."""
+    results = []
+    for seed in (0, 1):
+        simulate_as(monkeypatch, "sm_90a", sm_count=sms, seed=seed)
+        arguments = batch.arguments()
+        assert launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"]).config.queued
+        result = attention_varlen(
+            **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
+        )
+        batch.check(result)
+        results.append([t.nan_to_num() for t in result])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+def test_few_tiles_have_a_consumer_each(monkeypatch):
+    simulate_as(monkeypatch, "sm_90a", small=True)
+    launch.prepare.cache_clear()
+    run(replace(PAGED, head_dim=128))
+    launch.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -9,10 +9,18 @@ from warpspec.fmha.backward import ops as backward_ops
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90 import shapes
 
 
-def simulate_as(monkeypatch, arch: str, *, sm_count: int | None = None, seed: int = 0) -> None:
-    """From now on backend "sim" runs the kernel for ``arch``, on so many SMs, with this seed of the simulator."""
+def simulate_as(
+    monkeypatch, arch: str, *, sm_count: int | None = None, seed: int = 0, small: bool = False
+) -> None:
+    """From now on backend "sim" runs the kernel for ``arch``, on so many SMs, with this seed of the simulator.
+
+    small: on sm_90a, with the tile shapes of problems that have few tiles, as a test's have, instead of those of many.
+    """
+    if not small:
+        monkeypatch.setattr(shapes, "SMALL_TILES", 0)
     target = SIMULATED[arch]
     if sm_count:
         target = replace(target, sm_count=sm_count)
