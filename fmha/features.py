@@ -49,8 +49,9 @@ class KernelFeatures:
     partial results, one for each split of the keys, are written. chunked: CTAs do chunks of the line (``line``), and
     may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). page_size:
     keys of a page of K and V, 0 where they are not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows
-    have each their own. packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more than a tile's, as far as the host
-    knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
+    have each their own. packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some
+    request of packed queries has more than a tile's, as far as the host knows. exact_maximum: O is rescaled whenever
+    the maximum moves. The rest: which optional operands there are.
     """
 
     dtype: str

@@ -22,17 +22,18 @@ from warpspec.softmax.topk.keys import CANDIDATE_BYTES
 from warpspec.softmax.vectors import WIDTHS
 
 FP32_BYTES = 4
-# Registers a thread may have; fewer spill. Streaming: by vectors in flight, from 1 on.
-STREAM_REGISTERS = {"float32": (64, 64, 64, 72), "float16": (64, 64, 72, 80), "bfloat16": (64, 64, 72, 80)}
-HELD_REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}
+REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
+MORE_REGISTERS = 8  # a thread, where rows have edges and warps or CTAs wait for each other
+# The same where candidates are fetched again, by vectors in flight from 1 on.
+AGAIN_REGISTERS = {"float32": (64, 64, 64, 72), "float16": (64, 64, 72, 80), "bfloat16": (64, 64, 72, 80)}
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
 MAX_WARPS = 16  # of a row in one CTA
-MAX_CLUSTER = 16
+MAX_CLUSTER, AGAIN_CLUSTER = 8, 16  # where candidates are picked while rows stream; fetched again
+LEADER = 0  # CTA of a cluster that merges its candidates
 SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
-SAMPLES = (
-    32  # of a CTA's lanes' maxima, or of a cluster's CTAs' samples, that the row's threshold is taken from
-)
+SAMPLES = 32  # of a CTA's lanes' maxima, or of a cluster's CTAs' samples: the row's threshold is one of them
+RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed, for the smaller k
 SAMPLE_RANK = 16  # the threshold's among them, at most
 CHUNKS = 32  # that a lane's part is divided in, at most: each has a maximum in shared memory
 FETCHED = 2  # vectors of a lane that are fetched again at a time
@@ -53,8 +54,9 @@ class TopkConfig:
     CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
     these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
     lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a row that is held
-    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). edges: rows may start
-    or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
+    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). again: of a row that
+    streams, candidates are fetched again once there is a threshold (``again``), not picked meanwhile. edges: rows may
+    start or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
     """
 
     dtype: str
@@ -67,6 +69,7 @@ class TopkConfig:
     lanes: int = WARP_THREADS
     full: bool = False
     sorts: bool = False
+    again: bool = False
     edges: bool = True
     renormalize: bool = False
 
@@ -84,7 +87,9 @@ class TopkConfig:
         if self.sorts:
             assert self.held and self.warps == 1 and not self.edges and self.lanes in SORTED_LANES
             assert self.unroll * self.per_vector == SORTED_ELEMENTS
-        assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= MAX_CLUSTER
+        assert 1 <= self.warps <= MAX_WARPS and 1 <= self.cluster <= (
+            AGAIN_CLUSTER if self.again else MAX_CLUSTER
+        )
         assert self.rows == 1 or self.warps == self.cluster == 1
         # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
         assert self.k_capacity <= self.warps * WARP_THREADS
@@ -106,7 +111,10 @@ class TopkConfig:
     @property
     def registers(self) -> int:
         """Registers a thread may have: the fewest without spilling."""
-        return HELD_REGISTERS[self.dtype] if self.held else STREAM_REGISTERS[self.dtype][self.unroll - 1]
+        if self.again:
+            return AGAIN_REGISTERS[self.dtype][self.unroll - 1]
+        more = self.edges and (self.cluster > 1 or self.needs_others) and not self.held
+        return REGISTERS[self.dtype] + (MORE_REGISTERS if more else 0)
 
     @property
     def ctas_per_sm(self) -> int:
@@ -128,14 +136,30 @@ class TopkConfig:
         return min(100, -(-100 * taken // SMEM_PER_SM))
 
     @property
+    def dependent(self) -> bool:
+        """Whether the launch is a programmatic dependent one."""
+        return self.held or self.again
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether k may exceed a warp's lanes: it has no threshold of its own, and waits for the others' first."""
+        return self.k_capacity > WARP_THREADS
+
+    @property
+    def renew_after(self) -> int:
+        """Lanes with candidates until the thresholds are renewed."""
+        return RENEW_AFTER * self.k_capacity // K_CAPACITIES[0]
+
+    @property
     def slots(self) -> int:
         """Candidates a warp has room for, or the lanes of one that hold a row.
 
-        Streaming: k that it keeps and some more. Holding: of random rows one in ten thousand or so has more.
+        Streaming: k that it keeps, some more, and what one vector of every lane can add meanwhile. Holding: of random
+        rows one in ten thousand or so has more.
         """
         if self.held:
             return HELD_SLOTS[self.lanes]
-        return self.k_capacity + SPARE_SLOTS
+        return self.k_capacity + SPARE_SLOTS + (0 if self.again else WARP_THREADS * self.per_vector)
 
     @property
     def list_size(self) -> int:
@@ -160,12 +184,14 @@ class TopkConfig:
             return 0
         warps = self.warps * self.rows
         candidates, words = warps * self.list_size, 4 * warps
-        if not self.held:
-            candidates += self.k_capacity * self.rows
+        clusters = self.cluster if self.cluster > 1 else 0
+        if self.again:
+            candidates += self.k_capacity * self.rows + (self.k_capacity + RANK_BATCH) * clusters
             words = 3 * self.warps + CHUNKS * WARP_THREADS * warps + SAMPLES
-        if self.cluster > 1:
-            candidates += (self.k_capacity + RANK_BATCH) * self.cluster
-            words += 3 * self.cluster + SAMPLES
+            words += 3 * clusters + SAMPLES if clusters else 0
+        elif not self.held:
+            candidates += self.k_capacity * (clusters + self.rows)
+            words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
         size = CANDIDATE_BYTES * candidates + FP32_BYTES * words
         return -(-size // VECTOR_BYTES) * VECTOR_BYTES  # the compiler reads the last words as a vector
 

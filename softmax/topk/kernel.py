@@ -1,9 +1,8 @@
-"""Softmax + top-k of rows in one launch, on sm_90a and sm_100a: the kernel put together, host side and device side.
+"""Softmax + top-k of rows in one launch, on sm_90a and sm_100a: host side, and which way a row goes.
 
-A row belongs to one warp, to the warps of a CTA, or to the CTAs of a cluster (``TopkConfig``). Every warp streams
-its part of the row (``stream``) and ends with a softmax state per lane. From the lanes' maxima follows a threshold
-(``threshold``), from that a few candidates. These are ranked by counting who is larger, which sorts them, and one warp
-turns the k first into probabilities.
+Short rows are held in registers (``held``), the shortest sorted (``sorted``). Longer ones are streamed, by a warp, the
+warps of a CTA or the CTAs of a cluster (``TopkConfig``), and their candidates picked meanwhile (``stream_rows``) or
+fetched again afterwards (``again_rows``).
 """
 
 from __future__ import annotations
@@ -16,62 +15,13 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import CHUNKS, FP32_BYTES, RANK_BATCH, SAMPLES, TopkConfig
+from warpspec.softmax.topk.again_rows import again_rows
+from warpspec.softmax.topk.config import FP32_BYTES, TopkConfig
 from warpspec.softmax.topk.held import Group, hold, write_ranked
-from warpspec.softmax.topk.keys import candidate_column, candidate_key, key_of, logit_of
-from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
 from warpspec.softmax.topk.sorted import row_sorted
-from warpspec.softmax.topk.stream import Part, collect, stream
-from warpspec.softmax.topk.threshold import threshold_of
+from warpspec.softmax.topk.states import state_of_parts
+from warpspec.softmax.topk.stream_rows import stream_rows
 from warpspec.softmax.vectors import row_span
-
-LEADER = 0  # CTA of a cluster that merges its candidates
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k."""
-
-    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
-    ranked: cute.Tensor  # (K, R) candidates of the row, in order
-    chunks: cute.Tensor  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read (``Part``)
-    samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
-    counts: cute.Tensor  # (W) candidates
-    maxima: cute.Tensor  # (W) maximum of a warp's elements
-    sums: cute.Tensor  # (W) their sum of exp(x - maximum)
-    cluster_samples: (
-        cute.Tensor | None
-    )  # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
-    # In the leader, written by every CTA of the cluster:
-    lists: cute.Tensor | None  # (K + RANK_BATCH, C) a CTA's candidates
-    list_counts: cute.Tensor | None  # (C)
-    list_maxima: cute.Tensor | None  # (C)
-    list_sums: cute.Tensor | None  # (C)
-
-
-def allocate(config: TopkConfig) -> Shared:
-    allocator = cutlass.memory.SmemAllocator()
-
-    def tensor(dtype, *shape):
-        size = VECTOR_BYTES if dtype is Uint64 else FP32_BYTES
-        return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
-
-    shared = config.cluster > 1
-    return Shared(
-        slots=tensor(Uint64, config.list_size, config.warps * config.rows),
-        ranked=tensor(Uint64, config.k_capacity, config.rows),
-        lists=tensor(Uint64, config.k_capacity + RANK_BATCH, config.cluster) if shared else None,
-        chunks=tensor(Int32, CHUNKS * WARP_THREADS, config.warps * config.rows),
-        samples=tensor(Int32, SAMPLES),
-        cluster_samples=tensor(Int32, SAMPLES) if shared else None,
-        counts=tensor(Int32, config.warps),
-        maxima=tensor(Float32, config.warps),
-        sums=tensor(Float32, config.warps),
-        list_counts=tensor(Int32, config.cluster) if shared else None,
-        list_maxima=tensor(Float32, config.cluster) if shared else None,
-        list_sums=tensor(Float32, config.cluster) if shared else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +74,7 @@ class SoftmaxTopk:
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=config.smem_carveout_percent,
             stream=stream,
-            use_pdl=True,
+            use_pdl=config.dependent,
         )
 
     @cute.kernel
@@ -135,35 +85,24 @@ class SoftmaxTopk:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % WARP_THREADS
-        cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(not config.sorts):
-            shared = allocate_held(config) if cutlass.const_expr(config.held) else allocate(config)
-        if cutlass.const_expr(config.sorts):
-            row = block * config.rows + thread // config.lanes
+        if cutlass.const_expr(config.dependent):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(config.held):
             # Lanes past the last row read that, since they take part in shuffles, and write nothing.
-            place = row_span(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, False)
-            row_sorted(config, place, thread % config.lanes, row, probs, indices)
-        elif cutlass.const_expr(config.held):
-            first = lane // config.lanes * config.lanes
-            number = thread % (config.lanes * config.warps)
             row = block * config.rows + thread // (config.lanes * config.warps)
-            # Lanes past the last row read that, since they take part in shuffles, and write nothing.
             place = row_span(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, config.edges)
-            slots = shared.slots[None, thread // config.lanes]
-            group = Group(place, first, lane - first, number, k, slots)
-            row_held(config, group, shared, warp, probs, indices, row)
-        elif cutlass.const_expr(config.warps * config.cluster == 1):
-            row = block * config.rows + warp
-            if row < logits.shape[0]:
-                place = row_span(logits, row, config.dtype, config.edges)
-                part = Part(place, Int32(0), lane, k, shared.slots[None, warp], shared.chunks[None, warp])
-                row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
+            if cutlass.const_expr(config.sorts):
+                row_sorted(config, place, thread % config.lanes, row, probs, indices)
+            else:
+                shared = allocate_held(config)
+                first, number = lane // config.lanes * config.lanes, thread % (config.lanes * config.warps)
+                slots = shared.slots[None, thread // config.lanes]
+                group = Group(place, first, lane - first, number, k, slots)
+                row_held(config, group, shared, warp, probs, indices, row)
+        elif cutlass.const_expr(config.again):
+            again_rows(config, logits, probs, indices)
         else:
-            row, rank = block // config.cluster, block % config.cluster
-            place = row_span(logits, row, config.dtype, config.edges)
-            slots, chunks = shared.slots[None, warp], shared.chunks[None, warp]
-            part = Part(place, rank * config.warps + warp, lane, k, slots, chunks)
-            row_of_cta(config, part, shared, warp, rank, probs, indices, row)
+            stream_rows(config, logits, probs, indices)
 
 
 @cute.jit
@@ -180,148 +119,3 @@ def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, 
         others = [(shared.slots[None, w], shared.counts[w]) for w in range(config.warps)]
         maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
     write_ranked(config, group, count, others, maximum, sum_, shared.parts, probs, indices, row)
-
-
-@cute.jit
-def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
-    maximum, sum_ = stream(config, part)
-    count = collect(config, part, threshold_of(config, part, 0, 0, None, None, maximum))
-    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
-    close_list(part.slots, count, part.lane)
-    cute.arch.sync_warp()
-    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-        word = part.slots[i]
-        position = rank_in(part.slots, count, word)
-        if position < part.k:
-            ranked[position] = word
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.sync_warp()
-    write(config, ranked, part, maximum, sum_, probs, indices, row)
-
-
-@cute.jit
-def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank, probs, indices, row):
-    if cutlass.const_expr(config.cluster > 1):
-        cute.arch.cluster_arrive_relaxed()
-
-    # 1. Every warp's part: its softmax state, and what the row's threshold leaves of it.
-    maximum, sum_ = stream(config, part)
-    key = threshold_of(config, part, warp, rank, shared.samples, shared.cluster_samples, maximum)
-    count = collect(config, part, key)
-    if count > config.k_capacity:
-        keep_largest(part.slots, count, part.k, part.lane)
-        count = part.k
-    close_list(part.slots, count, part.lane)
-    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
-    if part.lane == 0:
-        shared.counts[warp], shared.maxima[warp], shared.sums[warp] = count, maximum, sum_
-    cute.arch.sync_threads()
-
-    # 2. The cluster's candidates go to the leader, ranked only where a CTA has too many.
-    if cutlass.const_expr(config.cluster > 1):
-        others = Int32(0)
-        if part.lane < config.warps:
-            others = shared.counts[part.lane]
-        total_ = cute.arch.warp_redux_sync(others, "add")
-        first = cute.arch.warp_redux_sync(Int32(cutlass.select_(part.lane < warp, others, Int32(0))), "add")
-        target = shared.lists.iterator + rank * (config.k_capacity + RANK_BATCH)
-        for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-            word, position = part.slots[i], first + i
-            if total_ > config.k_capacity:
-                position = Int32(0)
-                for other in cutlass.range(config.warps, unroll=1):
-                    position += rank_in(shared.slots[None, other], shared.counts[other], word)
-            if position < config.k_capacity:
-                cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
-        if warp == 0:
-            total_ = cutlass.min(total_, config.k_capacity)
-            if part.lane < RANK_BATCH:
-                cute.arch.map_dsmem_ptr(target + (total_ + part.lane), LEADER).store(Uint64(0))
-            maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
-            if part.lane == 0:
-                for tensor, value in (
-                    (shared.list_counts, total_),
-                    (shared.list_maxima, maximum),
-                    (shared.list_sums, sum_),
-                ):
-                    cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    # 3. Ranks; one warp writes.
-    if rank == LEADER:
-        if cutlass.const_expr(config.cluster > 1):
-            for c in cutlass.range(warp, config.cluster, config.warps, unroll=1):
-                rank_list(shared.lists, shared.list_counts, config.cluster, c, part, shared.ranked)
-        else:
-            rank_list(shared.slots, shared.counts, config.warps, warp, part, shared.ranked)
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
-        if warp == 0:
-            if cutlass.const_expr(config.cluster > 1):
-                maxima, sums, parts = shared.list_maxima, shared.list_sums, config.cluster
-            else:
-                maxima, sums, parts = shared.maxima, shared.sums, config.warps
-            maximum, sum_ = state_of_parts(maxima, sums, parts, config.accurate)
-            write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
-
-
-@cute.jit
-def rank_list(lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, own, part: Part, ranked):
-    """Every candidate of list ``own`` goes where it stands among those of all ``number`` lists."""
-    count = counts[own]
-    for batch in cutlass.range(0, count, WARP_THREADS, unroll=1):
-        word = lists[cutlass.min(batch + part.lane, count), own]  # the first word past them is below all
-        position = rank_among(lists, counts, number, word, part.lane)
-        if (batch + part.lane < count) & (position < part.k):
-            ranked[position, 0] = word
-
-
-@cute.jit
-def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr):
-    """The softmax state of the warp, known to every lane; its maximum is NaN where a lane's is."""
-    largest = logit_of(cute.arch.warp_redux_sync(key_of(maximum), "max"))
-    sum_ = sum_ * exponential(maximum - reference_of(largest), accurate)
-    return largest, cute.arch.warp_reduction_sum(sum_)
-
-
-@cute.jit
-def state_of_parts(
-    maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
-):
-    """The state of all parts, at most a warp's lanes; called by a warp. Joined in a fixed order, pairs of
-    pairs: sixteen roundings one after another would show."""
-    lane = cute.arch.lane_idx()
-    maximum, sum_ = -Float32.inf, Float32(0.0)
-    if lane < parts:
-        maximum, sum_ = maxima[lane], sums[lane]
-    return state_of_lanes(maximum, sum_, accurate)
-
-
-@cute.jit
-def write(
-    config: cutlass.Constexpr, ranked, part: Part, maximum: Float32, sum_: Float32, probs, indices, row
-):
-    """One warp writes the row's k probabilities and indices.
-
-    An exponent is taken against the maximum itself: where that is -inf, NaN or +inf, so is torch.softmax's.
-    """
-    rounds = config.k_capacity // WARP_THREADS
-    weights = cute.make_rmem_tensor(rounds, Float32)
-    columns = cute.make_rmem_tensor(rounds, Int32)
-    divisor = Float32(0.0)
-    for i in cutlass.range_constexpr(rounds):
-        weights[i], columns[i] = Float32(0.0), Int32(0)
-        if i * WARP_THREADS + part.lane < part.k:
-            word = ranked[i * WARP_THREADS + part.lane]
-            weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
-            columns[i] = candidate_column(word)
-        divisor += weights[i]
-    if cutlass.const_expr(config.renormalize):
-        divisor = cute.arch.warp_reduction_sum(divisor)
-    else:
-        divisor = sum_
-    for i in cutlass.range_constexpr(rounds):
-        if i * WARP_THREADS + part.lane < part.k:
-            probs[row, i * WARP_THREADS + part.lane] = weights[i] / divisor
-            indices[row, i * WARP_THREADS + part.lane] = columns[i]

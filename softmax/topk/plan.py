@@ -14,6 +14,7 @@ from functools import lru_cache
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.plan import CLUSTER_SMS
 from warpspec.softmax.topk.config import (
+    AGAIN_CLUSTER,
     HELD_ELEMENTS,
     HELD_MOST_K,
     MAX_CLUSTER,
@@ -35,14 +36,29 @@ HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
 SORTED_WARP, SORTED_MERGE = 330, 130  # instructions of a warp, and for every doubling of the lanes
 HELD_WARPS = 0.5  # a reduction over the warps of a row
 
-STREAM_LAUNCH = 0.5
-STREAM_BYTES_PER_SM = 26e3  # a microsecond
-STREAM_ELEMENT = 10.7  # instructions a lane's element
-STREAM_TURN = 24  # and for each tile
-STREAM_TURN_LATENCY = 1.5  # a tile of a CTA, nothing else to do
+# Rows that stream, candidates picked meanwhile.
+STREAM_LAUNCH = 3.0
+STREAM_WARP = 120  # instructions of a warp for its candidates
+STREAM_CANDIDATE = 60  # and for each of k
+STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
+CLUSTER_STEP = 0.3  # a reduction over a cluster, for every doubling
+LONGEST_UNROLL = 4
+
+# The same, candidates fetched again. That is faster where rows are few, and loses where memory binds and k is small: by
+# 7 percent at 64 x 129280 k 8, 8 at 8192 x 50257 k 10, 12 at 1272 x 786432 k 8 (H200, 2026-11-23). More rows were not
+# measured.
+AGAIN_ROWS = 1024  # at most
+AGAIN_LEAST_K, AGAIN_LENGTH = 11, 32768  # at least so large a k, or shorter rows than these
+AGAIN_LAUNCH = 0.5
+AGAIN_BYTES_PER_SM = 26e3  # a microsecond
+AGAIN_ELEMENT = 10.7  # instructions a lane's element
+AGAIN_TURN = 24  # and for each tile
+AGAIN_TURN_LATENCY = 1.5  # a tile of a CTA, nothing else to do
 # When rows have been read: threshold, candidates, ranks. A CTA, and for each warp of an SM, each of k, a cluster.
 TAIL, TAIL_WARP, TAIL_K, TAIL_CLUSTER = 2.3, 0.08, 0.04, 1.4
-UNROLLS = {"float32": (1, 2, 3), "float16": (1, 2, 4), "bfloat16": (1, 2, 4)}  # of a stream
+TAIL_LARGEST = 1.0  # of the largest cluster, for each of its CTAs that share an SM
+AGAIN_UNROLLS = {"float32": (1, 2, 3), "float16": (1, 2, 4), "bfloat16": (1, 2, 4)}
+
 LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}  # of a row, with the largest k that they do for
 
 CLUSTER_CTAS = 440  # started a microsecond
@@ -72,8 +88,16 @@ def timed_configs(
             (memory + held_time(config, rows, sm_count), config)
             for config in (*sorts(base, length, k), *held(base, rows, length, k))
         ),
-        *((stream_time(config, rows, vectors, k, sm_count), config) for config in streams(base, vectors, k)),
     ]
+    if rows <= AGAIN_ROWS and (k >= AGAIN_LEAST_K or length < AGAIN_LENGTH):
+        timed += [
+            (again_time(config, rows, vectors, k, sm_count), config) for config in again(base, vectors, k)
+        ]
+    else:
+        timed += [
+            (memory + stream_time(config, rows, vectors, k, sm_count), config)
+            for config in streams(base, vectors, k)
+        ]
     return sorted(timed, key=lambda pair: pair[0])
 
 
@@ -113,21 +137,46 @@ def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:
 
 def streams(base: TopkConfig, vectors: int, k: int):
     """Configurations that go along the row."""
+    for warps, cluster in divisions(k, MAX_CLUSTER):
+        unroll = min(LONGEST_UNROLL, -(-vectors // (warps * cluster * WARP_THREADS)))
+        per_cta = STREAM_ROWS if warps * cluster == 1 else 1
+        yield replace(base, warps=warps, cluster=cluster, rows=per_cta, unroll=max(unroll, 1))
+
+
+def divisions(k: int, most: int):
+    """(warps, CTAs) that may share a row, at most so many CTAs."""
     warps = next(warps for warps, most_k in LEAST_WARPS.items() if k <= most_k)
     while warps <= MAX_WARPS:
         cluster = 1
-        while cluster <= MAX_CLUSTER:
-            needed = -(-vectors // (warps * cluster * WARP_THREADS))  # for one turn
-            for unroll in UNROLLS[base.dtype]:
-                per_cta = STREAM_ROWS if warps * cluster == 1 else 1
-                yield replace(base, warps=warps, cluster=cluster, rows=per_cta, unroll=unroll)
-                if unroll >= needed:
-                    break
+        while cluster <= most:
+            yield warps, cluster
             cluster *= 2
         warps *= 2
 
 
 def stream_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: int) -> float:
+    parts = config.warps * config.cluster
+    instructions = STREAM_WARP + STREAM_CANDIDATE * k
+    candidates = rows * parts * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
+    turns = -(-vectors // config.tile_vectors)
+    time = STREAM_LAUNCH + candidates + STREAM_TURN * turns
+    if config.cluster > 1:
+        time += CLUSTER_STEP * (config.cluster.bit_length() - 1) + rows * config.cluster / CLUSTER_CTAS
+    return time
+
+
+def again(base: TopkConfig, vectors: int, k: int):
+    """Configurations that go along the row and fetch candidates again."""
+    for warps, cluster in divisions(k, AGAIN_CLUSTER):
+        needed = -(-vectors // (warps * cluster * WARP_THREADS))  # for one turn
+        for unroll in AGAIN_UNROLLS[base.dtype]:
+            per_cta = STREAM_ROWS if warps * cluster == 1 else 1
+            yield replace(base, again=True, warps=warps, cluster=cluster, rows=per_cta, unroll=unroll)
+            if unroll >= needed:
+                break
+
+
+def again_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: int) -> float:
     """CTAs come in waves. In each, all tiles of a row are read, as memory, or the chain of loads, or the instructions
     of all warps of an SM allow; then every CTA is left with its candidates."""
     ctas = -(-rows // config.rows) * config.cluster
@@ -136,9 +185,11 @@ def stream_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: i
     waves, at_once = -(-ctas // (sms * room)), min(room, -(-ctas // sms))
     warps = at_once * config.warps * config.rows
     turns = -(-vectors // config.tile_vectors)
-    instructions = STREAM_TURN + STREAM_ELEMENT * config.unroll * config.per_vector
-    turn = max(STREAM_TURN_LATENCY, warps * instructions / WARP_INSTRUCTIONS_PER_SM)
-    stream = max(rows * vectors * VECTOR_BYTES / (STREAM_BYTES_PER_SM * sm_count), waves * turns * turn)
+    instructions = AGAIN_TURN + AGAIN_ELEMENT * config.unroll * config.per_vector
+    turn = max(AGAIN_TURN_LATENCY, warps * instructions / WARP_INSTRUCTIONS_PER_SM)
+    stream = max(rows * vectors * VECTOR_BYTES / (AGAIN_BYTES_PER_SM * sm_count), waves * turns * turn)
     tail = TAIL + TAIL_WARP * warps + TAIL_K * k + (TAIL_CLUSTER if config.cluster > 1 else 0.0)
+    if config.cluster == AGAIN_CLUSTER:
+        tail += TAIL_LARGEST * at_once
     starting = ctas / CLUSTER_CTAS if config.cluster > 1 else 0.0
-    return STREAM_LAUNCH + max(stream, starting) + waves * tail
+    return AGAIN_LAUNCH + max(stream, starting) + waves * tail

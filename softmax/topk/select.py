@@ -121,3 +121,15 @@ def rank_among(
         left = left ^ (Int32(1) << other)
         rank += rank_in(lists[None, other], counts[other], word, 1)
     return rank
+
+
+@cute.jit
+def rank_in_sorted(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
+    """How many of ``count`` candidates in descending order are larger than ``word``, which is not among them."""
+    low, high = Int32(0), count
+    while low < high:
+        middle = (low + high) // 2
+        larger = Boolean(slots[middle] > word)
+        low = Int32(cutlass.select_(larger, middle + 1, low))
+        high = Int32(cutlass.select_(larger, high, middle))
+    return low

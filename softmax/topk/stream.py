@@ -1,13 +1,14 @@
-"""One warp's part of a row: read once, its softmax state summed; then its candidates for the top k. Device side.
+"""One warp's part of a row: read once, its softmax state summed, its candidates for the top k kept. Device side.
 
 Each lane has the maximum of what it has seen, which the online softmax needs anyway. As many elements reach the
-j-th largest of the lanes' maxima as there are lanes that do. So the k-th largest of the maxima of all lanes that
-share a row is a *threshold*: the row's k-th largest element is not below it, and of random rows little more than k
-elements reach it. It is taken once, when the row has been read (``threshold``).
+j-th largest of the lanes' maxima as there are lanes that do. So the k-th largest of a warp's 32 lanes' maxima is
+a *threshold*: the row's k-th largest element is not below it. Samples of all warps' maxima give a better one. An
+element below is done with, by one comparison for a lane's whole batch; the others, about a hundred of a row's
+fifty thousand, become candidates in shared memory. The thresholds are renewed as candidates come in.
 
-Meanwhile a lane leaves the maximum of every *chunk* of what it reads in shared memory. Only chunks whose maximum
-reaches the threshold have candidates; these are fetched again, from a cache as a rule. So elements cost nothing but
-their part in a maximum, whatever k is and in whatever order they come.
+Ties. Columns rise as the warp goes along, so an element equal to the warp's own threshold that comes after the
+elements which set it loses to them, and is dropped: a row of equal logits costs no more than any other. An
+element equal to what another warp has set stays: its column may be the lower one.
 """
 
 from __future__ import annotations
@@ -16,58 +17,49 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
-from warpspec.softmax.topk.config import CHUNKS, FETCHED
-from warpspec.softmax.topk.elements import exponentials, floats, largest_in
-from warpspec.softmax.topk.keys import candidate, key_of, lowest_candidate
-from warpspec.softmax.topk.select import before, keep_largest
-from warpspec.softmax.vectors import PLAIN, WIDTHS, WORDS, RowSpan, edge_of, load_edge, load_vector
+from warpspec.softmax.topk.config import SAMPLES
+from warpspec.softmax.topk.elements import exponentials, floats, largest, largest_in
+from warpspec.softmax.topk.keys import (
+    NOTHING_YET,
+    bar_of,
+    candidate,
+    candidate_key,
+    key_of,
+    passes,
+)
+from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
+from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, edge_of, forget, load_edge, load_vector
 
-LANE_BITS = WARP_THREADS.bit_length() - 1
-CHUNK_BITS = CHUNKS.bit_length() - 1
+JOINT_RANK = 16  # among the samples, at most
 
 
 @dataclass(frozen=True)
 class Part:
     """Which part of a row a warp reads, and where it keeps what.
 
-    row: where it lies. warp: of the row's warps, over the cluster. lane. k: of the result. slots: (SLOT) candidates
-    of this warp. maxima: (CHUNKS * WARP_THREADS) Int32, fp32 bits of its lanes' chunks' maxima, lanes side by side.
+    row: where it lies. warp: of the row's warps, over the cluster. warp_in_cta, lane. k: of the result. slots:
+    (SLOT) candidates of this warp. samples: (SAMPLES) keys of lanes' maxima, from all warps of the CTA. bound:
+    (1) key: the row's threshold, the highest that a warp of the CTA has found.
     """
 
     row: RowSpan
     warp: Int32
+    warp_in_cta: Int32
     lane: Int32
     k: Int32
     slots: cute.Tensor
-    maxima: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Turns:
-    """A warp reads ``count`` tiles; 2**shift of them at a time are a lane's chunk, ``chunks`` in all."""
-
-    count: Int32
-    shift: Int32
-    chunks: Int32
-
-
-@cute.jit
-def turns_of(config: cutlass.Constexpr, part: Part) -> Turns:
-    count = cute.ceil_div(part.row.vectors, config.tile_vectors)
-    shift = cutlass.max(
-        Int32(cute.arch.bfind(cutlass.max(count - 1, 0))) + 1 - CHUNK_BITS, 0
-    )  # 0: no bit set
-    return Turns(count, shift, (count + (Int32(1) << shift) - 1) >> shift)
+    samples: cute.Tensor
+    bound: cute.Tensor
 
 
 @cute.jit
 def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Tensor):
     """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end."""
-    span = config.tile_vectors // config.unroll
+    span = config.warps * config.cluster * WARP_THREADS
     first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
     last = (turn + 1) * config.tile_vectors - span + (part.warp + 1) * WARP_THREADS  # one past this warp's
     address = part.row.first + Int64(first) * VECTOR_BYTES
@@ -80,125 +72,173 @@ def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Te
             load_vector(words[None, u], address, u * span * VECTOR_BYTES, present, config.dtype, PLAIN)
 
 
+def read_shared(place: cute.Pointer) -> Int32:
+    """What any warp of the CTA wrote last."""
+    return cute.arch.load(place, Int32, ss="cta", sem="relaxed", scope="cta")
+
+
+def write_shared(place: cute.Pointer, value: Int32) -> None:
+    cute.arch.store(place, value, ss="cta", sem="relaxed", scope="cta")
+
+
 @cute.jit
-def edge_element(config: cutlass.Constexpr, part: Part):
-    """(value, column) of the element of the row's ends that the lane has; -inf and below 0 where it has none."""
-    edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
-    column = edge.offset // WIDTHS[config.dtype]
-    return load_edge(part.row, edge, config.dtype), Int32(cutlass.select_(edge.present, column, Int32(-1)))
+def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
+    """Writes this warp's samples of its lanes' maxima, ``ordered``: those of rank q, 2 q, ..."""
+    given = SAMPLES // config.warps
+    rank = (part.lane % given + 1) * samples_apart(part.k) - 1
+    sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP_THREADS - 1))
+    if part.lane < given:
+        sample = Int32(cutlass.select_(Boolean(rank < WARP_THREADS), sample, Int32(NOTHING_YET)))
+        write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
+
+
+@cute.jit
+def joint_threshold(part: Part) -> Int32:
+    """The row's threshold as a key. Where n of all samples reach a value, n q elements of the row do, whenever each
+    sample was taken."""
+    ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP_THREADS)
+    q = samples_apart(part.k)
+    return cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
+
+
+def samples_apart(k: Int32) -> Int32:
+    """q, so that the row's threshold is at most the JOINT_RANK-th of the samples."""
+    return (k + JOINT_RANK - 1) // JOINT_RANK
+
+
+@cute.jit
+def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
+    """(the warp's own threshold, the row's) as keys, from the lanes' maxima so far."""
+    ordered = sort_lanes(key_of(maximum), part.lane, WARP_THREADS)
+    own, joint = Int32(NOTHING_YET), Int32(NOTHING_YET)
+    if cutlass.const_expr(config.k_capacity <= WARP_THREADS):
+        own = cute.arch.shuffle_sync(ordered, part.k - 1)
+    if cutlass.const_expr(config.warps > 1):
+        give_samples(config, part, ordered)
+        cute.arch.sync_warp()
+        joint = joint_threshold(part)
+        if part.lane == 0:
+            cute.arch.atomic_max(part.bound.iterator, joint, sem="relaxed", scope="cta")
+    return own, joint
+
+
+@cute.jit
+def collect(
+    config: cutlass.Constexpr,
+    part: Part,
+    words: cute.Tensor,
+    maxima: list,
+    first: Int32,
+    maximum: Float32,
+    hits: Int32,
+    threshold: Int32,
+    since: Int32,
+    count: Int32,
+):
+    """The tile's candidates -> new (threshold, since, count).
+
+    words: (WORDS, UNROLL) the lane's vectors; maxima: of each. first: number of its first vector. maximum: of the
+    lane so far. hits: lanes that have candidates. threshold: elements whose key is not above it are done with.
+    since: lanes that have had candidates since thresholds were renewed.
+    """
+    span = config.warps * config.cluster * WARP_THREADS
+    since += hits
+    if cutlass.const_expr(config.warps > 1):
+        threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
+    floor = threshold  # this tile's, whose elements came no later than those that set the own threshold
+    if since >= config.renew_after:
+        own, joint = renewed(config, part, maximum)
+        threshold = cutlass.max(threshold, joint - 1)
+        floor = cutlass.max(threshold, own - 1)
+        threshold = cutlass.max(threshold, own)
+        since = Int32(0)
+    bar = bar_of(floor)
+    for u in cutlass.range_constexpr(config.unroll):
+        if cute.arch.vote_any_sync(passes(maxima[u], bar)):
+            if count > config.slots - WARP_THREADS * config.per_vector:
+                key = candidate_key(keep_largest(part.slots, count, part.k, part.lane))
+                count = part.k
+                threshold = cutlass.max(threshold, key)
+                floor = cutlass.max(floor, key)
+                bar = bar_of(floor)
+            vector = first + u * span
+            present = Boolean(vector < part.row.vectors)
+            values = floats(words[None, u], config.dtype)
+            for e in cutlass.range_constexpr(config.per_vector):
+                chosen = present & passes(values[e], bar)
+                ballot = cute.arch.vote_ballot_sync(chosen)
+                if ballot != 0:
+                    if chosen:
+                        column = part.row.head + vector * config.per_vector + e
+                        part.slots[count + before(ballot)] = candidate(values[e], column)
+                    count += cute.arch.popc(ballot)
+    return threshold, since, count
 
 
 @cute.jit
 def stream(config: cutlass.Constexpr, part: Part):
-    """Reads the warp's part -> (maximum, sum of exp(x - maximum)) of the lane; fills part.maxima."""
-    maximum, sum_ = -Float32.inf, Float32(0.0)
+    """Reads the warp's part -> (maximum, sum of exp(x - maximum)) of the lane, (count, key) of the warp.
+
+    count: candidates in part.slots. Elements whose key is below ``key`` are not in the row's top k.
+    """
+    edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
+    edge_value = -Float32.inf
     if cutlass.const_expr(config.edges):
-        maximum, _ = edge_element(config, part)
-        sum_ = exponential(maximum - reference_of(maximum), config.accurate)
+        edge_value = load_edge(part.row, edge, config.dtype)
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     ahead = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
-    turns = turns_of(config, part)
-    begins = (Int32(1) << turns.shift) - 1  # a chunk begins where a turn's number has none of these bits
-    chunk_maximum = -Float32.inf
+    turns = cute.ceil_div(part.row.vectors, config.tile_vectors)
     load_tile(config, part, Int32(0), ahead)
-    for turn in cutlass.range(turns.count, unroll=1):
+
+    maximum, sum_ = -Float32.inf, Float32(0.0)
+    threshold, since, count = Int32(NOTHING_YET), Int32(0), Int32(0)
+    bar = bar_of(threshold)
+    for turn in cutlass.range(turns, unroll=1):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = ahead[i]
-        if turn + 1 < turns.count:
+        if turn + 1 < turns:
             load_tile(config, part, turn + 1, ahead)
-        packed = [words[i, u] for u in range(config.unroll) for i in range(WORDS)]
-        tile_maximum = largest_in(packed, config.dtype)
-        chunk_maximum = cute.arch.fmax(chunk_maximum, tile_maximum, nan=True)
-        chunk_maximum = Float32(cutlass.select_(Boolean(turn & begins == 0), tile_maximum, chunk_maximum))
-        part.maxima[(turn >> turns.shift) * WARP_THREADS + part.lane] = chunk_maximum.bitcast(Int32)
+        maxima = [largest_in([words[i, u] for i in range(WORDS)], config.dtype) for u in range(config.unroll)]
+        tile_maximum = largest(maxima)
+
         previous = maximum
         maximum = cute.arch.fmax(maximum, tile_maximum, nan=True)
-        sum_ = sum_ * exponential(previous - reference_of(maximum), config.accurate)
+        reference = reference_of(maximum)
+        sum_ = sum_ * exponential(previous - reference, config.accurate)
         vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
-        values = [x for vector in vectors for x in vector]
-        sum_ += exponentials(values, tile_maximum, maximum, config.dtype)
-    return maximum, sum_
+        sum_ += exponentials([x for vector in vectors for x in vector], tile_maximum, maximum, config.dtype)
+        forget(
+            words
+        )  # unpacked again for candidates: 16-bit elements would take twice the registers meanwhile
 
-
-@cute.jit
-def reaching_chunks(part: Part, chunks: Int32, key: Int32) -> Int32:
-    """part.maxima becomes the numbers of the chunks whose maximum is not below ``key``; returns how many.
-
-    A list may take the place of what it is made from: its n-th number comes from the n-th maximum or a later one.
-    """
-    count = Int32(0)
-    for chunk in cutlass.range(chunks, unroll=1):
-        number = chunk * WARP_THREADS + part.lane
-        hit = Boolean(key_of(part.maxima[number].bitcast(Float32)) >= key)
-        ballot = cute.arch.vote_ballot_sync(hit)
-        cute.arch.sync_warp()  # all lanes have read their maxima
-        if hit:
-            part.maxima[count + before(ballot)] = number
-        count += cute.arch.popc(ballot)
-    cute.arch.sync_warp()
-    return count
-
-
-@cute.jit
-def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean, floor: Uint64, count: Int32):
-    """The lanes' candidates ``words`` that are not below ``floor``, where ``present`` -> new (floor, count).
-
-    Where they do not find room, the slots are cut to the k largest again and again, and the floor rises.
-    """
-    chosen = [present & Boolean(word >= floor) for word in words]
-    ballots = [cute.arch.vote_ballot_sync(here) for here in chosen]
-    places = [count]
-    for ballot in ballots:
-        places.append(places[-1] + cute.arch.popc(ballot))
-    if places[-1] <= config.slots:
-        for i in cutlass.range_constexpr(len(words)):
-            if chosen[i]:
-                part.slots[places[i] + before(ballots[i])] = words[i]
-        count = places[-1]
-    else:
-        for i in cutlass.range_constexpr(len(words)):
-            if count > config.slots - WARP_THREADS:
-                floor = cutlass.max(floor, keep_largest(part.slots, count, part.k, part.lane))
-                count = part.k
-            here = present & Boolean(words[i] >= floor)
-            ballot = cute.arch.vote_ballot_sync(here)
-            if here:
-                part.slots[count + before(ballot)] = words[i]
-            count += cute.arch.popc(ballot)
-    return floor, count
-
-
-@cute.jit
-def collect(config: cutlass.Constexpr, part: Part, key: Int32) -> Int32:
-    """part.slots becomes the part's elements whose key is not below ``key``, or the k largest and some others of them;
-    returns how many."""
-    floor, count = lowest_candidate(key), Int32(0)
-    turns = turns_of(config, part)
-    chunks = reaching_chunks(part, turns.chunks, key)
-    each = Int32(config.unroll) << turns.shift  # vectors of a chunk
-    span = config.tile_vectors // config.unroll
-    words = cute.make_rmem_tensor((WORDS, FETCHED), Int32)
-    columns = cute.make_rmem_tensor(FETCHED, Int32)
-    for first in cutlass.range(0, chunks * each, FETCHED * WARP_THREADS, unroll=1):
-        for f in cutlass.range_constexpr(FETCHED):
-            item = first + f * WARP_THREADS + part.lane
-            listed = item // each
-            number = part.maxima[cutlass.min(listed, chunks - 1)]
-            within = item - listed * each
-            turn = (number >> LANE_BITS << turns.shift) + within // config.unroll
-            vector = turn * config.tile_vectors + within % config.unroll * span
-            vector += part.warp * WARP_THREADS + (number & (WARP_THREADS - 1))
-            present = Boolean(listed < chunks) & Boolean(vector < part.row.vectors)
-            address = part.row.first + Int64(vector) * VECTOR_BYTES
-            load_vector(words[None, f], address, 0, present, config.dtype, PLAIN)
-            columns[f] = Int32(
-                cutlass.select_(present, part.row.head + vector * config.per_vector, Int32(-1))
+        if cutlass.const_expr(config.needs_others):  # noqa: SIM102, one is for the compiler, the other for the GPU
+            if turn == 0:  # all warps have the same number of turns
+                give_samples(config, part, sort_lanes(key_of(maximum), part.lane, WARP_THREADS))
+                cute.arch.sync_threads()
+        ballot = cute.arch.vote_ballot_sync(passes(tile_maximum, bar))
+        if ballot != 0:
+            first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
+            hits = cute.arch.popc(ballot)
+            threshold, since, count = collect(
+                config, part, words, maxima, first, maximum, hits, threshold, since, count
             )
-        for f in cutlass.range_constexpr(FETCHED):
-            column = columns[f]
-            found = [candidate(x, column + e) for e, x in enumerate(floats(words[None, f], config.dtype))]
-            floor, count = append(config, part, found, Boolean(column >= 0), floor, count)
+            bar = bar_of(threshold)
+
+    # The row's ends. Their columns lie before and behind all others: equal to the threshold, they stay.
     if cutlass.const_expr(config.edges):
-        value, column = edge_element(config, part)
-        floor, count = append(config, part, [candidate(value, column)], Boolean(column >= 0), floor, count)
-    return count
+        previous = maximum
+        maximum = cute.arch.fmax(maximum, edge_value, nan=True)
+        reference = reference_of(maximum)
+        sum_ = sum_ * exponential(previous - reference, config.accurate)
+        sum_ += exponential(edge_value - reference, config.accurate)
+        chosen = edge.present & Boolean(key_of(edge_value) >= threshold)
+        ballot = cute.arch.vote_ballot_sync(chosen)
+        if ballot != 0:
+            if count > config.slots - WARP_THREADS:
+                keep_largest(part.slots, count, part.k, part.lane)
+                count = part.k
+            if chosen:
+                column = edge.offset // (VECTOR_BYTES // config.per_vector)
+                part.slots[count + before(ballot)] = candidate(edge_value, column)
+            count += cute.arch.popc(ballot)
+    return maximum, sum_, count, threshold

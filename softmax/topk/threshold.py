@@ -12,10 +12,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.softmax.topk.again import Part
 from warpspec.softmax.topk.config import SAMPLE_RANK, SAMPLES
 from warpspec.softmax.topk.keys import NOTHING_YET, key_of
 from warpspec.softmax.topk.select import sort_lanes
-from warpspec.softmax.topk.stream import Part
 
 
 def ceil_div(a, b):

@@ -15,13 +15,6 @@ from warpspec.softmax.topk.config import HELD_MOST_K, SORTED_ELEMENTS, TopkConfi
 from warpspec.softmax.topk.launch import topk_kernel
 from warpspec.softmax.topk.plan import choose_config
 
-
-@pytest.fixture(autouse=True)
-def check_order(monkeypatch):
-    """Every run checks memory order, too."""
-    monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
-
-
 ARCHS = ("sm_90a", "sm_100a")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POISON_INDEX = -7
@@ -57,7 +50,13 @@ STREAMS = {
     "sixteen warps": dict(warps=16, unroll=1),
     "cluster of two": dict(warps=4, cluster=2, unroll=2),
     "cluster of eight": dict(warps=2, cluster=8, unroll=1),
-    "cluster of sixteen": dict(warps=1, cluster=16, unroll=1),
+}
+AGAIN = {
+    "again, a warp a row": dict(again=True, rows=4, warps=1, unroll=2),
+    "again, eight warps": dict(again=True, warps=8, unroll=2),
+    "again, cluster of two": dict(again=True, warps=4, cluster=2, unroll=2),
+    "again, cluster of eight": dict(again=True, warps=2, cluster=8, unroll=1),
+    "again, cluster of sixteen": dict(again=True, warps=1, cluster=16, unroll=1),
 }
 HELD = {
     "held by 8 lanes": dict(held=True, lanes=8, warps=1, rows=16, unroll=3),
@@ -65,7 +64,7 @@ HELD = {
     "held by a warp": dict(held=True, warps=1, rows=4, unroll=2),
     "held by four warps": dict(held=True, warps=4, unroll=2),
 }
-WAYS = STREAMS | HELD
+WAYS = STREAMS | AGAIN | HELD
 
 
 def longest(config) -> int:
@@ -76,6 +75,7 @@ def longest(config) -> int:
 BY_TURNS = [(ARCHS[number % 2], way) for number, way in enumerate(WAYS)]
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("arch", "way"), [
     case if case in BY_TURNS else long(*case) for case in itertools.product(ARCHS, WAYS)
 ])  # fmt: skip
@@ -91,6 +91,7 @@ def test_every_way_to_divide_a_row(arch, way):
         cases.judge(*run(config, logits, 5, arch, seed=offset), logits, 5)
 
 
+@pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("arch", "dtype", "lanes", "length", "k"), [
     ("sm_90a", torch.bfloat16, 4, 32, 8),
     ("sm_100a", torch.float32, 8, 60, 3),
@@ -107,10 +108,10 @@ def test_lanes_that_sort(arch, dtype, lanes, length, k, renormalize):
     assert sim.last_report().launches[0].local_bytes == 0
 
 
-@pytest.mark.parametrize("way", ["a warp a row", "cluster of two"])
+@pytest.mark.parametrize("way", [long("again, a warp a row"), "again, cluster of two"])
 def test_chunks_of_several_tiles(way):
     """Rows of more tiles than a lane has chunks; all of the top in one lane, at both ends, nowhere (equal, sorted)."""
-    dtype = torch.bfloat16 if way == "cluster of two" else torch.float32
+    dtype = torch.bfloat16 if way == "again, cluster of two" else torch.float32
     config = config_of(dtype, 20, **WAYS[way])
     length = 40 * config.tile_vectors * config.per_vector - 3
     row = cases.random_rows(1, length, dtype, seed=length)[0]
@@ -124,7 +125,9 @@ def test_chunks_of_several_tiles(way):
     cases.judge(*run(config, logits, 20), logits, 20)
 
 
-@pytest.mark.parametrize("way", ["eight warps", "cluster of two"])
+@pytest.mark.parametrize(
+    "way", ["eight warps", long("cluster of two"), long("again, eight warps"), "again, cluster of two"]
+)
 def test_largest_k(way):
     for length in (128, 129, 3001):
         logits = poisoned(cases.random_rows(2, length, seed=length), 1, gap=2)
@@ -148,7 +151,9 @@ def judge_adversarial(config, length, k, dtype):
     [
         ("a warp a row", torch.bfloat16),
         ("eight warps", torch.float32),
-        ("cluster of two", torch.float16),
+        long("cluster of two", torch.float16),
+        long("again, eight warps", torch.float32),
+        ("again, cluster of two", torch.float16),
         ("held by 16 lanes", torch.float32),
         ("held by four warps", torch.bfloat16),
     ],
@@ -201,7 +206,9 @@ def test_renormalized(way):
     torch.testing.assert_close(probs[[0, 2]].sum(-1), torch.ones(2))
 
 
-@pytest.mark.parametrize("way", ["eight warps", "cluster of eight", "held by four warps"])
+@pytest.mark.parametrize(
+    "way", ["eight warps", "cluster of eight", "again, cluster of eight", "held by four warps"]
+)
 def test_repeatable_bit_for_bit(way):
     """Whatever the order in which warps run."""
     dtype = torch.bfloat16 if way == "held by four warps" else torch.float32

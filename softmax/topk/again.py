@@ -1,0 +1,204 @@
+"""One warp's part of a row: read once, its softmax state summed; then its candidates for the top k. Device side.
+
+Each lane has the maximum of what it has seen, which the online softmax needs anyway. As many elements reach the
+j-th largest of the lanes' maxima as there are lanes that do. So the k-th largest of the maxima of all lanes that
+share a row is a *threshold*: the row's k-th largest element is not below it, and of random rows little more than k
+elements reach it. It is taken once, when the row has been read (``threshold``).
+
+Meanwhile a lane leaves the maximum of every *chunk* of what it reads in shared memory. Only chunks whose maximum
+reaches the threshold have candidates; these are fetched again, from a cache as a rule. So elements cost nothing but
+their part in a maximum, whatever k is and in whatever order they come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint64
+
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.topk.config import CHUNKS, FETCHED
+from warpspec.softmax.topk.elements import exponentials, floats, largest_in
+from warpspec.softmax.topk.keys import candidate, key_of, lowest_candidate
+from warpspec.softmax.topk.select import before, keep_largest
+from warpspec.softmax.vectors import PLAIN, WIDTHS, WORDS, RowSpan, edge_of, load_edge, load_vector
+
+LANE_BITS = WARP_THREADS.bit_length() - 1
+CHUNK_BITS = CHUNKS.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a row a warp reads, and where it keeps what.
+
+    row: where it lies. warp: of the row's warps, over the cluster. lane. k: of the result. slots: (SLOT) candidates
+    of this warp. maxima: (CHUNKS * WARP_THREADS) Int32, fp32 bits of its lanes' chunks' maxima, lanes side by side.
+    """
+
+    row: RowSpan
+    warp: Int32
+    lane: Int32
+    k: Int32
+    slots: cute.Tensor
+    maxima: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A warp reads ``count`` tiles; 2**shift of them at a time are a lane's chunk, ``chunks`` in all."""
+
+    count: Int32
+    shift: Int32
+    chunks: Int32
+
+
+@cute.jit
+def turns_of(config: cutlass.Constexpr, part: Part) -> Turns:
+    count = cute.ceil_div(part.row.vectors, config.tile_vectors)
+    shift = cutlass.max(
+        Int32(cute.arch.bfind(cutlass.max(count - 1, 0))) + 1 - CHUNK_BITS, 0
+    )  # 0: no bit set
+    return Turns(count, shift, (count + (Int32(1) << shift) - 1) >> shift)
+
+
+@cute.jit
+def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Tensor):
+    """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end."""
+    span = config.tile_vectors // config.unroll
+    first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
+    last = (turn + 1) * config.tile_vectors - span + (part.warp + 1) * WARP_THREADS  # one past this warp's
+    address = part.row.first + Int64(first) * VECTOR_BYTES
+    if last <= part.row.vectors:
+        for u in cutlass.range_constexpr(config.unroll):
+            load_vector(words[None, u], address, u * span * VECTOR_BYTES, True, config.dtype, PLAIN)
+    else:
+        for u in cutlass.range_constexpr(config.unroll):
+            present = Boolean(first + u * span < part.row.vectors)
+            load_vector(words[None, u], address, u * span * VECTOR_BYTES, present, config.dtype, PLAIN)
+
+
+@cute.jit
+def edge_element(config: cutlass.Constexpr, part: Part):
+    """(value, column) of the element of the row's ends that the lane has; -inf and below 0 where it has none."""
+    edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
+    column = edge.offset // WIDTHS[config.dtype]
+    return load_edge(part.row, edge, config.dtype), Int32(cutlass.select_(edge.present, column, Int32(-1)))
+
+
+@cute.jit
+def stream(config: cutlass.Constexpr, part: Part):
+    """Reads the warp's part -> (maximum, sum of exp(x - maximum)) of the lane; fills part.maxima."""
+    maximum, sum_ = -Float32.inf, Float32(0.0)
+    if cutlass.const_expr(config.edges):
+        maximum, _ = edge_element(config, part)
+        sum_ = exponential(maximum - reference_of(maximum), config.accurate)
+    words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
+    ahead = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
+    turns = turns_of(config, part)
+    begins = (Int32(1) << turns.shift) - 1  # a chunk begins where a turn's number has none of these bits
+    chunk_maximum = -Float32.inf
+    load_tile(config, part, Int32(0), ahead)
+    for turn in cutlass.range(turns.count, unroll=1):
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = ahead[i]
+        if turn + 1 < turns.count:
+            load_tile(config, part, turn + 1, ahead)
+        packed = [words[i, u] for u in range(config.unroll) for i in range(WORDS)]
+        tile_maximum = largest_in(packed, config.dtype)
+        chunk_maximum = cute.arch.fmax(chunk_maximum, tile_maximum, nan=True)
+        chunk_maximum = Float32(cutlass.select_(Boolean(turn & begins == 0), tile_maximum, chunk_maximum))
+        part.maxima[(turn >> turns.shift) * WARP_THREADS + part.lane] = chunk_maximum.bitcast(Int32)
+        previous = maximum
+        maximum = cute.arch.fmax(maximum, tile_maximum, nan=True)
+        sum_ = sum_ * exponential(previous - reference_of(maximum), config.accurate)
+        vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
+        values = [x for vector in vectors for x in vector]
+        sum_ += exponentials(values, tile_maximum, maximum, config.dtype)
+    return maximum, sum_
+
+
+@cute.jit
+def reaching_chunks(part: Part, chunks: Int32, key: Int32) -> Int32:
+    """part.maxima becomes the numbers of the chunks whose maximum is not below ``key``; returns how many.
+
+    A list may take the place of what it is made from: its n-th number comes from the n-th maximum or a later one.
+    """
+    count = Int32(0)
+    for chunk in cutlass.range(chunks, unroll=1):
+        number = chunk * WARP_THREADS + part.lane
+        hit = Boolean(key_of(part.maxima[number].bitcast(Float32)) >= key)
+        ballot = cute.arch.vote_ballot_sync(hit)
+        cute.arch.sync_warp()  # all lanes have read their maxima
+        if hit:
+            part.maxima[count + before(ballot)] = number
+        count += cute.arch.popc(ballot)
+    cute.arch.sync_warp()
+    return count
+
+
+@cute.jit
+def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean, floor: Uint64, count: Int32):
+    """The lanes' candidates ``words`` that are not below ``floor``, where ``present`` -> new (floor, count).
+
+    Where they do not find room, the slots are cut to the k largest again and again, and the floor rises.
+    """
+    chosen = [present & Boolean(word >= floor) for word in words]
+    ballots = [cute.arch.vote_ballot_sync(here) for here in chosen]
+    places = [count]
+    for ballot in ballots:
+        places.append(places[-1] + cute.arch.popc(ballot))
+    if places[-1] <= config.slots:
+        for i in cutlass.range_constexpr(len(words)):
+            if chosen[i]:
+                part.slots[places[i] + before(ballots[i])] = words[i]
+        count = places[-1]
+    else:
+        for i in cutlass.range_constexpr(len(words)):
+            if count > config.slots - WARP_THREADS:
+                floor = cutlass.max(floor, keep_largest(part.slots, count, part.k, part.lane))
+                count = part.k
+            here = present & Boolean(words[i] >= floor)
+            ballot = cute.arch.vote_ballot_sync(here)
+            if here:
+                part.slots[count + before(ballot)] = words[i]
+            count += cute.arch.popc(ballot)
+    return floor, count
+
+
+@cute.jit
+def collect(config: cutlass.Constexpr, part: Part, key: Int32) -> Int32:
+    """part.slots becomes the part's elements whose key is not below ``key``, or the k largest and some others of them;
+    returns how many."""
+    floor, count = lowest_candidate(key), Int32(0)
+    turns = turns_of(config, part)
+    chunks = reaching_chunks(part, turns.chunks, key)
+    each = Int32(config.unroll) << turns.shift  # vectors of a chunk
+    span = config.tile_vectors // config.unroll
+    words = cute.make_rmem_tensor((WORDS, FETCHED), Int32)
+    columns = cute.make_rmem_tensor(FETCHED, Int32)
+    for first in cutlass.range(0, chunks * each, FETCHED * WARP_THREADS, unroll=1):
+        for f in cutlass.range_constexpr(FETCHED):
+            item = first + f * WARP_THREADS + part.lane
+            listed = item // each
+            number = part.maxima[cutlass.min(listed, chunks - 1)]
+            within = item - listed * each
+            turn = (number >> LANE_BITS << turns.shift) + within // config.unroll
+            vector = turn * config.tile_vectors + within % config.unroll * span
+            vector += part.warp * WARP_THREADS + (number & (WARP_THREADS - 1))
+            present = Boolean(listed < chunks) & Boolean(vector < part.row.vectors)
+            address = part.row.first + Int64(vector) * VECTOR_BYTES
+            load_vector(words[None, f], address, 0, present, config.dtype, PLAIN)
+            columns[f] = Int32(
+                cutlass.select_(present, part.row.head + vector * config.per_vector, Int32(-1))
+            )
+        for f in cutlass.range_constexpr(FETCHED):
+            column = columns[f]
+            found = [candidate(x, column + e) for e, x in enumerate(floats(words[None, f], config.dtype))]
+            floor, count = append(config, part, found, Boolean(column >= 0), floor, count)
+    if cutlass.const_expr(config.edges):
+        value, column = edge_element(config, part)
+        floor, count = append(config, part, [candidate(value, column)], Boolean(column >= 0), floor, count)
+    return count

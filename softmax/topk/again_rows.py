@@ -1,0 +1,183 @@
+"""Rows that are read, and looked at again where a threshold says so (``again``): by a warp, the warps of a CTA, the
+CTAs of a cluster.
+
+From the maxima of all lanes that share a row follows a threshold (``threshold``), from that a few candidates. These are
+ranked by counting who is larger, which sorts them, and one warp turns the k first into probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint64
+
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.topk.again import Part, collect, stream
+from warpspec.softmax.topk.config import CHUNKS, FP32_BYTES, LEADER, RANK_BATCH, SAMPLES, TopkConfig
+from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
+from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
+from warpspec.softmax.topk.threshold import threshold_of
+from warpspec.softmax.vectors import row_span
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k."""
+
+    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
+    ranked: cute.Tensor  # (K, R) candidates of the row, in order
+    chunks: cute.Tensor  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read (``Part``)
+    samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
+    counts: cute.Tensor  # (W) candidates
+    maxima: cute.Tensor  # (W) maximum of a warp's elements
+    sums: cute.Tensor  # (W) their sum of exp(x - maximum)
+    cluster_samples: (
+        cute.Tensor | None
+    )  # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
+    # In the leader, written by every CTA of the cluster:
+    lists: cute.Tensor | None  # (K + RANK_BATCH, C) a CTA's candidates
+    list_counts: cute.Tensor | None  # (C)
+    list_maxima: cute.Tensor | None  # (C)
+    list_sums: cute.Tensor | None  # (C)
+
+
+def allocate(config: TopkConfig) -> Shared:
+    allocator = cutlass.memory.SmemAllocator()
+
+    def tensor(dtype, *shape):
+        size = VECTOR_BYTES if dtype is Uint64 else FP32_BYTES
+        return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
+
+    shared = config.cluster > 1
+    return Shared(
+        slots=tensor(Uint64, config.list_size, config.warps * config.rows),
+        ranked=tensor(Uint64, config.k_capacity, config.rows),
+        lists=tensor(Uint64, config.k_capacity + RANK_BATCH, config.cluster) if shared else None,
+        chunks=tensor(Int32, CHUNKS * WARP_THREADS, config.warps * config.rows),
+        samples=tensor(Int32, SAMPLES),
+        cluster_samples=tensor(Int32, SAMPLES) if shared else None,
+        counts=tensor(Int32, config.warps),
+        maxima=tensor(Float32, config.warps),
+        sums=tensor(Float32, config.warps),
+        list_counts=tensor(Int32, config.cluster) if shared else None,
+        list_maxima=tensor(Float32, config.cluster) if shared else None,
+        list_sums=tensor(Float32, config.cluster) if shared else None,
+    )
+
+
+@cute.jit
+def again_rows(config: cutlass.Constexpr, logits, probs, indices):
+    """The row of this CTA, or its rows."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % WARP_THREADS
+    k, shared = Int32(probs.shape[1]), allocate(config)
+    slots, chunks = shared.slots[None, warp], shared.chunks[None, warp]
+    if cutlass.const_expr(config.warps * config.cluster == 1):
+        row = block * config.rows + warp
+        if row < logits.shape[0]:
+            place = row_span(logits, row, config.dtype, config.edges)
+            part = Part(place, Int32(0), lane, k, slots, chunks)
+            row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
+    else:
+        row, rank = block // config.cluster, block % config.cluster
+        place = row_span(logits, row, config.dtype, config.edges)
+        part = Part(place, rank * config.warps + warp, lane, k, slots, chunks)
+        row_of_cta(config, part, shared, warp, rank, probs, indices, row)
+
+
+@cute.jit
+def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
+    maximum, sum_ = stream(config, part)
+    count = collect(config, part, threshold_of(config, part, 0, 0, None, None, maximum))
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
+    close_list(part.slots, count, part.lane)
+    cute.arch.sync_warp()
+    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
+        word = part.slots[i]
+        position = rank_in(part.slots, count, word)
+        if position < part.k:
+            ranked[position] = word
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.sync_warp()
+    write(config, ranked, part, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank, probs, indices, row):
+    if cutlass.const_expr(config.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
+
+    # 1. Every warp's part: its softmax state, and what the row's threshold leaves of it.
+    maximum, sum_ = stream(config, part)
+    key = threshold_of(config, part, warp, rank, shared.samples, shared.cluster_samples, maximum)
+    count = collect(config, part, key)
+    if count > config.k_capacity:
+        keep_largest(part.slots, count, part.k, part.lane)
+        count = part.k
+    close_list(part.slots, count, part.lane)
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
+    if part.lane == 0:
+        shared.counts[warp], shared.maxima[warp], shared.sums[warp] = count, maximum, sum_
+    cute.arch.sync_threads()
+
+    # 2. The cluster's candidates go to the leader, ranked only where a CTA has too many.
+    if cutlass.const_expr(config.cluster > 1):
+        others = Int32(0)
+        if part.lane < config.warps:
+            others = shared.counts[part.lane]
+        total_ = cute.arch.warp_redux_sync(others, "add")
+        first = cute.arch.warp_redux_sync(Int32(cutlass.select_(part.lane < warp, others, Int32(0))), "add")
+        target = shared.lists.iterator + rank * (config.k_capacity + RANK_BATCH)
+        for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
+            word, position = part.slots[i], first + i
+            if total_ > config.k_capacity:
+                position = Int32(0)
+                for other in cutlass.range(config.warps, unroll=1):
+                    position += rank_in(shared.slots[None, other], shared.counts[other], word)
+            if position < config.k_capacity:
+                cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
+        if warp == 0:
+            total_ = cutlass.min(total_, config.k_capacity)
+            if part.lane < RANK_BATCH:
+                cute.arch.map_dsmem_ptr(target + (total_ + part.lane), LEADER).store(Uint64(0))
+            maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
+            if part.lane == 0:
+                for tensor, value in (
+                    (shared.list_counts, total_),
+                    (shared.list_maxima, maximum),
+                    (shared.list_sums, sum_),
+                ):
+                    cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    # 3. Ranks; one warp writes.
+    if rank == LEADER:
+        if cutlass.const_expr(config.cluster > 1):
+            for c in cutlass.range(warp, config.cluster, config.warps, unroll=1):
+                rank_list(shared.lists, shared.list_counts, config.cluster, c, part, shared.ranked)
+        else:
+            rank_list(shared.slots, shared.counts, config.warps, warp, part, shared.ranked)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == 0:
+            if cutlass.const_expr(config.cluster > 1):
+                maxima, sums, parts = shared.list_maxima, shared.list_sums, config.cluster
+            else:
+                maxima, sums, parts = shared.maxima, shared.sums, config.warps
+            maximum, sum_ = state_of_parts(maxima, sums, parts, config.accurate)
+            write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def rank_list(lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, own, part: Part, ranked):
+    """Every candidate of list ``own`` goes where it stands among those of all ``number`` lists."""
+    count = counts[own]
+    for batch in cutlass.range(0, count, WARP_THREADS, unroll=1):
+        word = lists[cutlass.min(batch + part.lane, count), own]  # the first word past them is below all
+        position = rank_among(lists, counts, number, word, part.lane)
+        if (batch + part.lane < count) & (position < part.k):
+            ranked[position, 0] = word

@@ -1,0 +1,59 @@
+"""Softmax states of lanes, warps and CTAs joined, and the row's result written. Device side."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.topk.keys import candidate_column, candidate_key, key_of, logit_of
+
+
+@cute.jit
+def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr):
+    """The softmax state of the warp, known to every lane; its maximum is NaN where a lane's is."""
+    largest = logit_of(cute.arch.warp_redux_sync(key_of(maximum), "max"))
+    sum_ = sum_ * exponential(maximum - reference_of(largest), accurate)
+    return largest, cute.arch.warp_reduction_sum(sum_)
+
+
+@cute.jit
+def state_of_parts(
+    maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
+):
+    """The state of all parts, at most a warp's lanes; called by a warp. Joined in a fixed order, pairs of
+    pairs: sixteen roundings one after another would show."""
+    lane = cute.arch.lane_idx()
+    maximum, sum_ = -Float32.inf, Float32(0.0)
+    if lane < parts:
+        maximum, sum_ = maxima[lane], sums[lane]
+    return state_of_lanes(maximum, sum_, accurate)
+
+
+@cute.jit
+def write(config: cutlass.Constexpr, ranked, part, maximum: Float32, sum_: Float32, probs, indices, row):
+    """One warp writes the row's k probabilities and indices.
+
+    An exponent is taken against the maximum itself: where that is -inf, NaN or +inf, so is torch.softmax's.
+    """
+    rounds = config.k_capacity // WARP_THREADS
+    weights = cute.make_rmem_tensor(rounds, Float32)
+    columns = cute.make_rmem_tensor(rounds, Int32)
+    divisor = Float32(0.0)
+    for i in cutlass.range_constexpr(rounds):
+        weights[i], columns[i] = Float32(0.0), Int32(0)
+        if i * WARP_THREADS + part.lane < part.k:
+            word = ranked[i * WARP_THREADS + part.lane]
+            weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
+            columns[i] = candidate_column(word)
+        divisor += weights[i]
+    if cutlass.const_expr(config.renormalize):
+        divisor = cute.arch.warp_reduction_sum(divisor)
+    else:
+        divisor = sum_
+    for i in cutlass.range_constexpr(rounds):
+        if i * WARP_THREADS + part.lane < part.k:
+            probs[row, i * WARP_THREADS + part.lane] = weights[i] / divisor
+            indices[row, i * WARP_THREADS + part.lane] = columns[i]

@@ -1,0 +1,201 @@
+"""Rows whose candidates are picked while they stream (``stream``): by a warp, the warps of a CTA, the CTAs of a
+cluster.
+
+Candidates that some threshold rules out are dropped, the rest are ranked by counting who is larger, which sorts them,
+and one warp turns the k first into probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint64
+
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.topk.config import FP32_BYTES, LEADER, SAMPLES, TopkConfig
+from warpspec.softmax.topk.keys import NOTHING_YET, key_of, lowest_candidate
+from warpspec.softmax.topk.select import (
+    close_list,
+    keep_from,
+    keep_largest,
+    rank_in,
+    rank_in_sorted,
+    sort_lanes,
+)
+from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
+from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
+from warpspec.softmax.vectors import row_span
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k."""
+
+    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
+    ranked: cute.Tensor  # (K, R) candidates of the row, in order
+    samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
+    bound: cute.Tensor  # (1) key that the row's top k does not lie below
+    counts: cute.Tensor  # (W) candidates
+    maxima: cute.Tensor  # (W) maximum of a warp's elements
+    sums: cute.Tensor  # (W) their sum of exp(x - maximum)
+    # In the leader, written by every CTA of the cluster:
+    lists: cute.Tensor | None  # (K, C) a CTA's candidates, in order
+    list_counts: cute.Tensor | None  # (C)
+    list_maxima: cute.Tensor | None  # (C)
+    list_sums: cute.Tensor | None  # (C)
+
+
+def allocate(config: TopkConfig) -> Shared:
+    allocator = cutlass.memory.SmemAllocator()
+
+    def tensor(dtype, *shape):
+        size = VECTOR_BYTES if dtype is Uint64 else FP32_BYTES
+        return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
+
+    shared = config.cluster > 1
+    return Shared(
+        slots=tensor(Uint64, config.list_size, config.warps * config.rows),
+        ranked=tensor(Uint64, config.k_capacity, config.rows),
+        lists=tensor(Uint64, config.k_capacity, config.cluster) if shared else None,
+        samples=tensor(Int32, SAMPLES),
+        bound=tensor(Int32, 1),
+        counts=tensor(Int32, config.warps),
+        maxima=tensor(Float32, config.warps),
+        sums=tensor(Float32, config.warps),
+        list_counts=tensor(Int32, config.cluster) if shared else None,
+        list_maxima=tensor(Float32, config.cluster) if shared else None,
+        list_sums=tensor(Float32, config.cluster) if shared else None,
+    )
+
+
+@cute.jit
+def stream_rows(config: cutlass.Constexpr, logits, probs, indices):
+    """The row of this CTA, or its rows."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % WARP_THREADS
+    k, shared = Int32(probs.shape[1]), allocate(config)
+    slots, samples, bound = shared.slots[None, warp], shared.samples, shared.bound
+    if cutlass.const_expr(config.warps * config.cluster == 1):
+        row = block * config.rows + warp
+        if row < logits.shape[0]:
+            place = row_span(logits, row, config.dtype, config.edges)
+            part = Part(place, Int32(0), Int32(0), lane, k, slots, samples, bound)
+            row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
+    else:
+        row, rank = block // config.cluster, block % config.cluster
+        place = row_span(logits, row, config.dtype, config.edges)
+        part = Part(place, rank * config.warps + warp, warp, lane, k, slots, samples, bound)
+        row_of_cta(config, part, shared, rank, probs, indices, row)
+
+
+@cute.jit
+def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
+    maximum, sum_, count, threshold = stream(config, part)
+    if count > WARP_THREADS:
+        own, _ = renewed(config, part, maximum)
+        floor = lowest_candidate(cutlass.max(own, threshold))
+        count = keep_from(part.slots, count, floor, part.lane)
+        if count > WARP_THREADS:
+            keep_largest(part.slots, count, part.k, part.lane)
+            count = part.k
+    close_list(part.slots, count, part.lane)
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
+    cute.arch.sync_warp()
+    if part.lane < count:
+        word = part.slots[part.lane]
+        rank = rank_in(part.slots, count, word)
+        if rank < part.k:
+            ranked[rank] = word
+    cute.arch.sync_warp()
+    write(config, ranked, part, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, probs, indices, row):
+    if part.warp_in_cta == 0:
+        shared.samples[part.lane] = Int32(NOTHING_YET)
+        shared.bound[0] = Int32(NOTHING_YET)
+    if cutlass.const_expr(config.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
+    cute.arch.sync_threads()
+
+    # 1. Every warp's part; what the warps' thresholds together rule out.
+    maximum, sum_, count, threshold = stream(config, part)
+    lane_maximum = key_of(maximum)
+    maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
+    if cutlass.const_expr(config.needs_others):
+        give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP_THREADS))
+    if part.lane == 0:
+        shared.maxima[part.warp_in_cta] = maximum
+        shared.sums[part.warp_in_cta] = sum_
+        cute.arch.atomic_max(part.bound.iterator, threshold, sem="relaxed", scope="cta")
+    cute.arch.sync_threads()
+    bound = shared.bound[0]
+    if cutlass.const_expr(config.needs_others):
+        bound = cutlass.max(bound, joint_threshold(part))
+    floor = lowest_candidate(bound)
+    count = keep_from(part.slots, count, floor, part.lane)
+    if count > config.k_capacity:
+        keep_largest(part.slots, count, part.k, part.lane)
+        count = part.k
+    close_list(part.slots, count, part.lane)
+    if part.lane == 0:
+        shared.counts[part.warp_in_cta] = count
+    cute.arch.sync_threads()
+
+    # 2. Ranks among the CTA's candidates.
+    if cutlass.const_expr(config.cluster > 1):
+        cute.arch.cluster_wait()
+    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
+        word = part.slots[i]
+        position = Int32(0)
+        for w in cutlass.range(config.warps, unroll=1):
+            position += rank_in(shared.slots[None, w], shared.counts[w], word)
+        if position < part.k:
+            if cutlass.const_expr(config.cluster > 1):
+                place = shared.lists.iterator + (rank * config.k_capacity + position)
+                cute.arch.map_dsmem_ptr(place, LEADER).store(word)
+            else:
+                shared.ranked[position, 0] = word
+    maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
+
+    # 3. Ranks among the cluster's.
+    if cutlass.const_expr(config.cluster > 1):
+        if (part.warp_in_cta == 0) & (part.lane == 0):
+            candidates = Int32(0)
+            for w in cutlass.range_constexpr(config.warps):
+                candidates += shared.counts[w]
+            for tensor, value in (
+                (shared.list_counts, cutlass.min(candidates, part.k)),
+                (shared.list_maxima, maximum),
+                (shared.list_sums, sum_),
+            ):
+                cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if rank == LEADER:
+            merge_lists(config, part, shared)
+            maximum, sum_ = state_of_parts(
+                shared.list_maxima, shared.list_sums, config.cluster, config.accurate
+            )
+    cute.arch.sync_threads()
+    if (rank == LEADER) & (part.warp_in_cta == 0):
+        write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
+    """shared.ranked becomes the k first of all CTAs' candidates; called by all threads of the leader."""
+    for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
+        for i in cutlass.range(part.lane, shared.list_counts[c], WARP_THREADS, unroll=1):
+            word = shared.lists[i, c]
+            position = i
+            for other in cutlass.range(config.cluster, unroll=1):
+                if other != c:
+                    larger = rank_in_sorted(shared.lists[None, other], shared.list_counts[other], word)
+                    position += larger
+            if position < part.k:
+                shared.ranked[position, 0] = word
