@@ -47,32 +47,16 @@ def kv_places(config, operands, tile, kv_tile):
     stage, so that their latency lies under it.
     """
     if not config.page_size:
-        return places_of(config, tile, kv_tile, None)
-    return places_of(config, tile, kv_tile, page_of(config, operands, tile, kv_tile))
-
-
-def page_of(config, operands, tile, kv_tile) -> Int32:
-    """Page number of a KV tile's box; where it has several, of the lane's."""
-    key = kv_tile * config.tile_n
-    if config.tile_pages > 1 and config.page_keys != config.page_size:
-        key = key + cute.arch.lane_idx() * config.page_keys
-    slot = key // config.page_size
-    if config.tile_pages > 1 and config.page_keys == config.page_size:
-        slot = slot + cute.arch.lane_idx()
-    return page_or_none(config, operands, tile.request, slot, tile.length)
-
-
-def places_of(config, tile, kv_tile, page):
-    """``kv_places`` with what ``page_of`` has found, None where keys are not paged."""
-    if not config.page_size:
         return ((kv_tile, tile.keys_batch),)
-    if config.tile_pages > 1 and config.page_keys == config.page_size:
-        return PagesByLane(page)
-    key = kv_tile * config.tile_n
-    if config.tile_pages > 1:
+    key, whole = kv_tile * config.tile_n, config.page_keys == config.page_size
+    if config.tile_pages > 1 and not whole:
         key = key + cute.arch.lane_idx() * config.page_keys
-    part = key % config.page_size // config.page_keys
-    return ((part, page),) if config.tile_pages == 1 else PagesByLane(page, part)
+    slot, part = key // config.page_size, key % config.page_size // config.page_keys
+    if config.tile_pages == 1:
+        return ((part, page_or_none(config, operands, tile.request, slot, tile.length)),)
+    if whole:
+        slot, part = slot + cute.arch.lane_idx(), None
+    return PagesByLane(page_or_none(config, operands, tile.request, slot, tile.length), part)
 
 
 @dataclass(frozen=True)

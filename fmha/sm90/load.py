@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.fmha.device.pages import NO_PAGE, page_of, places_of
+from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
 from warpspec.fmha.sm90.rings import Source
 from warpspec.fmha.sm90.tiles import each_tile
@@ -63,16 +63,8 @@ def load_tile(role, tile, uses):
                 block = part * blocks + i
                 ring.load(block, row_group * config.blocks + block, channels["q_full"].barrier(q_use))
         tile_use += 1
-    page = Int32(NO_PAGE)
-    if cutlass.const_expr(config.page_size > 0):  # noqa: SIM102
-        if span.count > 0:
-            page = page_of(config, source.operands, tile, span.tile(0))
     for step in cutlass.range(span.count, unroll=1):
-        places = places_of(config, tile, span.tile(step), page)
-        if cutlass.const_expr(
-            config.page_size > 0
-        ):  # the next step's, whose latency lies under this one's loads
-            page = page_of(config, source.operands, tile, span.tile(cutlass.min(step + 1, span.count - 1)))
+        places = kv_places(config, source.operands, tile, span.tile(step))
         for i, name in enumerate(config.rings):
             ring = source.kv(tile, i)
             full, empty = channels[name + "_full"], channels[name + "_empty"]

@@ -48,9 +48,9 @@ def run(batch: Packed, **changes) -> sim.SimReport:
         **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
     )
     batch.check(result)
-    for launch in sim.last_report().launches:
-        assert launch.local_bytes == 0
-        assert not any("wgmma.fence" in warning for warning in launch.warnings)
+    for found in sim.last_report().launches:
+        assert found.local_bytes == 0
+        assert not any("wgmma.fence" in warning for warning in found.warnings)
     return sim.last_report()
 
 
@@ -71,8 +71,8 @@ def test_a_wrong_hint_and_few_ctas_change_no_result(monkeypatch, arch):
 
 @pytest.fixture
 def queue(monkeypatch):
-    """Packed queries take their tiles from a queue, however few they are, and nothing is cut by length. What was prepared
-    is forgotten: it does not know of this."""
+    """Packed queries take their tiles from a queue, however few they are, and nothing is cut by length. What was
+    prepared is forgotten: it does not know of this."""
     monkeypatch.setattr(plan, "WHOLE_TILES", 0)
     monkeypatch.setattr(plan, "CUT_TILES", 10**9)
     launch.prepare.cache_clear()
@@ -82,7 +82,7 @@ def queue(monkeypatch):
 
 @pytest.mark.parametrize(("batch", "sms"), [(MIXED, 2), long(STATE, 3), long(PAGED, 1), long(MIXED, 132)])
 def test_tiles_from_a_queue(monkeypatch, queue, batch, sms):
-    """Whichever CTA gets a tile, the bits are the same; and the queue is left as it was found (``launch`` asserts it)."""
+    """Whichever CTA gets a tile, the bits are the same. The queue is left as it was found (``launch`` asserts it)."""
     results = []
     for seed in (0, 1):
         simulate_as(monkeypatch, "sm_90a", sm_count=sms, seed=seed)
