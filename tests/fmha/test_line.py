@@ -66,7 +66,7 @@ def test_rounds():
 
 
 def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16, **options):
-    """Whether a packed call over pages is cut by length."""
+    """How a packed call over pages is done: "cut" by length, from a "queue", or otherwise, ""."""
     total, requests = sum(lengths_q), len(lengths_q)
     q = torch.empty(total, heads[0], dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1000, page, heads[1], dim, dtype=torch.bfloat16, device="meta")
@@ -75,18 +75,24 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
         "kv_lengths": torch.empty(requests, dtype=torch.int32, device="meta"),
         "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
     }
-    return plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config.chunked
+    config = plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config
+    return "cut" if config.chunked else "queue" if config.queued else ""
 
 
 def test_what_is_cut_by_length():
-    assert packed([1] * 32, 8192)
-    assert packed([1] * 64 + [2048] * 2, 8192, causal=True)
-    assert packed([512], 8192, causal=True)
-    assert not packed([1] * 32, 8192, arch="sm_100a")  # a CTA a tile, which the hardware hands out
-    assert not packed([1] * 4, 64)  # little work
-    assert not packed([1] * 32, 8192, num_splits=2)
-    assert not packed([1] * 256, 8192, window=(127, 0))  # tiles alike
-    assert not packed([4000] * 16, 4096, causal=True)  # many whole tiles
+    assert packed([1] * 32, 8192) == "cut"
+    assert packed([1] * 64 + [2048] * 2, 8192, causal=True) == "cut"
+    assert packed([512], 8192, causal=True) == "cut"
+    assert packed([1] * 32, 8192, arch="sm_100a") == ""  # a CTA a tile, which the hardware hands out
+    assert packed([1] * 4, 64) == ""  # little work
+    assert packed([1] * 32, 8192, num_splits=2) == ""
+    assert packed([1] * 256, 8192, window=(127, 0)) == ""  # tiles alike
+    assert packed([100, 200], 1024, causal=True) == ""  # a tile a CTA at most, of few keys
+    assert packed([1000] * 4, 4096, heads=(8, 1), causal=True) == "cut"  # two tiles a CTA
+    assert packed([4000] * 16, 4096, causal=True) == "queue"  # many whole tiles
+    assert packed([400] * 16, 400, causal=True) == "queue"
+    assert packed([4000] * 16, 4096, causal=True, arch="sm_100a") == ""
+    assert packed([400] * 16, 400, causal=True, window=(127, 0)) == ""  # several CTAs an SM
 
 
 def test_random_numbers_of_tiles_take_all_of_the_line():
