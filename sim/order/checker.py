@@ -913,7 +913,8 @@ def _wait(access: Access) -> str:
 
 def shared_place(cta, offset: int, nbytes: int) -> str:
     """Bytes of a CTA's shared memory in words."""
-    return f"offset {offset:#x} to {offset + nbytes - 1:#x} of CTA {cta.coords} (byte {offset - SHARED_BASE_OFFSET} on)"
+    name = cta.names.place(offset) or f"byte {offset - SHARED_BASE_OFFSET} on"
+    return f"offset {offset:#x} to {offset + nbytes - 1:#x} of CTA {cta.coords} ({name})"
 
 
 def global_place(memory: GlobalShadow, address: int) -> str:

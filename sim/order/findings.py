@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from warpspec.sim.errors import SimError
 from warpspec.sim.instruction import Instr
+from warpspec.sim.names import placed
 from warpspec.sim.order.clocks import ASYNC_GLOBAL, ASYNC_SHARED, TENSOR, TENSOR_OWN
 
 MOST_SHOWN = 12  # findings in an error's text; the others are counted
@@ -36,7 +37,7 @@ class Access:
     def describe(self) -> str:
         proxy = "" if self.generic else " (asynchronous)"
         what = "writes" if self.write else "reads"
-        source = f" from {self.ins.source}" if self.ins.source else ""
+        source = f" from {placed(self.ins.source)}" if self.ins.source else ""
         return (
             f"CTA {self.cta} {self.agent} {what}{proxy}: PTX line {self.ins.line} `{self.ins.opcode}`{source}"
         )
