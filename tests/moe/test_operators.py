@@ -3,7 +3,7 @@
 import torch
 from moe_cases import make_experts, randn
 
-from warpspec.moe import QuantizedRows, grouped_swiglu, moe_ffn, ops, route
+from warpspec.moe import QuantizedRows, grouped_swiglu, moe_ffn, ops, route, streamed_ops
 
 LAYER, _ = make_experts(4, 32, 24, biases=True, shared=1)
 
@@ -72,3 +72,24 @@ def test_schemas_and_fake_implementations_are_right():
         (x, offsets, *weights[:5], None, "bf16", "swiglu_oai", 7.0, False, "reference"),
         test_utils=checks,
     )
+
+
+def test_operators_of_streamed_experts():
+    """Of experts laid out for sm_90a: the same checks, and one compilation for any number of tokens."""
+    layer = LAYER.for_backend("sm90")
+    x, logits = inputs()
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    w13, w2 = (streamed_ops.flatten(w) for w in (layer.w13, layer.w2))
+    options = (layer.intermediate_scale, 1, "swiglu", None, False, "auto", "reference")
+    arguments = (x, *route(logits, 2), *w13, *w2, *options)
+    torch.library.opcheck(torch.ops.warpspec.moe_ffn_streamed, arguments, test_utils=checks)
+    offsets = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
+    arguments = (x, offsets, *w13, "swiglu_oai", 7.0, False, "reference")
+    torch.library.opcheck(torch.ops.warpspec.moe_grouped_swiglu_streamed, arguments, test_utils=checks)
+
+    def model(x, logits):
+        return moe_ffn(x * 2, layer, *route(logits, 2), limit=3.0, backend="reference") + 1
+
+    function = compiled(model, dynamic=True)
+    for tokens in (5, 3):
+        assert torch.equal(function(*inputs(tokens)), model(*inputs(tokens)))
