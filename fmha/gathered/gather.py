@@ -40,6 +40,12 @@ class Loader:
     def member(self) -> Int32:
         return self.lane % MEMBERS
 
+    def plain_chunk(self, i: int):
+        """Which 16 bytes of a block in bf16 this lane loads i-th: a key's four lanes 64 bytes together, the second half
+        first for every other key, so that two keys' stores meet no bank twice."""
+        second = self.lane // MEMBERS % 2 if i == 0 else 1 - self.lane // MEMBERS % 2
+        return self.member + MEMBERS * second
+
     @property
     def groups(self) -> int:
         """Groups of keys of a tile."""
@@ -193,10 +199,8 @@ def load_group(loader, row, scale_at, here, group: int, words: cute.Tensor, scal
         else:
             start = fmt.tail_offset + (column - fmt.values) * 2 if fmt.tail else column * 2
             for i in range(2):
-                offset = start + i * VECTOR_BYTES
-                load_vector(
-                    words, vector, address + Int64(loader.member * (2 * VECTOR_BYTES)), offset, present
-                )
+                own = address + Int64(loader.plain_chunk(i) * VECTOR_BYTES)
+                load_vector(words, vector, own, start, present)
                 vector += 1
     if fmt.scale_bytes:
         at = Int32(cute.arch.shuffle_sync(scale_at, source)) + loader.part * loader.blocks
@@ -241,21 +245,25 @@ def load_word(address: Int64, present) -> Uint32:
 def store_group(loader, base, group: cutlass.Constexpr, words: cute.Tensor, scales):
     """The lane's part of one key, in bf16, into the tile's part at ``base``: where the 128-byte swizzle puts it."""
     key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.lane // MEMBERS
-    swizzle = (key % 8) ^ (2 * loader.member)  # of the lane's first of two 16-byte chunks; the second: bit 0
-    at = base + key * tma.ROW_BYTES + swizzle * VECTOR_BYTES
+    row = base + key * tma.ROW_BYTES
+    # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
+    converted = row + ((key % 8) ^ (2 * loader.member)) * VECTOR_BYTES
+    plain = row + ((key % 8) ^ loader.plain_chunk(0)) * VECTOR_BYTES
     vector = 0
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
     for block in cutlass.range_constexpr(loader.blocks):
         if cutlass.const_expr(loader.is_tail(block)):
             halves = [[words[i, vector + half] for i in range(VECTOR_WORDS)] for half in range(2)]
+            at, apart = plain, MEMBERS * VECTOR_BYTES
             vector += 2
         else:
             scale = (scales >> (8 * block)) & Uint32(0xFF)
             out = to_bf16([words[i, vector] for i in range(VECTOR_WORDS)], scale)
             halves = [out[:VECTOR_WORDS], out[VECTOR_WORDS:]]
+            at, apart = converted, VECTOR_BYTES
             vector += 1
         for half in cutlass.range_constexpr(2):
-            store_vector((at ^ (half * VECTOR_BYTES)) + block * block_bytes, halves[half])
+            store_vector((at ^ (half * apart)) + block * block_bytes, halves[half])
 
 
 def store_vector(address, words: list) -> None:
