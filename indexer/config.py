@@ -15,16 +15,20 @@ TILE_ROOM = 1024  # bytes: the query in shared memory is aligned to them
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """The kernel of ``index_topk``: a CTA a row. lengths, table: whether those are given. threads: of a CTA. chunk:
-    logits that it has in shared memory at a time. slots: of the list of candidates."""
+    """The kernel of ``index_topk``: a CTA a row. lengths, table: whether those are given. parts: a row has several
+    CTAs, which each write the largest of their part, logits and indices; mapped: logits are such ones. threads: of a
+    CTA. chunk: logits that it has in shared memory at a time. slots: of the list of candidates."""
 
     lengths: bool
     table: bool
+    parts: bool = False
+    mapped: bool = False
     threads: int = 1024
     chunk: int = 32768
     slots: int = 4096
 
     def __post_init__(self):
+        assert not (self.parts and (self.table or self.mapped))
         assert BINS <= self.threads <= WARP_THREADS**2, "a warp adds up the warps' counts"
         assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
         assert self.chunk % (self.group * self.threads) == 0
@@ -68,6 +72,15 @@ class SelectConfig:
 
 
 STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
+MOST_PARTS = 16  # of a row: with K_LIMIT of each, a chunk
+PART_LOGITS = 16384  # that a part has at least
+
+
+def choose_parts(rows: int, logits: int, sm_count: int) -> int:
+    """CTAs of a row: several where rows are few and each more than a chunk, which a CTA takes one after another."""
+    if logits <= SelectConfig(False, False).chunk:
+        return 1
+    return max(1, min(sm_count // rows, logits // PART_LOGITS, MOST_PARTS))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
 from warpspec.common.repeated import watched
 from warpspec.indexer import reference
-from warpspec.indexer.config import SelectConfig, StreamConfig
+from warpspec.indexer.config import SelectConfig, StreamConfig, choose_parts
 from warpspec.indexer.problem import IndexQueries
 from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, ScoresConfig
 
@@ -156,9 +156,19 @@ def run_topk(logits, k, lengths, page_table, requests, page_size, backend):
         return slots, counts
     from warpspec.indexer.device.select import SELECT
 
-    config = SelectConfig(lengths is not None, page_table is not None)
-    batch = (lengths, page_table, requests, slots, counts)
-    SELECT.run(config, target_of(logits.device), logits.detach(), *batch, page_size)
+    logits, target = logits.detach(), target_of(logits.device)
+    table, results = (page_table, requests), (slots, counts, None)
+    parts = choose_parts(*logits.shape, target.sm_count)
+    if parts == 1:
+        config = SelectConfig(lengths is not None, page_table is not None)
+        SELECT.run(config, target, logits, lengths, *table, *results, None, page_size, 1)
+    else:
+        indices, _ = new_outputs(logits, parts * k)
+        values = torch.empty(indices.shape, device=logits.device)
+        first = SelectConfig(lengths is not None, False, parts=True)
+        SELECT.run(first, target, logits, lengths, None, None, indices, None, values, None, 1, parts)
+        second = SelectConfig(False, page_table is not None, mapped=True)
+        SELECT.run(second, target, values, None, *table, *results, indices, page_size, 1)
     return slots, counts
 
 

@@ -90,37 +90,53 @@ class Select:
         page_table: cute.Tensor | None,
         requests: cute.Tensor | None,
         slots: cute.Tensor,
-        counts: cute.Tensor,
+        counts: cute.Tensor | None,
+        values: cute.Tensor | None,
+        indices: cute.Tensor | None,
         page_size: Int32,
+        parts: Int32,
         stream: CUstream,
     ):
         """logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32
-        [T, k]. counts: int32 [T]."""
-        self.kernel(logits, lengths, page_table, requests, slots, counts, page_size).launch(
-            grid=(logits.shape[0], 1, 1),
+        [T, k], of parts [T, parts k]. counts: int32 [T]. values: fp32 as slots, of parts. indices: int32 [T, N], of
+        logits where they are mapped."""
+        arguments = (logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts)
+        self.kernel(*arguments).launch(
+            grid=(logits.shape[0], parts, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, logits, lengths, page_table, requests, slots, counts, page_size):
+    def kernel(self, logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts):
         config = self.config
-        token, _, _ = cute.arch.block_idx()
+        token, part, _ = cute.arch.block_idx()
         shared = allocate(config)
         length = Int32(logits.shape[1])
         if cutlass.const_expr(config.lengths):
             length = cutlass.max(cutlass.min(Int32(lengths[token]), length), 0)
         k = Int32(slots.shape[1])
         row, result = logits[token, None], slots[token, None]
+        start = Int32(0)
+        if cutlass.const_expr(config.parts):
+            k = k // parts
+            size = cute.ceil_div(Int32(logits.shape[1]), parts)
+            start = part * size
+            length = cutlass.min(length, start + size)
         kept, turn, step = Int32(0), Int32(0), Int32(0)
         begin(shared)
-        for chunk in cutlass.range(cute.ceil_div(length, config.chunk), unroll=1):
-            first = chunk * config.chunk
+        for chunk in cutlass.range(cute.ceil_div(cutlass.max(length - start, 0), config.chunk), unroll=1):
+            first = start + chunk * config.chunk
             maxima = cute.make_rmem_tensor(config.groups + config.kept, Uint32)
             load_keys(config, shared, row, first, cutlass.min(length - first, config.chunk), maxima)
             kept, turn, step = choose(config, shared, maxima, first, kept, turn, step, k)
-        finish(config, shared, page_table, requests, result, counts, page_size, token, kept, turn, k)
+        if cutlass.const_expr(config.parts):
+            finish_part(config, shared, result, values[token, None], part * k, kept, turn, k)
+        else:
+            if cutlass.const_expr(config.mapped):
+                map_back(config, shared, indices[token, None], kept, turn)
+            finish(config, shared, page_table, requests, result, counts, page_size, token, kept, turn, k)
 
 
 @cute.jit
@@ -446,6 +462,31 @@ def finish(
         counts[token] = kept
 
 
+@cute.jit
+def finish_part(config: cutlass.Constexpr, shared, result, values, first, kept, turn, k):
+    """What is kept of a part, indices and logits, from ``first`` on; behind it NO_SLOT and -inf."""
+    thread, _, _ = cute.arch.thread_idx()
+    for at in cutlass.range(thread, k, config.threads, unroll=1):
+        index, value = Int32(NO_SLOT), -Float32.inf
+        if at < kept:
+            index, value = shared.kept[at, turn], value_of(shared.kept_keys[at, turn])
+        result[first + at], values[first + at] = index, value
+
+
+def value_of(key: Uint32) -> Float32:
+    """The reverse of ``key_of``, of keys of numbers and NaN."""
+    bits = cutlass.select_(Boolean((key & Uint32(SIGN)) != 0), key ^ Uint32(SIGN), ~key)
+    return Uint32(bits).bitcast(Float32)
+
+
+@cute.jit
+def map_back(config: cutlass.Constexpr, shared, indices, kept, turn):
+    """What is kept: instead of numbers of the row, what ``indices`` (N) have there. By the thread that reads it."""
+    thread, _, _ = cute.arch.thread_idx()
+    for at in cutlass.range(thread, kept, config.threads, unroll=1):
+        shared.kept[at, turn] = Int32(indices[shared.kept[at, turn]])
+
+
 def host_and_arguments(config: SelectConfig) -> tuple:
     """The host function and its arguments but the stream."""
     return (
@@ -455,7 +496,10 @@ def host_and_arguments(config: SelectConfig) -> tuple:
         fake_rows(Int32, 2) if config.table else None,
         fake_rows(Int32, 1) if config.table else None,
         fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
+        None if config.parts else fake_rows(Int32, 1),
+        fake_rows(Float32, 2) if config.parts else None,
+        fake_rows(Int32, 2) if config.mapped else None,
+        Int32(1),
         Int32(1),
     )
 

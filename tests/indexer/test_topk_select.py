@@ -52,6 +52,19 @@ def test_kernel(simulated, kind):
         both(wide[:, 3 : 3 + length], k, lengths=lengths)
 
 
+def test_parts(check_order, simulated):
+    """Few long rows are shared by CTAs: lengths that end within a part and before others, equal logits on both sides of
+    a part's end, NaN, fewer than k that count."""
+    logits = rows("special", 4, 70000, seed=3)
+    logits[0, 17000:18000] = torch.inf
+    logits[3] = -torch.inf
+    logits[3, 69999] = 1.0
+    lengths = torch.tensor([70000, 20000, 0, 70000], dtype=torch.int32)
+    table = torch.randperm(4 * 70, generator=torch.Generator().manual_seed(0)).view(4, 70).to(torch.int32)
+    requests = torch.arange(4, dtype=torch.int32)
+    both(logits, 900, lengths=lengths, page_table=table, requests=requests, page_size=1000)
+
+
 def test_pages(simulated):
     """Slots by page table; pages that are not there give -1 and still count."""
     generator = torch.Generator().manual_seed(1)
