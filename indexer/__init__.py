@@ -67,8 +67,8 @@ def index_topk(
     page_size: int | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots int32 [T, k], counts int32 [T]): the k largest logits of each row, in order of index. One launch, two where
-    few rows are long.
+    """(slots int32 [T, k], counts int32 [T]): the k largest logits of each row, in order of index. One launch, two
+    where few rows are long.
 
     logits: fp32 [T, N]. k: 1 to 2048. lengths: int32 [T], logits of a row that count, from the first (None: all);
     clamped to 0..N on a GPU, on the CPU ValueError beyond. Exact: of equal logits the lower indices are taken, NaN is

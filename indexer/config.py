@@ -101,4 +101,4 @@ class StreamConfig:
         warpgroups = STREAM_WARPGROUPS if major == 9 else STREAM_WARPGROUPS // 2
         depth = 2 if format == "mxfp4" else 1
         scores = ScoresConfig(format, heads, page_size, warpgroups, depth)
-        return cls(scores, SelectConfig(True, True, scores.threads, STREAM_CHUNK))
+        return cls(scores, SelectConfig(True, True, threads=scores.threads, chunk=STREAM_CHUNK))

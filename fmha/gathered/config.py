@@ -139,7 +139,8 @@ class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
 
     shape: object = SHARED_SHAPES[512][0]
     softmax_registers: int = 232
-    other_registers: int = 104
+    producer_registers: int = 184
+    other_registers: int = 88
 
     def __post_init__(self):
         super().__post_init__()
@@ -168,6 +169,6 @@ class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
 
     @property
     def role_registers(self) -> int:
-        """Registers of a CTA once the roles have set theirs; producers keep what they were launched with."""
-        per_lane = self.softmax_registers + self.launch_registers + self.other_registers
+        """Registers of a CTA once the roles have set theirs."""
+        per_lane = self.softmax_registers + self.producer_registers + self.other_registers
         return per_lane * WARPGROUP_THREADS

@@ -137,6 +137,7 @@ class GatheredAttention(GatheredHost):
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)
         elif warp < config.mma_warp:
+            cute.arch.setmaxregister_increase(config.producer_registers)
             gather(config, channels, shared, operands, units, atom, coordinates)
         else:
             cute.arch.setmaxregister_decrease(config.other_registers)
