@@ -11,6 +11,7 @@ the CPU of the machine that compiles; a CPU that lacks some of its instructions 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -38,10 +39,9 @@ COMPILERS = (
     "nvidia-cutlass-dsl",
     "nvidia-cutlass-dsl-libs-base",
     "nvidia-cutlass-dsl-libs-core",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi",
 )
+TOOLKITS = {major: f"nvidia-cutlass-dsl-libs-cu{major}" for major in (12, 13)}  # by CUDA's major version
 COMPILER_VARIABLES = "CUTE_DSL_"  # what the names of the compiler's environment variables begin with
 IGNORED_VARIABLES = ("CUTE_DSL_ARCH",)  # every compilation names its target
 
@@ -104,13 +104,32 @@ SOURCES = hash_sources()  # of the modules that this process imports, if nobody 
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    versions = []
-    for name in COMPILERS:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} absent")
-    return tuple(versions)
+    toolkits = {major: name for major, name in TOOLKITS.items() if _version(name)}
+    toolkit = toolkits.get(toolkit_of(tuple(toolkits), _driver_major()))
+    names = COMPILERS if toolkit is None else (*COMPILERS, toolkit)
+    return tuple(f"{name} {_version(name) or 'absent'}" for name in names)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def toolkit_of(installed: tuple[int, ...], driver: int | None) -> int | None:
+    """CUDA's major version that the compiler is used of where several are installed: the newest that the driver (None:
+    there is none) knows. Kernels of a machine that has others too are then found on one that has not."""
+    return max((major for major in installed if driver is None or major <= driver), default=None)
+
+
+def _driver_major() -> int | None:
+    try:
+        library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+        failed = library.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 1000
 
 
 def _compiler() -> tuple[str, ...]:

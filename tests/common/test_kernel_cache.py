@@ -370,3 +370,13 @@ def test_who_waits_is_told_and_does_not_wait_for_ever(monkeypatch, tmp_path):
     maker.join()
     with cache.making("a") as waited:
         assert not waited
+
+
+def test_the_compiler_is_of_one_toolkit_in_use():
+    """A machine with both toolkits and one with the newer alone find each other's kernels."""
+    assert kernel_cache.toolkit_of((12, 13), 13) == kernel_cache.toolkit_of((13,), 13) == 13
+    assert kernel_cache.toolkit_of((12, 13), None) == 13
+    assert kernel_cache.toolkit_of((12, 13), 12) == 12
+    assert kernel_cache.toolkit_of((13,), 12) is kernel_cache.toolkit_of((), None) is None
+    used = [name for name in kernel_cache._versions() if "-libs-cu" in name]
+    assert len(used) == 1 and "absent" not in used[0]
