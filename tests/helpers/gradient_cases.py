@@ -12,7 +12,9 @@ from warpspec.fmha import attention, attention_varlen
 NAMES = ("q", "k", "v", "sink", "bias")
 # Worst head's ||got - expected|| / ||expected||. The reference works in fp32 and rounds its results.
 REFERENCE_TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
-KERNEL_TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3}
+# torch's own (SDPA on a CPU) is 3.1e-3 to 3.6e-3 off in dK and dV, bf16, at the sizes of these cases.
+KERNEL_TOLERANCE = {torch.bfloat16: 4.2e-3, torch.float16: 6e-4}
+SINK_FACTOR = 4  # of dsink: a sum over rows of numbers of both signs
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ class Case:
                     if wanted.norm() > 0
                     else a.abs().max().item()
                 )
-                assert error <= tolerance, f"{self.id}: d{name} of head {h} is off by {error:.2e}"
+                limit = SINK_FACTOR * tolerance if name == "sink" else tolerance
+                assert error <= limit, f"{self.id}: d{name} of head {h} is off by {error:.2e}"
             if name == "q":  # rows that see no key
                 zero = (lse[..., : got.shape[-3]] == -torch.inf).transpose(-1, -2)
             else:  # keys that no row sees; a key that is a row's only one has a dK of zero but for rounding
