@@ -7,7 +7,8 @@
 
 Each instruction of a kernel's PTX that orders memory (fences, waits, commits, arrivals, barriers) is deleted or
 weakened, one at a time, and the kernel runs in the simulator with check="order". Prints the score by class and every
-mutant that was not found. Instructions that the case does not execute are left out.
+mutant that was not found. Instructions that the case does not execute are left out; idle ones, which do nothing in
+its runs that an earlier one has not done, are counted apart: without them the kernel is as right as with them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,30 +30,57 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, ops
 from warpspec.fmha import launch as attention_launch
 
+HELPERS = Path(__file__).resolve().parent.parent / "tests"
 
-def _attention(arch: str, **shape) -> Callable[[], None]:
+
+def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
+    """sms: SMs that it is planned for; few of them, and a CTA has several tiles."""
+
     def run() -> None:
         torch.manual_seed(0)
-        batch, sq, sk, heads, groups, dim = (
-            shape[n] for n in ("batch", "sq", "sk", "heads", "groups", "dim")
-        )
+        batch, sq, sk, heads, dim = (shape[n] for n in ("batch", "sq", "sk", "heads", "dim"))
         q = torch.randn(batch, sq, heads, dim).bfloat16()
-        k, v = (torch.randn(batch, sk, groups, dim).bfloat16() for _ in range(2))
+        k, v = (torch.randn(batch, sk, 1, dim).bfloat16() for _ in range(2))
         k *= torch.linspace(4, 0.1, sk).bfloat16()[:, None, None]  # maxima rise: O is rescaled
         options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
+        if "lengths" in shape:
+            options["kv_lengths"] = torch.tensor(shape["lengths"], dtype=torch.int32)
+        target = SIMULATED[arch] if sms is None else replace(SIMULATED[arch], sm_count=sms)
 
         def prepare(problem, _):
-            return attention_launch.prepare(problem, SIMULATED[arch], 0)
+            return attention_launch.prepare(problem, target, 0)
 
         with mock.patch.object(ops, "prepare", prepare):
-            attention(q, k, v, **options, backend="sim")
+            attention(q, k, None if shape.get("latent") else v, **options, backend="sim")
 
     return run
 
 
+def _gathered() -> None:
+    sys.path.insert(0, str(HELPERS / "helpers"))
+    from gathered_cases import random_case
+
+    from warpspec.fmha.gathered import gathered_attention
+    from warpspec.fmha.gathered import ops as gathered_ops
+
+    case = random_case(4, 8, (130, 70), num_splits=1)
+    target = replace(SIMULATED["sm_90a"], sm_count=1)
+    with mock.patch.object(gathered_ops, "target_of", lambda device: target):
+        gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
+
+
+def _swap() -> None:
+    sys.path.insert(0, str(HELPERS / "helpers"))
+    from swap_cases import make_plan, run, small
+
+    x, state, weights = small(1, cores=130, d_ff=200)
+    plan = make_plan("sm_90a", fused=True, ctas=4)
+    run(x, state, weights, dict(events=2, k_ffn=2, residual=False), plan, SIMULATED["sm_90a"])
+
+
 def _moe(shape: str, **epilogue) -> Callable[[], None]:
     def run() -> None:
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+        sys.path.insert(0, str(HELPERS / "helpers"))
         from gemm_cases import GemmCase, inputs_of, poisoned_out
 
         from warpspec.moe.sm100 import config, grouped_gemm
@@ -68,9 +97,7 @@ def _moe(shape: str, **epilogue) -> Callable[[], None]:
 
 def _softmax(name: str, arch: str) -> Callable[[], None]:
     def run() -> None:
-        sys.path[:0] = [
-            str(Path(__file__).resolve().parent.parent / "tests" / part) for part in ("helpers", "softmax")
-        ]
+        sys.path[:0] = [str(HELPERS / part) for part in ("helpers", "softmax")]
         import test_softmax_sim as cases
 
         x, _, out = cases.case(name, torch.bfloat16, aligned=True)
@@ -81,9 +108,7 @@ def _softmax(name: str, arch: str) -> Callable[[], None]:
 
 def _topk(arch: str, **fields) -> Callable[[], None]:
     def run() -> None:
-        sys.path[:0] = [
-            str(Path(__file__).resolve().parent.parent / "tests" / part) for part in ("helpers", "softmax")
-        ]
+        sys.path[:0] = [str(HELPERS / part) for part in ("helpers", "softmax")]
         import test_topk_sim as cases
 
         torch.manual_seed(0)
@@ -92,18 +117,26 @@ def _topk(arch: str, **fields) -> Callable[[], None]:
     return run
 
 
-LONG = dict(batch=1, sq=128, sk=900, heads=1, groups=1, dim=128, num_splits=1)
+CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, num_splits=1)
+FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
+DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
 KERNELS: dict[str, Callable[[], None]] = {
-    "fmha-sm100": _attention("sm_100a", **LONG, causal=True),
-    "fmha-sm100-d64": _attention("sm_100a", **LONG | dict(dim=64)),
-    "fmha-sm100-d256": _attention("sm_100a", **LONG | dict(dim=256)),
-    "fmha-sm100-d512": _attention("sm_100a", **LONG | dict(dim=512)),
-    "fmha-sm100-decode": _attention("sm_100a", **LONG | dict(sq=1, sk=1500, heads=8, num_splits=2)),
-    "fmha-sm90": _attention("sm_90a", **LONG, causal=True),
-    "fmha-sm90-d64": _attention("sm_90a", **LONG | dict(dim=64)),
-    "fmha-sm90-d256": _attention("sm_90a", **LONG | dict(dim=256)),
-    "fmha-sm90-d512": _attention("sm_90a", **LONG | dict(dim=512)),
-    "fmha-sm90-decode": _attention("sm_90a", **LONG | dict(sq=1, sk=1500, heads=8, num_splits=2)),
+    "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
+    "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
+    "fmha-sm100-d256": _attention("sm_100a", **CAUSAL, dim=256),
+    "fmha-sm100-d512": _attention("sm_100a", **FULL, dim=512),
+    "fmha-sm100-latent": _attention("sm_100a", **CAUSAL, dim=512, latent=True),
+    "fmha-sm100-decode": _attention("sm_100a", **DECODE, dim=128),
+    "fmha-sm90": _attention("sm_90a", 1, **CAUSAL, window=(250, 0), dim=128),
+    "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
+    "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
+    "fmha-sm90-d512": _attention("sm_90a", 1, **FULL, dim=512),
+    "fmha-sm90-latent": _attention(
+        "sm_90a", 1, **CAUSAL | dict(sq=70, sk=300, lengths=(300, 170)), dim=512, latent=True
+    ),
+    "fmha-sm90-decode": _attention("sm_90a", 1, **DECODE, dim=128),
+    "gathered": _gathered,
+    "swap": _swap,
     "moe-single": _moe("single", epilogue="linear"),
     "moe-single-nvfp4": _moe("single", epilogue="swiglu", limit=3.0, out="nvfp4"),
     "moe-pair": _moe("pair", epilogue="swiglu"),
@@ -127,13 +160,14 @@ def score(name: str, seeds: int) -> list[mutants.Verdict]:
 
 
 def table(results: dict[str, list[mutants.Verdict]]) -> dict[str, dict[str, list[int]]]:
-    """Class -> kernel -> [found, all]."""
+    """Class -> kernel -> [found, all but the idle, idle]."""
     counts: dict[str, dict[str, list[int]]] = {}
     for name, verdicts in results.items():
         for verdict in verdicts:
-            cell = counts.setdefault(verdict.mutant.group, {}).setdefault(name, [0, 0])
+            cell = counts.setdefault(verdict.mutant.group, {}).setdefault(name, [0, 0, 0])
             cell[0] += verdict.found
-            cell[1] += 1
+            cell[1] += verdict.outcome != "idle"
+            cell[2] += verdict.outcome == "idle"
     return counts
 
 
@@ -156,17 +190,21 @@ def main() -> None:
         kinds = Counter(verdict.outcome for verdict in results[name])
         found = sum(verdict.found for verdict in results[name])
         shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        idle = kinds["idle"]
         print(
-            f"{name}: {found} of {len(results[name])} found in {time.monotonic() - start:.0f} s ({shown})",
+            f"{name}: {found} of {len(results[name]) - idle} found in {time.monotonic() - start:.0f} s ({shown})",
             flush=True,
         )
         for verdict in results[name]:
-            if not verdict.found:
+            if verdict.outcome in ("wrong", "unnoticed"):
                 print(f"    {verdict.outcome}: {verdict.mutant.group}, {verdict.text}")
+            elif verdict.outcome == "explained":
+                print(f"    {verdict.mutant.group}, {verdict.text}: {verdict.reason}")
     counts = table(results)
-    print("\nclass                 found of all")
+    print("\nclass                 found of all, idle")
     for group, cells in counts.items():
-        print(f"{group:22}{sum(c[0] for c in cells.values())} of {sum(c[1] for c in cells.values())}")
+        found, every, idle = (sum(cell[i] for cell in cells.values()) for i in range(3))
+        print(f"{group:22}{found} of {every}, {idle}")
     if arguments.write:
         arguments.write.write_text(json.dumps(counts, indent=1) + "\n")
 

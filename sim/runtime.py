@@ -190,10 +190,11 @@ def execute(
         errors = [finding for finding in stats.findings.values() if not finding.tolerated]
         if errors:
             raise OrderError(errors, program.name)
-        for finding in static.values():
-            stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
-        for finding in stats.findings.values():
-            stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}")
+        for finding in (stats.findings | static).values():
+            if finding.tolerated and check == "order":
+                stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}")
+            elif not finding.tolerated:
+                stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
     finally:
         gmem.free(buffer.address)
         for table in tables:

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from unittest import mock
 
 import numpy as np
@@ -76,6 +77,14 @@ DELETED = (
     ("cluster barrier", r"barrier\.cluster"),
     ("thread barrier", r"(bar|barrier)\.(cta\.)?(sync|arrive|red)"),
 )
+# Survivors that change nothing, by what is known of the instruction: (pattern of a verdict's text, the reason).
+EXPLAINED = (
+    (
+        r"bar\.sync.*fmha/sm90/consumer\.py:184",
+        "turns at the tensor core are for speed: they order no memory",
+    ),
+)
+TELLING = ("proxy fence", "mbarrier init fence", "memory fence", "tcgen05.fence", "warp barrier")
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}
 
 
@@ -137,6 +146,32 @@ def _weakenings(ins: Instr) -> Iterator[Mutant]:
         yield Mutant("scope", ins.index, f".{scope} becomes .cta", instead(**{scope: "cta"}), ins.operands)
 
 
+ACTS = (
+    "generic",
+    "issue",
+    "arrive",
+    "join_barrier",
+    "tensor_transfer",
+)  # of a warp, of the checker's methods
+ALIKE = 3  # of one change to one instruction of the source, which unrolling may have put in many places
+
+
+def sample(
+    instrs: list[Instr], text: str, executed: set[int] | None = None, most: int = ALIKE
+) -> list[Mutant]:
+    """Mutants of a kernel, or of some of its instructions, at most so many alike. text: its PTX."""
+    alike: dict[tuple, list[Mutant]] = {}
+    lines = text.split("\n")
+    for mutant in mutants(instrs):
+        if executed is not None and mutant.index not in executed:
+            continue
+        ins = instrs[mutant.index]
+        kind = (mutant.group, mutant.change, ins.opcode, ins.source, context(lines, ins.line))
+        alike.setdefault(kind, []).append(mutant)
+    chosen = [mutant for found in alike.values() for mutant in found[:: -(-len(found) // most)]]
+    return sorted(chosen, key=lambda mutant: mutant.index)
+
+
 def apply(program: Program, mutant: Mutant) -> Program:
     """The program with one instruction changed; its translation is shared."""
     changed = copy.copy(program)
@@ -157,16 +192,21 @@ def apply(program: Program, mutant: Mutant) -> Program:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. outcome: "order" (the order checker found it), the name of another diagnosis, "wrong"
-    (a wrong result without a word) or "unnoticed"."""
+    """What became of a mutant.
+
+    outcome: "order" (the order checker found it), the name of another diagnosis, "wrong" (a wrong result without a
+    word) or "unnoticed"; "explained": unnoticed, for a known reason; "idle": in the kernel's runs the instruction does
+    nothing that an earlier one has not done (and wgmma.fence on no path): without it the kernel is as right as before.
+    """
 
     mutant: Mutant
     text: str
     outcome: str
+    reason: str = ""
 
     @property
     def found(self) -> bool:
-        return self.outcome not in ("wrong", "unnoticed")
+        return self.outcome not in ("wrong", "unnoticed", "explained", "idle")
 
 
 class Launch:
@@ -205,18 +245,51 @@ def recorded(visit: Callable[[Launch], None]):
 
 
 def verdicts(
-    launch: Launch, seeds: int = 1, only: Callable[[Mutant], bool] = lambda _: True
+    launch: Launch, seeds: int = 1, only: Callable[[Mutant], bool] = lambda _: True, most: int = ALIKE
 ) -> list[Verdict]:
-    """Run every mutant of a launch under a few seeds. The kernel itself must be clean under all of them."""
+    """Run mutants of a launch (at most so many alike) under a few seeds. The kernel itself must be clean under all of
+    them."""
     right = [launch.run(launch.program, seed) for seed in range(seeds)]
     instrs = launch.program.kernel.instrs
-    decisive = _decisive(launch)
+    executed, useful = _decisive(launch, seeds)
+    lines = launch.text.split("\n")
     found = []
-    for mutant in mutants(instrs):
-        if not only(mutant) or mutant.index not in decisive:
+    for mutant in sample(instrs, launch.text, executed, most):
+        ins = instrs[mutant.index]
+        if not only(mutant):
             continue
-        found.append(Verdict(mutant, mutant.describe(instrs[mutant.index]), _outcome(launch, mutant, right)))
+        outcome = "idle"
+        if mutant.index in useful or group_of(ins) not in TELLING:
+            outcome = _outcome(launch, mutant, right)
+            if outcome == "unnoticed" and mutant.index not in useful:
+                outcome = "idle"
+        before, after = context(lines, ins.line)
+        text = f"{mutant.describe(ins)} (behind {before}, before {after})"
+        reason = next((reason for pattern, reason in EXPLAINED if re.search(pattern, text)), "")
+        if outcome == "unnoticed" and reason:
+            outcome = "explained"
+        found.append(Verdict(mutant, text, outcome, reason))
     return found
+
+
+@cache
+def _files(text: str) -> dict[str, str]:
+    """Number -> folder and file name, of a PTX text's .file lines (which stand at its end)."""
+    return dict(re.findall(r'^\s*\.file\s+(\d+)\s+"[^"]*?([^"/]+/[^"/]+)"', text, flags=re.M))
+
+
+def context(lines: list[str], line: int) -> tuple[str, str]:
+    """The nearest source lines before and behind a line of PTX, but those of helpers that every role calls."""
+    files = _files("\n".join(lines[-200:]))
+
+    def nearest(numbers: range) -> str:
+        for number in numbers:
+            loc = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", lines[number])
+            if loc and not files.get(loc[1], "").endswith(("common/pipeline.py", "device/host.py")):
+                return f"{files.get(loc[1])}:{loc[2]}"
+        return "nothing"
+
+    return nearest(range(line - 1, -1, -1)), nearest(range(line, len(lines)))
 
 
 def _outcome(launch: Launch, mutant: Mutant, right: list[list[np.ndarray]]) -> str:
@@ -224,6 +297,8 @@ def _outcome(launch: Launch, mutant: Mutant, right: list[list[np.ndarray]]) -> s
     program = apply(launch.program, mutant)
     if of_text(program):
         return "order"
+    if mutant.group == "wgmma.fence":
+        return "idle"
     outcome = "unnoticed"
     for seed, expected in enumerate(right):
         try:
@@ -268,14 +343,19 @@ def _time_limit(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def _decisive(launch: Launch) -> set[int]:
-    """The instructions that are executed; of waits on mbarriers, those that ever wait for a phase.
+def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
+    """(the instructions that are executed, those that matter).
 
-    The first wait of a producer passes on a fresh barrier: where a wait does nothing else, it is no mutant.
+    Executed: without waits on mbarriers that never wait for a phase (a producer's first passes on a fresh barrier).
+    What matters: fences, warp barriers and waits that ever tell a thread what it did not know; of waits, those that the
+    warp does something behind (a load warp's last ones keep its CTA alive, and the checker sees what comes too late).
     """
     totals = np.zeros(len(launch.program.blocks) + 1, np.uint64)
     waits: set[int] = set()
+    useful: set[int] = set()
+    pending: dict[object, set[int]] = {}  # warp -> waits that it has done nothing behind
     original, waited = runtime.count_instructions, OrderChecker.waited
+    fence, tensor_fence, meet = OrderChecker.fence, OrderChecker.tensor_fence, OrderChecker.warp_barrier
 
     def count(program, stats):
         for counts in stats.block_counts.values():
@@ -283,16 +363,52 @@ def _decisive(launch: Launch) -> set[int]:
         return original(program, stats)
 
     def note(self, w, ins, barrier, complete):
+        before, foreign = w.order.rows.copy(), w.order.foreign
+        waited(self, w, ins, barrier, complete)
         if barrier.order.done is not None and complete:
             waits.add(ins.index)
-        waited(self, w, ins, barrier, complete)
+            if _differs(w.order, before, foreign):
+                pending.setdefault(w, set()).add(ins.index)
+
+    def uses(method):
+        def call(self, w, *arguments, **options):
+            useful.update(pending.pop(w, ()))
+            return method(self, w, *arguments, **options)
+
+        return call
+
+    def observed(method):
+        def call(self, w, ins, *arguments):
+            before, foreign = w.order.rows.copy(), w.order.foreign
+            method(self, w, ins, *arguments)
+            if _differs(w.order, before, foreign):
+                useful.add(ins.index)
+
+        return call
+
+    def met(self, w, ins):
+        if w.order.loose:
+            useful.add(ins.index)
+        meet(self, w, ins)
 
     with (
         mock.patch.object(runtime, "count_instructions", count),
         mock.patch.object(OrderChecker, "waited", note),
+        mock.patch.object(OrderChecker, "fence", observed(fence)),
+        mock.patch.object(OrderChecker, "tensor_fence", observed(tensor_fence)),
+        mock.patch.object(OrderChecker, "warp_barrier", met),
+        mock.patch.multiple(OrderChecker, **{name: uses(getattr(OrderChecker, name)) for name in ACTS}),
         mock.patch.dict(os.environ, {"WARPSPEC_SIM_PROCESSES": "1"}),
     ):
-        launch.run(launch.program, 0)
-    blocks, instrs = launch.program.blocks, launch.program.kernel.instrs
-    executed = {block.start for block in blocks if totals[block.index] and launch.program.system[block.index]}
-    return {i for i in executed if group_of(instrs[i]) != "mbarrier wait" or i in waits}
+        for seed in range(seeds):
+            launch.run(launch.program, seed)
+    program = launch.program
+    executed = {b.start for b in program.blocks if totals[b.index] and program.system[b.index]}
+    groups = {i: group_of(program.kernel.instrs[i]) for i in executed}
+    executed = {i for i in executed if groups[i] != "mbarrier wait" or i in waits}
+    return executed, {i for i in executed if groups[i] not in (*TELLING, "mbarrier wait") or i in useful}
+
+
+def _differs(clock, rows: np.ndarray, foreign: dict) -> bool:
+    """Whether a clock says more than these rows and other clusters' clocks."""
+    return clock.rows.shape != rows.shape or bool((clock.rows != rows).any()) or clock.foreign is not foreign

@@ -27,7 +27,6 @@ from warpspec.common import kernel_cache, launch
 START_SECONDS = 30  # of a fresh process with a new case, ptxas included
 SECONDS = 8  # of a mutant's runs
 RUNS = 40
-ALIKE = 3  # mutants of one instruction in the source, which unrolling may have put in many places
 AT_ONCE = 16  # processes
 PTXAS = "/usr/local/cuda/bin/ptxas"
 BEGINS = "begins"  # what a process says when a mutant is assembled
@@ -64,19 +63,16 @@ def plan(folder: Path, cases: dict[str, Case]) -> None:
 
 def changes(text: str) -> tuple[str, list[dict]]:
     """A kernel's PTX without line information, and its mutants."""
-    from shared.mutants import mutants
+    from shared.mutants import sample
     from warpspec.sim import ptx
 
     (kernel,) = ptx.parse(text).kernels.values()
     lines = text.split("\n")
-    alike: dict[tuple, list[dict]] = {}
-    for mutant in mutants(kernel.instrs):
+    rows = []
+    for mutant in sample(kernel.instrs, text):
         ins = kernel.instrs[mutant.index]
         after = _changed(lines[ins.line - 1], ins, mutant)
-        kind = (mutant.group, mutant.change, ins.opcode, ins.source)
-        row = dict(group=mutant.group, change=mutant.describe(ins), line=ins.line, after=after)
-        alike.setdefault(kind, []).append(row)
-    rows = [row for found in alike.values() for row in found[:: -(-len(found) // ALIKE)]]
+        rows.append(dict(group=mutant.group, change=mutant.describe(ins), line=ins.line, after=after))
     kept = ["" if re.match(r"\s*\.(loc|file)\b", line) else line for line in lines]  # as many lines
     text = "\n".join(kept)
     return re.sub(r"^\s*\.section[^{]*\{[^}]*\}", lambda m: "\n" * m[0].count("\n"), text, flags=re.M), rows

@@ -29,7 +29,7 @@ def fence(e: Emitter, ins: Instr) -> None:
 
 def note_tensor_fence(order, w, ins: Instr, mask: int) -> None:
     """Tell the order checker of a tcgen05.fence."""
-    order.tensor_fence(w, before=ins.parts[1].endswith("before_thread_sync"))
+    order.tensor_fence(w, ins, ins.parts[1].endswith("before_thread_sync"))
 
 
 @translator(

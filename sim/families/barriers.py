@@ -160,7 +160,7 @@ def _reduce(m: Machine, w: Warp, ins: Instr, operands: list, mask: int) -> Wait 
 def warp_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """bar.warp.sync: the machine has gathered the lanes of the membermask."""
     if m.order is not None:
-        m.order.lanes_meet(w)
+        m.order.warp_barrier(w, ins)
 
 
 # ---- cluster barrier ----------------------------------------------------------------------------------------------

@@ -193,6 +193,10 @@ class OrderChecker:
         self._tags += 1
         w.order.meet(self._tags)
 
+    def warp_barrier(self, w, ins: Instr) -> None:
+        """bar.warp.sync."""
+        self.lanes_meet(w)
+
     def issue(self, w, ins: Instr, queue: str | None = None, mask: int = FULL_MASK) -> Operation:
         """An asynchronous operation that lanes of a warp issue now."""
         return Operation(
@@ -587,7 +591,7 @@ class OrderChecker:
                 agent.fence(BASE, FENCED, mask)
                 agent.fence_scope = next((part for part in parts if part in SCOPES), "gpu")
 
-    def tensor_fence(self, w, before: bool) -> None:
+    def tensor_fence(self, w, ins: Instr, before: bool) -> None:
         """tcgen05.fence::before_thread_sync and ::after_thread_sync."""
         w.order.fence(*((TENSOR_OWN, TENSOR) if before else (TENSOR, TENSOR_OWN)))
 

@@ -259,7 +259,10 @@ def run(body: str, seed: int = 0, **options):
     )
 
 
-TOLERATED = ("tcgen05.wait::ld before tensor memory is freed",)  # by hardware: a warning
+TOLERATED = (  # by hardware: a warning
+    "tcgen05.wait::ld before tensor memory is freed",
+    "tcgen05.wait::ld before a use behind a move",
+)
 
 
 @pytest.mark.parametrize("name", CASES)
