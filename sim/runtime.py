@@ -192,7 +192,9 @@ def execute(
             raise OrderError(errors, program.name)
         for finding in (stats.findings | static).values():
             if finding.tolerated and check == "order":
-                stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}")
+                stats.warn(
+                    f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}"
+                )
             elif not finding.tolerated:
                 stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
     finally:

@@ -243,6 +243,8 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for lane in lanes(mask):
         dst, map_address, mbar = (w.address_scalar(operand, 1 << lane) for operand in ins.operands[:3])
         coords = _coordinates(w, ins.operands[1], lane)
+        if m.order is not None:
+            m.order.map_used(w, ins, map_address, 1 << lane)
         map_read = MapRead(partial(_tensor_map, address=map_address), open_group(w, lane))
         offset = dst & OFFSET_MASK
 
@@ -339,6 +341,8 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
         order = (
             None if m.order is None else StoreOrder.issue(m, w, ins, groups[0], operation is not None, lane)
         )
+        if m.order is not None:
+            m.order.map_used(w, ins, int(maps[lane]), 1 << lane)
 
         def read(m: Machine, map_address=int(maps[lane]), cta=cta, offset=offset, order=order):
             tensor_map = _tensor_map(m, map_address)
@@ -481,14 +485,22 @@ def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         m.stats.tma_bytes_prefetched += nbytes
 
 
+def _map_place(w: Warp, ins: Instr, address: int) -> int | tuple[Cta, int]:
+    """Where tensormap.replace finds its map: an address in global memory, or (CTA, offset) in shared memory."""
+    generic = not ins.has("global") and not ins.has("shared::cta") and not ins.has("shared")
+    if ins.has("global") or (generic and address < SHARED_WINDOW):
+        return address
+    return located(w, address, True)
+
+
 def _tensor_map_bytes(m: Machine, w: Warp, ins: Instr, address: int) -> np.ndarray:
     """The 128 bytes of a tensor map in shared, global or generic address space, writable."""
     if address % TENSOR_MAP_ALIGN:
         raise BadDescriptor(f"tensor map address {address:#x} is not a multiple of {TENSOR_MAP_ALIGN}")
-    generic = not ins.has("global") and not ins.has("shared::cta") and not ins.has("shared")
-    if ins.has("global") or (generic and address < SHARED_WINDOW):
-        return m.gmem.view(address, tma.DESCRIPTOR_BYTES, write=True)
-    return shared_view(*located(w, address, True), tma.DESCRIPTOR_BYTES)
+    place = _map_place(w, ins, address)
+    if isinstance(place, tuple):
+        return shared_view(*place, tma.DESCRIPTOR_BYTES)
+    return m.gmem.view(place, tma.DESCRIPTOR_BYTES, write=True)
 
 
 @handler("tensormap.replace", family=Family.TMA, destinations=0)
@@ -502,6 +514,8 @@ def tensormap_replace(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     values = w.u64(ins.operands[-1]) if ins.has("b64") else w.u32(ins.operands[-1])
     for lane in lanes(mask):
         raw = _tensor_map_bytes(m, w, ins, int(addresses[lane]))
+        if m.order is not None:
+            m.order.map_written(w, ins, _map_place(w, ins, int(addresses[lane])), 1 << lane)
         tma.replace_field(raw, field, 0 if ordinals is None else int(ordinals[lane]), int(values[lane]))
 
 
@@ -512,5 +526,7 @@ def tensormap_cp_fenceproxy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     lane = lanes(mask)[0]
     if w.scalar(size, mask) != tma.DESCRIPTOR_BYTES:
         raise BadDescriptor(f"tensormap.cp_fenceproxy of {w.scalar(size, mask)} bytes")
-    source = shared_view(*located(w, int(w.address(src)[lane]), True), tma.DESCRIPTOR_BYTES)
-    m.gmem.view(int(w.address(dst)[lane]), tma.DESCRIPTOR_BYTES, write=True)[:] = source
+    place, target = located(w, int(w.address(src)[lane]), True), int(w.address(dst)[lane])
+    m.gmem.view(target, tma.DESCRIPTOR_BYTES, write=True)[:] = shared_view(*place, tma.DESCRIPTOR_BYTES)
+    if m.order is not None:
+        m.order.map_copied(w, ins, place, target)

@@ -1,7 +1,9 @@
 """Memory order: a happens-before checker over proxies, barriers, fences and asynchronous operations.
 
 `checker.OrderChecker` is told by the instruction handlers what is accessed and what synchronises; `sim.run(...,
-check="order")` makes one a launch. clocks: who knows of what. shadow: who accessed each word last. findings: how two
+check="order")` makes one a launch. Its methods stand by subject: accesses (who may conflict with whom), memory (shared
+and global), synchronisation, tensors (tensor memory and tensor maps), checker (the end of a CTA). state: what is kept;
+clocks: who knows of what; shadow: who accessed each word last; shares: of two shares of a launch; findings: how two
 accesses that nothing orders are shown. wgmma_registers, load_registers: wgmma.fence and tcgen05.wait::ld, which order
 registers, along the paths of a kernel (flow); they need no run.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from warpspec.sim.errors import SimError
 from warpspec.sim.instruction import Instr
 from warpspec.sim.names import placed
-from warpspec.sim.order.clocks import ASYNC_GLOBAL, ASYNC_SHARED, TENSOR, TENSOR_OWN
+from warpspec.sim.order.clocks import ASYNC_GLOBAL, ASYNC_SHARED, MAP, MAP_RELEASED, TENSOR, TENSOR_OWN
 
 MOST_SHOWN = 12  # findings in an error's text; the others are counted
 
@@ -50,6 +50,12 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
         return (
             "no proxy fence between a generic write and an asynchronous access",
             f"fence.proxy.async.{space} behind the write, before the barrier that the asynchronous access waits for",
+        )
+    if missing in (MAP, MAP_RELEASED):
+        return (
+            "no proxy fence between a write of a tensor map and its use",
+            "fence.proxy.tensormap::generic.release (or tensormap.cp_fenceproxy) behind the write, a barrier, and "
+            "fence.proxy.tensormap::generic.acquire of the map's 128 bytes before the instruction that uses it",
         )
     if missing == TENSOR:
         return (

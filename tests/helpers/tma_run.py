@@ -96,6 +96,7 @@ class Run:
         make_map=None,
         each=2048,
         grid=None,
+        check=None,
     ):
         self.gmem = GlobalMemory()
         data = np.random.default_rng(5).integers(0, 256, IN_BYTES, dtype=np.uint8)
@@ -113,6 +114,7 @@ class Run:
             params=params,
             gmem=self.gmem,
             seed=seed,
+            check=check,
         )
         self.input, self.output = self.source.array, self.target.array.reshape(-1, each)
 

@@ -1,16 +1,16 @@
 """Tensor maps that kernels make, change, prefetch through or lack: PTX kernels on the simulated machine."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from tma_run import DUMP, LOAD, SEEDS, WAIT, Run, expected_box, source_map
 
+from warpspec.sim import OrderError
 from warpspec.sim.errors import BadDescriptor
 
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_tensor_map_made_on_the_device(seed):
-    """Copy the map to shared memory, change address, size and stride there, publish it, load through it."""
-    body = """
+ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%rd13], 128;"
+MADE = f"""
         setp.lt.u32 %p3, %r1, 32;
         @!%p3 bra L1;
         shl.b32 %r20, %r1, 2;
@@ -35,19 +35,31 @@ def test_tensor_map_made_on_the_device(seed):
         add.u64 %rd13, %rd3, 4096;
         tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
             [%rd13], [%r7], 128;
-        fence.proxy.tensormap::generic.acquire.gpu [%rd13], 128;
+        {ACQUIRE}
         @!%p1 bra L1;
         mbarrier.arrive.expect_tx.shared.b64 %state, [%r3], 1024;
         mov.u32 %r5, 8;
         cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
-            [%r3+1024], [%rd13, {%r5, 8}], [%r3];
+            [%r3+1024], [%rd13, {{%r5, 8}}], [%r3];
     L1:
-    """
-    run = Run(body + WAIT.format(n=0, parity=0) + DUMP, seed=seed, make_map=source_map, threads=64)
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tensor_map_made_on_the_device(seed):
+    """Copy the map to shared memory, change address, size and stride there, publish it, load through it."""
+    run = Run(MADE + WAIT.format(n=0, parity=0) + DUMP, seed=seed, make_map=source_map, threads=64)
     expected = np.zeros((8, 128), np.uint8)
     for i in range(4):  # rows 8 to 11 of 12
         expected[i] = run.input[256 + (8 + i) * 512 + 16 :][:128]
     assert np.array_equal(run.output[0, :1024], expected.reshape(-1))
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_the_acquire_of_a_tensor_map_is_asked_for(without):
+    body = (MADE.replace(ACQUIRE, "") if without else MADE) + WAIT.format(n=0, parity=0) + DUMP
+    with pytest.raises(OrderError, match="write of a tensor map") if without else nullcontext():
+        Run(body, make_map=source_map, threads=64, check="order")
 
 
 MAP_REUSED = """

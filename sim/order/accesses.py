@@ -1,0 +1,243 @@
+"""Agents and accesses: who may conflict with whom, and what is reported."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from warpspec.sim.codegen.layout import Ctx
+from warpspec.sim.codegen.memory import access_bytes, space_of
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.instruction import Instr
+from warpspec.sim.lanes import FULL_MASK
+from warpspec.sim.memory import (
+    GlobalMemory,
+)
+from warpspec.sim.order import findings
+from warpspec.sim.order.clocks import (
+    ASYNC_GLOBAL,
+    ASYNC_SHARED,
+    BASE,
+    MAP,
+    MAP_RELEASED,
+    PUBLISHED,
+    TENSOR,
+    TENSOR_OWN,
+    Agent,
+    Clock,
+    Domain,
+    Snapshot,
+)
+from warpspec.sim.order.findings import Access, Finding
+from warpspec.sim.order.places import SHARED, TENSOR_MAPS, TENSOR_MEMORY
+from warpspec.sim.order.shadow import Ledger, Shadow
+from warpspec.sim.order.state import CtaOrder, GlobalShadow, Operation, Queue
+from warpspec.sim.tcgen05.memory import COLUMNS, LANES
+
+
+class Accesses:
+    """Agents, their accesses, and findings. first_only: stop at the first finding."""
+
+    first_only = False
+
+    def __init__(self, program: Program, gmem: GlobalMemory):
+        self.program, self.gmem = program, gmem
+        self.ledger = Ledger(self.known)
+        self.found: dict[tuple, Finding] = {}
+        self.units = {False: 4, True: 4}  # bytes, of shared memory and (True) of global memory
+        for ins in program.kernel.instrs:
+            nbytes = access_bytes(ins)
+            if nbytes and nbytes < 4:
+                for is_global in (True, False):
+                    if space_of(ins) in ("generic", "global" if is_global else "shared", "cluster"):
+                        self.units[is_global] = min(self.units[is_global], nbytes)
+        self.log = program.new_log()
+        self._globals: dict[int, GlobalShadow] = {}
+        self._synchronised: dict[object, dict] = {}  # place -> CTA -> (scope, rows by domain)
+        self.suspected: list[dict] = []
+        self._holding = False
+        self._tags = 0
+        self._forms: dict[int, tuple] = {}
+        self._watched: tuple | None = None
+        gmem.watch = None
+
+    # ---- agents -----------------------------------------------------------------------------------------------
+
+    def admit(self, cluster) -> None:
+        """A cluster becomes resident."""
+        domain = Domain(cluster.number)
+        for cta in cluster.ctas:
+            cta.order = CtaOrder(domain, -(-len(cta.smem) // self.units[False]))
+            for w in cta.warps:
+                w.order = Agent(domain)
+                self.lanes_meet(w)
+                w.ctx[Ctx.LOG] = self.log.ctypes.data
+                w.ctx[Ctx.LOG_LIMIT] = self.program.log_limit
+
+    @staticmethod
+    def queue(w, name: str) -> Queue:
+        """A warp's queue of operations of some kind."""
+        key = ("order", name)
+        if key not in w.state:
+            w.state[key] = Queue(w.order.domain)
+        return w.state[key]
+
+    def lanes_meet(self, w) -> None:
+        """The lanes of a warp have met at a barrier."""
+        self._tags += 1
+        w.order.meet(self._tags)
+
+    def warp_barrier(self, w, ins: Instr) -> None:
+        """bar.warp.sync."""
+        self.lanes_meet(w)
+
+    def issue(self, w, ins: Instr, queue: str | None = None, mask: int = FULL_MASK) -> Operation:
+        """An asynchronous operation that lanes of a warp issue now."""
+        return Operation(
+            f"warp {w.index}",
+            w.cta,
+            w.order.domain,
+            ins,
+            w.order.freeze(mask),
+            None if queue is None else self.queue(w, queue),
+        )
+
+    def after(self, w, ins: Instr, queue: str, mask: int = FULL_MASK) -> Operation:
+        """An operation that takes place once those of a queue so far are done."""
+        op = self.issue(w, ins, mask=mask)
+        op.queue = self.queue(w, queue)
+        op.queue_count = op.queue.count
+        return op
+
+    def copied(self, op: Operation, cta, source: np.ndarray, target: np.ndarray, wanted, size: int) -> None:
+        """cp.async takes effect: `wanted` bytes a lane from `source` to `size` bytes at offsets of shared memory."""
+        for nbytes in dict.fromkeys(wanted.tolist()):
+            if nbytes:
+                self.global_rows(source[wanted == nbytes], nbytes, self.of(op, False, generic=True), op.clock)
+        self.shared_lanes(cta, target, size, self.of(op, True, generic=True), op.clock)
+
+    @staticmethod
+    def done_by(op: Operation) -> tuple[np.ndarray, dict]:
+        """What the completion of a queue's operation publishes."""
+        rows = op.clock.rows[:PUBLISHED].copy()
+        if op.queue is not None:
+            component = op.queue.component
+            if component >= rows.shape[1]:
+                rows = np.pad(rows, ((0, 0), (0, component + 1 - rows.shape[1])))
+            rows[BASE, component] = max(rows[BASE, component], op.queue_count)
+            if op.tensor:
+                own = op.clock.rows[TENSOR_OWN]
+                np.maximum(rows[TENSOR, : own.size], own, out=rows[TENSOR, : own.size])
+                rows[TENSOR, component] = max(rows[TENSOR, component], op.queue_count)
+        return rows, op.clock.foreign
+
+    # ---- accesses ---------------------------------------------------------------------------------------------
+
+    def known(self, access: Access, clock: Clock | Snapshot, row: int = BASE) -> bool:
+        """Whether a clock's row has an access."""
+        rows = clock.rows
+        if access.domain is not clock.domain:
+            rows = clock.foreign.get(access.domain.number)
+            if rows is None or row >= len(rows):
+                return False
+        component = access.component
+        return component < rows.shape[1] and rows[row, component] >= access.count
+
+    def touch(
+        self, shadow: Shadow, where, access: Access, clocks: tuple, memory: str, place, cta=None
+    ) -> None:
+        """Check an access against earlier ones and note it. clocks: of all who make it; place: says where, if asked."""
+        if cta is not None and cta.live_warps == 0:
+            self.too_late(access, place())
+        for first in self.ledger.touch(shadow, where, access, clocks[0]):
+            for clock in clocks:
+                self.compare(first, access, clock, memory, place)
+
+    def compare(self, first: Access, second: Access, clock, memory: str, place) -> None:
+        """Report two accesses to one place unless the first is ordered before the second."""
+        if first.component == second.component and first.domain is second.domain and first.queued:
+            return
+        if memory is TENSOR_MEMORY:
+            row = TENSOR_OWN
+        elif memory is TENSOR_MAPS:
+            row = MAP if first.domain is second.domain else MAP_RELEASED
+        elif first.generic and not second.generic:
+            row = ASYNC_SHARED if memory is SHARED else ASYNC_GLOBAL
+        else:
+            row = BASE
+        if self.known(first, clock, row) or (first.strong and second.strong):
+            return
+        missing = row if row != BASE and self.known(first, clock) else BASE
+        if missing == TENSOR_OWN and self.known(first, clock, TENSOR):
+            missing = TENSOR
+        kind, remedy = findings.diagnose(first, second, missing, memory)
+        self.report(
+            kind,
+            f"{memory}, {place() if callable(place) else place}",
+            first.describe(),
+            second.describe(),
+            remedy,
+            (first.ins.line, second.ins.line),
+            findings.is_tolerated(first, missing),
+        )
+
+    def report(self, kind, place, first, second, remedy, lines, tolerated: bool = False) -> None:
+        """Add a finding, once for each pair of instructions."""
+        self.found.setdefault((kind, lines), Finding(kind, place, first, second, remedy, lines, tolerated))
+        if self.first_only and not self._holding:
+            raise findings.OrderError(list(self.found.values()), self.program.kernel.name)
+
+    def generic(
+        self, w, ins: Instr, write: bool, strong: bool = False, mask: int = FULL_MASK, together: bool = False
+    ) -> Access:
+        """An access of lanes of a warp by the generic proxy, at this moment. together: the warp makes it as one."""
+        agent = w.order
+        part = agent.part(0 if together else mask)
+        count = agent.count(part)
+        key = (ins.index, write, part.mask)
+        access = agent.accesses.get(key)
+        if access is None:
+            access = agent.accesses[key] = Access(
+                agent.domain, part.component, count, ins=ins, agent=f"warp {w.index}", cta=w.cta.coords,
+                write=write, generic=True, strong=strong, queued=True,
+            )  # fmt: skip
+        return access
+
+    def of(self, op: Operation, write: bool, *, component: int | None = None, count: int = 0, generic=False,
+           queued: bool = False, strong: bool = False) -> Access:  # fmt: skip
+        """An access of an asynchronous operation; its completion is known by a component of its own or its queue."""
+        if component is None:
+            component, count = op.queue.component, op.queue_count
+        return Access(
+            op.domain, component, count, ins=op.ins, agent=op.agent, cta=op.cta.coords, write=write,
+            generic=generic, queued=queued, strong=strong,
+        )  # fmt: skip
+
+    @contextmanager
+    def held_back(self):
+        """Collects findings meanwhile instead of reporting them."""
+        (found, self.found), self._holding = (self.found, {}), True
+        try:
+            yield self.found
+        finally:
+            self.found, self._holding = found, False
+
+    def suspect(self, cta, where, found: dict) -> None:
+        """Tensor memory holds what nothing orders: the findings are reported if something reads it there."""
+        if cta.order.suspects is None:
+            cta.order.suspects = np.zeros((LANES, COLUMNS), np.int32)
+        self.suspected.append(dict(found))
+        cta.order.suspects[where] = len(self.suspected)
+
+    def too_late(self, access: Access, place: str) -> None:
+        """Shared memory is accessed although its CTA may have exited."""
+        self.report(
+            "shared memory of a CTA that may have exited", place, access.describe(), "",
+            _wait(access), (access.ins.line,),
+        )  # fmt: skip
+
+
+def _wait(access: Access) -> str:
+    remedy = findings.wait_for(access)
+    return f"{remedy}, before the CTA exits (another CTA's access: a cluster barrier behind it)"

@@ -1,0 +1,281 @@
+"""Accesses to shared and to global memory, by instructions, native code and asynchronous operations."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from warpspec.sim.codegen.layout import Ctx
+from warpspec.sim.codegen.memory import access_bytes, space_of
+from warpspec.sim.instruction import Instr
+from warpspec.sim.lanes import FULL_MASK, lanes
+from warpspec.sim.memory import (
+    CTA_RANK_SHIFT,
+    WINDOW_SHIFT,
+)
+from warpspec.sim.order.accesses import Accesses
+from warpspec.sim.order.clocks import (
+    Clock,
+    Snapshot,
+)
+from warpspec.sim.order.findings import Access
+from warpspec.sim.order.places import (
+    GLOBAL,
+    SHARED,
+    global_place,
+    lane_numbers,
+    part,
+    runs,
+    shared_place,
+    span,
+)
+from warpspec.sim.order.shadow import Shadow
+from warpspec.sim.order.shares import Touched, touched
+from warpspec.sim.order.state import GlobalShadow
+from warpspec.sim.registry import row_of
+
+OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
+SEVERAL, EACH = 64, 255  # instead of a lane: several have read; every lane has written the same place
+
+
+class MemoryAccesses(Accesses):
+    """Shared and global memory."""
+
+    # ---- shared memory ----------------------------------------------------------------------------------------
+
+    def shared_range(self, cta, offset: int, nbytes: int, access: Access, *clocks) -> None:
+        """An access to consecutive bytes of a CTA's shared memory."""
+        unit = self.units[False]
+        where = slice(offset // unit, -(-(offset + nbytes) // unit))
+        self.touch(
+            cta.order.shared, where, access, clocks, SHARED, lambda: shared_place(cta, offset, nbytes), cta
+        )
+
+    def shared_chunks(self, cta, chunks: np.ndarray, chunk: int, access: Access, *clocks) -> None:
+        """An access to chunks of shared memory, by their numbers; chunk: bytes of each."""
+        unit = self.units[False]
+        low, high, dense = span(chunks)
+        if dense:
+            where: object = slice(low * chunk // unit, (high + 1) * chunk // unit)
+        else:
+            per = chunk // unit
+            where = (chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
+        self.touch(
+            cta.order.shared, where, access, clocks, SHARED,
+            lambda: shared_place(cta, low * chunk, (high + 1 - low) * chunk), cta,
+        )  # fmt: skip
+
+    def shared_rows(
+        self, w, ins: Instr, cta, offsets: np.ndarray, nbytes: int, write: bool, strong=False
+    ) -> None:
+        """Lanes access `nbytes` each at these offsets by the generic proxy."""
+        access = self.generic(w, ins, write, strong, together=True)
+        self.shared_lanes(cta, offsets, nbytes, access, w.order)
+
+    def shared_lanes(self, cta, offsets: np.ndarray, nbytes: int, access: Access, clock) -> None:
+        """Lanes access `nbytes` each at these offsets."""
+        unit = self.units[False]
+        where = offsets.astype(np.intp) // unit
+        per = max(nbytes // unit, 1)
+        if per > 1:
+            where = (where[:, None] + np.arange(per)).reshape(-1)
+        low, high = int(offsets.min()), int(offsets.max()) + nbytes
+        self.touch(
+            cta.order.shared, where, access, (clock,), SHARED, lambda: shared_place(cta, low, high - low)
+        )
+
+    # ---- global memory ----------------------------------------------------------------------------------------
+
+    def _global(self, address: int) -> GlobalShadow | None:
+        allocation = self.gmem.find(address)
+        if allocation is None:
+            return None
+        found = self._globals.get(allocation.address)
+        if found is None or found.allocation is not allocation:
+            found = self._globals[allocation.address] = GlobalShadow(allocation, self.units[True])
+        return found
+
+    def _touch_global(
+        self, memory: GlobalShadow, where, access: Access, clock, address: int, views=None
+    ) -> None:
+        """where: an index of the flat shadow; views: makes the part of a flat array that a strided access touches."""
+        if not access.write and memory.shadow is None:
+            memory.pending.append((where, views, access, clock if isinstance(clock, Snapshot) else None))
+            return
+        self._note_pending(memory)
+        shadow = memory.shadow if views is None else part(memory.shadow, views)
+        self.touch(shadow, where, access, (clock,), GLOBAL, lambda: global_place(memory, address))
+
+    def _note_pending(self, memory: GlobalShadow) -> None:
+        """Give an allocation shadow memory and note the reads so far in it."""
+        if memory.shadow is None:
+            memory.shadow = Shadow(memory.size)
+            for old_where, old_views, old, old_clock in memory.pending:
+                shadow = memory.shadow if old_views is None else part(memory.shadow, old_views)
+                self.ledger.touch(shadow, old_where, old, old_clock or Clock(old.domain))
+            memory.pending = []
+
+    def global_range(self, address: int, nbytes: int, access: Access, clock) -> None:
+        """An access to consecutive bytes of global memory."""
+        memory = self._global(address)
+        if memory is not None and memory.allocation.writable:
+            self._touch_global(memory, memory.units(address, address + nbytes), access, clock, address)
+
+    def global_rows(self, addresses: np.ndarray, nbytes: int, access: Access, clock) -> None:
+        """Lanes access `nbytes` each."""
+        low, high = int(addresses.min()), int(addresses.max()) + nbytes
+        memory = self._global(low)
+        if memory is None or high > memory.allocation.end:
+            if len(addresses) > 1:
+                for i in range(len(addresses)):
+                    self.global_rows(addresses[i : i + 1], nbytes, access, clock)
+            return
+        if not memory.allocation.writable:
+            return
+        unit = memory.unit
+        if len(addresses) * nbytes == high - low and nbytes >= unit:
+            where: object = memory.units(low, high)
+        else:
+            where = ((addresses - np.uint64(memory.base)) // np.uint64(unit)).astype(np.intp)
+            if nbytes > unit:
+                where = (where[:, None] + np.arange(nbytes // unit)).reshape(-1)
+        self._touch_global(memory, where, access, clock, low)
+
+    @contextmanager
+    def watching(self, access: Access, clock):
+        """Copies of boxes between global and shared memory meanwhile are this access."""
+
+        def watch(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+            memory = self._global(address)
+            if memory is None or not memory.allocation.writable:
+                return
+            unit = memory.unit
+            if (
+                any(stride % unit for stride in strides[:-1])
+                or shape[-1] % unit
+                or (address - memory.base) % unit
+            ):
+                span_ = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+                self.global_range(address, span_, access, clock)
+                return
+            first = (address - memory.base) // unit
+            view = (first, (*shape[:-1], shape[-1] // unit), (*(s // unit for s in strides[:-1]), 1))
+            self._touch_global(memory, ..., access, clock, address, view)
+
+        self.gmem.watch = watch
+        try:
+            yield
+        finally:
+            self.gmem.watch = None
+
+    def summary(self) -> dict[int, Touched]:
+        """What it saw of global memory by allocation, for a share of the launch that runs apart."""
+        result = {}
+        for address, memory in self._globals.items():
+            shadow = memory.shadow
+            if shadow is None:  # nothing here writes it: one of a unit's readers stands for all
+                shadow = Shadow(memory.size)
+                for where, views, access, _ in memory.pending:
+                    shadow_part = shadow if views is None else part(shadow, views)
+                    shadow_part.reads[where] = self.ledger.alone(access)
+            result[address] = touched(memory.allocation.name, memory.unit, shadow, self.ledger)
+        return result
+
+    # ---- what native code has accessed ------------------------------------------------------------------------
+
+    def native(self, w) -> None:
+        """The accesses of native blocks that a warp has just run."""
+        n = int(w.ctx[Ctx.LOG_COUNT])
+        w.ctx[Ctx.LOG_COUNT] = 0
+        log, instrs = self.log[:n], self.program.kernel.instrs
+        heads = log[:, 0].tolist()
+        for i, head in enumerate(heads):
+            mask = head >> 32
+            if not mask:
+                continue
+            addresses = log[i, 1:]
+            if mask != FULL_MASK:
+                addresses = addresses[lanes(mask)]
+            self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses.copy(), mask)
+
+    def lane_access(
+        self, w, ins: Instr, addresses: np.ndarray, mask: int = FULL_MASK, strong: bool = False
+    ) -> None:
+        """Lanes (those of the mask) execute a load, a store or an atomic at these addresses."""
+        form = self._forms.get(ins.index)
+        if form is None:
+            row = row_of(ins.opcode)
+            form = self._forms[ins.index] = (space_of(ins), access_bytes(ins), not row.loads)
+        space, nbytes, write = form
+        if space == "generic":
+            windows = (addresses >> np.uint64(WINDOW_SHIFT)).tolist()
+            if windows.count(windows[0]) != len(windows):
+                for i, lane in enumerate(lanes(mask)):
+                    self.lane_access(w, ins, addresses[i : i + 1], 1 << lane, strong)
+                return
+            if windows[0] > 1:
+                return  # local memory
+            space = "cluster" if windows[0] else "global"
+        parts = [(0, nbytes)] if ins.used_bytes is None else runs(ins.used_bytes)
+        if space == "global":
+            for first, count in parts:
+                access = self.generic(w, ins, write, strong, mask)
+                self.global_rows(addresses + np.uint64(first) if first else addresses, count, access, w.order)
+            return
+        for first, count in parts:
+            self._lane_shared(
+                w, ins, addresses + np.uint64(first) if first else addresses, count, write, strong, mask
+            )
+
+    def _lane_shared(
+        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool, mask: int
+    ) -> None:
+        access = self.generic(w, ins, write, strong, mask)
+        ranks = (addresses >> np.uint64(CTA_RANK_SHIFT) & np.uint64(0xFF)).tolist()
+        offsets = addresses & np.uint64(OFFSET_MASK)
+        for rank in dict.fromkeys(ranks):
+            cta = w.cta.cluster.ctas[rank]
+            if ranks.count(rank) == len(ranks):
+                chosen, executing = offsets, lane_numbers(mask)
+            else:
+                picked = [r == rank for r in ranks]
+                chosen, executing = offsets[picked], lane_numbers(mask)[picked]
+            self.shared_lanes(cta, chosen, nbytes, access, w.order)
+            if not strong:
+                self._between_lanes(w, access, cta, chosen, nbytes, executing)
+
+    def _between_lanes(self, w, access: Access, cta, offsets: np.ndarray, nbytes: int, executing) -> None:
+        """Lanes of one warp access one place, one of them writes, and they have not met in between."""
+        unit = self.units[False]
+        where, per = offsets.astype(np.intp) // unit, max(nbytes // unit, 1)
+        if per > 1:
+            where = (where[:, None] + np.arange(per)).reshape(-1)
+            executing = np.repeat(executing, per)
+        lanes_of, tag = cta.order.lanes, w.order.tag
+        together = len(offsets) > 1 and (offsets == offsets[0]).all()
+        for kind in ("write", "read") if access.write else ("write",):
+            numbers, tags, accesses = lanes_of[kind]
+            other = numbers[where]
+            strange = (tags[where] == tag) & (other != executing) & (other != EACH)
+            if strange.any() and not together:
+                at = int(np.argmax(strange))
+                first = self.ledger.accesses[int(accesses[where[at]])]
+                self.report(
+                    "lanes of a warp that nothing orders",
+                    f"{SHARED}, {shared_place(cta, int(where[at]) * unit, unit)}",
+                    f"{first.describe()}, lane {int(other[at]) if other[at] < SEVERAL else 'several'}",
+                    f"{access.describe()}, lane {int(executing[at])}",
+                    "bar.warp.sync between them", (first.ins.line, access.ins.line),
+                )  # fmt: skip
+        numbers, tags, accesses = lanes_of["write" if access.write else "read"]
+        if together:
+            numbers[where] = EACH if access.write else SEVERAL
+        elif access.write:
+            numbers[where] = executing
+        else:
+            numbers[where] = np.where(
+                (tags[where] == tag) & (numbers[where] != executing), SEVERAL, executing
+            )
+        tags[where] = tag
+        accesses[where] = self.ledger.number(access)

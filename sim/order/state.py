@@ -1,0 +1,110 @@
+"""What the checker keeps of CTAs, mbarriers, allocations and asynchronous operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from warpspec.sim.instruction import Instr
+from warpspec.sim.memory import (
+    Allocation,
+)
+from warpspec.sim.order.clocks import (
+    BASE,
+    Clock,
+    Domain,
+    Snapshot,
+)
+from warpspec.sim.order.findings import Access
+from warpspec.sim.order.shadow import Shadow
+from warpspec.sim.tcgen05.memory import COLUMNS, LANES
+
+
+class CtaOrder:
+    """What the checker keeps of a CTA."""
+
+    def __init__(self, domain: Domain, units: int):
+        self.domain = domain
+        self.shared = Shadow(units)
+        # Of each unit, for writes and for reads: the lane, when (`Agent.tag`), and the number of its access.
+        self.lanes = {
+            kind: (np.zeros(units, np.uint8), np.zeros(units, np.int32), np.zeros(units, np.int32))
+            for kind in ("write", "read")
+        }
+        self._tensor: Shadow | None = None
+        self.suspects: np.ndarray | None = (
+            None  # of tensor memory: number of the findings if it is read, or 0
+        )
+
+    @property
+    def tensor(self) -> Shadow:
+        if self._tensor is None:
+            self._tensor = Shadow((LANES, COLUMNS))
+        return self._tensor
+
+
+class Queue:
+    """Operations of one kind that a thread issues and that complete in order: a component and how many there were."""
+
+    __slots__ = ("component", "count")
+
+    def __init__(self, domain: Domain):
+        self.component = domain.component()
+        self.count = 0
+
+
+class BarrierOrder:
+    """What an mbarrier passes on. collected: by the arrivals so far; done: at the end of the last phase."""
+
+    __slots__ = ("collected", "component", "done", "done_foreign", "init", "late")
+
+    def __init__(self, domain: Domain, init: Access):
+        self.component = domain.component()
+        self.collected = Clock(domain)
+        self.done: np.ndarray | None = None
+        self.done_foreign: dict = {}
+        self.init = init
+        self.late: dict[int, Access] = {}  # last arrivals of operations and of other CTAs, by component
+
+    def phase_ends(self, phase: int) -> None:
+        """The phase with this number, from 1, is complete; so are the copies that it counted."""
+        self.collected.raise_to(BASE, self.component, phase)
+        self.done, self.done_foreign = self.collected.rows.copy(), self.collected.foreign
+
+
+class GlobalShadow:
+    """Shadow of an allocation. While nothing writes it, its reads are only listed."""
+
+    __slots__ = ("allocation", "base", "pending", "shadow", "unit")
+
+    def __init__(self, allocation: Allocation, unit: int):
+        self.allocation = allocation
+        self.unit = unit
+        self.base = allocation.address // unit * unit
+        self.shadow: Shadow | None = None
+        self.pending: list[tuple] = []
+
+    @property
+    def size(self) -> int:
+        """Units of the allocation."""
+        return -(-(self.allocation.end - self.base) // self.unit)
+
+    def units(self, low: int, high: int) -> slice:
+        """The units of the bytes low to high."""
+        return slice((low - self.base) // self.unit, -(-(high - self.base) // self.unit))
+
+
+class Operation:
+    """An asynchronous operation: its clock at issue, who issued it."""
+
+    __slots__ = ("agent", "clock", "cta", "domain", "ins", "queue", "queue_count", "tensor")
+
+    def __init__(
+        self, agent: str, cta, domain: Domain, ins: Instr, clock: Snapshot, queue: Queue | None = None
+    ):
+        self.agent, self.cta, self.domain, self.ins, self.clock = agent, cta, domain, ins, clock
+        self.queue = queue
+        self.queue_count = 0
+        self.tensor = False  # its completion orders tcgen05 operations
+        if queue is not None:
+            queue.count += 1
+            self.queue_count = queue.count

@@ -1,0 +1,235 @@
+"""What orders accesses: fences, synchronising accesses, mbarriers, barriers of threads, waits for operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from warpspec.sim.codegen.memory import space_of
+from warpspec.sim.instruction import Instr
+from warpspec.sim.lanes import FULL_MASK, lanes
+from warpspec.sim.memory import (
+    CTA_RANK_SHIFT,
+    WINDOW_SHIFT,
+)
+from warpspec.sim.order.clocks import (
+    ASYNC_GLOBAL,
+    ASYNC_SHARED,
+    BARRIERS,
+    BASE,
+    FENCED,
+    MAP,
+    MAP_RELEASED,
+    PUBLISHED,
+    TENSOR,
+    TENSOR_OWN,
+    Clock,
+)
+from warpspec.sim.order.findings import Access
+from warpspec.sim.order.memory import OFFSET_MASK, MemoryAccesses
+from warpspec.sim.order.places import shared_place
+from warpspec.sim.order.state import BarrierOrder, Operation, Queue
+
+SCOPES = ("cta", "cluster", "gpu", "sys", "gl")
+
+
+class Synchronisation(MemoryAccesses):
+    """Fences, mbarriers, barriers, queues."""
+
+    # ---- fences and synchronising accesses --------------------------------------------------------------------
+
+    def fence(self, w, ins: Instr, mask: int) -> None:
+        """fence and membar in all their forms (PTX ISA 9.7.13.4)."""
+        agent, parts = w.order, ins.parts
+        if "mbarrier_init" in parts:
+            agent.fence(BASE, BARRIERS, mask)
+        elif "tensormap::generic" in parts:
+            if "acquire" in parts:
+                agent.fence(MAP_RELEASED, MAP, mask)
+            else:
+                agent.fence(BASE, MAP_RELEASED, mask)
+        elif "proxy" in parts:
+            if any(part.startswith("async") for part in parts):
+                if not any(part.endswith("global") for part in parts):
+                    agent.fence(BASE, ASYNC_SHARED, mask)
+                if not any("shared" in part for part in parts):
+                    agent.fence(BASE, ASYNC_GLOBAL, mask)
+        else:
+            if "release" not in parts:  # fence.acquire, .acq_rel, .sc
+                agent.acquire_seen()
+            if "acquire" not in parts:
+                agent.fence(BASE, FENCED, mask)
+                agent.fence_scope = next((part for part in parts if part in SCOPES), "gpu")
+
+    def tensor_fence(self, w, ins: Instr, before: bool) -> None:
+        """tcgen05.fence::before_thread_sync and ::after_thread_sync."""
+        w.order.fence(*((TENSOR_OWN, TENSOR) if before else (TENSOR, TENSOR_OWN)))
+
+    def ordered(self, w, ins: Instr, mask: int) -> None:
+        """ld, st, atom and red that are atomic, volatile or say their order: they synchronise, place by place."""
+        operand = ins.operands[1] if ins.parts[0] in ("ld", "atom") else ins.operands[0]
+        addresses = w.address(operand)[lanes(mask)]
+        space = space_of(ins)
+        if space == "local":
+            return
+        self.lane_access(w, ins, addresses, mask, strong=True)
+        updates = ins.parts[0] in ("atom", "red")
+        acquires = "acquire" in ins.parts or "acq_rel" in ins.parts
+        releases = "release" in ins.parts or "acq_rel" in ins.parts
+        scope = next((part for part in ins.parts if part in SCOPES), "gpu" if updates else "sys")
+        if not updates and not acquires and not releases and "relaxed" not in ins.parts:
+            scope = "sys"  # volatile
+        for address in dict.fromkeys(addresses.tolist()):
+            if space != "global" and (space != "generic" or address >> WINDOW_SHIFT):
+                cta = w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF]
+                place: object = (cta.number, address & OFFSET_MASK)
+            else:
+                place = address
+            if updates or ins.parts[0] == "ld":
+                self.acquire_place(w, place, scope, relaxed=not acquires)
+            if updates or ins.parts[0] == "st":
+                self.release_place(w, mask, place, scope, relaxed=not releases, replaces=not updates)
+
+    def acquire_place(self, w, place, scope: str, relaxed: bool) -> None:
+        """Know what others released at a place of memory, as far as both scopes reach."""
+        agent, cta = w.order, w.cta
+        for number, (their_scope, clock, cluster) in self._synchronised.get(place, {}).items():
+            for reach in (scope, their_scope):
+                if (reach == "cta" and number != cta.number) or (
+                    reach == "cluster" and cluster != cta.cluster.number
+                ):
+                    break
+            else:
+                for domain, rows in clock.items():
+                    if domain != agent.domain.number:
+                        agent.foreign_seen(domain, rows, relaxed)
+                    elif relaxed:
+                        agent.see(rows)
+                    else:
+                        agent.acquire(rows, {})
+
+    def release_place(self, w, mask: int, place, scope: str, relaxed: bool, replaces: bool) -> None:
+        """Publish at a place of memory. replaces: a store ends what earlier ones released there."""
+        agent, cta = w.order, w.cta
+        entries = self._synchronised.setdefault(place, {})
+        if relaxed:
+            scope = min(
+                scope, agent.fence_scope or "sys", key=lambda s: SCOPES.index("gpu" if s == "gl" else s)
+            )
+        rows = agent.published(mask, relaxed)[:PUBLISHED].copy()
+        clock = {agent.domain.number: rows, **agent.foreign}
+        if replaces:
+            entries.clear()
+        elif cta.number in entries:
+            _, before, _ = entries[cta.number]
+            for domain, old in before.items():
+                clock[domain] = _larger(old, clock[domain]) if domain in clock else old
+        entries[cta.number] = (scope, clock, cta.cluster.number)
+
+    # ---- mbarriers --------------------------------------------------------------------------------------------
+
+    def barrier_init(self, w, ins: Instr, barrier, mask: int) -> None:
+        """mbarrier.init."""
+        barrier.order = BarrierOrder(w.order.domain, self.generic(w, ins, True, mask=mask))
+
+    def barrier_used(self, w, ins: Instr, barrier) -> None:
+        """A warp arrives at an mbarrier or waits on it: its initialisation must be visible to it."""
+        init, agent = barrier.order.init, w.order
+        if not (self.known(init, agent) or self.known(init, agent, BARRIERS)):
+            self._early(
+                init, ins, f"warp {w.index}", w.cta, barrier, "bar.sync or a cluster barrier between them"
+            )
+
+    def barrier_signalled(self, op: Operation, barrier) -> None:
+        """An asynchronous operation signals an mbarrier: its initialisation must be visible to the async proxy."""
+        init, clock = barrier.order.init, op.clock
+        if not (self.known(init, clock, BARRIERS) or self.known(init, clock, ASYNC_SHARED)):
+            remedy = "fence.mbarrier_init or fence.proxy.async behind the initialisation"
+            if not self.known(init, clock):
+                remedy += ", then bar.sync or a cluster barrier"
+            self._early(init, op.ins, op.agent, op.cta, barrier, remedy)
+
+    def _early(self, init: Access, ins: Instr, agent: str, cta, barrier, remedy: str) -> None:
+        second = Access(init.domain, 0, 0, ins=ins, agent=agent, cta=cta.coords, write=True, generic=True)
+        place = f"mbarrier at {shared_place(barrier.cta, barrier.offset, 8)}"
+        self.report(
+            "mbarrier used before its initialisation is visible", place, init.describe(),
+            second.describe().replace(" writes:", " uses it:"), remedy, (init.ins.line, ins.line),
+        )  # fmt: skip
+
+    def arrive(self, w, ins: Instr, barrier, mask: int) -> None:
+        """A warp arrives."""
+        self.barrier_used(w, ins, barrier)
+        if barrier.cta is not w.cta:
+            self.arrival(barrier, self.generic(w, ins, True, mask=mask))
+        w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts)
+
+    def arrive_op(self, op: Operation, barrier) -> None:
+        """An operation's completion arrives, or completes bytes."""
+        self.barrier_signalled(op, barrier)
+        self.arrival(barrier, self.loads_on(op, barrier) if op.queue is None else self.of(op, True))
+        barrier.order.collected.join(*self.done_by(op))
+
+    def arrival(self, barrier, access: Access) -> None:
+        """An operation or another CTA arrives at an mbarrier: its CTA must not exit before."""
+        if barrier.cta.live_warps == 0:
+            self.too_late(access, f"mbarrier at {shared_place(barrier.cta, barrier.offset, 8)}")
+        else:
+            barrier.order.late[access.component] = access
+
+    def waited(self, w, ins: Instr, barrier, complete: bool) -> None:
+        """A warp has looked at an mbarrier and, if `complete`, seen a phase complete."""
+        self.barrier_used(w, ins, barrier)
+        order = barrier.order
+        if order.done is None or not complete:
+            return
+        if "relaxed" in ins.parts:
+            w.order.see(order.done)
+        else:
+            w.order.acquire(order.done, order.done_foreign)
+            self.lanes_meet(w)
+
+    def loads_on(self, op: Operation, barrier, write: bool = True, generic: bool = False) -> Access:
+        """The access of a copy that completes in an mbarrier's present phase."""
+        return self.of(op, write, component=barrier.order.component, count=barrier.phase + 1, generic=generic)
+
+    # ---- barriers of threads ----------------------------------------------------------------------------------
+
+    def join_barrier(self, w, barrier, relaxed: bool = False) -> None:
+        """A warp arrives at a barrier of threads (`barrier.order`, None at the start of each use)."""
+        if barrier.order is None:
+            barrier.order = Clock(w.order.domain)
+        w.order.release(barrier.order, FULL_MASK, relaxed)
+        self.lanes_meet(w)
+
+    def pass_barrier(self, w, clock: Clock, relaxed: bool = False) -> None:
+        """A warp has waited for a barrier of threads."""
+        if relaxed:
+            w.order.see(clock.rows)
+        else:
+            w.order.acquire(clock.rows, clock.foreign)
+
+    # ---- operations that complete in order --------------------------------------------------------------------
+
+    @staticmethod
+    def new_queue(w) -> Queue:
+        """A queue that warps share."""
+        return Queue(w.order.domain)
+
+    @staticmethod
+    def passed_queue(w, queue: Queue, count: int) -> None:
+        """A warp has waited for the first `count` operations of a queue."""
+        w.order.passed(BASE, queue.component, count)
+
+    def passed(self, w, queue: str, count: int | None = None, row: int = BASE) -> None:
+        """A warp has waited for operations of a queue, all or the first `count`."""
+        waited = self.queue(w, queue)
+        w.order.passed(row, waited.component, waited.count if count is None else count)
+
+
+def _larger(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    width = max(one.shape[1], two.shape[1])
+    grown = np.zeros((max(len(one), len(two)), width), np.int32)
+    for rows in (one, two):
+        into = grown[: len(rows), : rows.shape[1]]
+        np.maximum(into, rows, out=into)
+    return grown
