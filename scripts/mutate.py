@@ -151,10 +151,10 @@ KERNELS: dict[str, Callable[[], None]] = {
 }
 
 
-def score(name: str, seeds: int) -> list[mutants.Verdict]:
-    """The verdicts on all mutants of a kernel's launches."""
+def score(name: str, seeds: int, only: str = "") -> list[mutants.Verdict]:
+    """The verdicts on the mutants of a kernel's launches. only: pattern of their descriptions."""
     found: list[mutants.Verdict] = []
-    with mutants.recorded(lambda launch: found.extend(mutants.verdicts(launch, seeds))):
+    with mutants.recorded(lambda launch: found.extend(mutants.verdicts(launch, seeds, only))):
         KERNELS[name]()
     return found
 
@@ -178,6 +178,9 @@ def main() -> None:
     )
     parser.add_argument("kernels", nargs="*", help=", ".join(KERNELS))
     parser.add_argument("--seeds", type=int, default=2, help="schedules of each mutant")
+    parser.add_argument(
+        "--only", default="", help="pattern of the mutants' descriptions, as they are printed"
+    )
     parser.add_argument("--write", type=Path, help="JSON file for the scores")
     arguments = parser.parse_args()
     names = [n for n in KERNELS if not arguments.kernels or any(n.startswith(k) for k in arguments.kernels)]
@@ -186,7 +189,7 @@ def main() -> None:
     results = {}
     for name in names:
         start = time.monotonic()
-        results[name] = score(name, arguments.seeds)
+        results[name] = score(name, arguments.seeds, arguments.only)
         kinds = Counter(verdict.outcome for verdict in results[name])
         found = sum(verdict.found for verdict in results[name])
         shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())

@@ -244,11 +244,9 @@ def recorded(visit: Callable[[Launch], None]):
         yield
 
 
-def verdicts(
-    launch: Launch, seeds: int = 1, only: Callable[[Mutant], bool] = lambda _: True, most: int = ALIKE
-) -> list[Verdict]:
+def verdicts(launch: Launch, seeds: int = 1, only: str = "", most: int = ALIKE) -> list[Verdict]:
     """Run mutants of a launch (at most so many alike) under a few seeds. The kernel itself must be clean under all of
-    them."""
+    them. only: pattern of their texts."""
     right = [launch.run(launch.program, seed) for seed in range(seeds)]
     instrs = launch.program.kernel.instrs
     executed, useful = _decisive(launch, seeds)
@@ -256,15 +254,15 @@ def verdicts(
     found = []
     for mutant in sample(instrs, launch.text, executed, most):
         ins = instrs[mutant.index]
-        if not only(mutant):
+        before, after = context(lines, ins.line)
+        text = f"{mutant.describe(ins)} (behind {before}, before {after})"
+        if not re.search(only, text):
             continue
         outcome = "idle"
         if mutant.index in useful or group_of(ins) not in TELLING:
             outcome = _outcome(launch, mutant, right)
             if outcome == "unnoticed" and mutant.index not in useful:
                 outcome = "idle"
-        before, after = context(lines, ins.line)
-        text = f"{mutant.describe(ins)} (behind {before}, before {after})"
         reason = next((reason for pattern, reason in EXPLAINED if re.search(pattern, text)), "")
         if outcome == "unnoticed" and reason:
             outcome = "explained"

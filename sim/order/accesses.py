@@ -18,6 +18,7 @@ from warpspec.sim.order import findings
 from warpspec.sim.order.clocks import (
     ASYNC_GLOBAL,
     ASYNC_SHARED,
+    BARRIERS,
     BASE,
     MAP,
     MAP_RELEASED,
@@ -71,6 +72,7 @@ class Accesses:
             cta.order = CtaOrder(domain, -(-len(cta.smem) // self.units[False]))
             for w in cta.warps:
                 w.order = Agent(domain)
+                w.order.raise_to(BARRIERS, cta.order.start, 1)
                 self.lanes_meet(w)
                 w.ctx[Ctx.LOG] = self.log.ctypes.data
                 w.ctx[Ctx.LOG_LIMIT] = self.program.log_limit
@@ -148,11 +150,26 @@ class Accesses:
         self, shadow: Shadow, where, access: Access, clocks: tuple, memory: str, place, cta=None
     ) -> None:
         """Check an access against earlier ones and note it. clocks: of all who make it; place: says where, if asked."""
-        if cta is not None and cta.live_warps == 0:
-            self.too_late(access, place())
+        if cta is not None:
+            if cta.live_warps == 0:
+                self.too_late(access, place())
+            self.check_started(access, clocks[0], cta, place)
         for first in self.ledger.touch(shadow, where, access, clocks[0]):
             for clock in clocks:
                 self.compare(first, access, clock, memory, place)
+
+    def check_started(self, access: Access, clock, cta, place) -> None:
+        """Another CTA of the cluster must have started before its shared memory is accessed."""
+        started = cta.order.start
+        rows = clock.rows
+        if access.cta == cta.coords or (started < rows.shape[1] and rows[BARRIERS, started]):
+            return
+        self.report(
+            "shared memory of a CTA that may not have started", place() if callable(place) else place,
+            access.describe(), "",
+            "barrier.cluster.arrive (relaxed will do) and barrier.cluster.wait before the cluster's first access",
+            (access.ins.line,),
+        )  # fmt: skip
 
     def compare(self, first: Access, second: Access, clock, memory: str, place) -> None:
         """Report two accesses to one place unless the first is ordered before the second."""

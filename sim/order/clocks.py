@@ -10,7 +10,7 @@ A clock has several rows, as one event may be known for one purpose and not for 
 - BASE: causality order (PTX ISA, "Memory Consistency Model").
 - ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses with a fence.proxy.async behind them; only these are ordered
   before accesses of the async proxy.
-- BARRIERS: mbarrier initialisations with a fence.mbarrier_init behind them.
+- BARRIERS: mbarrier initialisations with a fence.mbarrier_init behind them; CTAs that have started.
 - TENSOR: tcgen05 operations that are ordered before a thread synchronisation.
 - MAP_RELEASED: writes of tensor maps with a tensormap proxy release behind them.
 

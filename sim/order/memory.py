@@ -241,6 +241,8 @@ class MemoryAccesses(Accesses):
             else:
                 picked = [r == rank for r in ranks]
                 chosen, executing = offsets[picked], lane_numbers(mask)[picked]
+            if cta is not w.cta:
+                self.check_started(access, w.order, cta, f"{SHARED} of CTA {cta.coords}")
             self.shared_lanes(cta, chosen, nbytes, access, w.order)
             if not strong:
                 self._between_lanes(w, access, cta, chosen, nbytes, executing)

@@ -25,6 +25,9 @@ class CtaOrder:
     def __init__(self, domain: Domain, units: int):
         self.domain = domain
         self.shared = Shadow(units)
+        self.start = (
+            domain.component()
+        )  # known by its warps from the start, in row BARRIERS, and by whom they meet
         # Of each unit, for writes and for reads: the lane, when (`Agent.tag`), and the number of its access.
         self.lanes = {
             kind: (np.zeros(units, np.uint8), np.zeros(units, np.int32), np.zeros(units, np.int32))

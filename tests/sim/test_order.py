@@ -41,6 +41,7 @@ def wait(parity: int, label: str) -> str:
 
 CLUSTER = "mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mapa.shared::cluster.u32 %r6, %r12, %r5;\n"
 BOTH = "barrier.cluster.arrive; barrier.cluster.wait;\n"
+BEGUN = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;\n"
 FLAG = "mov.u32 %r4, %ctaid.x; setp.eq.u32 %p3, %r4, 0; add.u64 %rd4, %rd1, 256; mov.u32 %r5, 1;\n"
 ALLOCATE = """
   @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 32;
@@ -155,18 +156,25 @@ CASES = {
     "a cluster barrier": (
         UNORDERED,
         dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
-        START + CLUSTER + "st.shared::cluster.u32 [%r6], %r1; [[" + BOTH + "]] ld.shared.u32 %r7, [%r12];" + BOTH,
+        START + CLUSTER + BEGUN + "st.shared::cluster.u32 [%r6], %r1; [[" + BOTH + "]] ld.shared.u32 %r7, [%r12];"
+        + BOTH,
     ),
     "a cluster barrier that releases": (
         UNORDERED,
         dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
-        START + CLUSTER + "st.shared::cluster.u32 [%r6], %r1; barrier.cluster.arrive[[||.relaxed]];"
+        START + CLUSTER + BEGUN + "st.shared::cluster.u32 [%r6], %r1; barrier.cluster.arrive[[||.relaxed]];"
         + "barrier.cluster.wait; ld.shared.u32 %r7, [%r12];" + BOTH,
     ),
     "shared memory of a CTA that has exited": (
         "may have exited",
         dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
         START + CLUSTER + "st.shared.u32 [%r12], %r1;" + BOTH + "ld.shared::cluster.u32 %r7, [%r6]; [[" + BOTH + "]]",
+    ),
+    "a CTA of the cluster that has started": (
+        "may not have started",
+        dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
+        START + CLUSTER + "[[barrier.cluster.arrive.relaxed; barrier.cluster.wait;]] st.shared::cluster.u32 [%r6], %r1;"
+        + BOTH + "ld.shared.u32 %r7, [%r12];" + BOTH,
     ),
     "a release by fence": (
         UNORDERED,
