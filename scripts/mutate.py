@@ -160,14 +160,15 @@ def score(name: str, seeds: int, only: str = "") -> list[mutants.Verdict]:
 
 
 def table(results: dict[str, list[mutants.Verdict]]) -> dict[str, dict[str, list[int]]]:
-    """Class -> kernel -> [found, all but the idle, idle]."""
+    """Class -> kernel -> [found, explained, all but the idle, idle]."""
     counts: dict[str, dict[str, list[int]]] = {}
     for name, verdicts in results.items():
         for verdict in verdicts:
-            cell = counts.setdefault(verdict.mutant.group, {}).setdefault(name, [0, 0, 0])
+            cell = counts.setdefault(verdict.mutant.group, {}).setdefault(name, [0, 0, 0, 0])
             cell[0] += verdict.found
-            cell[1] += verdict.outcome != "idle"
-            cell[2] += verdict.outcome == "idle"
+            cell[1] += verdict.outcome == "explained"
+            cell[2] += verdict.outcome != "idle"
+            cell[3] += verdict.outcome == "idle"
     return counts
 
 
@@ -204,10 +205,10 @@ def main() -> None:
             elif verdict.outcome == "explained":
                 print(f"    {verdict.mutant.group}, {verdict.text}: {verdict.reason}")
     counts = table(results)
-    print("\nclass                 found of all, idle")
+    print("\nclass                 found, explained, of all; idle")
     for group, cells in counts.items():
-        found, every, idle = (sum(cell[i] for cell in cells.values()) for i in range(3))
-        print(f"{group:22}{found} of {every}, {idle}")
+        found, explained, every, idle = (sum(cell[i] for cell in cells.values()) for i in range(4))
+        print(f"{group:22}{found}, {explained}, of {every}; {idle}")
     if arguments.write:
         arguments.write.write_text(json.dumps(counts, indent=1) + "\n")
 

@@ -80,9 +80,32 @@ DELETED = (
 # Survivors that change nothing, by what is known of the instruction: (pattern of a verdict's text, the reason).
 EXPLAINED = (
     (
-        r"bar\.sync.*fmha/sm90/consumer\.py:184",
+        r"`bar\.sync %r.*fmha/sm90/consumer\.py",
         "turns at the tensor core are for speed: they order no memory",
     ),
+    (r"`bar\.warp.*topk/stream\.py", "samples are atomics, and a threshold may be an old one"),
+    (
+        r"`bar\.warp.*topk/select\.py:49",
+        "the list was written before a barrier: the CTA's, or the last pass's",
+    ),
+    (
+        r"`bar\.warp.*topk/select\.py:61",
+        "a pass writes below what the next one reads; behind the last is a barrier",
+    ),
+    (
+        r"`bar\.sync.*reduction\.py.*before softmax/resident\.py",
+        "what it protects is written behind the next row's barrier",
+    ),
+    (
+        r"`fence\.mbarrier_init.*before softmax/reduction\.py",
+        "reduction.open has such a fence, before anyone uses them",
+    ),
+    (r"`bar\.sync 0.*softmax/resident\.py", "reduction.open ends with a barrier of the cluster"),
+    (
+        r"try_wait.*before sm90/staging\.py",
+        "p_full of the other's next tile, waited for, comes behind its PV",
+    ),
+    (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
 )
 TELLING = ("proxy fence", "mbarrier init fence", "memory fence", "tcgen05.fence", "warp barrier")
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}
