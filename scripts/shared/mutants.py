@@ -83,18 +83,14 @@ EXPLAINED = (
         r"`bar\.sync %r.*fmha/sm90/consumer\.py",
         "turns at the tensor core are for speed: they order no memory",
     ),
-    (r"`bar\.warp.*topk/stream\.py", "samples are atomics, and a threshold may be an old one"),
+    (r"`bar\.warp.*from \S*topk/stream\.py", "samples are atomics, and a threshold may be an old one"),
     (
-        r"`bar\.warp.*topk/select\.py:49",
-        "the list was written before a barrier: the CTA's, or the last pass's",
-    ),
-    (
-        r"`bar\.warp.*topk/select\.py:61",
-        "a pass writes below what the next one reads; behind the last is a barrier",
+        r"`bar\.warp.*from \S*topk/select\.py",
+        "lists stand between barriers; a pass writes below what the next reads",
     ),
     (
         r"`bar\.sync.*reduction\.py.*before softmax/resident\.py",
-        "what it protects is written behind the next row's barrier",
+        "the next row's barrier stands before the next write",
     ),
     (
         r"`fence\.mbarrier_init.*before softmax/reduction\.py",
