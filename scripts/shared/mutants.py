@@ -102,6 +102,7 @@ EXPLAINED = (
         "p_full of the other's next tile, waited for, comes behind its PV",
     ),
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
+    (r"`fence\.proxy.*device/unseen\.py", "where P goes through shared memory, its own fence follows"),
 )
 TELLING = ("proxy fence", "mbarrier init fence", "memory fence", "tcgen05.fence", "warp barrier")
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}

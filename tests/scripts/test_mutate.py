@@ -21,4 +21,4 @@ def test_most_mutants_of_all_kernels_are_found():
     cells = [cell for kernels in RECORDED.values() for cell in kernels.values()]
     found, explained, every, _ = (sum(cell[i] for cell in cells) for i in range(4))
     assert every > 200
-    assert found > 0.9 * every and found + explained > 0.95 * every
+    assert found > 0.94 * every and found + explained > 0.96 * every
