@@ -119,7 +119,7 @@ class Machine:
                 f"shared address {address:#x} names CTA rank {rank} of a cluster of {len(ctas)}"
             )
         smem = ctas[rank].smem
-        if offset < SHARED_BASE_OFFSET or offset + nbytes > len(smem):
+        if offset < SHARED_BASE_OFFSET or offset + nbytes > smem.size:
             raise MemoryFault(
                 f"{nbytes}-byte access at shared offset {offset:#x} (rank {rank}): the CTA's shared memory is "
                 f"{SHARED_BASE_OFFSET:#x} to {len(smem):#x}"

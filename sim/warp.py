@@ -84,6 +84,7 @@ class Cta:
         self.coords = coords
         self.number = number  # linear index in the grid
         self.smem = smem
+        self.smem_bytes = memoryview(smem)
         self.names = names or StorageNames()  # of its shared memory
         self.warps: list[Warp] = []
         self.order = None  # what the order checker keeps of it

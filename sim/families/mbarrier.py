@@ -7,6 +7,7 @@ a program which overwrites or reuses the location is caught.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def lookup(cta: Cta, offset: int) -> Mbarrier:
         raise BarrierFault(
             f"no mbarrier is initialised at shared offset {offset:#x} of CTA {cta.coords}{name}"
         )
-    if cta.smem[offset : offset + SIZE].tobytes() != barrier.marker:
+    if cta.smem_bytes[offset : offset + SIZE] != barrier.marker:
         raise BarrierFault(f"the mbarrier {place(cta, offset)} was overwritten")
     return barrier
 
@@ -142,6 +143,12 @@ def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int, *, op=None) -> N
 # ---- instructions -------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
+def _own_only(parts: tuple[str, ...]) -> bool:
+    """Whether the state space is .shared::cta, spelt out."""
+    return "shared::cluster" not in parts and "shared::cta" in parts
+
+
 def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[int, Cta, int]]:
     """(lanes as a mask, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
     first = w.uniform_address(operand, mask)
@@ -153,7 +160,7 @@ def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> lis
         for lane in lanes(mask):
             address = int(addresses[lane]) & 0xFFFFFFFF
             groups[address] = groups.get(address, 0) | 1 << lane
-    own_only = "shared::cluster" not in ins.parts and "shared::cta" in ins.parts
+    own_only = _own_only(ins.parts)
     found = []
     for address, members in groups.items():
         if own_only and address >> CTA_RANK_SHIFT != w.cta.rank:
@@ -270,6 +277,12 @@ def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarri
         barrier = lookup(cta, offset)
         same = w.uniform(operand, members)
         if same is not None:
+            if parity and same <= 1:
+                if same != barrier.phase & 1:
+                    done |= members
+                else:
+                    missing = barrier
+                continue
             groups = ((same, members),)
         else:
             values = w.values(operand, 32 if parity else 64)
