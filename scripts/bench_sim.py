@@ -128,13 +128,13 @@ def grouped_gemm(tokens: int) -> dict[str, float]:
     experts = NVFP4Experts.quantize(*matrices)
     rows = torch.randn(tokens, 512).bfloat16()
 
-    def run(count: int) -> None:
-        offsets = torch.arange(1, 5, dtype=torch.int32) * (count // 4)
-        grouped_swiglu(
-            rows[:count], experts.w13, offsets, out_format="nvfp4", out_scale=torch.ones(4), backend="sim"
-        )
+    offsets = torch.arange(1, 5, dtype=torch.int32) * (tokens // 4)
 
-    return on_one_core(lambda: run(tokens // 8 * 4), lambda: run(tokens))
+    def run() -> None:
+        options = dict(out_format="nvfp4", out_scale=torch.ones(4), backend="sim")
+        grouped_swiglu(rows, experts.w13, offsets, **options)
+
+    return on_one_core(run, run)
 
 
 def main() -> int:
