@@ -73,8 +73,8 @@ def _swap() -> None:
     sys.path.insert(0, str(HELPERS / "helpers"))
     from swap_cases import make_plan, run, small
 
-    x, state, weights = small(1, cores=1, d_ff=8)
-    plan = make_plan("sm_90a", fused=True, ctas=2)
+    x, state, weights = small(1, cores=9, d_ff=8)
+    plan = make_plan("sm_90a", fused=True, ctas=4)  # two clusters: phases wait for other clusters' counts
     run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED["sm_90a"])
 
 

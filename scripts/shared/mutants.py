@@ -103,6 +103,50 @@ EXPLAINED = (
     ),
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*device/unseen\.py", "where P goes through shared memory, its own fence follows"),
+    (
+        r"`bar\.warp.*behind sm100/epilogue_(rows|swapped)\.py",
+        "tcgen05.wait::ld is of the whole warp, and its loads are all that is handed back",
+    ),
+    (
+        r"`bar\.warp.*moe/sm100/store\.py.*before sm100/epilogue",
+        "records.read has a warp barrier before the next tile is staged",
+    ),
+    (
+        r"`tcgen05\.fence::after.*moe/sm100/mma\.py.*before sm100/mma",
+        "the fence behind the first stage's wait stands before any tcgen05 operation, too",
+    ),
+    (
+        r"try_wait.*behind sm100/kernel\.py:\d+, before sm100/kernel\.py",
+        "commits are in order and the epilogue waits for the last; record readers arrive before the last barrier",
+    ),
+    (
+        r"`fence\.proxy\.async\.global.*swap/device/load\.py",
+        "flow.count has one before its release: one on the way is enough",
+    ),
+    (
+        r"`bar\.sync 1, .*behind device/flow\.py:39, before device/flow\.py:(56|72)",
+        "after summed two barriers of the same threads stand together",
+    ),
+    (
+        r"`bar\.warp.*swap/sm90/consumer\.py",
+        "wgmma.wait_group is of the whole warp, and wgmma alone has read what is handed back",
+    ),
+    (
+        r"`bar\.warp.*behind sm90/pair\.py:247",
+        "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
+    ),
+    (
+        r"`bar\.sync 5, 256.*fmha/sm90/consumer\.py",
+        "consumer 0 clears before its turn, which the other's waits for where a tile follows, as here",
+    ),
+    (
+        r"`ld\.acquire.*behind device/flow\.py:\d+, before device/load\.py:133",
+        "wait_for acquires before the loads",
+    ),
+    (
+        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:65",
+        "fence.mbarrier_init stands before it",
+    ),
 )
 TELLING = ("proxy fence", "mbarrier init fence", "memory fence", "tcgen05.fence", "warp barrier")
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}

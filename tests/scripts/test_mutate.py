@@ -20,5 +20,6 @@ def test_the_score_of_a_sample_is_as_recorded():
 def test_most_mutants_of_all_kernels_are_found():
     cells = [cell for kernels in RECORDED.values() for cell in kernels.values()]
     found, explained, every, _ = (sum(cell[i] for cell in cells) for i in range(4))
-    assert every > 200
-    assert found > 0.94 * every and found + explained > 0.96 * every
+    assert every > 1000
+    assert found > 0.95 * (every - explained)  # the explained ones change nothing
+    assert found + explained > 0.97 * every
