@@ -207,7 +207,8 @@ def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     """barrier.cluster.arrive: the lanes arrive and go on; they should wait before they arrive again.
 
     The ISA pairs each arrive with a wait and says nothing of a second arrive in one phase. Hopper and Blackwell run
-    kernels that have it (flash-attn-4's MLA in pairs of CTAs): here the second one is for the next phase.
+    kernels that have it (flash-attn-4's MLA in pairs of CTAs): here the second one is for the next phase, and as many
+    waits may follow as there were arrivals.
     """
     state = _cluster(w.cta.cluster)
     if "cluster_arrived" in w.state:
@@ -219,6 +220,7 @@ def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
         )
         if w.state["cluster_arrived"] == state.phase:
             return Wait(on=state, text=lambda: "arrives at the cluster barrier again: " + state.describe())
+        w.state["cluster_waits_owed"] = w.state.get("cluster_waits_owed", 0) + 1
     w.state["cluster_arrived"] = state.phase
     state.arrived += mask.bit_count()
     if m.order is not None:
@@ -234,6 +236,10 @@ def cluster_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     state = _cluster(w.cta.cluster)
     arrived = w.state.get("cluster_arrived")
     if arrived is None:
+        owed = w.state.get("cluster_waits_owed", 0)
+        if owed:  # of an arrival that another one followed, whose phase is over
+            w.state["cluster_waits_owed"] = owed - 1
+            return None
         raise BarrierFault("barrier.cluster.wait without barrier.cluster.arrive before it")
     if state.phase > arrived:
         if m.order is not None and state.passed is not None:

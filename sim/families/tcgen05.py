@@ -27,7 +27,6 @@ from warpspec.sim.tcgen05.smem_descriptor import CHUNK_BYTES
 from warpspec.sim.tcgen05.transfer import TransferMap
 from warpspec.sim.warp import Warp
 
-MOVED_ONLY = "before tcgen05.wait::ld has waited for the tcgen05.ld that writes it"
 POISONED = np.uint32(POISON)
 EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
 SCALES_PER_ROW = {
@@ -465,7 +464,7 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
     w.write_vec(registers, POISONED, mask)
     load = Transfer(registers, lane, column, tmap, packed, mask, values)
-    w.in_flight(registers, lambda: finish_load(w, load), moved_only="" if m.order is None else MOVED_ONLY)
+    w.in_flight(registers, lambda: finish_load(w, load))
 
 
 def finish_load(w: Warp, load: Transfer) -> None:

@@ -237,6 +237,13 @@ CASES = {
         + "[[tcgen05.wait::ld.sync.aligned;]] add.u32 %r8, %r7, 1; st.global.u32 [%rd2], %r8;"
         + "tcgen05.wait::ld.sync.aligned;" + FREE,
     ),
+    "tcgen05.wait::ld before a use": (
+        "no tcgen05.wait::ld",
+        dict(),
+        START + ALLOCATE + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1}; tcgen05.wait::st.sync.aligned;"
+        + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; [[tcgen05.wait::ld.sync.aligned;]]"
+        + "st.global.u32 [%rd2], %r4; tcgen05.wait::ld.sync.aligned;" + FREE,
+    ),
     "a proxy fence before tcgen05.mma": (
         PROXY,
         dict(block=(128, 1, 1)),
@@ -269,6 +276,7 @@ def run(body: str, seed: int = 0, **options):
 
 TOLERATED = (  # by hardware: a warning
     "tcgen05.wait::ld before tensor memory is freed",
+    "tcgen05.wait::ld before a use",
     "tcgen05.wait::ld before a use behind a move",
 )
 
