@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 
 import torch
@@ -133,10 +134,8 @@ def table(weights, batches, tflops: float, *, compiled: bool, markdown: bool = F
 def variants(case: Case) -> dict:
     """name -> plan: tile shapes, clusters, stages, splits."""
     found = {}
-    for tiles in (
-        Tiles(cluster_m=1),
-        Tiles(cluster_m=2),
-    ):
+    for cluster_m, down_n in itertools.product((1, 2), (128, 256)):
+        tiles = Tiles(cluster_m=cluster_m, down_n=down_n)
         for fused in (False, True):
             plan = launch.make_plan(case.problem, case.target, tiles)
             plan = dataclasses.replace(plan, fused=fused)

@@ -27,15 +27,16 @@ COLLAPSE_PHASES = ("pool", "basis", "decode")
 PHASES = (*ROWS_PHASES, *GEMM_PHASES, *COLLAPSE_PHASES, "fused")
 
 TILE_M = 128  # rows of a tile, and of the counters that phases wait for
-K_TILE = tma.ROW_BYTES // ELEMENT_BYTES  # of K to a slot: one span of the 128-byte swizzle
-SLOT_ROWS = 128  # rows of a slot of the ring, and N of one MMA
-SLOT_BYTES = SLOT_ROWS * tma.ROW_BYTES
+K_TILE = tma.ROW_BYTES // ELEMENT_BYTES  # of K to a stage: one span of the 128-byte swizzle
+TILE_NS = (128, 256)  # columns of a tile
+A_BYTES = TILE_M * tma.ROW_BYTES  # activations of a stage
 
 # The threads that do rows and collapse phases: those of both consumers where the kernel is fused.
 CONSUMERS = 2
 THREADS = CONSUMERS * WARPGROUP_THREADS
 WARPS = THREADS // WARP_THREADS
 GROUP_ROWS = 4  # rows that these threads work on at a time
+TILE_GROUPS = TILE_M // GROUP_ROWS
 ROW_THREADS = THREADS // GROUP_ROWS
 ROW_WARPS = ROW_THREADS // WARP_THREADS
 VECTOR = VECTOR_BYTES // FP32_BYTES  # neighbouring columns of a thread
@@ -50,8 +51,8 @@ OUTPUTS = 4  # requests whose sums of the collapse are added up at a time
 
 BARRIER_BYTES = 256
 SCRATCH_ALIGNMENT = 128
-MOST_SLOTS = 14  # whose barriers have room
-MOST_TAIL = 4  # K tiles: their products take about as long as half of an epilogue
+LOAD = "load warp, expect_tx + TMA bytes"
+MOST_STAGES = 8  # of a ring
 
 # Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
 TILE_COUNTERS = ("rows", "up", "down")
@@ -68,23 +69,23 @@ class Tiles:
     """Tiles of both products and the cluster that shares their loads.
 
     up_n: columns of gate and up, half of them of each. down_n: columns of x. cluster_m: CTAs of neighbouring row tiles,
-    which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. slots: of
-    the ring, at most; 0: as many as fit.
+    which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. stages: of
+    a ring, at most.
     """
 
     up_n: int = 256
     down_n: int = 128
     cluster_m: int = 2
     cluster_n: int = 1
-    slots: int = 0
+    stages: int = MOST_STAGES
 
     @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
 
     def __str__(self):
-        slots = f" {self.slots} slots" if self.slots else ""
-        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{slots}"
+        stages = f" {self.stages} stages" if self.stages < MOST_STAGES else ""
+        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{stages}"
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,8 @@ class SwapConfig:
         if self.multiplies:
             tiles = self.tiles
             for phase in self.products:
-                assert self.columns(phase) in (SLOT_ROWS, 2 * SLOT_ROWS) and self.ahead(phase) >= 2
+                assert self.columns(phase) in TILE_NS and self.stages(phase) >= 2
             assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, tiles)
-            assert self.router_slots <= self.slots - self.slot_unit
             assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
             assert self.arch == "sm100" or self.role_registers <= REGISTERS_PER_SM
             assert self.arch == "sm90" or tiles.cluster == 1
@@ -169,65 +169,44 @@ class SwapConfig:
     def role_registers(self) -> int:
         return THREADS * self.consumer_registers + WARPGROUP_THREADS * self.producer_registers
 
-    # The ring: slots of 128 rows and a K tile each. A K tile of a product takes one slot of activations and, for every
-    # 128 columns, one of weights, whatever the phase before has left.
+    # The ring: memory that the products take in turn, each cut into its own stages: activations of all stages, then
+    # weights of all stages. In the fused kernel it also holds the router's weights, before a swap.
 
     def columns(self, phase: str) -> int:
         """N of a product's tile."""
         return self.tiles.up_n if phase == "up" else self.tiles.down_n
 
-    def weight_slots(self, phase: str) -> int:
-        """Slots of weights to a K tile."""
-        return self.columns(phase) // SLOT_ROWS
+    def stage_bytes(self, phase: str) -> int:
+        """Activations and weights of a K tile."""
+        return (TILE_M + self.columns(phase)) * tma.ROW_BYTES
 
-    def k_slots(self, phase: str) -> int:
-        """Slots to a K tile."""
-        return 1 + self.weight_slots(phase)
+    def stages(self, phase: str) -> int:
+        """Of a product's ring: as many as fit."""
+        fixed = sum(padded(size) for _, size, _ in self.other_regions) + tma.TILE_ALIGNMENT
+        return min((MAX_SMEM_PER_CTA - fixed) // self.stage_bytes(phase), self.tiles.stages)
 
-    def ahead(self, phase: str) -> int:
-        """K tiles that the whole ring has room for."""
-        return self.slots // self.k_slots(phase)
+    @property
+    def ring_bytes(self) -> int:
+        rings = [self.stages(phase) * self.stage_bytes(phase) for phase in self.products]
+        return max(*rings, self.router_bytes) if self.multiplies else 0
 
-    def tail(self, phase: str) -> int:
-        """The last K tiles of a tile, whose products sm90 does for the first 128 columns, then for the second."""
-        fewest = self.d_model // K_TILE if phase == "up" else 1
-        return min(self.ahead(phase), fewest, MOST_TAIL) if self.weight_slots(phase) > 1 else 0
-
-    def padding(self, phase: str, use):
-        """Slots that are passed over before a tile."""
-        unit = self.slot_unit
-        return (unit - use % unit) % unit if self.weight_slots(phase) == 2 else 0
+    @property
+    def router_bytes(self) -> int:
+        """The router's weights in the fused kernel's ring."""
+        return ROUTER_WIDTH * self.d_model * ELEMENT_BYTES if self.fused else 0
 
     @property
     def a_box(self) -> tuple[int, int]:
         """(K, ROW) of one load: this CTA's part of activations that cluster_n CTAs share."""
-        return (K_TILE, SLOT_ROWS // self.tiles.cluster_n)
+        return (K_TILE, TILE_M // self.tiles.cluster_n)
 
-    @property
-    def b_box(self) -> tuple[int, int]:
+    def b_box(self, phase: str) -> tuple[int, int]:
         """(K, COLUMN) of one load: this CTA's part of weights that cluster_m CTAs share."""
-        return (K_TILE, SLOT_ROWS // self.tiles.cluster_m)
-
-    @property
-    def slots(self) -> int:
-        """Of the ring."""
-        fixed = sum(padded(size) for _, size, _ in self.other_regions) + tma.TILE_ALIGNMENT
-        found = min((MAX_SMEM_PER_CTA - fixed) // SLOT_BYTES, self.tiles.slots or MOST_SLOTS)
-        return found // self.slot_unit * self.slot_unit
-
-    @property
-    def slot_unit(self) -> int:
-        """K tiles with two slots of weights begin at multiples of it, so that these slots are neighbours."""
-        return 3 if any(self.weight_slots(phase) == 2 for phase in self.products) else 1
-
-    @property
-    def router_slots(self) -> int:
-        """Slots that the router's weights take in the fused kernel: each 64 outputs and two K tiles."""
-        return self.d_model // (2 * K_TILE) if self.fused else 0
+        return (K_TILE, self.columns(phase) // self.tiles.cluster_m)
 
     @property
     def sharers(self) -> int:
-        """CTAs that write into each other's slots, this one among them."""
+        """CTAs that write into each other's stages, this one among them."""
         return self.tiles.cluster_m + self.tiles.cluster_n - 1
 
     # Tensor memory (sm100): one accumulator.
@@ -263,8 +242,16 @@ class SwapConfig:
         """(region, bytes, what stands in it)."""
         if not self.multiplies:
             return self.other_regions
-        slots = f"{self.slots} x [{SLOT_ROWS}, {K_TILE}] of activations or weights, 128-byte swizzle"
-        return (*self.other_regions, ("ring", self.slots * SLOT_BYTES, slots))
+        found = [
+            f"{phase}: {self.stages(phase)} x [{TILE_M} + {self.columns(phase)}, {K_TILE}] of activations and weights"
+            for phase in self.products
+        ]
+        if self.fused:
+            found.append(f"[{ROUTER_WIDTH}, {self.d_model}] of the router's weights")
+        return (
+            *self.other_regions,
+            ("ring", self.ring_bytes, "in turn " + "; ".join(found) + "; 128-byte swizzle"),
+        )
 
     @property
     def sums_bytes(self) -> int:
@@ -282,25 +269,30 @@ class SwapConfig:
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Every mbarrier: who arrives, how often, who waits, what then holds."""
-        slots = self.slots
-        load = "load warp, expect_tx + TMA bytes"
-        if self.arch == "sm100":
-            return (
-                Barrier("full", slots, 1, load, "MMA warp", "the slot's tile is here"),
-                Barrier("empty", slots, 1, "MMA warp, commit", "load warp", "the MMAs have read it"),
-                Barrier("accumulator_full", 1, 1, "MMA warp, commit", "epilogue", "a tile is summed up"),
-                Barrier("accumulator_empty", 1, 4, "epilogue, a warp", "MMA warp", "it has been read"),
-            )
+        found = []
+        for phase in self.products:
+            stages = self.stages(phase)
+            if self.arch == "sm100":
+                found += [
+                    Barrier(f"{phase}_full", stages, 1, LOAD, "MMA warp", "the stage's K tile is here"),
+                    Barrier(
+                        f"{phase}_empty", stages, 1, "MMA warp, commit", "load warp", "the MMAs have read it"
+                    ),
+                    Barrier("accumulator_full", 1, 1, "MMA warp, commit", "epilogue", "a tile is summed up"),
+                    Barrier("accumulator_empty", 1, 4, "epilogue, a warp", "MMA warp", "it has been read"),
+                ]
+            else:
+                found += self.ring_barriers(phase, stages, "the stage's K tile is here")
+        if self.fused:
+            found += self.ring_barriers("router", 1, "the router's weights are here")
+        return tuple(found)
+
+    def ring_barriers(self, name: str, stages: int, meaning: str) -> list[Barrier]:
+        """sm90: full and empty of one of the rings."""
         loads = "load warps of the CTA and of those that share its tiles, expect_tx + TMA bytes"
+        readers = "consumers of the CTAs that this one loads for, a thread a warp"
         arrivals = WARPS * self.sharers
-        return (
-            Barrier("full", slots, 1, loads, "consumers", "the slot's tile is here"),
-            Barrier(
-                "empty",
-                slots,
-                arrivals,
-                "consumers of the CTAs that this one loads for, a thread a warp",
-                "load warp",
-                "all of them have read the slot",
-            ),
-        )
+        return [
+            Barrier(f"{name}_full", stages, 1, loads, "consumers", meaning),
+            Barrier(f"{name}_empty", stages, arrivals, readers, "load warp", "all of them have read it"),
+        ]

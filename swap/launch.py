@@ -12,6 +12,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.swap.config import (
     GRID_COUNTERS,
     GROUP_ROWS,
+    K_TILE,
     PHASES,
     POOL_COLUMNS,
     ROUTER_WIDTH,
@@ -27,6 +28,7 @@ from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights
 
 D_MODELS = (256, 512, 768, 1024)  # that kernels are compiled for
+MOST_SPLITS = 8
 CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
 
 
@@ -70,7 +72,7 @@ def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) 
     ctas = target.sm_count // tiles.cluster * tiles.cluster
     row_tiles = -(-problem.rows // TILE_M)
     units = row_tiles * (problem.d_model // tiles.down_n)
-    splits = max(1, min(8, ctas // units))
+    splits = max(1, min(MOST_SPLITS, ctas // units, problem.d_ff // K_TILE))
     return Plan(fused=target.major == 9, tiles=tiles, splits=splits, ctas=ctas)
 
 

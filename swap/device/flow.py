@@ -66,13 +66,13 @@ def wait_together(counter: cute.Pointer, target, thread):
 
 
 @cute.jit
-def count(counter: cute.Pointer, thread):
-    """All threads of ``synchronize`` have done one more, and what they wrote is visible to whoever sees the count, to
-    its TMA loads too."""
+def count(counter: cute.Pointer, thread, done=1):
+    """All threads of ``synchronize`` have done so many more, and what they wrote is visible to whoever sees the count,
+    to its TMA loads too."""
     cute.arch.fence_proxy("async.global")
     synchronize()
     if thread == 0:
-        cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+        cute.arch.atomic_add(counter, Int32(done), sem="release", scope="gpu")
 
 
 @cute.jit

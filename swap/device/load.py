@@ -1,4 +1,4 @@
-"""The load warp: activations and weights of the product phases, a slot of the ring at a time, through TMA.
+"""The load warp: activations and weights of the product phases, a stage of the ring at a time, through TMA.
 
 CTAs of a cluster share tiles: each loads its part of one and multicasts it to those that need it too. Weights are
 constant, so those of a tile's first K tiles are fetched before the load warp waits for the activations.
@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.swap.config import K_TILE, ROUTER_WIDTH, SLOT_BYTES, SLOT_ROWS
+from warpspec.swap.config import A_BYTES, K_TILE, ROUTER_WIDTH
 from warpspec.swap.device.flow import groups_of, reached, wait_for
 from warpspec.swap.device.work import Work
 
@@ -40,7 +40,7 @@ def make_sources(config, ops) -> tuple[Sources, ...]:
     for phase in config.products:
         a, b = (ops.vectors, ops.w13) if phase == "up" else (ops.hidden, ops.w2)
         a_load = tma.make_load(columns_first(a), config.a_box, multicast=config.tiles.cluster_n > 1)
-        b_load = tma.make_load(columns_first(b), config.b_box, multicast=config.tiles.cluster_m > 1)
+        b_load = tma.make_load(columns_first(b), config.b_box(phase), multicast=config.tiles.cluster_m > 1)
         found.append(Sources(Source(*a_load), Source(*b_load)))
     if config.fused:
         router = Source(*tma.make_load(columns_first(ops.router_w), ROUTER_BOX))
@@ -55,8 +55,8 @@ def columns_first(matrix: cute.Tensor) -> cute.Tensor:
 
 
 class Loads(NamedTuple):
-    """How a CTA fills slots in one phase. a, b: rings of its parts of activations and weights; a_parts, b_parts: parts
-    of a slot; a_mask, b_mask: the CTAs that a part goes to, None where there is only this one. a_rank, b_rank: which
+    """How a CTA fills stages in one phase. a, b: rings of its parts of activations and weights; a_parts, b_parts: parts
+    of a stage; a_mask, b_mask: the CTAs that a part goes to, None where there is only this one. a_rank, b_rank: which
     parts are this CTA's."""
 
     a: tma.TileRing
@@ -69,13 +69,18 @@ class Loads(NamedTuple):
     b_rank: Int32
 
     @classmethod
-    def make(cls, config, sources: Sources, base, dtype, work: Work) -> Loads:
+    def make(cls, config, phase: str, sources: Sources, base, dtype, work: Work) -> Loads:
         """base: of the ring."""
-        tiles, rings = config.tiles, []
-        for source, box in ((sources.a, config.a_box), (sources.b, config.b_box)):
-            parts = cute.group_modes(cute.local_tile(source.coordinates, box, (None, None)), 2, 4)
-            boxes = config.slots * SLOT_ROWS // box[1]
-            rings.append(tma.TileRing.make(source.atom, parts, tma.shared_tiles(base, dtype, box, boxes)))
+        tiles, stages, rings = config.tiles, config.stages(phase), []
+        for source, box, at, parts in (
+            (sources.a, config.a_box, base, tiles.cluster_n),
+            (sources.b, config.b_box(phase), base + stages * A_BYTES, tiles.cluster_m),
+        ):
+            at = at.align(tma.TILE_ALIGNMENT)
+            boxes = cute.group_modes(cute.local_tile(source.coordinates, box, (None, None)), 2, 4)
+            rings.append(
+                tma.TileRing.make(source.atom, boxes, tma.shared_tiles(at, dtype, box, stages * parts))
+            )
         row_mask = sum(1 << n * tiles.cluster_m for n in range(tiles.cluster_n))
         column_mask = (1 << tiles.cluster_m) - 1
         return cls(
@@ -88,25 +93,15 @@ class Loads(NamedTuple):
             work.rank_m,
         )
 
-    def load_a(self, channels, use, k_tile, row_tile) -> None:
-        """Fill a slot with activations, once it is free."""
-        stage, mbarrier = expect(channels, use)
-        place = (k_tile, row_tile * self.a_parts + self.a_rank)
-        self.a.load(place, stage * self.a_parts + self.a_rank, mbarrier, self.a_mask)
+    def load_a(self, full, use, piece, k_tile) -> None:
+        """This CTA's part of a stage's activations."""
+        place = (piece.first + k_tile, piece.row_tile * self.a_parts + self.a_rank)
+        self.a.load(place, full.stage(use) * self.a_parts + self.a_rank, full.barrier(use), self.a_mask)
 
-    def load_b(self, channels, use, k_tile, column_slot) -> None:
-        """Fill a slot with weights of 128 columns, once it is free."""
-        stage, mbarrier = expect(channels, use)
-        place = (k_tile, column_slot * self.b_parts + self.b_rank)
-        self.b.load(place, stage * self.b_parts + self.b_rank, mbarrier, self.b_mask)
-
-
-def expect(channels, use) -> tuple:
-    """(slot, its mbarrier) of the use-th fill, once the slot is free."""
-    full = channels["full"]
-    channels["empty"].wait_previous(use)
-    full.expect_bytes(use, SLOT_BYTES)
-    return full.stage(use), full.barrier(use)
+    def load_b(self, full, use, piece, k_tile) -> None:
+        """This CTA's part of a stage's weights."""
+        place = (piece.first + k_tile, piece.column_tile * self.b_parts + self.b_rank)
+        self.b.load(place, full.stage(use) * self.b_parts + self.b_rank, full.barrier(use), self.b_mask)
 
 
 @cute.jit
@@ -121,61 +116,59 @@ def load_phase(
     step,
     use,
 ) -> Int32:
-    """Fill the ring for all tiles of a product phase. Returns the slots filled so far, ``use`` before.
+    """Fill the phase's stages for all of its tiles. Returns the stages filled so far, ``use`` before.
 
     step: FFN steps done. Produces full, consumes empty. Activations wait for the row tile's counts of the phase
     before in the fused kernel, else for the end of the kernel before.
     """
-    weight_slots, k_slots = config.weight_slots(phase), config.k_slots(phase)
+    full, empty = channels[f"{phase}_full"], channels[f"{phase}_empty"]
+    stages, stage_bytes = config.stages(phase), config.stage_bytes(phase)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
-        padding = config.padding(phase, use)
-        for i in cutlass.range(padding, unroll=1):
-            channels["empty"].wait_previous(use + i)
-            channels["full"].arrive_warp(use + i)
-        use += padding
-        column_slot = piece.column_tile * weight_slots
         ahead = Int32(0)
         counter, target = flow.counters, Int32(0)
         if cutlass.const_expr(config.fused):
             counter, target = awaited(config, phase, ops, flow, piece, step)
             if reached(counter, target) == 0:
-                ahead = cutlass.min(piece.count, config.ahead(phase))
+                ahead = cutlass.min(piece.count, stages)
         elif index == work.cluster:
-            ahead = cutlass.min(piece.count, config.ahead(phase))
+            ahead = cutlass.min(piece.count, stages)
         for k_tile in cutlass.range(ahead, unroll=1):
-            for i in cutlass.range_constexpr(weight_slots):
-                loads.load_b(channels, use + k_tile * k_slots + 1 + i, piece.first + k_tile, column_slot + i)
+            empty.wait_previous(use + k_tile)
+            full.expect_bytes(use + k_tile, stage_bytes)
+            loads.load_b(full, use + k_tile, piece, k_tile)
         if cutlass.const_expr(config.fused):
             wait_for(counter, target)
             cute.arch.fence_proxy("async.global")
         elif index == work.cluster:
             cute.arch.griddepcontrol_wait()
         for k_tile in cutlass.range(ahead, unroll=1):
-            loads.load_a(channels, use + k_tile * k_slots, piece.first + k_tile, piece.row_tile)
+            loads.load_a(full, use + k_tile, piece, k_tile)
         for k_tile in cutlass.range(ahead, piece.count, unroll=1):
-            first = use + k_tile * k_slots
-            loads.load_a(channels, first, piece.first + k_tile, piece.row_tile)
-            for i in cutlass.range_constexpr(weight_slots):
-                loads.load_b(channels, first + 1 + i, piece.first + k_tile, column_slot + i)
-        use += piece.count * k_slots
+            empty.wait_previous(use + k_tile)
+            full.expect_bytes(use + k_tile, stage_bytes)
+            loads.load_a(full, use + k_tile, piece, k_tile)
+            loads.load_b(full, use + k_tile, piece, k_tile)
+        use += piece.count
     return use
 
 
 def router_ring(config, source: Source, base, dtype) -> tma.TileRing:
-    """tiles (K TILE, 0); two of them to a slot."""
+    """tiles (K TILE, 0), one behind the other at the ring's beginning."""
     tiles = cute.group_modes(cute.local_tile(source.coordinates, ROUTER_BOX, (None, None)), 2, 4)
-    return tma.TileRing.make(source.atom, tiles, tma.shared_tiles(base, dtype, ROUTER_BOX, 2 * config.slots))
+    return tma.TileRing.make(
+        source.atom, tiles, tma.shared_tiles(base, dtype, ROUTER_BOX, config.d_model // K_TILE)
+    )
 
 
 @cute.jit
 def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, use) -> Int32:
-    """Fill slots with the router's weights, which are constant. Returns the slots filled so far, ``use`` before."""
-    for i in cutlass.range(config.router_slots, unroll=1):
-        slot, mbarrier = expect(channels, use + i)
-        for half in cutlass.range_constexpr(2):
-            ring.load((2 * i + half, 0), 2 * slot + half, mbarrier)
-    return use + config.router_slots
+    """Fetch the router's weights, which are constant. Returns how often so far, ``use`` before."""
+    full = channels["router_full"]
+    full.expect_bytes(use, config.router_bytes)
+    for k_tile in cutlass.range(config.d_model // K_TILE, unroll=1):
+        ring.load((k_tile, 0), k_tile, full.barrier(use))
+    return use + 1
 
 
 def awaited(config, phase, ops, flow, piece, step) -> tuple:
@@ -188,7 +181,9 @@ def awaited(config, phase, ops, flow, piece, step) -> tuple:
 
 
 @cute.jit
-def drain(config: cutlass.Constexpr, channels: cutlass.Constexpr, use):
-    """Wait until every slot has been released: no arrival is on its way to a barrier of a CTA that has ended."""
-    for last in cutlass.range(cutlass.max(use - config.slots, 0), use, unroll=1):
-        channels["empty"].wait(last)
+def drain(channel: cutlass.Constexpr, use):
+    """Wait until every stage of a ring has been released, after ``use`` fills: before another ring takes the memory,
+    here and in the CTAs that this one loads for, and at the end, when no arrival may be on its way to a barrier of a
+    CTA that has ended. channel: the ring's empty one."""
+    for last in cutlass.range(cutlass.max(use - channel.stages, 0), use, unroll=1):
+        channel.wait(last)

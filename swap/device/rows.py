@@ -24,8 +24,7 @@ from warpspec.swap.config import (
     ROUTER_WIDTH,
     ROW_THREADS,
     ROW_WARPS,
-    SLOT_BYTES,
-    TILE_M,
+    TILE_GROUPS,
     VECTOR,
     WARPS,
 )
@@ -91,10 +90,10 @@ def rows_phase(
     step,
     ring=None,
 ):
-    """All groups of this CTA, group after group. By the threads of ``flow.synchronize``.
+    """All groups of this CTA, neighbours, group after group. By the threads of ``flow.synchronize``.
 
     kind: of ROWS_PHASES. place: (thread, CTA, CTAs). event: which one. step: FFN steps done. ring: fused,
-    ``RouterSlots``. Fused, consumes a row tile's down counts and produces its rows counts.
+    ``RouterTile``. Fused, consumes a row tile's down counts and produces its rows counts.
     """
     thread, cta, ctas = place
     rows = ops.vectors.shape[0]
@@ -104,11 +103,15 @@ def rows_phase(
         router = load_router(config, ops, thread)
     if cutlass.const_expr(not config.fused):
         cute.arch.griddepcontrol_wait()
-    for group in cutlass.range(cta, cute.ceil_div(rows, GROUP_ROWS), ctas, unroll=1):
-        row_tile = group * GROUP_ROWS // TILE_M
-        if cutlass.const_expr(config.fused and kind != "first"):
-            down_tiles = config.d_model // config.tiles.down_n
-            wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
+    groups = cute.ceil_div(rows, GROUP_ROWS)
+    first, end = Int32(cta * groups // ctas), Int32((cta + 1) * groups // ctas)
+    done = Int32(0)  # groups of the row tile, not counted yet
+    for group in cutlass.range(first, end, unroll=1):
+        row_tile = group // TILE_GROUPS
+        if cutlass.const_expr(config.fused and kind != "first"):  # noqa: SIM102
+            if (group == first) | (group % TILE_GROUPS == 0):
+                down_tiles = config.d_model // config.tiles.down_n
+                wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
         row = group * GROUP_ROWS + thread // ROW_THREADS
         at = RowThread(
             cutlass.min(row, rows - 1), Boolean(row < rows), thread // ROW_THREADS, thread % ROW_THREADS
@@ -119,8 +122,13 @@ def rows_phase(
             total = exchange(config, ops, scratch, router, at, thread, values, total, event)
         inverse = inverse_rms(config, total)
         store(config, ops, at, values, inverse)
+        done += 1
         if cutlass.const_expr(config.fused):
-            count(flow.tile("rows", row_tile), thread)
+            if (group + 1 == end) | ((group + 1) % TILE_GROUPS == 0):
+                count(flow.tile("rows", row_tile), thread, done)
+                done = Int32(0)
+            else:
+                synchronize()
         else:
             synchronize()  # before the next group writes the scratch
 
@@ -213,8 +221,8 @@ def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor, inverse):
 # The router and the exchange.
 
 
-class RouterSlots(NamedTuple):
-    """The router's weights in the fused kernel's ring: its base, its full channel, the use of the first slot."""
+class RouterTile(NamedTuple):
+    """The router's weights in the fused kernel's ring: its base, their full channel, which use of it."""
 
     base: cute.Pointer
     full: object
@@ -240,8 +248,7 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
     if not config.fused:
         return router[None, chunk]
     k_tile, row = chunk * ROUTER_CHUNK // K_TILE, warp * MMA_N + lane // QUAD
-    address = router.base.toint() + router.full.stage(router.use + k_tile // 2) * SLOT_BYTES
-    address += k_tile % 2 * ROUTER_WIDTH * tma.ROW_BYTES + row * tma.ROW_BYTES
+    address = router.base.toint() + (k_tile * ROUTER_WIDTH + row) * tma.ROW_BYTES
     column = chunk * ROUTER_CHUNK % K_TILE // (2 * WORDS) + lane % QUAD  # in units of 16 bytes
     address += (column ^ row % SWIZZLE_ROWS) * VECTOR_BYTES
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
@@ -301,8 +308,7 @@ def multiply_router(config: cutlass.Constexpr, scratch, router, thread):
     """
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     if cutlass.const_expr(config.fused):
-        for i in cutlass.range_constexpr(config.router_slots):
-            router.full.wait(router.use + i)
+        router.full.wait(router.use)
     sums = [[Float32(0.0)] * 4 for _ in range(2)]
     zero = Int32(0)
     row = scratch.terms[None, lane // QUAD]

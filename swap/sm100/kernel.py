@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.swap.config import BARRIER_BYTES, SLOT_BYTES
+from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.flow import Flow
 from warpspec.swap.device.host import SwapHost
 from warpspec.swap.device.load import Loads, drain, load_phase, make_sources
@@ -45,7 +45,7 @@ class Products(SwapHost):
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
         tmem_address = smem.allocate_array(Int32, 1)
-        base = smem.allocate(config.slots * SLOT_BYTES, byte_alignment=tma.TILE_ALIGNMENT)
+        base = smem.allocate(config.ring_bytes, byte_alignment=tma.TILE_ALIGNMENT)
         channels = init_barriers(config.barriers, barriers)
 
         # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
@@ -67,10 +67,10 @@ class Products(SwapHost):
         if warp == config.mma_warp:
             mma(config, channels, fragments(config, base, columns), work)
         if warp == config.load_warp:
-            loads = Loads.make(config, sources[0], base, BFloat16, work)
+            loads = Loads.make(config, config.phase, sources[0], base, BFloat16, work)
             flow = Flow(None, Int32(0))
             use = load_phase(config, config.phase, channels, loads, work, ops, flow, Int32(0), Int32(0))
-            drain(config, channels, use)
+            drain(channels[f"{config.phase}_empty"], use)
 
         # 4. The accumulator has been read.
         cute.arch.sync_threads()

@@ -23,7 +23,7 @@ from warpspec.common.wgmma import (
     multiply,
     transpose,
 )
-from warpspec.swap.config import ELEMENT_BYTES, K_TILE, SLOT_BYTES, SLOT_ROWS, TILE_M
+from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, K_TILE, TILE_M
 from warpspec.swap.device.activation import swiglu
 from warpspec.swap.device.flow import count
 
@@ -37,21 +37,23 @@ def make_mma(columns: int) -> cute.TiledMma:
     return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, tile)
 
 
-def operands_of(config, base, consumer, columns: int) -> tuple:
-    """a, b (MMA, MMA_M or MMA_N, MMA_K, SLOT): descriptors of the ring's slots; b's of a slot and, for 256 columns, the
-    one behind it. consumer: which 64 rows of A."""
+def operands_of(config, phase: str, base, consumer) -> tuple:
+    """a, b (MMA, MMA_M or MMA_N, MMA_K, STAGE): descriptors of the ring's stages. consumer: which 64 rows of A."""
+    columns, stages = config.columns(phase), config.stages(phase)
     mma, tiler = make_mma(columns), (WARPGROUP_ROWS, columns, K_TILE)
 
-    def shared(base, layout):
-        first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
+    def shared(at, layout, stage_bytes):
+        at = at.align(tma.TILE_ALIGNMENT)
+        first = cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
         first = first[None, None, 0]
-        ring = cute.make_layout(config.slots, stride=SLOT_BYTES // ELEMENT_BYTES)
+        ring = cute.make_layout(stages, stride=stage_bytes // ELEMENT_BYTES)
         return cute.make_tensor(first.iterator, cute.append(first.layout, ring))
 
-    a_base = (base + consumer * WARPGROUP_ROWS * tma.ROW_BYTES).align(tma.TILE_ALIGNMENT)
+    a_base, b_base = base + consumer * WARPGROUP_ROWS * tma.ROW_BYTES, base + stages * A_BYTES
     row_major = LayoutEnum.ROW_MAJOR
-    a = shared(a_base, hopper.make_smem_layout_a(row_major, tiler, BFloat16, 1))
-    b = shared(base, hopper.make_smem_layout_b(row_major, tiler, BFloat16, 1))
+    a = shared(a_base, hopper.make_smem_layout_a(row_major, tiler, BFloat16, 1), A_BYTES)
+    b_bytes = config.stage_bytes(phase) - A_BYTES
+    b = shared(b_base, hopper.make_smem_layout_b(row_major, tiler, BFloat16, 1), b_bytes)
     mine = mma.get_slice(0)
     return mma.make_fragment_A(mine.partition_A(a)), mma.make_fragment_B(mine.partition_B(b))
 
@@ -68,100 +70,52 @@ def product_phase(
     thread,
     use,
 ) -> Int32:
-    """All tiles of this CTA in a product phase. Returns the slots used so far, ``use`` before.
+    """All tiles of this CTA in a product phase. Returns the stages used so far, ``use`` before.
 
     base: of the ring. Consumes full, produces empty, one arrival a warp in every CTA that loads for this one. Fused,
     produces the row tile's counts of the phase.
     """
-    full, empty = channels["full"], channels["empty"]
+    full, empty = channels[f"{phase}_full"], channels[f"{phase}_empty"]
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-    weight_slots, k_slots = config.weight_slots(phase), config.k_slots(phase)
     columns = config.columns(phase)
-    whole, parts = (operands_of(config, base, consumer, n) for n in (columns, SLOT_ROWS))
-    fragment = cute.make_rmem_tensor(make_mma(columns).partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
-    halves = split_fragment(fragment, weight_slots)
+    a, b = operands_of(config, phase, base, consumer)
+    mma = make_mma(columns)
+    fragment = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
-        padding = config.padding(phase, use)
-        for i in cutlass.range(padding, unroll=1):
-            full.wait(use + i)
-            release(config, empty, work, use + i, 1)
-        use += padding
-        tail = config.tail(phase)
-        body = piece.count - tail
-        for k_tile in cutlass.range(body, unroll=1):
-            first = use + k_tile * k_slots
-            for i in cutlass.range_constexpr(weight_slots):
-                full.wait(first + 1 + i)
-            issue(full, columns, fragment, *whole, first, 1, Boolean(k_tile > 0))
+        for k_tile in cutlass.range(piece.count, unroll=1):
+            full.wait(use + k_tile)
+            stage = full.stage(use + k_tile)
+            a_stage, b_stage = a[None, None, None, stage], b[None, None, None, stage]
+            multiply(mma, fragment, a_stage, b_stage, Boolean(k_tile > 0))
             if k_tile > 0:
                 warpgroup.wait_group(1)
-                release(config, empty, work, first - k_slots, k_slots)
-        # The last K tiles, column by column: the first half is stored while the second's products run.
-        last = use + body * k_slots
-        for i in cutlass.range_constexpr(weight_slots):
-            for t in cutlass.range_constexpr(tail):
-                issue(
-                    full, SLOT_ROWS, halves[i], *parts, last + t * k_slots, 1 + i, Boolean(body > 0) | (t > 0)
-                )
-                if cutlass.const_expr(i + t == 0):
-                    warpgroup.wait_group(1)
-                    if body > 0:
-                        release(config, empty, work, last - k_slots, k_slots)
+                release(config, empty, work, use + k_tile - 1)
+        use += piece.count
         row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
         row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
         place = (row, piece, thread % QUAD)
-        factors = None
         if cutlass.const_expr(phase == "up"):
             factors = inverse_of(ops, row)  # while the last products run
-        for i in cutlass.range_constexpr(weight_slots):
-            warpgroup.wait_group((weight_slots - 1 - i) * tail)
-            for t in cutlass.range_constexpr(tail):
-                release(config, empty, work, last + t * k_slots + 1 + i, 1)
-            if cutlass.const_expr(i + 1 == weight_slots):
-                if cutlass.const_expr(tail == 0):
-                    release(config, empty, work, last - k_slots, k_slots)
-                for t in cutlass.range_constexpr(tail):
-                    release(config, empty, work, last + t * k_slots, 1)
-            column_slot = piece.column_tile * weight_slots + i
-            if cutlass.const_expr(phase == "up"):
-                store_hidden(ops, flat(halves[i]), factors, place, column_slot)
-            else:
-                store_partial(ops, flat(halves[i]), place, column_slot)
-        use += piece.count * k_slots
+            warpgroup.wait_group(0)
+            release(config, empty, work, use - 1)
+            store_hidden(ops, flat(fragment), factors, place, columns)
+        else:
+            warpgroup.wait_group(0)
+            release(config, empty, work, use - 1)
+            store_partial(ops, flat(fragment), place, columns)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
             if piece.row_tile < flow.row_tiles:
                 count(flow.tile(phase, piece.row_tile), thread)
     return use
 
 
-def split_fragment(fragment: cute.Tensor, parts: int) -> list[cute.Tensor]:
-    """The registers of a fragment as fragments of 128 columns each."""
-    layout = make_mma(SLOT_ROWS).partition_shape_C((WARPGROUP_ROWS, SLOT_ROWS))
-    size = cute.size(layout)
-    assert size * parts == cute.size(fragment)
-    return [cute.make_tensor(fragment.iterator + i * size, cute.make_layout(layout)) for i in range(parts)]
-
-
 @cute.jit
-def issue(full, columns: cutlass.Constexpr, fragment, a, b, first, weights: cutlass.Constexpr, accumulate):
-    """The products of a K tile with some columns. first: its activations' use of the ring; weights: slots behind it."""
-    full.wait(first)
-    full.wait(first + weights)
-    a_slot, b_slot = full.stage(first), full.stage(first + weights)
-    a, b = a[None, None, None, a_slot], b[None, None, None, b_slot]
-    multiply(make_mma(columns), fragment, a, b, Boolean(accumulate))
-
-
-@cute.jit
-def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, first, slots: cutlass.Constexpr):
-    """The warp has read some slots, from use ``first`` on: tell the load warps that write into them, a lane each."""
+def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
+    """The warp has read a stage: tell the load warps that write into it, a lane each."""
     tiles = config.tiles
     if cutlass.const_expr(tiles.cluster == 1):
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(slots):
-                empty.arrive(first + i)
+        empty.arrive_warp(use)
     else:
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
@@ -171,8 +125,7 @@ def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, first, sl
         other += Int32(other >= work.rank_n)
         rank = work.rank_n * tiles.cluster_m + lane if in_column else other * tiles.cluster_m + work.rank_m
         if lane < config.sharers:
-            for i in cutlass.range_constexpr(slots):
-                empty.arrive_in(rank, first + i, has_read=True)
+            empty.arrive_in(rank, use, has_read=True)
 
 
 @cute.jit
@@ -186,15 +139,14 @@ def inverse_of(ops, row) -> list:
 
 
 @cute.jit
-def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, column_slot):
-    """silu(gate) * up of 64 features in bf16, 16 bytes a store. sums: 8 columns of gate and 8 of up, in turn. factors:
-    1 / RMS of the thread's rows.
+def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass.Constexpr):
+    """silu(gate) * up of a tile's features in bf16, 16 bytes a store. sums: 8 columns of gate and 8 of up, in turn.
+    factors: 1 / RMS of the thread's rows. columns: of the tile.
 
     place: (the thread's first row, piece, member of the quad, whose threads swap words so that each stores 8 columns).
-    column_slot: which 128 columns.
     """
-    row, _, member = place
-    blocks = SLOT_ROWS // COLUMNS // 2  # of outputs
+    row, piece, member = place
+    blocks = columns // COLUMNS // 2  # of outputs
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
         for block in cutlass.range_constexpr(0, blocks, QUAD):
@@ -212,20 +164,20 @@ def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, column_slot):
                 for i in cutlass.range_constexpr(QUAD):
                     vector[i] = moved[i]
                 part = cute.local_tile(
-                    ops.hidden[at, None], (VECTOR,), (column_slot * blocks + block + member,)
+                    ops.hidden[at, None], (VECTOR,), (piece.column_tile * blocks + block + member,)
                 )
                 cute.autovec_copy(cute.recast_tensor(vector, BFloat16), part)
 
 
 @cute.jit
-def store_partial(ops, sums: cute.Tensor, place: tuple, column_slot):
-    """The split's sums of 128 columns in fp32. Arguments as of ``store_hidden``.
+def store_partial(ops, sums: cute.Tensor, place: tuple, columns: cutlass.Constexpr):
+    """The split's sums of a tile in fp32. Arguments as of ``store_hidden``.
 
     Of two blocks of 8 columns, neighbours exchange a pair, so that each stores four columns, 16 bytes: even threads of
     the quad those of the first block, odd ones those of the second.
     """
     row, piece, member = place
-    blocks, odd = SLOT_ROWS // COLUMNS, Boolean(member % 2 == 1)
+    blocks, odd = columns // COLUMNS, Boolean(member % 2 == 1)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
         for block in cutlass.range_constexpr(0, blocks, 2):
@@ -238,5 +190,5 @@ def store_partial(ops, sums: cute.Tensor, place: tuple, column_slot):
                 vector[PAIR + j] = Float32(cutlass.select_(odd, high, got))
             if at < ops.hidden.shape[0]:
                 target = ops.partial[piece.split, at, None]
-                part = (column_slot * blocks + block + member % 2) * 2 + member // 2
+                part = (piece.column_tile * blocks + block + member % 2) * 2 + member // 2
                 cute.autovec_copy(vector, cute.local_tile(target, (2 * PAIR,), (part,)))

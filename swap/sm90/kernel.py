@@ -11,13 +11,13 @@ from cutlass import BFloat16, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.swap.config import BARRIER_BYTES, GEMM_PHASES, SLOT_BYTES, TILE_M
+from warpspec.swap.config import BARRIER_BYTES, TILE_M
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
 from warpspec.swap.device.load import Loads, drain, load_phase, load_router, make_sources, router_ring
 from warpspec.swap.device.phase import make_scratch
-from warpspec.swap.device.rows import RouterSlots, rows_phase
+from warpspec.swap.device.rows import RouterTile, rows_phase
 from warpspec.swap.device.work import Work
 from warpspec.swap.sm90.consumer import product_phase, release
 
@@ -54,7 +54,7 @@ class Products(SwapHost):
         # 1. Shared memory: barriers, the ring, what rows and collapse phases need.
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
-        base = smem.allocate(config.slots * SLOT_BYTES, byte_alignment=tma.TILE_ALIGNMENT)
+        base = smem.allocate(config.ring_bytes, byte_alignment=tma.TILE_ALIGNMENT)
         scratch = make_scratch(config, smem) if cutlass.const_expr(config.fused) else None
         channels = init_barriers(config.barriers, barriers)
         if warp == config.load_warp:
@@ -74,7 +74,7 @@ class Products(SwapHost):
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp == config.load_warp:
                 loads = {
-                    phase: Loads.make(config, pair, base, BFloat16, works[phase])
+                    phase: Loads.make(config, phase, pair, base, BFloat16, works[phase])
                     for phase, pair in zip(config.products, sources, strict=False)
                 }
                 if cutlass.const_expr(config.fused):
@@ -108,18 +108,21 @@ def load(
 ):
     """The load warp: the phase's tiles, or those of both products of every FFN step, and the router's weights before
     every swap."""
-    use = Int32(0)
     if cutlass.const_expr(config.fused):
-        use = load_router(config, channels, loads["router"], use)
+        up, down, router = Int32(0), Int32(0), Int32(0)
+        router = load_router(config, channels, loads["router"], router)
         for step in cutlass.range(steps, unroll=1):
-            for phase in GEMM_PHASES:
-                use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, step, use)
+            drain(channels["router_empty"], router)
+            up = load_phase(config, "up", channels, loads["up"], works["up"], ops, flow, step, up)
+            drain(channels["up_empty"], up)
+            down = load_phase(config, "down", channels, loads["down"], works["down"], ops, flow, step, down)
+            drain(channels["down_empty"], down)
             if swaps_after(step, steps, k_ffn):
-                use = load_router(config, channels, loads["router"], use)
+                router = load_router(config, channels, loads["router"], router)
     else:
         phase = config.phase
-        use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), use)
-    drain(config, channels, use)
+        use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), Int32(0))
+        drain(channels[f"{phase}_empty"], use)
 
 
 @cute.jit
@@ -136,19 +139,18 @@ def consume(
     k_ffn,
 ):
     """Both consumers of the fused kernel: every phase in order."""
-    thread = place[0]
-    use = Int32(0)
-    full = channels["full"]
-    rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0), RouterSlots(base, full, use))
-    use = release_router(config, channels, works["up"], use)
+    thread, full = place[0], channels["router_full"]
+    up, down, router = Int32(0), Int32(0), Int32(0)
+    rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0), RouterTile(base, full, router))
+    router = release_router(config, channels, works["up"], router)
     for step in cutlass.range(steps, unroll=1):
-        use = product_phase(config, "up", channels, base, works["up"], ops, flow, thread, use)
-        use = product_phase(config, "down", channels, base, works["down"], ops, flow, thread, use)
+        up = product_phase(config, "up", channels, base, works["up"], ops, flow, thread, up)
+        down = product_phase(config, "down", channels, base, works["down"], ops, flow, thread, down)
         done = step + 1
         if swaps_after(step, steps, k_ffn):
-            router = RouterSlots(base, full, use)
-            rows_phase(config, "swap", ops, scratch, flow, place, done // k_ffn, done, router)
-            use = release_router(config, channels, works["up"], use)
+            tile = RouterTile(base, full, router)
+            rows_phase(config, "swap", ops, scratch, flow, place, done // k_ffn, done, tile)
+            router = release_router(config, channels, works["up"], router)
         else:
             rows_phase(config, "rows", ops, scratch, flow, place, Int32(0), done)
     pool(config, ops, scratch.sums, flow, place, steps)
@@ -164,9 +166,8 @@ def swaps_after(step, steps, k_ffn):
 
 @cute.jit
 def release_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, work, use) -> Int32:
-    """The warp has read the router's weights, if it had rows at all. Returns the slots used so far, ``use`` before."""
-    for i in cutlass.range_constexpr(config.router_slots):
-        channels["full"].wait(use + i)
+    """The warp has read the router's weights, if it had rows at all. Returns how often so far, ``use`` before."""
+    channels["router_full"].wait(use)
     cute.arch.fence_view_async_shared()  # reads are complete before the copy engine's writes
-    release(config, channels["empty"], work, use, config.router_slots)
-    return use + config.router_slots
+    release(config, channels["router_empty"], work, use)
+    return use + 1

@@ -35,7 +35,7 @@ def test_fused_and_chain_on_sm90():
 @pytest.mark.parametrize(
     ("tiles", "splits", "ctas"),
     [
-        pytest.param(Tiles(cluster_m=2, cluster_n=2, slots=9), 3, 8, marks=pytest.mark.long),
+        pytest.param(Tiles(cluster_m=2, cluster_n=2, stages=3), 3, 8, marks=pytest.mark.long),
         pytest.param(Tiles(cluster_m=1, cluster_n=2), 1, 4, marks=pytest.mark.long),
         pytest.param(Tiles(down_n=256), 2, 2, marks=pytest.mark.long),
     ],
