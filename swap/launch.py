@@ -29,6 +29,7 @@ from warpspec.swap.weights import SwapFFNWeights
 
 D_MODELS = (256, 512, 768, 1024)  # that kernels are compiled for
 MOST_SPLITS = 8
+TOO_LARGE = "Error Code: 720"  # cudaErrorCooperativeLaunchTooLarge, as the compiled host functions raise it
 CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
 
 
@@ -187,8 +188,18 @@ class Step:
         taken = {name: getattr(operands, name) for name in TAKEN[phase]}
         if phase in ("first", "swap", "fused"):
             taken |= {name: getattr(operands, name) for name in ("forced", "recorded", "margins")}
-        numbers = (self.ctas(phase), event, self.problem.ffn_steps, self.problem.k_ffn)
-        return self.launchers[phase](*Operands(**taken), *numbers)
+        ctas = self.ctas(phase)
+        try:
+            return self.launchers[phase](
+                *Operands(**taken), ctas, event, self.problem.ffn_steps, self.problem.k_ffn
+            )
+        except Exception as error:
+            if phase == "fused" and TOO_LARGE in str(error):
+                raise RuntimeError(
+                    f"swap_ffn_decode: the GPU has no room for all {ctas} CTAs of the step at once, an SM each (a "
+                    "green context or MPS may hold SMs): the cooperative launch was refused, nothing was written"
+                ) from error
+            raise
 
     def phases(self):
         """(phase, event) of every launch, in order."""

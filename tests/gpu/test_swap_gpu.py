@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.cuda.green_contexts as green_contexts
 from shared.swap_inputs import random_call, random_weights
 from swap_cases import check_forced, reference_of, run, unfused
 
@@ -130,18 +131,37 @@ def test_graph_replays_are_identical(fused):
             assert torch.equal(found, wanted) and torch.equal(left.ram, mine.ram)
 
 
+def refused(step, x, state, w):
+    """The launch raises, nothing hangs, nothing is written."""
+    mine, delta = state.clone(), torch.full_like(x, torch.nan)
+    operands = step.operands(x, mine.ram, mine.map, w, delta)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"no room for all .* CTAs"):
+        step.run(operands)
+    torch.cuda.synchronize()
+    assert delta.isnan().all() and torch.equal(mine.ram, state.ram)
+
+
 def test_lost_co_residency_raises():
-    """More CTAs than the GPU has room for at once: the launch fails, nothing hangs, and the next one is right."""
+    """More CTAs than there are SMs, and fewer SMs free than CTAs: refused, and the next call is right."""
     x, state, w = case(1)
     target = target_of(x.device)
     problem = SwapProblem.check(x, state, w, **CALL)
     wanted, _ = swap_ffn_decode(x, state, w)
-    step = launch.Step(problem, target, plan_of(x, state, w, CALL, ctas=2 * target.sm_count))
-    mine, delta = state.clone(), torch.full_like(x, torch.nan)
-    with pytest.raises(Exception, match=r"(?i)cooperative"):
-        step.run(step.operands(x, mine.ram, mine.map, w, delta))
-    torch.cuda.synchronize()
-    assert delta.isnan().all() and torch.equal(mine.ram, state.ram)
+    refused(
+        launch.Step(problem, target, plan_of(x, state, w, CALL, fused=True, ctas=2 * target.sm_count)),
+        x,
+        state,
+        w,
+    )
+    if green_contexts.SUPPORTED:
+        step = launch.Step(problem, target, plan_of(x, state, w, CALL, fused=True))
+        half = green_contexts.GreenContext.create(num_sms=target.sm_count // 2)
+        half.set_context()
+        try:
+            refused(step, x, state, w)
+        finally:
+            half.pop_context()
     again, _ = swap_ffn_decode(x, state, w)
     assert torch.equal(again, wanted)
 

@@ -1,5 +1,7 @@
 """The kernels of both architectures in the simulator, as a chain and as one, against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from swap_cases import (
@@ -83,7 +85,7 @@ def test_hidden_nan_stays_in_its_core():
 
 @pytest.mark.usefixtures("check_order")
 def test_one_core_and_equal_scores():
-    """One row; bank scores that are all the same take bank 0, an open gate everywhere."""
+    """One row, one K tile a split; bank scores that are all the same take bank 0, an open gate everywhere."""
     x, state, w = small(1, cores=1, d_ff=8)
     tensors = dict(w.tensors) | {
         "bank_w": torch.zeros(64, 4),
@@ -94,7 +96,9 @@ def test_one_core_and_equal_scores():
     call = dict(events=2, k_ffn=1, residual=False)
     delta, new, made = reference_of(x, state, w, call)
     assert made.gate.all() and not made.logical.any()
-    got = run(x, state, w, call, make_plan("sm_90a", fused=True, ctas=2), SM90, forced=made)
+    plan = launch.make_plan(SwapProblem.check(x, state, w, **call), SM90)
+    assert plan.fused and plan.splits == 4  # a K tile each: no more splits than that
+    got = run(x, state, w, call, replace(plan, ctas=2), SM90, forced=made)
     assert got.gate.all() and not got.logical.any() and error(got.delta, delta) < 2e-2
     assert torch.equal(got.state.map, new.map)
 
