@@ -33,6 +33,8 @@ from warpspec.swap.weights import BANKS, LANE_BITS
 
 WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
 MMA_N = 8
+SCORES = 1 + BANKS  # of a row: the gate's logit, a score of each bank
+PARTS = ROUTER_WIDTH // WARP_THREADS  # outputs of z that a lane has
 SWIZZLE_ROWS = 8  # after which the 128-byte swizzle repeats
 GATE = 4  # of a decision's word
 SPLITS_AT_ONCE = 4  # whose partial sums a thread loads before it adds them up
@@ -101,6 +103,7 @@ def rows_phase(
     router = ring
     if cutlass.const_expr(routes and not config.fused):
         router = load_router(config, ops, thread)
+    head = load_head(ops) if cutlass.const_expr(routes) else None
     if cutlass.const_expr(not config.fused):
         cute.arch.griddepcontrol_wait()
     groups = cute.ceil_div(rows, GROUP_ROWS)
@@ -119,7 +122,7 @@ def rows_phase(
         values = summed(config, ops, at) if cutlass.const_expr(kind != "first") else spread(config, ops, at)
         total = row_sum(squares(values), scratch, at, 0)
         if cutlass.const_expr(routes):
-            total = exchange(config, ops, scratch, router, at, thread, values, total, event)
+            total = exchange(config, ops, scratch, router, head, at, thread, values, total, event)
         inverse = inverse_rms(config, total)
         store(config, ops, at, values, inverse)
         done += 1
@@ -258,7 +261,9 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
 
 
 @cute.jit
-def exchange(config: cutlass.Constexpr, ops, scratch, router, at, thread, values, total, event) -> Float32:
+def exchange(
+    config: cutlass.Constexpr, ops, scratch, router, head, at, thread, values, total, event
+) -> Float32:
     """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. Returns
     the sum of squares of what ``values`` are then. All threads call it, after ``row_sum`` into buffer 0."""
     write_terms(config, ops, scratch, at, values)
@@ -266,7 +271,7 @@ def exchange(config: cutlass.Constexpr, ops, scratch, router, at, thread, values
     synchronize()
     multiply_router(config, scratch, router, thread)
     synchronize()
-    gate, logical = decide(ops, scratch, at, inverse_rms(config, total), event)
+    gate, logical = decide(ops, scratch, head, at, inverse_rms(config, total), event)
     physical = map_ >> (logical * LANE_BITS) & (BANKS - 1)
     gate = gate & at.in_range
     if gate:
@@ -331,18 +336,32 @@ def multiply_router(config: cutlass.Constexpr, scratch, router, thread):
 
 
 @cute.jit
-def decide(ops, scratch, at, inverse, event) -> tuple:
+def load_head(ops) -> cute.Tensor:
+    """(SCORES, PARTS + 1): what a lane multiplies its outputs of z by for the gate's logit and the banks' scores, then
+    their biases. Constant: no phase need be waited for."""
+    lane = cute.arch.lane_idx()
+    head = cute.make_rmem_tensor((SCORES, PARTS + 1), Float32)
+    for part in cutlass.range_constexpr(PARTS):
+        output = part * WARP_THREADS + lane
+        head[0, part] = ops.swap_w[output].to(Float32)
+        for bank in cutlass.range_constexpr(BANKS):
+            head[1 + bank, part] = ops.bank_w[output, bank].to(Float32)
+    head[0, PARTS] = ops.swap_b[0].to(Float32)
+    for bank in cutlass.range_constexpr(BANKS):
+        head[1 + bank, PARTS] = ops.bank_b[bank].to(Float32)
+    return head
+
+
+@cute.jit
+def decide(ops, scratch, head, at, inverse, event) -> tuple:
     """(gate, logical bank) of the thread's row, the same in all its threads."""
     lane = cute.arch.lane_idx()
-    logit, scores = Float32(0.0), [Float32(0.0)] * BANKS
-    for half in cutlass.range_constexpr(ROUTER_WIDTH // WARP_THREADS):
-        output = half * WARP_THREADS + lane
-        z = scratch.z[output, at.slot] * inverse
-        logit = logit + z * ops.swap_w[output].to(Float32)
-        for bank in cutlass.range_constexpr(BANKS):
-            scores[bank] = scores[bank] + z * ops.bank_w[output, bank].to(Float32)
-    logit = warp_sum(logit) + ops.swap_b[0].to(Float32)
-    scores = [warp_sum(scores[bank]) + ops.bank_b[bank].to(Float32) for bank in range(BANKS)]
+    found = [Float32(0.0)] * SCORES
+    for part in cutlass.range_constexpr(PARTS):
+        z = scratch.z[part * WARP_THREADS + lane, at.slot] * inverse
+        for i in cutlass.range_constexpr(SCORES):
+            found[i] = found[i] + z * head[i, part]
+    logit, *scores = (warp_sum(found[i]) + head[i, PARTS] for i in range(SCORES))
     gate = Boolean(logit > Float32(0.0))
     logical, best, second = Int32(0), scores[0], -Float32.inf
     for bank in cutlass.range_constexpr(1, BANKS):
