@@ -18,7 +18,9 @@ from cutlass import Int32
 
 from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, THREADS, TILE_COUNTERS, TILE_M
 
-CONSUMER_BARRIER = 1  # named barrier of the THREADS threads
+# Named barriers.
+CONSUMER_BARRIER = 1  # of the THREADS threads
+TURN_BARRIER = 2  # sm90: of both consumers, at the end of a tile
 
 
 class Flow(NamedTuple):
