@@ -3,7 +3,8 @@
     python scripts/bench_swap_ffn.py                    # the table, at the published sizes
     python scripts/bench_swap_ffn.py --variants         # plans of the fused kernel and of the chain, timed in turn
     python scripts/bench_swap_ffn.py --phases           # every phase of the chain by itself
-    python scripts/bench_swap_ffn.py --once fused       # one step, for a profiler
+    python scripts/bench_swap_ffn.py --bytes            # what a step reads and writes, by ncu
+    python scripts/bench_swap_ffn.py --once fused       # one step between cudaProfilerStart and Stop, for a profiler
 
 Peers, in the same run on the same inputs: the unfused bf16 step (``warpspec.swap.eager``) eager, captured in a CUDA
 graph, and under torch.compile in a graph. "phases": the chain of kernels, "fused": the one kernel, both in a graph. The
@@ -15,9 +16,12 @@ does from FFN step to FFN step of one token.
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import functools
 import itertools
+import shlex
+import subprocess
 import sys
 
 import torch
@@ -35,6 +39,16 @@ CALLS = 4  # in a graph
 REPLAYS = 10
 WORSE = 1.25  # than the unfused step's error
 GEMM = 8192  # of the product whose rate is the floor's
+
+WAYS = ("fused", "phases", "eager")
+CACHES = {"none": "caches warm", "all": "caches emptied before every kernel"}
+# ncu's metric -> (what it is, bytes of one of it)
+BYTES = {
+    "dram__bytes_read.sum": ("read from memory", 1),
+    "dram__bytes_write.sum": ("written to memory", 1),
+    "lts__t_sectors_op_read.sum": ("read from L2", 32),
+    "lts__t_sectors_op_write.sum": ("written to L2", 32),
+}
 
 
 def gemm_rate() -> float:
@@ -172,6 +186,43 @@ def print_phases(weights, batches) -> None:
             print(f"B {batch} {name}: {', '.join(found)} us", flush=True)
 
 
+def print_bytes(batches) -> None:
+    """Megabytes that a step moves, by ncu: between L2 and device memory, and out of L2. Caches are as they are, and
+    emptied before every kernel."""
+    for batch, way, caches in itertools.product(batches, WAYS, ("none", "all")):
+        command = [
+            "ncu",
+            "--csv",
+            "--metrics",
+            ",".join(BYTES),
+            "--cache-control",
+            caches,
+            "--clock-control",
+            "none",
+        ]
+        command += [
+            "--print-units",
+            "base",
+            "--profile-from-start",
+            "off",
+            sys.executable,
+            __file__,
+            "--once",
+            way,
+        ]
+        done = subprocess.run([*command, "--batches", str(batch)], capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+        if done.returncode or not lines:
+            sys.exit(f"{shlex.join(command)}: {done.stdout[-500:]}{done.stderr[-500:]}")
+        found = dict.fromkeys(BYTES, 0.0)
+        for row in csv.DictReader(lines):
+            found[row["Metric Name"]] += (
+                float(row["Metric Value"].replace(",", "")) * BYTES[row["Metric Name"]][1]
+            )
+        words = ", ".join(f"{meaning} {found[name] / 1e6:.1f} MB" for name, (meaning, _) in BYTES.items())
+        print(f"B {batch} {way}, {CACHES[caches]}: {words}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,17 +230,24 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--phases", action="store_true")
-    parser.add_argument("--once", choices=("fused", "phases", "eager"))
+    parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--once", choices=WAYS)
     parser.add_argument("--tflops", type=float, help="of the floor; default: measured")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes a while")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    if options.bytes:
+        return print_bytes(options.batches)
     weights = random_weights(device="cuda").prepare()
     if options.once:
         case = Case(weights, options.batches[0])
         call = case.unfused() if options.once == "eager" else case.ours(case.plan(options.once == "fused"))[0]
         call()
         torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
         return None
     print(gpu_bench.header(), flush=True)
     if options.variants:
