@@ -38,7 +38,7 @@ def test_forced_decisions_at_full_size(batch, residual, fused):
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(cores=509, d_ff=4001), dict(cores=3, d_ff=64), dict(d_model=512, d_ff=520)]
+    "sizes", [dict(cores=509, d_ff=4001), dict(cores=37, d_ff=64), dict(d_model=512, d_ff=520)]
 )
 def test_odd_sizes(sizes):
     x, state, w = case(2, **sizes)
