@@ -130,8 +130,13 @@ def after_the_first() -> None:
 
 
 @cute.jit
-def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
-    """The warp has read a stage: tell the load warps that write into it, a lane each."""
+def release(
+    config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use, by_wgmma: cutlass.Constexpr = True
+):
+    """The warp has read a stage: tell the load warps that write into it, a lane each.
+
+    by_wgmma: and has waited for that; loads of the warp's threads are ordered by a release, which is slow.
+    """
     tiles = config.tiles
     if cutlass.const_expr(tiles.cluster == 1):
         empty.arrive_warp(use)
