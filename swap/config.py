@@ -54,9 +54,10 @@ SCRATCH_ALIGNMENT = 128
 LOAD = "load warp, expect_tx + TMA bytes"
 MOST_STAGES = 8  # of a ring
 
-# Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
-TILE_COUNTERS = ("rows", "up", "down")
+# The fused kernel's counters: for each row tile one of rows, one of down, and one of up for every GROUP_TILES column
+# tiles, which are GROUP_K K tiles of down; then these of the whole grid.
 GRID_COUNTERS = ("pooled", "summed", "finished")
+GROUP_TILES = 8
 
 
 def padded(size: int) -> int:
@@ -78,6 +79,7 @@ class Tiles:
     cluster_m: int = 2
     cluster_n: int = 1
     stages: int = MOST_STAGES
+    tricks: str = "TSFP"
 
     @property
     def cluster(self) -> int:
@@ -85,7 +87,7 @@ class Tiles:
 
     def __str__(self):
         stages = f" {self.stages} stages" if self.stages < MOST_STAGES else ""
-        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{stages}"
+        return f"{self.up_n}/{self.down_n} {self.cluster_m}x{self.cluster_n}{stages} {self.tricks}"
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,11 @@ class SwapConfig:
     def router_bytes(self) -> int:
         """The router's weights in the fused kernel's ring."""
         return ROUTER_WIDTH * self.d_model * ELEMENT_BYTES if self.fused else 0
+
+    @property
+    def group_k(self) -> int:
+        """K tiles of down that come from GROUP_TILES column tiles of up."""
+        return GROUP_TILES * self.tiles.up_n // 2 // K_TILE
 
     @property
     def a_box(self) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.swap.config import (
     GRID_COUNTERS,
     GROUP_ROWS,
+    GROUP_TILES,
     K_TILE,
     PHASES,
     POOL_COLUMNS,
     ROUTER_WIDTH,
     SLOTS,
-    TILE_COUNTERS,
     TILE_M,
     WARPS,
     SwapConfig,
@@ -112,7 +112,7 @@ class Step:
             arch="sm90" if self.target.major == 9 else "sm100",
             phase=phase,
             d_model=self.problem.d_model,
-            tiles=plan.tiles if phase in ("up", "down", "fused") else Tiles(),
+            tiles=plan.tiles if phase in ("up", "down", "fused") else Tiles(tricks=plan.tiles.tricks),
             splits=plan.splits if sums else 1,
             residual=self.problem.residual and sums,
             eps=self.problem.eps,
@@ -175,7 +175,8 @@ class Step:
         """Zeros, which the fused kernel leaves as it finds them: one for each stream, which runs its launches one after
         another. A launch captured into a graph gets its own, which the graph fills at every replay."""
         row_tiles = -(-self.problem.rows // TILE_M)
-        words = len(TILE_COUNTERS) * row_tiles + len(GRID_COUNTERS)
+        column_tiles = 2 * self.problem.d_ff // self.plan.tiles.up_n
+        words = (2 + -(-column_tiles // GROUP_TILES)) * row_tiles + len(GRID_COUNTERS)
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return torch.zeros(words, dtype=torch.int32, device=device)
         key = (device.index, torch.cuda.current_stream(device).cuda_stream, words)

@@ -62,7 +62,7 @@ def pool(config: cutlass.Constexpr, ops, sums, flow, place, step):
                 total = total + sums[w * POOLED + thread]
             ops.pooled[request, thread // POOL_COLUMNS, column * POOL_COLUMNS + thread % POOL_COLUMNS] = total
         if cutlass.const_expr(config.fused):
-            count(flow.grid("pooled"), thread)
+            count(config, flow.grid("pooled"), thread)
         else:
             synchronize()
 
@@ -134,7 +134,7 @@ def basis(config: cutlass.Constexpr, ops, sums, flow, place):
                 ops.summed[first + thread, s] = total
             synchronize()
         if cutlass.const_expr(config.fused):
-            count(flow.grid("summed"), thread)
+            count(config, flow.grid("summed"), thread)
 
 
 @cute.jit

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, THREADS, TILE_COUNTERS, TILE_M
+from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, THREADS, TILE_M
 
 # Named barriers.
 CONSUMER_BARRIER = 1  # of the THREADS threads
@@ -24,16 +24,21 @@ TURN_BARRIER = 2  # sm90: of both consumers, at the end of a tile
 
 
 class Flow(NamedTuple):
-    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x."""
+    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x. groups: of
+    up's column tiles."""
 
     counters: cute.Tensor | None
     row_tiles: Int32
+    groups: Int32
 
-    def tile(self, phase: str, row_tile) -> cute.Pointer:
-        return self.counters.iterator + (TILE_COUNTERS.index(phase) * self.row_tiles + row_tile)
+    def tile(self, phase: str, row_tile, group=0) -> cute.Pointer:
+        """Counter of a row tile; group: of up's column tiles."""
+        if phase == "up":
+            return self.counters.iterator + ((2 + group) * self.row_tiles + row_tile)
+        return self.counters.iterator + (("rows", "down").index(phase) * self.row_tiles + row_tile)
 
     def grid(self, name: str) -> cute.Pointer:
-        return self.counters.iterator + (len(TILE_COUNTERS) * self.row_tiles + GRID_COUNTERS.index(name))
+        return self.counters.iterator + ((2 + self.groups) * self.row_tiles + GRID_COUNTERS.index(name))
 
 
 def synchronize() -> None:
@@ -68,10 +73,11 @@ def wait_together(counter: cute.Pointer, target, thread):
 
 
 @cute.jit
-def count(counter: cute.Pointer, thread, done=1):
+def count(config: cutlass.Constexpr, counter: cute.Pointer, thread, done=1):
     """All threads of ``synchronize`` have done so many more, and what they wrote is visible to whoever sees the count,
     to its TMA loads too."""
-    cute.arch.fence_proxy("async.global")
+    if cutlass.const_expr("W" not in config.tiles.tricks):
+        cute.arch.fence_proxy("async.global")
     synchronize()
     if thread == 0:
         cute.arch.atomic_add(counter, Int32(done), sem="release", scope="gpu")

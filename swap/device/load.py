@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32, Int64
 
 from warpspec.common import tma
-from warpspec.swap.config import A_BYTES, K_TILE, ROUTER_WIDTH
+from warpspec.swap.config import A_BYTES, GROUP_TILES, K_TILE, ROUTER_WIDTH
 from warpspec.swap.device.flow import groups_of, reached, wait_for
 from warpspec.swap.device.work import Work
 
@@ -98,10 +98,15 @@ class Loads(NamedTuple):
         place = (piece.first + k_tile, piece.row_tile * self.a_parts + self.a_rank)
         self.a.load(place, full.stage(use) * self.a_parts + self.a_rank, full.barrier(use), self.a_mask)
 
-    def load_b(self, full, use, piece, k_tile) -> None:
+    def load_b(self, config, full, use, piece, k_tile) -> None:
         """This CTA's part of a stage's weights."""
         place = (piece.first + k_tile, piece.column_tile * self.b_parts + self.b_rank)
-        self.b.load(place, full.stage(use) * self.b_parts + self.b_rank, full.barrier(use), self.b_mask)
+        options = {} if self.b_mask is None else {"mcast_mask": Int16(self.b_mask)}
+        if "L" in config.tiles.tricks:
+            options["cache_policy"] = Int64(0x14F0000000000000)
+        source = self.b.tiles[None, place]
+        target = self.b.shared[None, full.stage(use) * self.b_parts + self.b_rank]
+        cute.copy(self.b.atom, source, target, tma_bar_ptr=full.barrier(use), **options)
 
 
 @cute.jit
@@ -126,9 +131,8 @@ def load_phase(
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
         ahead = Int32(0)
-        counter, target = flow.counters, Int32(0)
         if cutlass.const_expr(config.fused):
-            counter, target = awaited(config, phase, ops, flow, piece, step)
+            counter, target = awaited(config, phase, ops, flow, piece, step, Int32(0))
             if reached(counter, target) == 0:
                 ahead = cutlass.min(piece.count, stages)
         elif index == work.cluster:
@@ -136,19 +140,23 @@ def load_phase(
         for k_tile in cutlass.range(ahead, unroll=1):
             empty.wait_previous(use + k_tile)
             full.expect_bytes(use + k_tile, stage_bytes)
-            loads.load_b(full, use + k_tile, piece, k_tile)
-        if cutlass.const_expr(config.fused):
-            wait_for(counter, target)
-            cute.arch.fence_proxy("async.global")
-        elif index == work.cluster:
-            cute.arch.griddepcontrol_wait()
-        for k_tile in cutlass.range(ahead, unroll=1):
+            loads.load_b(config, full, use + k_tile, piece, k_tile)
+        if cutlass.const_expr(not config.fused):
+            if index == work.cluster:
+                cute.arch.griddepcontrol_wait()
+        for k_tile in cutlass.range(piece.count, unroll=1):
+            if cutlass.const_expr(config.fused):
+                begins = k_tile == 0
+                if cutlass.const_expr(phase == "down"):
+                    begins = begins | ((piece.first + k_tile) % config.group_k == 0)
+                if begins:
+                    wait_for(*awaited(config, phase, ops, flow, piece, step, k_tile))
+                    cute.arch.fence_proxy("async.global")
+            if k_tile >= ahead:
+                empty.wait_previous(use + k_tile)
+                full.expect_bytes(use + k_tile, stage_bytes)
+                loads.load_b(config, full, use + k_tile, piece, k_tile)
             loads.load_a(full, use + k_tile, piece, k_tile)
-        for k_tile in cutlass.range(ahead, piece.count, unroll=1):
-            empty.wait_previous(use + k_tile)
-            full.expect_bytes(use + k_tile, stage_bytes)
-            loads.load_a(full, use + k_tile, piece, k_tile)
-            loads.load_b(full, use + k_tile, piece, k_tile)
         use += piece.count
     return use
 
@@ -171,12 +179,17 @@ def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, us
     return use + 1
 
 
-def awaited(config, phase, ops, flow, piece, step) -> tuple:
-    """(counter, target) of what a tile's activations wait for. A row tile past the last has none: the last one's."""
+def awaited(config, phase, ops, flow, piece, step, k_tile) -> tuple:
+    """(counter, target) of what a K tile of a tile's activations waits for. A row tile past the last has none: the last
+    one's."""
     row_tile = cutlass.min(piece.row_tile, flow.row_tiles - 1)
     if phase == "up":
         return flow.tile("rows", row_tile), groups_of(ops.vectors.shape[0], row_tile) * (step + 1)
     column_tiles = ops.w13.shape[0] // config.tiles.up_n
+    if "F" in config.tiles.tricks:
+        group = (piece.first + k_tile) // config.group_k
+        tiles = cutlass.min(column_tiles - group * GROUP_TILES, GROUP_TILES)
+        return flow.tile("up", row_tile, group), Int32(tiles * (step + 1))
     return flow.tile("up", row_tile), Int32(column_tiles * (step + 1))
 
 

@@ -33,6 +33,7 @@ from warpspec.swap.weights import BANKS, LANE_BITS
 
 WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
 MMA_N = 8
+ROUTER_CHAINS = 4  # of products, each waiting for the one before
 SCORES = 1 + BANKS  # of a row: the gate's logit, a score of each bank
 PARTS = ROUTER_WIDTH // WARP_THREADS  # outputs of z that a lane has
 SWIZZLE_ROWS = 8  # after which the 128-byte swizzle repeats
@@ -111,24 +112,29 @@ def rows_phase(
     done = Int32(0)  # groups of the row tile, not counted yet
     for group in cutlass.range(first, end, unroll=1):
         row_tile = group // TILE_GROUPS
-        if cutlass.const_expr(config.fused and kind != "first"):  # noqa: SIM102
-            if (group == first) | (group % TILE_GROUPS == 0):
-                down_tiles = config.d_model // config.tiles.down_n
-                wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
         row = group * GROUP_ROWS + thread // ROW_THREADS
         at = RowThread(
             cutlass.min(row, rows - 1), Boolean(row < rows), thread // ROW_THREADS, thread % ROW_THREADS
         )
+        banks = None
+        if cutlass.const_expr(routes and "P" in config.tiles.tricks):
+            banks = load_banks(config, ops, at)
+        if cutlass.const_expr(config.fused and kind != "first"):  # noqa: SIM102
+            if (group == first) | (group % TILE_GROUPS == 0):
+                down_tiles = config.d_model // config.tiles.down_n
+                wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
         values = summed(config, ops, at) if cutlass.const_expr(kind != "first") else spread(config, ops, at)
-        total = row_sum(squares(values), scratch, at, 0)
         if cutlass.const_expr(routes):
-            total = exchange(config, ops, scratch, router, head, at, thread, values, total, event)
-        inverse = inverse_rms(config, total)
-        store(config, ops, at, values, inverse)
+            total = row_sum(squares(values), scratch, at, 1)
+            exchange(config, ops, scratch, router, head, banks, at, thread, values, total, event)
+        store(config, ops, at, values)
+        total = row_sum(squares(values), scratch, at, 0)
+        if at.in_range & (at.member == 0):
+            ops.inverse[at.row] = inverse_rms(config, total)
         done += 1
         if cutlass.const_expr(config.fused):
             if (group + 1 == end) | ((group + 1) % TILE_GROUPS == 0):
-                count(flow.tile("rows", row_tile), thread, done)
+                count(config, flow.tile("rows", row_tile), thread, done)
                 done = Int32(0)
             else:
                 synchronize()
@@ -209,16 +215,14 @@ def inverse_rms(config, total) -> Float32:
 
 
 @cute.jit
-def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor, inverse):
-    """Write the vector in bf16, and 1 / RMS."""
+def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor):
+    """Write the vector in bf16."""
     if at.in_range:
         for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
             rounded = cute.make_rmem_tensor(VECTOR, BFloat16)
             for j in cutlass.range_constexpr(VECTOR):
                 rounded[j] = values[i * VECTOR + j].to(BFloat16)
             cute.autovec_copy(rounded, vector_of(ops.vectors[at.row, None], i, at.member))
-        if at.member == 0:
-            ops.inverse[at.row] = inverse
 
 
 # The router and the exchange.
@@ -261,11 +265,21 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
 
 
 @cute.jit
-def exchange(
-    config: cutlass.Constexpr, ops, scratch, router, head, at, thread, values, total, event
-) -> Float32:
-    """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. Returns
-    the sum of squares of what ``values`` are then. All threads call it, after ``row_sum`` into buffer 0."""
+def load_banks(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
+    """(VECTOR, VECTORS, BANK) bf16: the thread's columns of all banks of its row. No other thread ever writes them."""
+    banks = cute.make_rmem_tensor((VECTOR, columns_of(config) // VECTOR, BANKS), BFloat16)
+    for bank in cutlass.range_constexpr(BANKS):
+        for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
+            cute.autovec_copy(vector_of(ops.ram[at.row, bank, None], i, at.member), banks[None, i, bank])
+    return banks
+
+
+@cute.jit
+def exchange(config: cutlass.Constexpr, ops, scratch, router, head, banks, at, thread, values, total, event):
+    """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place.
+
+    total: sum of squares of the row. All threads call it, after ``row_sum``.
+    """
     write_terms(config, ops, scratch, at, values)
     map_ = Int32(ops.map[at.row])
     synchronize()
@@ -278,7 +292,16 @@ def exchange(
         bank = ops.ram[at.row, physical, None]
         for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
             read, written = (cute.make_rmem_tensor(VECTOR, BFloat16) for _ in range(2))
-            cute.autovec_copy(vector_of(bank, i, at.member), read)
+            if cutlass.const_expr(banks is None):
+                cute.autovec_copy(vector_of(bank, i, at.member), read)
+            else:
+                chosen = cute.recast_tensor(read, Int32)
+                for word in cutlass.range_constexpr(cute.size(chosen)):
+                    found = cute.recast_tensor(banks[None, i, 0], Int32)[word]
+                    for other in cutlass.range_constexpr(1, BANKS):
+                        of_other = cute.recast_tensor(banks[None, i, other], Int32)[word]
+                        found = Int32(cutlass.select_(physical == other, of_other, found))
+                    chosen[word] = found
             for j in cutlass.range_constexpr(VECTOR):
                 written[j] = values[i * VECTOR + j].to(BFloat16)
                 values[i * VECTOR + j] = read[j].to(Float32)
@@ -287,7 +310,6 @@ def exchange(
             # Lane 0 and the selected one change places.
             change = (map_ ^ physical) & (BANKS - 1)
             ops.map[at.row] = Uint8(map_ ^ change ^ (change << (logical * LANE_BITS)))
-    return row_sum(squares(values), scratch, at, 1)
 
 
 @cute.jit
@@ -314,7 +336,7 @@ def multiply_router(config: cutlass.Constexpr, scratch, router, thread):
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     if cutlass.const_expr(config.fused):
         router.full.wait(router.use)
-    sums = [[Float32(0.0)] * 4 for _ in range(2)]
+    sums = [[Float32(0.0)] * 4 for _ in range(ROUTER_CHAINS)]
     zero = Int32(0)
     row = scratch.terms[None, lane // QUAD]
     for chunk in cutlass.range_constexpr(config.d_model // ROUTER_CHUNK):
@@ -325,11 +347,12 @@ def multiply_router(config: cutlass.Constexpr, scratch, router, thread):
         for half in cutlass.range_constexpr(2):
             a = (words[2 * half], zero, words[2 * half + 1], zero)  # rows 8 to 15 of A are zeros
             b = (weights[2 * half], weights[2 * half + 1])
-            sums[half] = cute.arch.inline_ptx(
-                ROUTER_MMA, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums[half]]
+            chain = (2 * chunk + half) % ROUTER_CHAINS
+            sums[chain] = cute.arch.inline_ptx(
+                ROUTER_MMA, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums[chain]]
             )
     for i in cutlass.range_constexpr(2):
-        value = sums[0][i] + sums[1][i]
+        value = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i])
         value = value + cute.arch.shuffle_sync_bfly(value, GROUP_ROWS * QUAD)  # the low terms' rows
         if lane < GROUP_ROWS * QUAD:
             scratch.z[warp * MMA_N + lane % QUAD * 2 + i, lane // QUAD] = value

@@ -23,8 +23,8 @@ from warpspec.common.wgmma import (
     multiply,
     transpose,
 )
-from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, K_TILE, THREADS, TILE_M
-from warpspec.swap.device.activation import swiglu
+from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, GROUP_TILES, K_TILE, THREADS, TILE_M
+from warpspec.swap.device.activation import swiglu, swiglu_pair
 from warpspec.swap.device.flow import TURN_BARRIER, count
 
 ONE_WARPGROUP = (1, 1, 1)
@@ -83,7 +83,7 @@ def product_phase(
     fragment = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
-        turn = piece.count - (stages - 1)
+        turn = piece.count - (stages - 1) if cutlass.const_expr("T" in config.tiles.tricks) else 0
         for k_tile in cutlass.range(piece.count, unroll=1):
             if (k_tile == turn) & (turn > 0) & (consumer > 0):
                 after_the_first()
@@ -104,14 +104,17 @@ def product_phase(
             factors = inverse_of(ops, row)  # while the last products run
             warpgroup.wait_group(0)
             release(config, empty, work, use - 1)
-            store_hidden(ops, flat(fragment), factors, place, columns)
+            store_hidden(config, ops, flat(fragment), factors, place, columns)
         else:
             warpgroup.wait_group(0)
             release(config, empty, work, use - 1)
             store_partial(ops, flat(fragment), place, columns)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
             if piece.row_tile < flow.row_tiles:
-                count(flow.tile(phase, piece.row_tile), thread)
+                group = (
+                    piece.column_tile // GROUP_TILES if cutlass.const_expr("F" in config.tiles.tricks) else 0
+                )
+                count(config, flow.tile(phase, piece.row_tile, group), thread)
     return use
 
 
@@ -163,7 +166,9 @@ def inverse_of(ops, row) -> list:
 
 
 @cute.jit
-def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass.Constexpr):
+def store_hidden(
+    config: cutlass.Constexpr, ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass.Constexpr
+):
     """silu(gate) * up of a tile's features in bf16, 16 bytes a store. sums: 8 columns of gate and 8 of up, in turn.
     factors: 1 / RMS of the thread's rows. columns: of the tile.
 
@@ -177,10 +182,14 @@ def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass
             words = []
             for i in cutlass.range_constexpr(QUAD):
                 pair = cute.make_rmem_tensor(PAIR, BFloat16)
-                for j in cutlass.range_constexpr(PAIR):
-                    gate = ((block + i) * 2 * THREAD_ROWS + r) * PAIR + j
-                    up = gate + THREAD_ROWS * PAIR
-                    pair[j] = swiglu(sums[gate] * factors[r], sums[up] * factors[r]).to(BFloat16)
+                gate = ((block + i) * 2 * THREAD_ROWS + r) * PAIR
+                up = gate + THREAD_ROWS * PAIR
+                gates, ups = ([sums[at + j] * factors[r] for j in range(PAIR)] for at in (gate, up))
+                if cutlass.const_expr("S" in config.tiles.tricks):
+                    pair[0], pair[1] = (v.to(BFloat16) for v in swiglu_pair(gates, ups))
+                else:
+                    for j in cutlass.range_constexpr(PAIR):
+                        pair[j] = swiglu(gates[j], ups[j]).to(BFloat16)
                 words.append(cute.recast_tensor(pair, Int32)[0])
             moved = transpose(words, member)
             if at < ops.hidden.shape[0]:

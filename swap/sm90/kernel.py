@@ -11,7 +11,7 @@ from cutlass import BFloat16, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.swap.config import BARRIER_BYTES, TILE_M
+from warpspec.swap.config import BARRIER_BYTES, GROUP_TILES, TILE_M
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
@@ -67,8 +67,14 @@ class Products(SwapHost):
             cute.arch.griddepcontrol_launch_dependents()
 
         # 2. Roles.
-        rows = ops.vectors.shape[0] if cutlass.const_expr(config.fused) else 0
-        flow = Flow(ops.counters, Int32(cute.ceil_div(rows, TILE_M)))
+        flow = Flow(None, Int32(0), Int32(0))
+        if cutlass.const_expr(config.fused):
+            column_tiles = ops.w13.shape[0] // config.tiles.up_n
+            row_tiles, groups = (
+                cute.ceil_div(ops.vectors.shape[0], TILE_M),
+                cute.ceil_div(column_tiles, GROUP_TILES),
+            )
+            flow = Flow(ops.counters, Int32(row_tiles), Int32(groups))
         works = {phase: Work.of(config, ops, phase) for phase in config.products}
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.producer_registers)
@@ -93,6 +99,8 @@ class Products(SwapHost):
         # 3. No CTA leaves while others may arrive at its barriers or write into its slots.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+        if cutlass.const_expr(config.fused):
+            finish(flow, thread)
 
 
 @cute.jit
@@ -156,7 +164,6 @@ def consume(
     pool(config, ops, scratch.sums, flow, place, steps)
     basis(config, ops, scratch.sums, flow, place)
     decode(config, ops, flow, place)
-    finish(flow, thread)
 
 
 def swaps_after(step, steps, k_ffn):
