@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, THREADS, TILE_M
+from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, GROUP_TILES, THREADS, TILE_M
 
 # Named barriers.
 CONSUMER_BARRIER = 1  # of the THREADS threads
@@ -24,12 +24,20 @@ TURN_BARRIER = 2  # sm90: of both consumers, at the end of a tile
 
 
 class Flow(NamedTuple):
-    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x. groups: of
-    up's column tiles."""
+    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x. groups:
+    of up's column tiles."""
 
     counters: cute.Tensor | None
     row_tiles: Int32
     groups: Int32
+
+    @classmethod
+    def of(cls, config, ops) -> Flow:
+        if not config.fused:
+            return cls(None, Int32(0), Int32(0))
+        column_tiles = ops.w13.shape[0] // config.tiles.up_n
+        row_tiles = cute.ceil_div(ops.vectors.shape[0], TILE_M)
+        return cls(ops.counters, Int32(row_tiles), Int32(cute.ceil_div(column_tiles, GROUP_TILES)))
 
     def tile(self, phase: str, row_tile, group=0) -> cute.Pointer:
         """Counter of a row tile; group: of up's column tiles."""
@@ -76,16 +84,16 @@ def wait_together(counter: cute.Pointer, target, thread):
 def count(config: cutlass.Constexpr, counter: cute.Pointer, thread, done=1):
     """All threads of ``synchronize`` have done so many more, and what they wrote is visible to whoever sees the count,
     to its TMA loads too."""
-    if cutlass.const_expr("W" not in config.tiles.tricks):
-        cute.arch.fence_proxy("async.global")
+    cute.arch.fence_proxy("async.global")
     synchronize()
     if thread == 0:
         cute.arch.atomic_add(counter, Int32(done), sem="release", scope="gpu")
 
 
 @cute.jit
-def finish(flow, thread):
-    """The last CTA of the launch leaves zeros. Called once no CTA waits any more but for this one's counts."""
+def finish(flow):
+    """The last CTA of the launch leaves zeros. Called by all threads of a CTA that waits for nothing any more."""
+    thread, _, _ = cute.arch.thread_idx()
     blocks, _, _ = cute.arch.grid_dim()
     if thread == 0:
         before = cute.arch.atomic_add(flow.grid("finished"), Int32(1), sem="acq_rel", scope="gpu")

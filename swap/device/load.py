@@ -141,7 +141,7 @@ def load_phase(
             empty.wait_previous(use + k_tile)
             full.expect_bytes(use + k_tile, stage_bytes)
             loads.load_b(config, full, use + k_tile, piece, k_tile)
-        if cutlass.const_expr(not config.fused):
+        if cutlass.const_expr(not config.fused):  # noqa: SIM102
             if index == work.cluster:
                 cute.arch.griddepcontrol_wait()
         for k_tile in cutlass.range(piece.count, unroll=1):

@@ -53,7 +53,7 @@ class SmallPhase(SwapHost):
         blocks, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()
         scratch = make_scratch(config, cutlass.memory.SmemAllocator())
-        place, flow = (thread, block, blocks), Flow(None, Int32(0), Int32(0))
+        place, flow = (thread, block, blocks), Flow.of(config, ops)
         if cutlass.const_expr(config.phase in ROWS_PHASES):
             rows_phase(config, config.phase, ops, scratch, flow, place, event, Int32(0))
         elif cutlass.const_expr(config.phase == "pool"):

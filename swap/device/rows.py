@@ -104,7 +104,9 @@ def rows_phase(
     router = ring
     if cutlass.const_expr(routes and not config.fused):
         router = load_router(config, ops, thread)
-    head = load_head(ops) if cutlass.const_expr(routes) else None
+    head, norm = None, None
+    if cutlass.const_expr(routes):
+        head, norm = load_head(ops), load_norm(config, ops, thread % ROW_THREADS)
     if cutlass.const_expr(not config.fused):
         cute.arch.griddepcontrol_wait()
     groups = cute.ceil_div(rows, GROUP_ROWS)
@@ -116,19 +118,18 @@ def rows_phase(
         at = RowThread(
             cutlass.min(row, rows - 1), Boolean(row < rows), thread // ROW_THREADS, thread % ROW_THREADS
         )
-        banks = None
-        if cutlass.const_expr(routes and "P" in config.tiles.tricks):
-            banks = load_banks(config, ops, at)
+        held = load_held(config, ops, at) if cutlass.const_expr(routes) else None
         if cutlass.const_expr(config.fused and kind != "first"):  # noqa: SIM102
             if (group == first) | (group % TILE_GROUPS == 0):
                 down_tiles = config.d_model // config.tiles.down_n
                 wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
         values = summed(config, ops, at) if cutlass.const_expr(kind != "first") else spread(config, ops, at)
         if cutlass.const_expr(routes):
-            total = row_sum(squares(values), scratch, at, 1)
-            exchange(config, ops, scratch, router, head, banks, at, thread, values, total, event)
+            exchange(config, ops, scratch, router, (head, norm, held), at, thread, values, event)
         store(config, ops, at, values)
-        total = row_sum(squares(values), scratch, at, 0)
+        put_squares(values, scratch, at, 0)
+        synchronize()
+        total = row_sum(scratch, at, 0)
         if at.in_range & (at.member == 0):
             ops.inverse[at.row] = inverse_rms(config, total)
         done += 1
@@ -196,16 +197,18 @@ def squares(values: cute.Tensor) -> Float32:
 
 
 @cute.jit
-def row_sum(value, scratch, at, buffer: cutlass.Constexpr) -> Float32:
-    """The sum over a row's threads, the same bits in all of them. All threads call it, with buffers in turn."""
-    first = at.slot * ROW_WARPS
-    value = warp_sum(value)
+def put_squares(values: cute.Tensor, scratch, at, buffer: cutlass.Constexpr):
+    """Write the warp's sum of squares of its part of a row to one of two buffers, for ``row_sum`` behind a barrier."""
+    value = warp_sum(squares(values))
     if cute.arch.lane_idx() == 0:
-        scratch.sums[buffer * WARPS + first + at.member // WARP_THREADS] = value
-    synchronize()
+        scratch.sums[buffer * WARPS + at.slot * ROW_WARPS + at.member // WARP_THREADS] = value
+
+
+def row_sum(scratch, at, buffer: int) -> Float32:
+    """The sum over a row's warps, the same bits in all threads."""
     total = Float32(0.0)
-    for warp in cutlass.range_constexpr(ROW_WARPS):
-        total = total + scratch.sums[buffer * WARPS + first + warp]
+    for warp in range(ROW_WARPS):
+        total = total + scratch.sums[buffer * WARPS + at.slot * ROW_WARPS + warp]
     return total
 
 
@@ -264,27 +267,49 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
     return words
 
 
-@cute.jit
-def load_banks(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
-    """(VECTOR, VECTORS, BANK) bf16: the thread's columns of all banks of its row. No other thread ever writes them."""
-    banks = cute.make_rmem_tensor((VECTOR, columns_of(config) // VECTOR, BANKS), BFloat16)
-    for bank in cutlass.range_constexpr(BANKS):
-        for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
-            cute.autovec_copy(vector_of(ops.ram[at.row, bank, None], i, at.member), banks[None, i, bank])
-    return banks
+class Held(NamedTuple):
+    """What a thread's row holds before a swap: its map; banks: (VECTOR, VECTORS, BANK) bf16, the thread's columns of
+    all of them, or None. No other CTA ever writes them, so they are fetched before the phase waits."""
+
+    map: Int32
+    banks: cute.Tensor | None
 
 
 @cute.jit
-def exchange(config: cutlass.Constexpr, ops, scratch, router, head, banks, at, thread, values, total, event):
-    """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place.
+def load_held(config: cutlass.Constexpr, ops, at) -> Held:
+    banks = None
+    if cutlass.const_expr("P" in config.tiles.tricks):
+        banks = cute.make_rmem_tensor((VECTOR, columns_of(config) // VECTOR, BANKS), BFloat16)
+        for bank in cutlass.range_constexpr(BANKS):
+            for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
+                cute.autovec_copy(vector_of(ops.ram[at.row, bank, None], i, at.member), banks[None, i, bank])
+    return Held(Int32(ops.map[at.row]), banks)
 
-    total: sum of squares of the row. All threads call it, after ``row_sum``.
+
+@cute.jit
+def load_norm(config: cutlass.Constexpr, ops, member) -> cute.Tensor:
+    """(VECTOR, VECTORS) bf16: the router's norm weights of a thread's columns."""
+    norm = cute.make_rmem_tensor((VECTOR, columns_of(config) // VECTOR), BFloat16)
+    for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
+        cute.autovec_copy(vector_of(ops.router_norm, i, member), norm[None, i])
+    return norm
+
+
+@cute.jit
+def exchange(config: cutlass.Constexpr, ops, scratch, router, early, at, thread, values, event):
+    """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. All
+    threads call it.
+
+    early: what was fetched before the phase waited: the router's head, norm weights, ``Held``.
     """
-    write_terms(config, ops, scratch, at, values)
-    map_ = Int32(ops.map[at.row])
+    head, norm, held = early
+    map_, banks = held
+    put_squares(values, scratch, at, 1)
+    write_terms(config, scratch, norm, at, values)
     synchronize()
     multiply_router(config, scratch, router, thread)
     synchronize()
+    total = row_sum(scratch, at, 1)
     gate, logical = decide(ops, scratch, head, at, inverse_rms(config, total), event)
     physical = map_ >> (logical * LANE_BITS) & (BANKS - 1)
     gate = gate & at.in_range
@@ -313,14 +338,12 @@ def exchange(config: cutlass.Constexpr, ops, scratch, router, head, banks, at, t
 
 
 @cute.jit
-def write_terms(config: cutlass.Constexpr, ops, scratch, at, values: cute.Tensor):
+def write_terms(config: cutlass.Constexpr, scratch, norm, at, values: cute.Tensor):
     """Each number times its norm weight as two bf16 that sum to it: row ``slot`` and row GROUP_ROWS + slot."""
     for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
-        norm = cute.make_rmem_tensor(VECTOR, BFloat16)
-        cute.autovec_copy(vector_of(ops.router_norm, i, at.member), norm)
         high, low = (cute.make_rmem_tensor(VECTOR, BFloat16) for _ in range(2))
         for j in cutlass.range_constexpr(VECTOR):
-            product = values[i * VECTOR + j] * norm[j].to(Float32)
+            product = values[i * VECTOR + j] * norm[j, i].to(Float32)
             high[j] = product.to(BFloat16)
             low[j] = (product - high[j].to(Float32)).to(BFloat16)
         cute.autovec_copy(high, vector_of(scratch.terms[None, at.slot], i, at.member))

@@ -84,13 +84,16 @@ def product_phase(
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
         turn = piece.count - (stages - 1) if cutlass.const_expr("T" in config.tiles.tricks) else 0
+        fragment.fill(
+            0.0
+        )  # sums that the first products overwrote would live, and take registers, from tile to tile
         for k_tile in cutlass.range(piece.count, unroll=1):
             if (k_tile == turn) & (turn > 0) & (consumer > 0):
                 after_the_first()
             full.wait(use + k_tile)
             stage = full.stage(use + k_tile)
             a_stage, b_stage = a[None, None, None, stage], b[None, None, None, stage]
-            multiply(mma, fragment, a_stage, b_stage, Boolean(k_tile > 0))
+            multiply(mma, fragment, a_stage, b_stage, True)
             if k_tile > 0:
                 warpgroup.wait_group(1)
                 release(config, empty, work, use + k_tile - 1)
