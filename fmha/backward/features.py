@@ -73,6 +73,39 @@ class BackwardFeatures(KernelFeatures):
         """Of a query tile of one head."""
         return self.tile_m * STATISTICS * 4
 
+    @property
+    def row_groups(self) -> int:
+        return self.tile_m // self.row_group_size
+
+    @property
+    def row_group_size(self) -> int:
+        return BLOCK
+
+    @property
+    def query_blocks(self) -> int:
+        """Blocks of 64 queries of a tile, for each of which P and dS are made."""
+        return self.tile_m // BLOCK
+
+    @property
+    def operand_regions(self) -> tuple[tuple[str, int, str], ...]:
+        """What loads fill: (region, bytes, what stands in it), in order."""
+        keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
+        return (
+            (
+                "statistics",
+                self.q_stages * self.statistics_bytes,
+                f"{self.q_stages} x lse' and delta of rows",
+            ),
+            ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
+            ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
+            ("Q", self.q_stages * self.query_tile_bytes, f"{self.q_stages} x {queries}, 128-byte swizzle"),
+            ("dO", self.do_stages * self.query_tile_bytes, f"{self.do_stages} x {queries}, 128-byte swizzle"),
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(size for _, size, _ in self.smem_regions)
+
 
 def backward_features(problem: BackwardProblem) -> dict:
     """The fields of ``BackwardFeatures``."""

@@ -50,19 +50,6 @@ class BackwardConfig(BackwardFeatures):
         return TILE_N
 
     @property
-    def row_groups(self) -> int:
-        return self.tile_m // self.row_group_size
-
-    @property
-    def row_group_size(self) -> int:
-        return BLOCK
-
-    @property
-    def query_blocks(self) -> int:
-        """Blocks of 64 queries of a tile, for each of which P and dS are made."""
-        return self.tile_m // BLOCK
-
-    @property
     def width(self) -> int:
         """Columns of dK, dV and dQ that a CTA makes."""
         return min(self.head_dim, WIDTH)
@@ -108,24 +95,11 @@ class BackwardConfig(BackwardFeatures):
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         """(region, bytes, what stands in it), in order."""
-        keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
         return (
             ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
-            (
-                "statistics",
-                self.q_stages * self.statistics_bytes,
-                f"{self.q_stages} x lse' and delta of rows",
-            ),
-            ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
-            ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
-            ("Q", self.q_stages * self.query_tile_bytes, f"{self.q_stages} x {queries}, 128-byte swizzle"),
-            ("dO", self.do_stages * self.query_tile_bytes, f"{self.do_stages} x {queries}, 128-byte swizzle"),
+            *self.operand_regions,
             ("dS", self.ds_bytes, f"transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle"),
         )
-
-    @property
-    def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

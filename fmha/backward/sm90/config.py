@@ -70,14 +70,6 @@ class BackwardConfig(BackwardFeatures):
         """Parts of dQ that a consumer makes."""
         return 2 if self.paired else 1
 
-    @property
-    def row_groups(self) -> int:
-        return self.tile_m // self.row_group_size
-
-    @property
-    def row_group_size(self) -> int:
-        return BLOCK
-
     # Warp roles: consumer warpgroups, then the producer's, of which one warp works.
 
     @property
@@ -93,11 +85,6 @@ class BackwardConfig(BackwardFeatures):
         return CONSUMERS * WARPGROUP_THREADS
 
     # Shared memory, in bytes.
-
-    @property
-    def query_blocks(self) -> int:
-        """Blocks of 64 queries of a tile, for each of which P and dS are made."""
-        return self.tile_m // BLOCK
 
     @property
     def keys_in_registers(self) -> bool:
@@ -126,18 +113,9 @@ class BackwardConfig(BackwardFeatures):
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         """(region, bytes, what stands in it), in order."""
-        keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
         return (
             ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
-            (
-                "statistics",
-                self.q_stages * self.statistics_bytes,
-                f"{self.q_stages} x lse' and delta of rows",
-            ),
-            ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
-            ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
-            ("Q", self.q_stages * self.query_tile_bytes, f"{self.q_stages} x {queries}, 128-byte swizzle"),
-            ("dO", self.do_stages * self.query_tile_bytes, f"{self.do_stages} x {queries}, 128-byte swizzle"),
+            *self.operand_regions,
             (
                 "dS",
                 self.ds_stages * self.ds_bytes,
@@ -146,10 +124,6 @@ class BackwardConfig(BackwardFeatures):
             ("dQ", self.dq_bytes, "a step's, fp32, on its way to global memory"),
             ("P", self.p_bytes, "for dS, fp16, in the order of wgmma's registers"),
         )
-
-    @property
-    def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
