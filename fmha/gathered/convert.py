@@ -11,6 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Uint32
 
+from warpspec.common.words import multiply_bf16x2, permute
+
 BYTES_LOW, BYTES_HIGH = 0x1404, 0x3424  # prmt: two bytes, each above a zero byte
 MAGNITUDES, SIGNS = 0x07F007F0, 0x80008000
 EXPONENT_SHIFT = 4  # from e4m3's exponent in the upper byte to bf16's
@@ -41,11 +43,11 @@ def to_bf16(words: cutlass.Constexpr, scale: Uint32) -> list:
         for half, order in enumerate((BYTES_LOW, BYTES_HIGH)):
             spread = permute(words[i], order)
             moved = ((spread >> EXPONENT_SHIFT) & Uint32(MAGNITUDES)) | (spread & Uint32(SIGNS))
-            out[2 * i + half] = multiply(moved, factor)
+            out[2 * i + half] = multiply_bf16x2(moved, factor)
     if field > LARGEST_FIELD:
         rest = pair_of(field - (LARGEST_FIELD - FIELD_BIAS))
         for i in cutlass.range_constexpr(2 * len(words)):
-            out[i] = multiply(out[i], rest)
+            out[i] = multiply_bf16x2(out[i], rest)
     return [out[i] for i in range(2 * len(words))]
 
 
@@ -53,17 +55,3 @@ def pair_of(field: Uint32) -> Uint32:
     """Two bf16 powers of two with this exponent field."""
     half = field << BF16_EXPONENT_BIT
     return half | (half << 16)
-
-
-def permute(word: Uint32, order: int) -> Uint32:
-    """Bytes of word, and of 0 behind it, as the nibbles of ``order`` say."""
-    return cute.arch.inline_ptx(
-        f"prmt.b32 {{$w0}}, {{$r0}}, 0, {order:#x};", write_only_types=[Uint32], read_only_args=[word]
-    )
-
-
-def multiply(pair: Uint32, factor: Uint32) -> Uint32:
-    """Two bf16 times two bf16."""
-    return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[pair, factor]
-    )

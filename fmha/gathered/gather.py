@@ -16,6 +16,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.words import shuffle_address
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.gathered.convert import to_bf16
 from warpspec.fmha.gathered.task import WORD_BYTES, Gathered, place_of, task_at
@@ -205,13 +206,6 @@ def load_group(loader, row, scale_at, here, group: int, words: cute.Tensor, scal
     if fmt.scale_bytes:
         at = Int32(cute.arch.shuffle_sync(scale_at, source)) + loader.part * loader.blocks
         scales[group % loader.config.depth] = load_word(address + Int64(at), present)
-
-
-def shuffle_address(address: Int64, source) -> Int64:
-    """Another lane's 64-bit number."""
-    low = Uint32(cute.arch.shuffle_sync(Uint32(address & Int64(0xFFFFFFFF)), source))
-    high = Uint32(cute.arch.shuffle_sync(Uint32((address >> Int64(32)) & Int64(0xFFFFFFFF)), source))
-    return (Int64(high) << Int64(32)) | Int64(low)
 
 
 def load_vector(words: cute.Tensor, vector: int, address: Int64, offset: int, present) -> None:

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Uint32
 
 from warpspec.common.hardware import THREAD_ROWS
+from warpspec.common.words import multiply_bf16x2, permute
 from warpspec.moe.streamed import (
     FIRST,
     MIXED,
@@ -38,7 +39,7 @@ def decode_chunk(words: cute.Tensor, scales: Uint32, chunk: int, out: cute.Tenso
         for pair, (source, right) in enumerate(PAIRS):
             # columns 2 pair and the next of the thread's 16: of wgmma pair // 2, its lower or upper half of K
             at = pair // 2 * STEP_WORDS + r + THREAD_ROWS * (pair % 2)
-            out[at] = multiply(turned(sources[source], right) & Uint32(CODES), factor)
+            out[at] = multiply_bf16x2(turned(sources[source], right) & Uint32(CODES), factor)
 
 
 def turned(word: Uint32, right: int) -> Uint32:
@@ -64,16 +65,5 @@ def mixed(first: Uint32, second: Uint32) -> Uint32:
 def factor_of(scales: Uint32, byte: int) -> Uint32:
     """Two bf16 alike: a scale of the word."""
     order = byte | ZERO_BYTE << 4
-    pair = cute.arch.inline_ptx(
-        f"prmt.b32 {{$w0}}, {{$r0}}, 0, {order | order << 8:#x};",
-        write_only_types=[Uint32],
-        read_only_args=[scales],
-    )
+    pair = permute(scales, order | order << 8)
     return (pair << SCALE_SHIFT) | Uint32(SCALE_ONES)
-
-
-def multiply(pair: Uint32, factor: Uint32) -> Uint32:
-    """Two bf16 times two bf16."""
-    return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[pair, factor]
-    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32
+from cutlass import BFloat16, Int32, Int64
 
 from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.words import shuffle_address
 from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
@@ -107,13 +108,6 @@ def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp,
         if present & (at < tile.count):
             target = base + at * tma.ROW_BYTES + (piece ^ (at % 8)) * VECTOR_BYTES
             copy_vector(target, address + offset)
-
-
-def shuffle_address(address: Int64, source) -> Int64:
-    """Another lane's address."""
-    low = Uint32(cute.arch.shuffle_sync(Uint32(address & Int64(0xFFFFFFFF)), source))
-    high = Uint32(cute.arch.shuffle_sync(Uint32((address >> Int64(32)) & Int64(0xFFFFFFFF)), source))
-    return (Int64(high) << Int64(32)) | Int64(low)
 
 
 def copy_vector(target, address) -> None:
