@@ -45,8 +45,13 @@ class Target:
         return int(self.arch.removeprefix("sm_").removesuffix("a")) // 10
 
     def current(self) -> contextlib.AbstractContextManager:
-        """A context in which the target's device is the current one, as launches and allocations want it."""
-        if self.device is None or self.device == torch.cuda.current_device():
+        """A context for the launches of a call: natively the target's device is the current one, as launches and
+        allocations want it; simulated they follow each other in one stream."""
+        if self.device is None:
+            from warpspec import sim
+
+            return sim.one_stream()
+        if self.device == torch.cuda.current_device():
             return _NOTHING
         return torch.cuda.device(self.device)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 
 from warpspec.sim import errors
 from warpspec.sim.errors import (
@@ -24,6 +25,7 @@ from warpspec.sim.errors import (
 )
 from warpspec.sim.host import HostModule
 from warpspec.sim.order.findings import Finding, OrderError
+from warpspec.sim.order.launches import Stream
 from warpspec.sim.outcomes import Outcomes
 from warpspec.sim.report import LaunchReport, SimReport
 from warpspec.sim.runtime import execute, parameters_of
@@ -44,6 +46,7 @@ __all__ = [
     "UnsupportedInstruction",
     "errors",
     "last_report",
+    "one_stream",
     "remember",
     "run",
 ]
@@ -51,6 +54,7 @@ __all__ = [
 CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: what runs check that do not say
 
 _last: SimReport | None = None
+_stream: Stream | None = None
 
 
 def run(
@@ -110,7 +114,10 @@ def _run_once(
     start = time.monotonic()
     report = SimReport(seed=seed)
 
+    stream = _stream or Stream()
+
     def on_launch(launch) -> None:
+        overlap = stream.next(bool(launch.attributes.get("programmatic_stream_serialization")))
         report.launches.append(
             execute(
                 module.ptx,
@@ -126,6 +133,7 @@ def _run_once(
                 check=check,
                 storage=module.host.storage.get(launch.kernel_name, ()),
                 fuse=fuse,
+                overlap=overlap,
             )
         )
 
@@ -161,6 +169,19 @@ def _as_declared(text: str, launch) -> bytes:
     for parameter, (offset, size) in zip(declared, launch.param_layout, strict=True):
         buffer[parameter.offset : parameter.offset + size] = launch.params[offset : offset + size]
     return bytes(buffer)
+
+
+@contextmanager
+def one_stream():
+    """Runs meanwhile launch into one stream, with nothing between, as far as `check="order"` is concerned: a launch
+    with the attribute programmatic_stream_serialization may overlap those of the run before. Without it, only launches
+    of one run may."""
+    global _stream
+    before, _stream = _stream, _stream or Stream()
+    try:
+        yield
+    finally:
+        _stream = before
 
 
 def last_report() -> SimReport | None:

@@ -272,6 +272,10 @@ class GlobalMemory:
                 edge = staged.allocation.end
         return edge
 
+    def host_address(self, allocation: Allocation) -> int | None:
+        """The caller's memory that an allocation stands for; None if it stands for none."""
+        return next((staged.low for staged in self._staged if staged.allocation is allocation), None)
+
     def copy_back(self) -> None:
         """Write every staged byte back to the caller's memory."""
         self._translate(to_device=False)

@@ -51,7 +51,8 @@ class LaunchStats:
     )  # first words -> what the kernel does that it should not
 
     findings: dict[tuple, object] = field(default_factory=dict)  # of the order checker
-    touched: object = None  # global memory that it saw accessed
+    touched: list[dict] = field(default_factory=list)  # global memory that it saw accessed, of each share
+    seen: object = None  # what it saw of griddepcontrol
 
     def warn(self, text: str) -> None:
         """Record something that hardware tolerates and the programming model does not; once for each kind."""
@@ -97,6 +98,8 @@ class LaunchStats:
                 self.block_counts[warp] = counts
         self.events += other.events
         self.findings |= other.findings
+        if other.seen is not None:
+            self.seen.merge(other.seen)
         self.warnings = {**other.warnings, **self.warnings}
 
 

@@ -27,6 +27,7 @@ from warpspec.sim.names import Field, StorageNames
 from warpspec.sim.order import of_text
 from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.order.findings import OrderError
+from warpspec.sim.order.launches import Overlap, with_itself
 from warpspec.sim.order.shares import conflicts
 from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
@@ -135,12 +136,13 @@ def execute(
     check: str | None = None,
     storage: Sequence[Field] = (),
     fuse: bool = True,
+    overlap: Overlap | None = None,
 ) -> LaunchReport:
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it.
 
     check: "order" raises OrderError where the memory model does not order accesses to one place. storage: fields of
     dynamic shared memory, (name, bytes, offset), which messages name. fuse: MMAs may be summed together as they happen
-    to be pending; not: last bits do not depend on the seed.
+    to be pending; not: last bits do not depend on the seed. overlap: what else of its stream may run beside it.
     """
     start = time.monotonic()
     program = load_program(text, kernel, check == "order")
@@ -182,7 +184,7 @@ def execute(
 
     try:
         stats = _run_shares(
-            program, [launch(s) for s in range(shares)], gmem, seed, clusters, translated - start
+            program, [launch(s) for s in range(shares)], gmem, seed, clusters, translated - start, overlap
         )
         static = of_text(program)
         if check == "order":
@@ -226,9 +228,11 @@ def execute(
     )
 
 
-def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, progress=None) -> LaunchStats:
+def _run_share(
+    program: Program, launch: Launch, gmem: GlobalMemory, seed: int, overlap: Overlap, progress=None
+) -> LaunchStats:
     stats = LaunchStats()
-    order = OrderChecker(program, gmem) if program.logging else None
+    order = OrderChecker(program, gmem, overlap) if program.logging else None
     machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats, order)
     machine.on_cluster_done = progress
     try:
@@ -242,8 +246,9 @@ def _run_share(program: Program, launch: Launch, gmem: GlobalMemory, seed: int, 
         raise OrderError(errors, program.name) from error
     if order is not None:
         stats.findings = order.found
-        if launch.share[1] > 1:
-            stats.touched = order.summary()
+        stats.seen = order.seen
+        if launch.share[1] > 1 or order.seen.triggered:
+            stats.touched = [order.summary()]
     return stats
 
 
@@ -255,17 +260,24 @@ def _may_fork(kernel: Kernel) -> bool:
 
 
 def _run_shares(
-    program, launches: list[Launch], gmem, seed: int, clusters: int, translation: float
+    program,
+    launches: list[Launch],
+    gmem,
+    seed: int,
+    clusters: int,
+    translation: float,
+    overlap: Overlap | None,
 ) -> LaunchStats:
     """Run the shares of a launch: on forked processes where there are cores for it, else one after the other."""
+    overlap = overlap or Overlap()
     progress = Progress(program.name, -(-clusters // len(launches)), translation)
     try:
         if len(launches) == 1 or not _may_fork(program.kernel):
-            parts = [_run_share(program, launch, gmem, seed, progress) for launch in launches]
+            parts = [_run_share(program, launch, gmem, seed, overlap, progress) for launch in launches]
         else:
-            children = [_Child(program, launch, gmem, seed) for launch in launches[1:]]
+            children = [_Child(program, launch, gmem, seed, overlap) for launch in launches[1:]]
             try:
-                parts = [_run_share(program, launches[0], gmem, seed, progress)]
+                parts = [_run_share(program, launches[0], gmem, seed, overlap, progress)]
                 parts += [child.stats() for child in children]
             finally:
                 for child in children:
@@ -274,16 +286,23 @@ def _run_shares(
         progress.close()
     total = parts[0]
     for part in parts[1:]:
-        if part.touched is not None:
-            total.findings |= conflicts(total.touched, part.touched)
+        for one, two in zip(total.touched, part.touched, strict=False):
+            total.findings |= conflicts(one, two)
         total.merge(part)
+    if program.logging:
+        touched = [share for part in parts for share in part.touched]
+        overlap.seen = total.seen
+        if total.seen.triggered:
+            overlap.over(program.name, gmem, touched)
+            if overlap.dependent and overlap.first:
+                total.findings |= with_itself(touched)
     return total
 
 
 class _Child:
     """A share of a launch that runs in a forked process."""
 
-    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int):
+    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int, overlap: Overlap):
         self._reading, writing = os.pipe()
         self._pid: int | None = os.fork()
         if self._pid:
@@ -292,7 +311,7 @@ class _Child:
         try:  # whatever happens, this process does not go on as its parent would
             os.close(self._reading)
             try:
-                answer: object = _run_share(program, launch, gmem, seed)
+                answer: object = _run_share(program, launch, gmem, seed, overlap)
             except SimError as error:
                 answer = error
             except BaseException:  # the parent re-raises what the child cannot handle

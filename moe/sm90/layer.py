@@ -82,11 +82,12 @@ class Layer:
     def run(self, x, topk_ids, topk_weights, w13, w2, out) -> None:
         """out [T, H]."""
         self.reports = []
-        found = self.sort(x, topk_ids)
-        h, y = self.buffers(x)
-        self.first(found, w13, h)
-        self.second(found, h, w2, y)
-        self.sum(found, y, topk_weights, out)
+        with self.target.current():
+            found = self.sort(x, topk_ids)
+            h, y = self.buffers(x)
+            self.first(found, w13, h)
+            self.second(found, h, w2, y)
+            self.sum(found, y, topk_weights, out)
 
 
 def run_grouped(

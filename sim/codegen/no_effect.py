@@ -40,6 +40,11 @@ def tensor_fence(e: Emitter, ins: Instr) -> None:
     """tcgen05.fence orders tensor-memory accesses with thread synchronisation: only the order checker notices."""
 
 
-@translator("griddepcontrol", family=Family.BARRIER, destinations=0)
+def note_grid_dependency(order, w, ins: Instr, mask: int) -> None:
+    """Tell the order checker of griddepcontrol."""
+    order.grid_dependency(w, ins, mask)
+
+
+@translator("griddepcontrol", family=Family.BARRIER, destinations=0, orders=True, order=note_grid_dependency)
 def griddepcontrol(e: Emitter, ins: Instr) -> None:
-    """Launches run one after the other, so a dependent grid never waits."""
+    """Launches run one after the other, so a dependent grid never waits: only the order checker notices."""

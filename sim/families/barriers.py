@@ -202,21 +202,26 @@ def _cluster(cluster: Cluster) -> ClusterBarrier:
     return cluster.barrier
 
 
+ARRIVE_ONCE = (
+    'PTX ISA, "barrier.cluster": "After using barrier.cluster.wait to detect completion of the barrier, a thread may '
+    "immediately arrive at the barrier once again. Each thread must arrive at the barrier only once before the barrier "
+    'completes."'
+)
+
+
 @handler("barrier.cluster.arrive", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
 def cluster_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """barrier.cluster.arrive: the lanes arrive and go on; they should wait before they arrive again.
+    """barrier.cluster.arrive: the lanes arrive and go on; they should wait before they arrive again (ARRIVE_ONCE).
 
-    The ISA pairs each arrive with a wait and says nothing of a second arrive in one phase. Hopper and Blackwell run
-    kernels that have it (flash-attn-4's MLA in pairs of CTAs): here the second one is for the next phase, and as many
-    waits may follow as there were arrivals.
+    Hopper and Blackwell run kernels that do not (flash-attn-4's MLA in pairs of CTAs): here a second arrival is for the
+    next phase, and as many waits may follow as there were arrivals.
     """
     state = _cluster(w.cta.cluster)
     if "cluster_arrived" in w.state:
         m.stats.warn(
             f"barrier.cluster.arrive twice without barrier.cluster.wait between, warp {w.index} of CTA "
-            f"{w.cta.coords} the first: PTX line {ins.line}{' from ' if ins.source else ''}{placed(ins.source)}; the "
-            "PTX ISA (barrier.cluster) has a wait follow each arrive; hardware runs kernels that do not, and here the "
-            "second is for the next phase"
+            f"{w.cta.coords} the first: PTX line {ins.line}{' from ' if ins.source else ''}{placed(ins.source)}; "
+            f"{ARRIVE_ONCE}; hardware runs kernels that do, and here the second is for the next phase"
         )
         if w.state["cluster_arrived"] == state.phase:
             return Wait(on=state, text=lambda: "arrives at the cluster barrier again: " + state.describe())

@@ -14,7 +14,7 @@ from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.memory import (
     GlobalMemory,
 )
-from warpspec.sim.order import findings
+from warpspec.sim.order import findings, launches
 from warpspec.sim.order.clocks import (
     ASYNC_GLOBAL,
     ASYNC_SHARED,
@@ -31,6 +31,7 @@ from warpspec.sim.order.clocks import (
     Snapshot,
 )
 from warpspec.sim.order.findings import Access, Finding
+from warpspec.sim.order.launches import EARLIER, Overlap, Seen
 from warpspec.sim.order.places import SHARED, TENSOR_MAPS, TENSOR_MEMORY
 from warpspec.sim.order.shadow import Ledger, Shadow
 from warpspec.sim.order.state import CtaOrder, GlobalShadow, Operation, Queue
@@ -42,8 +43,12 @@ class Accesses:
 
     first_only = False
 
-    def __init__(self, program: Program, gmem: GlobalMemory):
+    def __init__(self, program: Program, gmem: GlobalMemory, overlap: Overlap | None = None):
         self.program, self.gmem = program, gmem
+        self.overlap = overlap or Overlap()
+        self.seen = Seen()
+        self._behind_wait = self.overlap.waited() if self.overlap.dependent else None
+        self._released: dict[int, Clock] = {}  # by cluster: known to the next launch from its start
         self.ledger = Ledger(self.known)
         self.found: dict[tuple, Finding] = {}
         self.units = {False: 4, True: 4}  # bytes, of shared memory and (True) of global memory
@@ -189,6 +194,8 @@ class Accesses:
         if missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
         kind, remedy = findings.diagnose(first, second, missing, memory)
+        if first.domain is EARLIER:
+            kind, remedy = launches.OVERLAP, launches.REMEDY
         self.report(
             kind,
             f"{memory}, {place() if callable(place) else place}",

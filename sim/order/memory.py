@@ -14,12 +14,14 @@ from warpspec.sim.memory import (
     CTA_RANK_SHIFT,
     WINDOW_SHIFT,
 )
+from warpspec.sim.order import launches
 from warpspec.sim.order.accesses import Accesses
 from warpspec.sim.order.clocks import (
     Clock,
     Snapshot,
 )
 from warpspec.sim.order.findings import Access
+from warpspec.sim.order.launches import EARLIER
 from warpspec.sim.order.places import (
     GLOBAL,
     SHARED,
@@ -94,12 +96,31 @@ class MemoryAccesses(Accesses):
         found = self._globals.get(allocation.address)
         if found is None or found.allocation is not allocation:
             found = self._globals[allocation.address] = GlobalShadow(allocation, self.units[True])
+            self._load_earlier(found)
         return found
+
+    def _load_earlier(self, memory: GlobalShadow) -> None:
+        """What launches that may still run have touched of an allocation."""
+        host = self.gmem.host_address(memory.allocation) if self.overlap.before else None
+        for age, past in enumerate(self.overlap.before, 1):
+            for at, theirs in past.of(memory.allocation, host):
+                if memory.shadow is None:
+                    memory.shadow = Shadow(memory.size)
+                launches.load(memory.shadow, memory.unit, self.ledger, theirs, at, age, past.kernel)
+
+    def _note_early(self, memory: GlobalShadow, where, access: Access, views) -> None:
+        """An access that may take place beside the launch before."""
+        if memory.early is None:
+            memory.early = Shadow(memory.size)
+        early = memory.early if views is None else part(memory.early, views)
+        (early.writes if access.write else early.reads)[where] = self.ledger.number(access)
 
     def _touch_global(
         self, memory: GlobalShadow, where, access: Access, clock, address: int, views=None
     ) -> None:
         """where: an index of the flat shadow; views: makes the part of a flat array that a strided access touches."""
+        if self._behind_wait is not None and EARLIER.number not in clock.foreign:
+            self._note_early(memory, where, access, views)
         if not access.write and memory.shadow is None:
             memory.pending.append((where, views, access, clock if isinstance(clock, Snapshot) else None))
             return
@@ -170,7 +191,8 @@ class MemoryAccesses(Accesses):
             self.gmem.watch = None
 
     def summary(self) -> dict[int, Touched]:
-        """What it saw of global memory by allocation, for a share of the launch that runs apart."""
+        """What it saw of global memory by allocation, for a share of the launch that runs apart and for launches that
+        overlap."""
         result = {}
         for address, memory in self._globals.items():
             shadow = memory.shadow
@@ -179,8 +201,15 @@ class MemoryAccesses(Accesses):
                 for where, views, access, _ in memory.pending:
                     shadow_part = shadow if views is None else part(shadow, views)
                     shadow_part.reads[where] = self.ledger.alone(access)
-            result[address] = touched(memory.allocation.name, memory.unit, shadow, self.ledger)
+            result[address] = touched(
+                memory.allocation.name, memory.unit, shadow, memory.early, self.ledger, self._unreleased
+            )
         return result
+
+    def _unreleased(self, access: Access) -> bool:
+        """Whether it is an access of this launch that nothing orders before the start of the next one."""
+        released = self._released.get(access.domain.number)
+        return access.domain is not EARLIER and (released is None or not self.known(access, released))
 
     # ---- what native code has accessed ------------------------------------------------------------------------
 

@@ -16,37 +16,61 @@ RACE = "accesses that nothing orders"
 REMEDY = "another place for one of them: CTAs of a launch are ordered by atomics or by the launch's end only"
 
 
+Units = tuple[np.ndarray, np.ndarray]  # numbers of units, ascending, and of the access to each
+
+
 @dataclass(frozen=True)
 class Touched:
-    """What a share accessed of one allocation. units: bytes of one; writes, reads: (units, accesses' numbers).
-
-    texts: number -> (description, PTX line).
+    """What a share accessed of one allocation. unit: bytes of one; nbytes: of all. early: of those accesses, the ones
+    that may take place beside an earlier launch (`launches`). texts: number -> (description, PTX line, strong).
     """
 
     name: str
     unit: int
-    writes: tuple[np.ndarray, np.ndarray]
-    reads: tuple[np.ndarray, np.ndarray]
-    texts: dict[int, tuple[str, int]]
+    nbytes: int
+    writes: Units
+    reads: Units
+    early_writes: Units
+    early_reads: Units
+    texts: dict[int, tuple[str, int, bool]]
 
 
-def touched(name: str, unit: int, shadow: Shadow, ledger: Ledger) -> Touched:
-    """Of an allocation's shadow."""
-    texts: dict[int, tuple[str, int]] = {}
+def touched(name: str, unit: int, shadow: Shadow, early: Shadow | None, ledger: Ledger, mine) -> Touched:
+    """Of an allocation's shadow. early: of the accesses that may take place beside an earlier launch. mine: tells an
+    access of this launch that the next one must know of."""
+    texts: dict[int, tuple[str, int, bool]] = {}
 
-    def known(access: Access) -> int:
+    def named(access: Access) -> int:
         number = ledger.number(access)
-        texts[number] = (access.describe(), access.ins.line)
+        texts[number] = (access.describe(), access.ins.line, access.strong)
         return number
 
-    written = np.flatnonzero(shadow.writes)
-    writers = shadow.writes[written]
-    for number in np.unique(writers).tolist():
-        known(ledger.accesses[number])
-    read = np.flatnonzero(shadow.reads)
-    sets, which = np.unique(shadow.reads[read], return_inverse=True)
-    firsts = np.array([known(ledger.sets[number][0]) for number in sets.tolist()], np.int32)
-    return Touched(name, unit, (written, writers), (read, firsts[which] if len(sets) else which), texts)
+    def of(numbers: np.ndarray, access_of) -> Units:
+        at = np.flatnonzero(numbers)
+        kinds, which = np.unique(numbers[at], return_inverse=True)
+        accesses = [access_of(kind) for kind in kinds.tolist()]
+        names = np.array([named(access) if mine(access) else 0 for access in accesses], np.int32)
+        found = names[which] if len(names) else which.astype(np.int32)
+        return at[found != 0], found[found != 0]
+
+    nothing = (np.zeros(0, np.intp), np.zeros(0, np.int32))
+    return Touched(
+        name, unit, shadow.writes.size * unit,
+        of(shadow.writes, lambda number: ledger.accesses[number]),
+        of(shadow.reads, lambda number: ledger.sets[number][-1]),
+        nothing if early is None else of(early.writes, lambda number: ledger.accesses[number]),
+        nothing if early is None else of(early.reads, lambda number: ledger.accesses[number]),
+        texts,
+    )  # fmt: skip
+
+
+def pairs(one: Units, two: Units):
+    """(unit, access of the first, access of the second), one unit of each pair of accesses that touch the same."""
+    _, at, other = np.intersect1d(one[0], two[0], assume_unique=True, return_indices=True)
+    both = np.stack([one[1][at], two[1][other]], axis=1)
+    _, chosen = np.unique(both, axis=0, return_index=True)
+    for i in chosen.tolist():
+        yield int(one[0][at[i]]), int(both[i, 0]), int(both[i, 1])
 
 
 def conflicts(one: dict[int, Touched], two: dict[int, Touched]) -> dict[tuple, Finding]:
@@ -55,12 +79,9 @@ def conflicts(one: dict[int, Touched], two: dict[int, Touched]) -> dict[tuple, F
     for address in one.keys() & two.keys():
         a, b = one[address], two[address]
         for first, second in ((a.writes, b.writes), (a.writes, b.reads), (a.reads, b.writes)):
-            _, at, other = np.intersect1d(first[0], second[0], assume_unique=True, return_indices=True)
-            pairs = np.stack([first[1][at], second[1][other]], axis=1)
-            _, chosen = np.unique(pairs, axis=0, return_index=True)
-            for i in chosen.tolist():
-                (text, line), (other_text, other_line) = a.texts[int(pairs[i, 0])], b.texts[int(pairs[i, 1])]
-                place = f"global memory, {a.name} at byte {int(first[0][at[i]]) * a.unit}"
+            for at, number, other_number in pairs(first, second):
+                (text, line, _), (other, other_line, _) = a.texts[number], b.texts[other_number]
+                place = f"global memory, {a.name} at byte {at * a.unit}"
                 lines = (line, other_line)
-                found.setdefault((RACE, lines), Finding(RACE, place, text, other_text, REMEDY, lines))
+                found.setdefault((RACE, lines), Finding(RACE, place, text, other, REMEDY, lines))
     return found

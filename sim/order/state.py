@@ -77,13 +77,14 @@ class BarrierOrder:
 class GlobalShadow:
     """Shadow of an allocation. While nothing writes it, its reads are only listed."""
 
-    __slots__ = ("allocation", "base", "pending", "shadow", "unit")
+    __slots__ = ("allocation", "base", "early", "pending", "shadow", "unit")
 
     def __init__(self, allocation: Allocation, unit: int):
         self.allocation = allocation
         self.unit = unit
         self.base = allocation.address // unit * unit
         self.shadow: Shadow | None = None
+        self.early: Shadow | None = None  # accesses that may take place beside the launch before
         self.pending: list[tuple] = []
 
     @property

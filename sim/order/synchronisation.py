@@ -25,6 +25,7 @@ from warpspec.sim.order.clocks import (
     Clock,
 )
 from warpspec.sim.order.findings import Access
+from warpspec.sim.order.launches import EARLIER
 from warpspec.sim.order.memory import OFFSET_MASK, MemoryAccesses
 from warpspec.sim.order.places import shared_place
 from warpspec.sim.order.state import BarrierOrder, Operation, Queue
@@ -59,6 +60,20 @@ class Synchronisation(MemoryAccesses):
             if "acquire" not in parts:
                 agent.fence(BASE, FENCED, mask)
                 agent.fence_scope = next((part for part in parts if part in SCOPES), "gpu")
+
+    def grid_dependency(self, w, ins: Instr, mask: int) -> None:
+        """griddepcontrol.wait and .launch_dependents."""
+        agent, seen = w.order, self.seen
+        if "wait" in ins.parts:
+            seen.waited = True
+            if self._behind_wait is not None:
+                agent.acquire(agent.rows, self._behind_wait)
+            return
+        seen.triggered = True
+        seen.in_order |= EARLIER.number in agent.foreign
+        if agent.fence_scope in ("gpu", "sys", "gl"):
+            released = self._released.setdefault(agent.domain.number, Clock(agent.domain))
+            released.join(np.broadcast_to(agent.rows[FENCED], (PUBLISHED, agent.rows.shape[1])), {})
 
     def tensor_fence(self, w, ins: Instr, before: bool) -> None:
         """tcgen05.fence::before_thread_sync and ::after_thread_sync."""
