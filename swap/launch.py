@@ -30,7 +30,8 @@ from warpspec.swap.weights import SwapFFNWeights
 
 D_MODELS = (256, 512, 768, 1024)  # that kernels are compiled for
 MOST_SPLITS = 8  # parts of K of the down product
-TOO_LARGE = "Error Code: 720"  # cudaErrorCooperativeLaunchTooLarge, as the compiled host functions raise it
+# cudaErrorCooperativeLaunchTooLarge, in the words of the compiled host functions, lower case.
+TOO_LARGE = "error code: 720"
 CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
 
 
@@ -208,7 +209,7 @@ class Step:
                 *Operands(**taken), ctas, event, self.problem.ffn_steps, self.problem.k_ffn
             )
         except Exception as error:
-            if phase == "fused" and TOO_LARGE in str(error):
+            if phase == "fused" and TOO_LARGE in str(error).lower():
                 raise RuntimeError(
                     f"swap_ffn_decode: the GPU has no room for all {ctas} CTAs of the step at once, an SM each (a "
                     "green context or MPS may hold SMs): the cooperative launch was refused, nothing was written"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from swap_cases import small
+from swap_cases import make_plan, run, simulated, small
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.swap import SwapState, swap_ffn_decode
+from warpspec.swap import SwapState, launch, swap_ffn_decode
 
 CALL = dict(events=1, k_ffn=1, backend="reference")
 
@@ -79,3 +79,26 @@ def test_no_request(backend):
     x, state, w = small(0, cores=4)
     delta, new = swap_ffn_decode(x, state, w, backend=backend)
     assert delta.shape == (0, 256) and new.ram.shape == (0, 4, 4, 256) and new.map.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "words", ["- Error name: cudaErrorCooperativeLaunchTooLarge\n- Error Code: 720", "(error code: 720) \n"]
+)
+def test_a_refused_cooperative_launch_says_so(monkeypatch, words):
+    """In either spelling of the compiled host functions; any other error comes as it is."""
+
+    def launcher(config, target, *, seed):
+        def launch(*arguments):
+            raise RuntimeError(words)
+
+        return launch
+
+    monkeypatch.setattr(launch.SWAP, "launcher", launcher)
+    x, state, w = small(1, cores=4)
+    plan = make_plan("sm_90a", fused=True)
+    call = dict(events=1, k_ffn=1, residual=False)
+    with pytest.raises(RuntimeError, match="no room for all 8 CTAs"):
+        run(x, state, w, call, plan, simulated("sm_90a"))
+    words = "error code: 719"
+    with pytest.raises(RuntimeError, match=r"^error code: 719$"):
+        run(x, state, w, call, plan, simulated("sm_90a"))
