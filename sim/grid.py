@@ -156,6 +156,7 @@ class ClusterFactory:
             w.ctx[:] = context
             w.ctx[Ctx.COUNTERS] = w.counters.ctypes.data
             w.ctx[Ctx.ALIVE] = w.alive
+            w.ctx[Ctx.REGISTERS] = w.regs.ctypes.data
             if self._local_size:
                 w.local = aligned_bytes(self._local_size * WARP_SIZE, 64, POISON)
                 w.ctx[Ctx.LOCAL_BASE] = w.local.ctypes.data
@@ -175,6 +176,7 @@ class ClusterFactory:
             Ctx.PARAMS: self.launch.params,
             Ctx.SYMBOLS: self.launch.symbol_addresses.ctypes.data,
             Ctx.LOCAL_SIZE: self._local_size,
+            **self.program.context,
         }
         for field_, value in fields.items():
             context[field_] = value

@@ -89,6 +89,7 @@ class Instr:
     used_bytes: int | None = (
         None  # of a load: bit i is set if byte i matters (.pragma "used_bytes_mask"); None: all
     )
+    plan: object = field(default=None, init=False, repr=False, compare=False)  # what its handler keeps of it
 
     def has(self, part: str) -> bool:
         """Whether the opcode carries this modifier, e.g. ins.has('sync')."""

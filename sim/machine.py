@@ -9,7 +9,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from warpspec.sim import diagnosis
-from warpspec.sim.codegen.layout import Ctx, Stop
+from warpspec.sim.codegen.layout import BUDGET_BIT, HOOKED_BIT, START_BIT, Ctx, Stop
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import Deadlock, MemoryFault, TmemFault, Where
 from warpspec.sim.grid import ClusterFactory, Launch
@@ -32,6 +32,7 @@ PATIENCE = 200  # turns without any event after which clusters are admitted or b
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
 PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
 COLLECTIVE = int(Stop.COLLECTIVE)
+LOG_COUNT, FORCE, TAKEN = (int(field) for field in (Ctx.LOG_COUNT, Ctx.FORCE, Ctx.TAKEN))
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
 
@@ -218,6 +219,7 @@ class Machine:
     def turn(self, w: Warp) -> bool:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
         program, system_instr, groups = self.program, self.system_instr, w.groups
+        call, context = program.call, w.ctx_ptr
         quota = 1 + int(self.rng.random() * SYSTEM_QUOTA) if self.starving is None else 1
         steps = BLOCK_BUDGET
         favoured = self.favoured(w) if len(groups) > 1 else None
@@ -244,16 +246,16 @@ class Machine:
                     return bool(w.alive) and w.runnable() is not None
                 continue
             # Lanes that could meet this group on its way are looked for after every block.
-            alone = single or not any(other.free for other in groups if other is not group)
+            alone = single or w.alone(group)
             budget = BLOCK_BUDGET if alone and not w.flying else 1
             steps -= 1
             if self._reads_clock:
                 w.ctx[Ctx.CLOCK] = self.clock
-            answer = program.run(w.regs_ptr, w.ctx_ptr, group.mask, block, budget)
+            answer = call(context, group.mask | block << START_BIT | budget << BUDGET_BIT)
             why, at = answer >> 32, answer & 0xFFFFFFFF
             self.clock += 1
             group.block = at
-            if self.order is not None:
+            if self.order is not None and w.context[LOG_COUNT]:
                 self.order.native(w)
             if why == PYTHON:
                 if not single:
@@ -272,7 +274,7 @@ class Machine:
             elif why == COLLECTIVE:
                 if not self.gathered(w, group, program.kernel.instrs[program.blocks[at].start]):
                     continue
-                w.ctx[Ctx.FORCE] = 1
+                w.context[FORCE] = 1
                 forced = group
             else:
                 raise diagnosis.fault(self.program, self.gmem, w, group)
@@ -293,7 +295,7 @@ class Machine:
 
     def diverge(self, w: Warp, group: Group, block: int) -> None:
         """Split a group at a branch that only the lanes in the context's TAKEN field take."""
-        taken = int(w.ctx[Ctx.TAKEN])
+        taken = w.context[TAKEN]
         target, others = self.program.split(block)
         if target is None:
             target = int(w.ctx[Ctx.TARGET])
@@ -364,7 +366,7 @@ class Machine:
         """Execute a system instruction for a group; False if the warp's turn ends here."""
         row, hooked = self.system_row[block], self._hooked[block]
         try:
-            if row is None or (row.handler is None and not hooked):
+            if row is None or (row.handler is None and not hooked and not row.no_effect):
                 raise unsupported(ins.opcode)
             mask = group.mask
             if row.collective is not None and mask != w.alive:
@@ -381,7 +383,7 @@ class Machine:
                     row.order(self.order, w, ins, mask)
                 if hooked:
                     self.run_hooked(w, group, block)
-                else:
+                elif not row.no_effect:
                     wait = row.handler(self, w, ins, mask)
                     if wait is not None:
                         self.block(w, group, wait)
@@ -401,7 +403,8 @@ class Machine:
         """Execute the native instruction of a block at which the order checker stops."""
         if self._reads_clock:
             w.ctx[Ctx.CLOCK] = self.clock
-        if self.program.run_hooked(w.regs_ptr, w.ctx_ptr, group.mask, block) >> 32 == Stop.FAULT:
+        what = group.mask | block << START_BIT | 1 << BUDGET_BIT | 1 << HOOKED_BIT
+        if self.program.call(w.ctx_ptr, what) >> 32 == Stop.FAULT:
             raise diagnosis.fault(self.program, self.gmem, w, group)
 
     def block(self, w: Warp, group: Group, wait: Wait) -> None:

@@ -92,6 +92,7 @@ class Opcode:
     collective: which lanes must be together; None: each lane is on its own.
     loads: it reads memory and does not write it (which names the access in the diagnosis of a fault).
     shares_memory: clusters can see each other through it: by global memory, or by the grid's state.
+    no_effect: it changes no value, so that only the order checker executes it.
     orders: memory order depends on it, so that a run that checks it stops at it, native or not.
     order: tells the order checker of it, order(checker, warp, instruction, mask), before it is executed; handlers
         of what is asynchronous or waits tell it themselves.
@@ -108,6 +109,7 @@ class Opcode:
     collective: Collective | None = None
     loads: bool = False
     shares_memory: bool | Callable[[Instr], bool] = False
+    no_effect: bool = False
     orders: bool | Callable[[Instr], bool] = False
     order: Callable | None = None
     translator: Callable | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from warpspec.sim.tcgen05.memory import Tmem
 LANE_NUMBERS = np.arange(WARP_SIZE, dtype=np.uint32)
 _DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 POISON = 0xFF
+BLOCK_OF = attrgetter("block")
 
 
 def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.ndarray:
@@ -84,7 +86,7 @@ class Cta:
         self.coords = coords
         self.number = number  # linear index in the grid
         self.smem = smem
-        self.smem_bytes = memoryview(smem)
+        self.smem_words = memoryview(smem[: smem.size // 8 * 8]).cast("Q")
         self.names = names or StorageNames()  # of its shared memory
         self.warps: list[Warp] = []
         self.order = None  # what the order checker keeps of it
@@ -155,8 +157,10 @@ class Warp:
         # The same words as Python integers, which are read faster one by one.
         raw = self._bytes = memoryview(self.regs)
         self._words = {bits: raw.cast(code) for bits, code in ((8, "B"), (16, "H"), (32, "I"), (64, "Q"))}
-        self.regs_ptr = self.regs.ctypes.data
+        # Of registers that have been read so: their lanes as integers, and the bytes of all lanes.
+        self._lanes: dict[str, tuple[memoryview, memoryview]] = {}
         self.ctx = np.zeros(Ctx.COUNT, np.uint64)
+        self.context = memoryview(self.ctx)  # the same, read faster
         self.ctx_ptr = self.ctx.ctypes.data
         self.alive = (1 << threads) - 1
         self.groups = [Group(0, self.alive)]
@@ -246,22 +250,31 @@ class Warp:
             return FULL_MASK if operand.value else 0
         raise UnsupportedInstruction(f"predicate operand {operand}")
 
+    def _lanes_of(self, name: str) -> tuple[memoryview, memoryview]:
+        """The lanes of a register of 8 to 64 bits as integers, and their bytes."""
+        found = self._lanes.get(name)
+        if found is None:
+            bits, at = self._bits[name], self._offset[name]
+            if bits not in self._words:
+                raise UnsupportedInstruction(f"operand {Reg(name)} as a scalar")
+            first = at * 8 // bits
+            lanes_ = self._words[bits][first : first + WARP_SIZE]
+            found = self._lanes[name] = lanes_, self._bytes[at : at + WARP_SIZE * bits // 8]
+        return found
+
     def scalar(self, operand: Operand, mask: int) -> int:
         """The operand's unsigned value in the lowest lane of the mask."""
         kind = type(operand)
-        lane = (mask & -mask).bit_length() - 1
         if kind is Reg:
-            bits = self._bits[operand.name]
-            words = self._words.get(bits)
-            if words is not None:
-                return words[self._offset[operand.name] * 8 // bits + lane]
-        elif kind is Imm:
+            found = self._lanes.get(operand.name) or self._lanes_of(operand.name)
+            return found[0][(mask & -mask).bit_length() - 1]
+        if kind is Imm:
             return operand.value
-        elif kind is Sym:
+        if kind is Sym:
             return self.symbol(operand)
-        elif kind is Vec:
+        if kind is Vec:
             bits = sum(self._bits[i.name] if isinstance(i, Reg) else 32 for i in operand.items)
-            return int(self.values(operand, bits)[lane])
+            return int(self.values(operand, bits)[(mask & -mask).bit_length() - 1])
         raise UnsupportedInstruction(f"operand {operand} as a scalar")
 
     def uniform(self, operand: Operand, mask: int) -> int | None:
@@ -270,13 +283,12 @@ class Warp:
         if one_lane or type(operand) is not Reg:
             value = None if isinstance(operand, Vec) and not one_lane else self.scalar(operand, mask)
             return None if value is None else value & (1 << 64) - 1
-        bits, at = self._bits[operand.name], self._offset[operand.name]
-        size = bits // 8
+        values, raw = self._lanes.get(operand.name) or self._lanes_of(operand.name)
         if mask == FULL_MASK:
-            raw = self._bytes[at : at + WARP_SIZE * size].tobytes()
-            return int.from_bytes(raw[:size], "little") if raw == raw[:size] * WARP_SIZE else None
-        view = self._view(operand.name)[list(lanes(mask))]
-        return int(view[0]) if (view == view[0]).all() else None
+            text, size = raw.tobytes(), raw.nbytes // WARP_SIZE
+            return values[0] if text == text[:size] * WARP_SIZE else None
+        first = values[(mask & -mask).bit_length() - 1]
+        return first if all(values[lane] == first for lane in lanes(mask)) else None
 
     def uniform_address(self, operand: Operand, mask: int) -> int | None:
         """The address that all lanes of the mask have of a memory operand; None where they have several."""
@@ -284,8 +296,8 @@ class Warp:
         if type(operand) is Mem:
             operand, offset = operand.base, operand.offset
         base = self.uniform(operand, mask)
-        if base is None:
-            return None
+        if base is None or not offset:
+            return base
         narrow = type(operand) is Reg and self._bits[operand.name] == 32
         return base + offset & (FULL_MASK if narrow else (1 << 64) - 1)
 
@@ -303,7 +315,13 @@ class Warp:
 
     def address_scalar(self, operand: Operand, mask: int) -> int:
         """The address in the lowest lane of the mask."""
-        return self.uniform_address(operand, mask & -mask)
+        offset = 0
+        if type(operand) is Mem:
+            operand, offset = operand.base, operand.offset
+        address = self.scalar(operand, mask) + offset
+        if type(operand) is Reg and self._bits[operand.name] == 32:
+            return address & FULL_MASK
+        return address & (1 << 64) - 1
 
     def shared_address(self, operand: Operand, mask: int) -> int:
         """Like address_scalar, for an operand that may be a shared or a generic address; returns the shared one."""
@@ -407,23 +425,31 @@ class Warp:
 
     def merge(self) -> None:
         """Join groups that have come to the same block and are free to run."""
-        if len(self.groups) < 2:
+        groups = self.groups
+        if len(groups) < 2:
             return
-        self.groups.sort(key=lambda g: g.block)
-        merged = [self.groups[0]]
-        for group in self.groups[1:]:
-            last = merged[-1]
+        groups.sort(key=BLOCK_OF)
+        last = groups[0]
+        merged = [last]
+        for group in groups[1:]:
             if group.block == last.block and group.wait is None and last.wait is None:
                 last.mask |= group.mask
                 last.converge = False
                 last.timed_out = last.timed_out and group.timed_out
             else:
                 merged.append(group)
+                last = group
         self.groups = merged
+
+    def alone(self, group: Group) -> bool:
+        """Whether no other group can run."""
+        return not any(
+            other.wait is None and not other.converge for other in self.groups if other is not group
+        )
 
     def runnable(self) -> Group | None:
         """The group to run: the one furthest behind that is not blocked; None when all are."""
         for group in self.groups:
-            if group.free:
+            if group.wait is None and not group.converge:
                 return group
         return None

@@ -41,7 +41,17 @@ class Ctx(IntEnum):
     LOG = 21  # pointer to the log of accesses (`LOG_WORDS` 64-bit words an entry), where a program keeps one
     LOG_COUNT = 22  # entries in it
     LOG_LIMIT = 23  # entries from which the trampoline returns
-    COUNT = 24
+    REGISTERS = 24  # pointer to the warp's register file
+    CODE = 25  # pointer to each block's first record
+    FLAGS = 26  # pointer to a byte for each block: whether it is collective
+    HOOKED_CODE = 27  # the same two for blocks at which the order checker stops
+    HOOKED_FLAGS = 28
+    COUNT = 29
+
+
+# The trampoline's second argument: lanes, then from these bits on the first block, the most blocks, whether it runs
+# what the order checker stops at.
+START_BIT, BUDGET_BIT, HOOKED_BIT = 32, 56, 63
 
 
 class Fault(IntEnum):

@@ -22,7 +22,9 @@ def note_fence(order, w, ins: Instr, mask: int) -> None:
     order.fence(w, ins, mask)
 
 
-@translator("fence", "membar", family=Family.FENCE, destinations=0, orders=True, order=note_fence)
+@translator(
+    "fence", "membar", family=Family.FENCE, destinations=0, no_effect=True, orders=True, order=note_fence
+)
 def fence(e: Emitter, ins: Instr) -> None:
     """Memory is sequentially consistent here: only the order checker notices a missing fence."""
 
@@ -34,7 +36,7 @@ def note_tensor_fence(order, w, ins: Instr, mask: int) -> None:
 
 @translator(
     "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync",
-    family=Family.TCGEN05, destinations=0, orders=True, order=note_tensor_fence,
+    family=Family.TCGEN05, destinations=0, no_effect=True, orders=True, order=note_tensor_fence,
 )  # fmt: skip
 def tensor_fence(e: Emitter, ins: Instr) -> None:
     """tcgen05.fence orders tensor-memory accesses with thread synchronisation: only the order checker notices."""

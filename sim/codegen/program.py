@@ -19,6 +19,7 @@ from warpspec.sim.codegen.layout import (
     CLOCK_REGISTERS,
     FIRST_PARAMETER,
     LOG_WORDS,
+    Ctx,
     RegisterFile,
     register_bytes,
     registers_of,
@@ -125,7 +126,7 @@ class Program:
         self.block_at = {block.start: block.index for block in self.blocks}
         self.system = [block.kind == "system" for block in self.blocks]
         self.hooked = [
-            system and logging and self.is_native(kernel.instrs[block.start])
+            system and logging and self._is_hooked(kernel.instrs[block.start])
             for system, block in zip(self.system, self.blocks, strict=True)
         ]
         self._load()
@@ -145,6 +146,9 @@ class Program:
     def is_uninterrupted(self, ins: Instr) -> bool:
         """Whether an instruction is native code between others."""
         return self.is_native(ins) and not (self.logging and row_of(ins.opcode).decides_order(ins))
+
+    def _is_hooked(self, ins: Instr) -> bool:
+        return self.is_native(ins) and not row_of(ins.opcode).no_effect
 
     def new_log(self) -> np.ndarray:
         """A log for native code's accesses."""
@@ -217,6 +221,17 @@ class Program:
                 rows = slice(int(rows[0]), int(rows[-1]) + 1)
         return VectorPlace(operand, bits, rows)
 
+    @cached_property
+    def _read_behind_their_block(self) -> int:
+        used = 0
+        for bits in self.live.uses:
+            used |= bits
+        return used
+
+    def is_ignored(self, result: Reg) -> bool:
+        """Whether nothing reads a register that a system instruction writes."""
+        return not self.live.bits((result.name,)) & self._read_behind_their_block
+
     def through(self, block: int) -> int:
         """The block behind one in the text."""
         return self.block_at.get(self.blocks[block].end, self.exit_index)
@@ -257,9 +272,16 @@ class Program:
                 self.table[block.index] = first[block.index]
                 self.flags[block.index] = block.kind == "collective"
         self.table[self.exit_index] = first[self.exit_index]
-        signature = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 4, *[ctypes.c_uint32] * 3)
-        self._run = signature(forms.trampoline(self.logging))
-        self.table_pointer, self.flags_pointer = self.table.ctypes.data, self.flags.ctypes.data
+        # Runs native blocks of a warp until one stops; returns `Stop` << 32 | block. See START_BIT in layout.py.
+        self.call = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)(
+            forms.trampoline(self.logging)
+        )
+        self.context = {
+            Ctx.CODE: self.table.ctypes.data,
+            Ctx.FLAGS: self.flags.ctypes.data,
+            Ctx.HOOKED_CODE: self.hook_table.ctypes.data,
+            Ctx.HOOKED_FLAGS: self._no_flags.ctypes.data,
+        }
 
     def _write_records(self) -> dict[int, int]:
         """Write the records of all native blocks; the address of each block's first."""
@@ -310,15 +332,6 @@ class Program:
         behind = np.array(following, np.int64) + 1
         records[behind] = records[behind] * np.uint64(8) + np.uint64(base)
         return {block: base + 8 * at for block, at in first.items()}
-
-    def run(self, registers: int, context: int, mask: int, block: int, budget: int) -> int:
-        """Run native blocks from `block` for the lanes in `mask` until one stops; `Stop` << 32 | block."""
-        return self._run(self.table_pointer, self.flags_pointer, registers, context, mask, block, budget)
-
-    def run_hooked(self, registers: int, context: int, mask: int, block: int) -> int:
-        """Run one native block at which `run` stops."""
-        tables = self.hook_table.ctypes.data, self._no_flags.ctypes.data
-        return self._run(*tables, registers, context, mask, block, 1)
 
 
 def _is_access(ins: Instr) -> bool:

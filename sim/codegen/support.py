@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from warpspec.sim.codegen.layout import LOG_WORDS, Ctx, Fault, Stop
+from warpspec.sim.codegen.layout import BUDGET_BIT, HOOKED_BIT, LOG_WORDS, START_BIT, Ctx, Fault, Stop
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, WINDOW_SHIFT
 
 SPACES = {"generic": 0, "global": 1, "shared": 2, "cluster": 3, "local": 4}
@@ -117,8 +117,25 @@ fault:
 """
 
 TRAMPOLINE = f"""
-define i64 @run(ptr %table, ptr %flags, ptr %regs, ptr %ctx, i32 %mask, i32 %start, i32 %budget) {{
-entry:{_field("alive64", Ctx.ALIVE)}{_field("counters.raw", Ctx.COUNTERS)}
+define i64 @run(ptr %ctx, i64 %what) {{
+entry:{_field("alive64", Ctx.ALIVE)}{_field("counters.raw", Ctx.COUNTERS)}{_field("regs.raw", Ctx.REGISTERS)}{
+    _field("code", Ctx.CODE)
+}{_field("flags.raw", Ctx.FLAGS)}{_field("hooked.code", Ctx.HOOKED_CODE)}{
+    _field("hooked.flags", Ctx.HOOKED_FLAGS)
+}
+  %hooked = icmp slt i64 %what, 0
+  %table.raw = select i1 %hooked, i64 %hooked.code, i64 %code
+  %which.flags = select i1 %hooked, i64 %hooked.flags, i64 %flags.raw
+  %regs = inttoptr i64 %regs.raw to ptr
+  %table = inttoptr i64 %table.raw to ptr
+  %flags = inttoptr i64 %which.flags to ptr
+  %mask = trunc i64 %what to i32
+  %start64 = lshr i64 %what, {START_BIT}
+  %start32 = trunc i64 %start64 to i32
+  %start = and i32 %start32, {(1 << (BUDGET_BIT - START_BIT)) - 1}
+  %budget64 = lshr i64 %what, {BUDGET_BIT}
+  %budget32 = trunc i64 %budget64 to i32
+  %budget = and i32 %budget32, {(1 << (HOOKED_BIT - BUDGET_BIT)) - 1}
   %counters = inttoptr i64 %counters.raw to ptr
   %alive = trunc i64 %alive64 to i32
   %whole = icmp eq i32 %mask, %alive

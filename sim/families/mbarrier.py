@@ -24,6 +24,7 @@ from warpspec.sim.warp import Cta, Warp
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
 SIZE = 8  # bytes, and the alignment
+OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
 TIMEOUT_CHANCE = 1 / 32  # that try_wait gives up instead of waiting
 STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
 ARRIVED_BEFORE = np.arange(WARP_SIZE, dtype=np.uint64) << np.uint64(
@@ -43,7 +44,7 @@ class Mbarrier:
     phase: int = 0
     arrivals: int = 0  # in all phases, for reports
     last: tuple | None = field(default=None, repr=False)  # (warp, instruction) of the last arrival
-    marker: bytes = field(default=b"", repr=False)
+    marker: int = field(default=0, repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
     def describe(self, text: str) -> str:
@@ -75,7 +76,7 @@ def lookup(cta: Cta, offset: int) -> Mbarrier:
         raise BarrierFault(
             f"no mbarrier is initialised at shared offset {offset:#x} of CTA {cta.coords}{name}"
         )
-    if cta.smem_bytes[offset : offset + SIZE] != barrier.marker:
+    if cta.smem_words[offset // SIZE] != barrier.marker:
         raise BarrierFault(f"the mbarrier {place(cta, offset)} was overwritten")
     return barrier
 
@@ -86,8 +87,8 @@ def initialise(cta: Cta, offset: int, count: int) -> Mbarrier:
         raise BarrierFault(f"mbarrier.init with count {count}; 1 to {MAX_COUNT} are allowed")
     if offset % SIZE:
         raise MemoryFault(f"mbarrier at shared offset {offset:#x} is not aligned to {SIZE} bytes")
-    marker = (0x6D62_6172_0000_0000 | offset).to_bytes(SIZE, "little")
-    cta.smem[offset : offset + SIZE] = np.frombuffer(marker, np.uint8)
+    marker = 0x6D62_6172_0000_0000 | offset
+    cta.smem_words[offset // SIZE] = marker
     barrier = cta.mbarriers[offset] = Mbarrier(cta, offset, count, count, marker=marker)
     return barrier
 
@@ -106,6 +107,11 @@ def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False
     barrier = lookup(cta, offset)
     if op is not None:
         m.order.arrive_op(op, barrier)
+    _count_down(m, barrier, count, drop)
+    return barrier
+
+
+def _count_down(m: Machine, barrier: Mbarrier, count: int, drop: bool) -> None:
     if count > barrier.pending:
         raise BarrierFault(barrier.describe(f"{count} arrivals are more than are pending at the"))
     barrier.pending -= count
@@ -114,13 +120,16 @@ def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False
     if drop:
         barrier.count -= count
     m.progress += 1
-    _complete_if_done(m, barrier)
-    return barrier
+    if barrier.pending == 0:
+        _complete_if_done(m, barrier)
 
 
 def expect_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
     """Make the current phase expect that many more bytes."""
-    barrier = lookup(cta, offset)
+    _expect(m, lookup(cta, offset), nbytes)
+
+
+def _expect(m: Machine, barrier: Mbarrier, nbytes: int) -> None:
     barrier.tx += nbytes
     if abs(barrier.tx) > MAX_TX:
         raise BarrierFault(barrier.describe(f"the transaction count leaves its range of +-{MAX_TX} at the"))
@@ -149,6 +158,18 @@ def _own_only(parts: tuple[str, ...]) -> bool:
     return "shared::cluster" not in parts and "shared::cta" in parts
 
 
+def _common(w: Warp, operand: Operand, mask: int) -> Mbarrier | None:
+    """The mbarrier of the executing CTA that all lanes address; None where they address others, or what is none."""
+    address = w.uniform_address(operand, mask)
+    if address is None:
+        return None
+    cta, offset = w.cta, address & OFFSET_MASK
+    barrier = cta.mbarriers.get(offset)
+    if barrier is None or (address & 0xFFFFFFFF) >> CTA_RANK_SHIFT != cta.rank:
+        return None
+    return barrier if cta.smem_words[offset // SIZE] == barrier.marker else None
+
+
 def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> list[tuple[int, Cta, int]]:
     """(lanes as a mask, CTA, offset) for each barrier that the executing lanes address, in order of the first lane."""
     first = w.uniform_address(operand, mask)
@@ -169,7 +190,7 @@ def _places(m: Machine, w: Warp, ins: Instr, operand: Operand, mask: int) -> lis
             raise MemoryFault(f"mbarrier address {address:#x} is not aligned to {SIZE} bytes")
         m.shared(w, address, SIZE)
         cta = w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF]
-        found.append((members, cta, address & ((1 << CTA_RANK_SHIFT) - 1)))
+        found.append((members, cta, address & OFFSET_MASK))
     return found
 
 
@@ -205,29 +226,49 @@ def mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     The state that arrive returns and test_wait takes is opaque: here the phase and, above it, the arrivals that were
     pending before.
     """
-    operands = list(ins.operands)
-    state = None if isinstance(operands[0], Mem) else operands.pop(0)
-    amounts = operands[1] if len(operands) > 1 else None
-    tokens = None if state is None else np.zeros(WARP_SIZE, np.uint64)
+    operands = ins.operands
+    returns = _returned_states(ins)
+    state = operands[0] if returns else None
+    tokens = None
+    if state is not None and not w.program.is_ignored(state):
+        tokens = np.zeros(WARP_SIZE, np.uint64)
+    amounts = operands[returns + 1] if len(operands) > returns + 1 else None
     drop = ins.parts[1] == "arrive_drop"
     expects = "expect_tx" in ins.parts
-    for members, cta, offset in _places(m, w, ins, operands[0], mask):
-        barrier = lookup(cta, offset)
-        if m.order is not None:
-            m.order.arrive(w, ins, barrier, members)
-        if amounts is None or (not expects and w.uniform(amounts, members) == 1):
-            _arrive_alone(m, barrier, members, tokens, drop)
-            continue
-        values = w.u32(amounts)
-        for lane in lanes(members):
-            if tokens is not None:
-                tokens[lane] = _state(lookup(cta, offset))
-            amount = int(values[lane])
-            if expects:
-                expect_tx(m, cta, offset, amount)
-            arrive(m, cta, offset, 1 if expects else amount, drop)
-    if state is not None:
+    barrier = _common(w, operands[returns], mask)
+    if barrier is not None:
+        _arrive_lanes(m, w, ins, barrier, mask, amounts, tokens, expects, drop)
+    else:
+        for members, cta, offset in _places(m, w, ins, operands[returns], mask):
+            _arrive_lanes(m, w, ins, lookup(cta, offset), members, amounts, tokens, expects, drop)
+    if tokens is not None:
         w.set_values(state, tokens, 64, mask)
+
+
+def _arrive_lanes(
+    m: Machine,
+    w: Warp,
+    ins: Instr,
+    barrier: Mbarrier,
+    members: int,
+    amounts,
+    tokens,
+    expects: bool,
+    drop: bool,
+) -> None:
+    """The arrivals of lanes on one mbarrier. amounts: operand with each lane's count, or bytes if it `expects` them."""
+    if m.order is not None:
+        m.order.arrive(w, ins, barrier, members)
+    if amounts is None or (not expects and w.uniform(amounts, members) == 1):
+        _arrive_alone(m, barrier, members, tokens, drop)
+        return
+    for lane in lanes(members):
+        if tokens is not None:
+            tokens[lane] = _state(barrier)
+        amount = w.scalar(amounts, 1 << lane) & 0xFFFFFFFF
+        if expects:
+            _expect(m, barrier, amount)
+        _count_down(m, barrier, 1 if expects else amount, drop)
 
 
 def _state(barrier: Mbarrier) -> np.uint64:
@@ -236,12 +277,18 @@ def _state(barrier: Mbarrier) -> np.uint64:
 
 def _arrive_alone(m: Machine, barrier: Mbarrier, members: int, tokens: np.ndarray | None, drop: bool) -> None:
     """One arrival a lane, in as few steps as there are phases that they end."""
+    if tokens is None:
+        rest = members.bit_count()
+        while rest:
+            now = min(rest, max(barrier.pending, 1))
+            rest -= now
+            _count_down(m, barrier, now, drop)
+        return
     left = lanes(members)
     while left:
         now, left = left[: max(barrier.pending, 1)], left[max(barrier.pending, 1) :]
-        if tokens is not None:
-            tokens[now] = _state(barrier) - ARRIVED_BEFORE[: len(now)]
-        arrive(m, barrier.cta, barrier.offset, len(now), drop)
+        tokens[now] = _state(barrier) - ARRIVED_BEFORE[: len(now)]
+        _count_down(m, barrier, len(now), drop)
 
 
 @handler("mbarrier.expect_tx", family=Family.MBARRIER, destinations=0)
@@ -319,11 +366,23 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
     The instruction's time limit may pass at any time, so that a kernel must try again; one that does not is wrong
     under some seed.
     """
-    done, missing = _wait_state(m, w, ins, mask)
+    barrier = _common(w, ins.operands[1], mask)
+    parity = None
+    if barrier is not None and "parity" in ins.parts:
+        parity = w.uniform(ins.operands[2], mask)
+    if parity == 0 or parity == 1:
+        complete = parity != barrier.phase & 1
+        done, missing = (mask, None) if complete else (0, barrier)
+    else:
+        barrier = None
+        done, missing = _wait_state(m, w, ins, mask)
     if missing is not None and not w.current.timed_out and m.rng.random() >= TIMEOUT_CHANCE:
         return Wait(on=missing, text=lambda: describe_wait(m, w, ins, mask), poll=True)
     if m.order is not None:
-        _note_waits(m, w, ins, mask, done)
+        if barrier is not None:
+            m.order.waited(w, ins, barrier, bool(done))
+        else:
+            _note_waits(m, w, ins, mask, done)
     w.set_pred(ins.operands[0], done, mask)
     return None
 

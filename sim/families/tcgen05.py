@@ -14,7 +14,7 @@ import numpy as np
 
 from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
 from warpspec.sim.families import mbarrier
-from warpspec.sim.instruction import Imm, Instr, Mem, Vec
+from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Vec
 from warpspec.sim.lanes import lanes
 from warpspec.sim.machine import Machine
 from warpspec.sim.operation import Op, Wait
@@ -52,7 +52,8 @@ def cta_group_of(parts: tuple[str, ...]) -> int:
 def group_ctas(w: Warp, cta_group: int) -> list:
     """The CTAs an instruction works on, even rank first; notes the kernel's .cta_group."""
     cta = w.cta
-    cta.tmem.use_cta_group(cta_group)
+    if cta.tmem.cta_group != cta_group:
+        cta.tmem.use_cta_group(cta_group)
     if cta_group == 1:
         return [cta]
     return [cta, peer] if cta.rank < (peer := peer_of(cta)).rank else [peer, cta]
@@ -251,7 +252,10 @@ class CommitOp(Op):
 
 def queue_of(w: Warp) -> tuple:
     """The key of the queue that a warp's mma, cp, shift and commit share."""
-    return ("tcgen05", w.cta.number, w.index)
+    key = w.state.get("tcgen05 queue")
+    if key is None:
+        key = w.state["tcgen05 queue"] = ("tcgen05", w.cta.number, w.index)
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,64 +290,99 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class MmaPlan:
+    """A tcgen05.mma's operands by name. scales: of A and B; disabled: words of lanes that keep D; scale_input: None or
+    scale-input-d."""
+
+    form: MmaForm
+    text: str
+    d: Mem
+    a: Operand
+    b: Operand
+    descriptor: Operand
+    scales: tuple[Operand, ...]
+    disabled: tuple[Operand, ...]
+    enable: Operand
+    scale_input: Operand | None
+
+    @classmethod
+    def of(cls, ins: Instr) -> MmaPlan:
+        form = mma_form(ins.parts)
+        d, a, b, descriptor, *rest = ins.operands
+        scales: tuple[Operand, ...] = ()
+        disabled: tuple[Operand, ...] = ()
+        if form.scales_per_row:
+            scales = rest.pop(0), rest.pop(0)
+        elif rest and isinstance(rest[0], Vec):
+            disabled = rest.pop(0).items
+        enable = rest.pop(0)
+        scale_input = None
+        if rest and form.weight_stationary:
+            if not (isinstance(rest[0], Imm) and rest[0].value == 0):
+                raise UnsupportedInstruction("tcgen05.mma.ws with a zero-column mask is not supported")
+        elif rest:
+            scale_input = rest[0]
+        text = f"tcgen05.mma.kind::{form.kind}"
+        return cls(form, text, d, a, b, descriptor, scales, disabled, enable, scale_input)
+
+
 @handler("tcgen05.mma", family=Family.TCGEN05, destinations=0)
 def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """tcgen05.mma: each executing lane issues one; those that continue an accumulator run as one operation."""
-    form = mma_form(ins.parts)
-    ctas = group_ctas(w, form.cta_group)
+    plan = ins.plan
+    if plan is None:
+        plan = ins.plan = MmaPlan.of(ins)
+    ctas = group_ctas(w, plan.form.cta_group)
     queue = queue_of(w)
-    for lane in lanes(mask):
-        one = read_mma(w, ins, form, 1 << lane)
+    while mask:
+        lane = mask & -mask
+        mask ^= lane
+        one = read_mma(w, plan, lane)
         waiting = m.queues.get(queue)
-        fusible = waiting and m.launch.fuse and isinstance(waiting[-1], MmaOp)
-        if fusible and waiting[-1].batch.append(one):
-            op = waiting[-1]
-        else:
-            op = MmaOp(queue, ctas, one, f"tcgen05.mma.kind::{form.kind}")
+        op = waiting[-1] if waiting and m.launch.fuse else None
+        if type(op) is not MmaOp or not op.batch.append(one):
+            op = MmaOp(queue, ctas, one, plan.text)
             m.defer(op)
         if m.order is not None:
-            op.orders.append(m.order.issue(w, ins, "tcgen05", 1 << lane))
+            op.orders.append(m.order.issue(w, ins, "tcgen05", lane))
 
 
-def read_mma(w: Warp, ins: Instr, form: MmaForm, lane: int) -> Mma:
+def read_mma(w: Warp, plan: MmaPlan, lane: int) -> Mma:
     """The instruction's operands in one lane (a mask of one bit)."""
-    d, a, b, idesc, *rest = ins.operands
-    a_in_tmem = isinstance(a, Mem)
+    form, scalar = plan.form, w.scalar
     scale_a = scale_b = disabled = scale_input_d = 0
-    if form.scales_per_row:
-        scale_a, scale_b = (w.address_scalar(rest.pop(0), lane) for _ in range(2))
-    elif rest and isinstance(rest[0], Vec):
-        words = (w.scalar(item, lane) & 0xFFFFFFFF for item in rest.pop(0).items)
+    if plan.scales:
+        scale_a, scale_b = (w.address_scalar(scale, lane) for scale in plan.scales)
+    elif plan.disabled:
+        words = (scalar(item, lane) & 0xFFFFFFFF for item in plan.disabled)
         disabled = sum(word << 32 * position for position, word in enumerate(words))
-    enable = bool(w.pred(rest.pop(0)) & lane)
-    if rest and form.weight_stationary:
-        if not (isinstance(rest[0], Imm) and rest[0].value == 0):
-            raise UnsupportedInstruction("tcgen05.mma.ws with a zero-column mask is not supported")
-    elif rest:
-        scale_input_d = w.scalar(rest[0], lane)
+    if plan.scale_input is not None:
+        scale_input_d = scalar(plan.scale_input, lane)
         if form.kind not in ("f16", "tf32") or not 0 <= scale_input_d <= 15:
             raise BadDescriptor(f"scale-input-d {scale_input_d} with .kind::{form.kind}")
-    bits = w.scalar(idesc, lane) & 0xFFFFFFFF
+    bits = scalar(plan.descriptor, lane) & 0xFFFFFFFF
     descriptor = instruction_descriptor.decode(bits, form.kind, form.cta_group, form.weight_stationary)
     if form.scales_per_row == 2 and descriptor.scale_format == "ue4m3":
         raise BadDescriptor("UE4M3 scales come four a row (.scale_vec::4X, .block16)")
+    a_in_tmem = type(plan.a) is Mem
     if form.shift_a and not (a_in_tmem and descriptor.m // form.cta_group == LANES):
         raise BadDescriptor(f".ashift needs A in tensor memory and M = 128 or 256; M is {descriptor.m}")
     return Mma(
-        descriptor=descriptor,
-        cta_group=form.cta_group,
-        d=w.address_scalar(d, lane),
-        a=w.address_scalar(a, lane) if a_in_tmem else w.scalar(a, lane),
-        b=w.scalar(b, lane),
-        a_in_tmem=a_in_tmem,
-        enable_input_d=enable,
-        scale_input_d=scale_input_d,
-        disabled_lanes=disabled,
-        weight_stationary=form.weight_stationary,
-        shift_a=form.shift_a,
-        scales_per_row=form.scales_per_row,
-        scale_a=scale_a,
-        scale_b=scale_b,
+        descriptor,
+        form.cta_group,
+        w.address_scalar(plan.d, lane),
+        w.address_scalar(plan.a, lane) if a_in_tmem else scalar(plan.a, lane),
+        scalar(plan.b, lane),
+        a_in_tmem,
+        w.pred(plan.enable) & lane != 0,
+        scale_input_d,
+        disabled,
+        form.weight_stationary,
+        form.shift_a,
+        form.scales_per_row,
+        scale_a,
+        scale_b,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -36,26 +36,57 @@ COMPLETE_TX = "mbarrier::complete_tx::bytes"
 CACHE_HINT = "L2::cache_hint"
 MULTICAST = "multicast::cluster"
 IM2COL = ("im2col", "im2col::w", "im2col::w::128", "im2col_no_offs", "im2col_no_offs::w")
-COMMON_MODIFIERS = {"cp", "async", "bulk", "global", "shared::cta", "shared::cluster", "bulk_group"}
-COMMON_MODIFIERS |= {COMPLETE_TX, CACHE_HINT, MULTICAST}
-TENSOR_MODIFIERS = COMMON_MODIFIERS | {"tensor", "1d", "2d", "3d", "4d", "5d", "tile", "tile::gather4"}
-TENSOR_MODIFIERS |= {"tile::scatter4", "cta_group::1", "cta_group::2"}
+COMMON_MODIFIERS = frozenset(
+    {"cp", "async", "bulk", "global", "shared::cta", "shared::cluster", "bulk_group"}
+    | {COMPLETE_TX, CACHE_HINT, MULTICAST}
+)
+TENSOR_MODIFIERS = (
+    COMMON_MODIFIERS
+    | {"tensor", "1d", "2d", "3d", "4d", "5d", "tile", "tile::gather4", "tile::scatter4"}
+    | {"cta_group::1", "cta_group::2"}
+)
 TENSOR_PREFETCH_MODIFIERS = TENSOR_MODIFIERS | {"prefetch", "L2"}
 TENSOR_REDUCE_MODIFIERS = TENSOR_MODIFIERS | {"reduce", *reduction.OPERATIONS}
-BULK_REDUCE_MODIFIERS = COMMON_MODIFIERS | {"reduce", "noftz", *reduction.OPERATIONS}
+BULK_MODIFIERS = COMMON_MODIFIERS | {"cp_mask"}
 BULK_REDUCE_TYPES = ("f16", "bf16", "b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")
+BULK_REDUCE_MODIFIERS = COMMON_MODIFIERS | {"reduce", "noftz", *reduction.OPERATIONS, *BULK_REDUCE_TYPES}
 
 
 # ---- operands and places -----------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
-def _check_modifiers(opcode: str, parts: tuple[str, ...], known: frozenset[str]) -> None:
-    for part in parts:
+def _check_modifiers(ins: Instr, known: frozenset[str]) -> None:
+    """Raises UnsupportedInstruction unless all modifiers are known. Looks at each instruction once."""
+    if ins.plan is not None:
+        return
+    for part in ins.parts:
         if part in IM2COL:
-            raise UnsupportedInstruction(f"im2col tensor copy `{opcode}`")
+            raise UnsupportedInstruction(f"im2col tensor copy `{ins.opcode}`")
         if part not in known:
-            raise UnsupportedInstruction(f"modifier .{part} of `{opcode}`")
+            raise UnsupportedInstruction(f"modifier .{part} of `{ins.opcode}`")
+    ins.plan = CopyPlan(
+        completes=COMPLETE_TX in ins.parts,
+        own="shared::cluster" not in ins.parts,
+        pair="cta_group::2" in ins.parts,
+        multicast=MULTICAST in ins.parts,
+        gathers="tile::gather4" in ins.parts,
+        optional=(MULTICAST in ins.parts) + (CACHE_HINT in ins.parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What the opcode of a copy says. completes: on an mbarrier. own: its destination is the executing CTA's.
+
+    pair: .cta_group::2. optional: operands behind those that it always has.
+    """
+
+    completes: bool
+    own: bool
+    pair: bool
+    multicast: bool
+    gathers: bool
+    optional: int
 
 
 def located(w: Warp, address: int, own: bool) -> tuple[Cta, int]:
@@ -106,8 +137,8 @@ def _tensor_map(m: Machine, address: int) -> tma.TensorMap:
 
 def _coordinates(w: Warp, mem: Mem, lane: int) -> tuple[int, ...]:
     """Signed coordinates, dimension 0 first."""
-    values = (w.scalar(item, 1 << lane) & 0xFFFFFFFF for item in mem.coords)
-    return tuple(value - (value >> 31 << 32) for value in values)
+    values = [w.scalar(item, 1 << lane) & 0xFFFFFFFF for item in mem.coords]
+    return tuple([value - (value >> 31 << 32) for value in values])
 
 
 # ---- loads -------------------------------------------------------------------------------------------------
@@ -179,7 +210,7 @@ def _destinations(
     """(CTA written, mbarrier to signal) of each destination, by .multicast::cluster and .cta_group."""
     ctas = w.cta.cluster.ctas
     barrier_cta, barrier_offset = barrier
-    pair = ins.has("cta_group::2")
+    pair = ins.plan.pair
     if cta_mask is None:
         cta = target[0]
         allowed = (cta.rank, cta.rank ^ 1) if pair else (cta.rank,)
@@ -213,9 +244,10 @@ def _issue_load(
     source: tuple[Cta, int] | None = None,
 ) -> None:
     """source: (CTA, offset) of a copy from shared memory."""
-    own = not ins.has("shared::cluster")
+    own = ins.plan.own
     target, barrier = located(w, dst, own), located(w, mbar, own)
-    load = _once(load)
+    if cta_mask is not None:
+        load = _once(load)
     order = None if m.order is None else LoadOrder(m.order.issue(w, ins, mask=1 << lane), target[1], source)
     for cta, signalled in _destinations(w, ins, target, barrier, cta_mask):
         m.defer(BulkLoad(load, place, cta, signalled, f"{what} to CTA {cta.rank} +{target[1]:#x}", order))
@@ -223,17 +255,17 @@ def _issue_load(
 
 def _trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
     """The CTA mask of a load whose optional operands begin at `first`."""
-    expected = ins.has(MULTICAST) + ins.has(CACHE_HINT)
-    if len(ins.operands) != first + expected:
+    plan = ins.plan
+    if len(ins.operands) != first + plan.optional:
         raise UnsupportedInstruction(f"`{ins.opcode}` with {len(ins.operands)} operands")
-    return w.scalar(ins.operands[first], 1 << lane) & 0xFFFF if ins.has(MULTICAST) else None
+    return w.scalar(ins.operands[first], 1 << lane) & 0xFFFF if plan.multicast else None
 
 
 def _read(
     m: Machine, ins: Instr, tensor_map: tma.TensorMap, coords: tuple[int, ...]
 ) -> tuple[np.ndarray, int]:
     """(data, bytes that count) of a box, or of the rows that tile::gather4 names."""
-    if ins.has("tile::gather4"):
+    if ins.plan.gathers:
         data = tma.load_rows(tensor_map, coords[0], coords[1:], m.gmem)
         return data, copy.transfer_bytes(tensor_map, copy.GATHER_ROWS)
     return tma.load_box(tensor_map, coords, m.gmem), copy.transfer_bytes(tensor_map)
@@ -241,7 +273,7 @@ def _read(
 
 def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     for lane in lanes(mask):
-        dst, map_address, mbar = (w.address_scalar(operand, 1 << lane) for operand in ins.operands[:3])
+        dst, map_address, mbar = [w.address_scalar(operand, 1 << lane) for operand in ins.operands[:3]]
         coords = _coordinates(w, ins.operands[1], lane)
         if m.order is not None:
             m.order.map_used(w, ins, map_address, 1 << lane)
@@ -414,8 +446,8 @@ def _bytes_chosen(byte_mask: int, nbytes: int) -> np.ndarray:
 @handler("cp.async.bulk.tensor", family=Family.TMA, destinations=0)
 def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.bulk.tensor: a load where it completes on an mbarrier, else a store."""
-    _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_MODIFIERS))
-    if ins.has(COMPLETE_TX):
+    _check_modifiers(ins, TENSOR_MODIFIERS)
+    if ins.plan.completes:
         _tensor_load(m, w, ins, mask)
     else:
         _tensor_store(m, w, ins, mask, None)
@@ -424,7 +456,7 @@ def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 @handler("cp.reduce.async.bulk.tensor", family=Family.TMA, destinations=0, shares_memory=True)
 def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.reduce.async.bulk.tensor: the element type is the tensor map's."""
-    _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_REDUCE_MODIFIERS))
+    _check_modifiers(ins, TENSOR_REDUCE_MODIFIERS)
     operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
     _tensor_store(m, w, ins, mask, operation)
 
@@ -432,8 +464,8 @@ def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 @handler("cp.async.bulk", family=Family.TMA, destinations=0)
 def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.async.bulk: a load where it completes on an mbarrier, else a store."""
-    _check_modifiers(ins.opcode, ins.parts, frozenset(COMMON_MODIFIERS | {"cp_mask"}))
-    if ins.has(COMPLETE_TX):
+    _check_modifiers(ins, BULK_MODIFIERS)
+    if ins.plan.completes:
         _bulk_load(m, w, ins, mask)
     else:
         _bulk_store(m, w, ins, mask, copy.assign)
@@ -442,10 +474,10 @@ def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 @handler("cp.reduce.async.bulk", family=Family.TMA, destinations=0, shares_memory=True)
 def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.reduce.async.bulk to global memory or, with an mbarrier, to another CTA's shared memory."""
-    _check_modifiers(ins.opcode, ins.parts, frozenset(BULK_REDUCE_MODIFIERS.union(BULK_REDUCE_TYPES)))
+    _check_modifiers(ins, BULK_REDUCE_MODIFIERS)
     operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
     meet = reduction.combine(operation, ins.parts[-1])
-    if not ins.has(COMPLETE_TX):
+    if not ins.plan.completes:
         _bulk_store(m, w, ins, mask, meet)
         return
     dst, src, size, mbar = ins.operands
@@ -477,7 +509,7 @@ def tensor_prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
     Lanes that prefetch the same box count once.
     """
-    _check_modifiers(ins.opcode, ins.parts, frozenset(TENSOR_PREFETCH_MODIFIERS))
+    _check_modifiers(ins, TENSOR_PREFETCH_MODIFIERS)
     tensor = ins.operands[0]
     maps = w.address(tensor)
     for address, coords in {(int(maps[lane]), _coordinates(w, tensor, lane)) for lane in lanes(mask)}:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -56,17 +57,18 @@ class Mma:
             and self.d == before.d
             and self.scale_input_d == 0
             and not (self.shift_a or before.shift_a)
-            and one.d_format != "f16"  # rounds after every instruction
-            and not one.saturate
             and self.a_in_tmem == before.a_in_tmem
             and self.disabled_lanes == before.disabled_lanes
             and self.scales_per_row == before.scales_per_row
             and self.weight_stationary == before.weight_stationary
             and self.cta_group == before.cta_group
+            and one.d_format != "f16"  # rounds after every instruction
+            and not one.saturate
             and (one is two or _arithmetic(one) == _arithmetic(two))
         )
 
 
+@cache
 def _arithmetic(d: InstructionDescriptor) -> InstructionDescriptor:
     """What two fused instructions must share: all but the scale factor ids."""
     return replace(d, scale_a_id=0, scale_b_id=0) if d.scale_format else d

@@ -53,7 +53,7 @@ def assign(destination: np.ndarray, source: np.ndarray) -> None:
 
 def transfer_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
     """Bytes that complete-tx counts for a load: the data copied, without the padding of sub-byte types."""
-    return boxes * math.prod(tensor_map.box_elements) * tensor_map.element.bits // 8
+    return boxes * tensor_map.copied_bytes
 
 
 def shared_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
@@ -175,13 +175,38 @@ def _visit(
 
 def _row_shape(tensor_map: TensorMap) -> tuple[int, ...]:
     """Shape of a box as uint8, outermost dimension first, inner row in bytes of global memory."""
-    inner = tensor_map.box[0] * tensor_map.element.bits // 8
-    return (*reversed(tensor_map.box_elements[1:]), inner)
+    return tensor_map.box_view[0]
+
+
+def _whole(tensor_map: TensorMap, coords: tuple[int, ...], gmem: GlobalMemory) -> np.ndarray | None:
+    """A box in global memory if all of it lies inside the tensor and in one allocation, [n_last, ..., n_1, bytes]."""
+    for start, reach, size in zip(coords, tensor_map.reach, tensor_map.dims, strict=True):
+        if start < 0 or start + reach > size:
+            return None
+    inner = coords[0] * tensor_map.element.bits
+    if inner % 8:
+        return None
+    address = tensor_map.address + inner // 8
+    for start, stride in zip(coords[1:], tensor_map.strides, strict=False):
+        address += start * stride
+    shape, strides, span = tensor_map.box_view
+    try:
+        flat = gmem.view(address, span)
+    except MemoryFault:
+        return None
+    if gmem.watch is not None:
+        gmem.watch(address, shape, strides)
+    return np.ndarray(shape, np.uint8, buffer=flat, strides=strides)
 
 
 def load_box(tensor_map: TensorMap, coords: tuple[int, ...], gmem: GlobalMemory) -> np.ndarray:
     """Read the box at signed coordinates (dimension 0 first). Returns uint8 [box_bytes], in box order."""
     _check_coordinates(tensor_map, coords, load=True)
+    element = tensor_map.element
+    if not element.padded and element.name not in READS:
+        whole = _whole(tensor_map, coords, gmem)
+        if whole is not None:
+            return whole.copy().reshape(-1)
     shape = _row_shape(tensor_map)
     ranges = _inside(tensor_map, coords)
     full = ranges is not None and all(
@@ -189,8 +214,8 @@ def load_box(tensor_map: TensorMap, coords: tuple[int, ...], gmem: GlobalMemory)
     )
     box = np.empty(shape, np.uint8) if full else _filled(tensor_map, shape)
     if ranges is not None:
-        _visit(tensor_map, coords, gmem, box, ranges, False, READS.get(tensor_map.element.name, _read))
-    if tensor_map.element.padded:
+        _visit(tensor_map, coords, gmem, box, ranges, False, READS.get(element.name, _read))
+    if element.padded:
         return _pad(tensor_map, box)
     return box.reshape(-1)
 
@@ -302,8 +327,12 @@ def _chunks(
     if tensor_map.swizzle == Swizzle.NONE:
         return smem, slice(offset, offset + nbytes)
     phase = offset % PERIOD
-    shape = (tensor_map.row_bytes, tensor_map.row_pitch, boxes * tensor_map.rows)
-    chunks, size = chunk_map(tensor_map.swizzle, tensor_map.atomicity, phase, *shape)
+    found = tensor_map.places.get((phase, boxes))
+    if found is None:
+        shape = (tensor_map.row_bytes, tensor_map.row_pitch, boxes * tensor_map.rows)
+        found = chunk_map(tensor_map.swizzle, tensor_map.atomicity, phase, *shape)
+        tensor_map.places[phase, boxes] = found
+    chunks, size = found
     base = offset - phase
     end = base + (nbytes + phase + 127) // 128 * 128
     # complex128 stands for "16 bytes": numpy moves it without looking inside.

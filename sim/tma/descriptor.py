@@ -175,6 +175,31 @@ class TensorMap:
         """Rows of a box: the elements of all dimensions but the inner one."""
         return math.prod(self.box_elements[1:])
 
+    @cached_property
+    def copied_bytes(self) -> int:
+        """Bytes of a box in global memory."""
+        return math.prod(self.box_elements) * self.element.bits // 8
+
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """Elements from the first to behind the last of a box, in each dimension."""
+        steps = (1, *self.element_strides[1:])
+        return tuple((n - 1) * step + 1 for n, step in zip(self.box_elements, steps, strict=True))
+
+    @cached_property
+    def box_view(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Of a box in global memory, as bytes, outermost dimension first: shape, strides, bytes from first to last."""
+        rest = [step * stride for step, stride in zip(self.element_strides[1:], self.strides, strict=False)]
+        inner = self.box[0] * self.element.bits // 8
+        shape = (*reversed(self.box_elements[1:]), inner)
+        strides = (*reversed(rest), 1)
+        return shape, strides, 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+    @cached_property
+    def places(self) -> dict[tuple[int, int], tuple]:
+        """Where chunks of boxes go in shared memory, by (phase, boxes); see `layout.chunk_map`."""
+        return {}
+
     def describe(self) -> str:
         """One line for error messages."""
         return (
