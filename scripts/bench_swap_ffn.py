@@ -41,7 +41,7 @@ WORSE = 1.25  # than the unfused step's error
 GEMM = 8192  # of the product whose rate is the floor's
 
 WAYS = ("fused", "phases", "eager")
-CACHES = {"none": "caches warm", "all": "caches emptied before every kernel"}
+CACHES = {"none": "caches warm", "all": "caches emptied before the step"}
 # ncu's metric -> (what it is, bytes of one of it)
 BYTES = {
     "dram__bytes_read.sum": ("read from memory", 1),
@@ -189,42 +189,23 @@ def print_phases(weights, batches) -> None:
 
 
 def print_bytes(batches) -> None:
-    """Megabytes that a step moves, by ncu: between L2 and device memory, and out of L2. Caches are as they are, and
-    emptied before every kernel."""
-    for batch, way, caches in itertools.product(batches, WAYS, ("none", "all")):
-        command = [
-            "ncu",
-            "--csv",
-            "--metrics",
-            ",".join(BYTES),
-            "--cache-control",
-            caches,
-            "--clock-control",
-            "none",
-        ]
-        command += [
-            "--print-units",
-            "base",
-            "--profile-from-start",
-            "off",
-            sys.executable,
-            __file__,
-            "--once",
-            way,
-        ]
-        done = subprocess.run([*command, "--batches", str(batch)], capture_output=True, text=True)
+    """Megabytes that a step moves, by ncu: between L2 and device memory, and out of L2. Caches are as they are, or
+    emptied before the step. ncu runs the whole program for each pass and counts over the step, not kernel by kernel:
+    so the one kernel is launched as it always is, cooperative and in clusters, which ncu's kernel replay cannot do."""
+    options = ["--csv", "--print-units", "base", "--clock-control", "none", "--replay-mode", "app-range"]
+    for batch, way, caches in itertools.product(batches, WAYS, CACHES):
+        command = ["ncu", *options, "--metrics", ",".join(BYTES), "--cache-control", caches]
+        command += [sys.executable, __file__, "--once", way, "--batches", str(batch)]
+        done = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
         if done.returncode or not lines:
-            print(
-                f"B {batch} {way}: {shlex.join(command)} failed: {(done.stdout + done.stderr)[-500:]}",
-                flush=True,
-            )
+            words = (done.stdout + done.stderr)[-500:]
+            print(f"B {batch} {way}: {shlex.join(command)} failed: {words}", flush=True)
             continue
         found = dict.fromkeys(BYTES, 0.0)
         for row in csv.DictReader(lines):
-            found[row["Metric Name"]] += (
-                float(row["Metric Value"].replace(",", "")) * BYTES[row["Metric Name"]][1]
-            )
+            value = float(row["Metric Value"].replace(",", ""))
+            found[row["Metric Name"]] += value * BYTES[row["Metric Name"]][1]
         words = ", ".join(f"{meaning} {found[name] / 1e6:.1f} MB" for name, (meaning, _) in BYTES.items())
         print(f"B {batch} {way}, {CACHES[caches]}: {words}", flush=True)
 
@@ -250,7 +231,7 @@ def main() -> None:
         if options.once == "eager":
             call = case.unfused()
         else:
-            call, *_ = case.ours(dataclasses.replace(case.plan(options.once == "fused"), cooperative=False))
+            call, *_ = case.ours(case.plan(options.once == "fused"))
         call()
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

@@ -54,9 +54,10 @@ SCRATCH_ALIGNMENT = 128
 LOAD = "load warp, expect_tx + TMA bytes"
 MOST_STAGES = 8  # of a ring
 
-# Arrays of the fused kernel's counters: one for each row tile, then one of the whole grid for each.
-TILE_COUNTERS = ("rows", "up", "down")
+# The fused kernel's counters: for each row tile one of rows, one of down, and one of up for every GROUP_TILES column
+# tiles, which are GROUP_K K tiles of down; then these of the whole grid.
 GRID_COUNTERS = ("pooled", "summed", "finished")
+GROUP_TILES = 8
 
 
 def padded(size: int) -> int:
@@ -94,8 +95,7 @@ class SwapConfig:
 
     arch: "sm90" or "sm100", of the GEMM phases. phase: of PHASES. d_model: D. splits: parts of d_ff whose partial sums
     a rows phase adds up; what "down" is cut into is the launch's. residual: x is added to an FFN step's result. eps: of
-    the norms. forced, recorded: the router's decisions are given; are written. cooperative: how the fused kernel is
-    launched; else nothing keeps it from hanging where CTAs have to wait for an SM.
+    the norms. forced, recorded: the router's decisions are given; are written.
     """
 
     arch: str
@@ -107,14 +107,11 @@ class SwapConfig:
     eps: float = 1e-6
     forced: bool = False
     recorded: bool = False
-    cooperative: bool = True
 
     def __post_init__(self):
         assert self.phase in PHASES and self.arch in ("sm90", "sm100")
         assert self.d_model % (ROW_THREADS * VECTOR) == 0
         assert not (self.fused and self.arch == "sm100")
-        # Registers: the sums of both products are live in all of the fused kernel.
-        assert not (self.fused and self.tiles.up_n == self.tiles.down_n == max(TILE_NS))
         if self.multiplies:
             tiles = self.tiles
             for phase in self.products:
@@ -198,6 +195,11 @@ class SwapConfig:
     def router_bytes(self) -> int:
         """The router's weights in the fused kernel's ring."""
         return ROUTER_WIDTH * self.d_model * ELEMENT_BYTES if self.fused else 0
+
+    @property
+    def group_k(self) -> int:
+        """K tiles of down that come from GROUP_TILES column tiles of up."""
+        return GROUP_TILES * self.tiles.up_n // 2 // K_TILE
 
     @property
     def a_box(self) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.swap.config import (
     GRID_COUNTERS,
     GROUP_ROWS,
+    GROUP_TILES,
     K_TILE,
     PHASES,
     POOL_COLUMNS,
     ROUTER_WIDTH,
     SLOTS,
-    TILE_COUNTERS,
     TILE_M,
     TILE_NS,
     WARPS,
@@ -49,15 +49,13 @@ class Plan:
     """What the host decides for a problem on a target.
 
     fused: one kernel, else a chain. tiles: of both products. splits: parts of K that the down product is cut into.
-    ctas: of a kernel with products, at most. cooperative: off for ncu only, which launches no cooperative kernel of
-    clusters, and lets nothing run beside one.
+    ctas: of a kernel with products, at most.
     """
 
     fused: bool
     tiles: Tiles
     splits: int
     ctas: int
-    cooperative: bool = True
 
 
 def check_supported(problem: SwapProblem) -> None:
@@ -132,7 +130,6 @@ class Step:
             eps=self.problem.eps,
             forced=self.forced and routes,
             recorded=self.recorded and routes,
-            cooperative=plan.cooperative,
         )
 
     def ctas(self, phase: str) -> int:
@@ -190,7 +187,8 @@ class Step:
         """Zeros, which the fused kernel leaves as it finds them: one for each stream, which runs its launches one after
         another. A launch captured into a graph gets its own, which the graph fills at every replay."""
         row_tiles = -(-self.problem.rows // TILE_M)
-        words = len(TILE_COUNTERS) * row_tiles + len(GRID_COUNTERS)
+        column_tiles = 2 * self.problem.d_ff // self.plan.tiles.up_n
+        words = (2 + -(-column_tiles // GROUP_TILES)) * row_tiles + len(GRID_COUNTERS)
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return torch.zeros(words, dtype=torch.int32, device=device)
         key = (device.index, torch.cuda.current_stream(device).cuda_stream, words)

@@ -22,7 +22,7 @@ from warpspec.swap.config import (
 )
 from warpspec.swap.device.activation import silu
 from warpspec.swap.device.flow import count, groups_of, synchronize, wait_for
-from warpspec.swap.device.rows import warp_sum
+from warpspec.swap.device.row_group import warp_sum
 
 POOLED = SLOTS * POOL_COLUMNS  # numbers of a pooled tile
 BASIS_VECTOR = 8  # bf16 of a 16-byte load
@@ -100,8 +100,6 @@ def basis(config: cutlass.Constexpr, ops, sums, flow, place):
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     batch, rank = ops.summed.shape
     vectors = config.d_model // (WARP_THREADS * BASIS_VECTOR)
-    if cutlass.const_expr(not config.fused):
-        cute.arch.griddepcontrol_wait()
     for s in cutlass.range(cta, rank, ctas, unroll=1):
         weights = cute.make_rmem_tensor((BASIS_VECTOR, vectors), BFloat16)
         for i in cutlass.range_constexpr(vectors):
@@ -112,13 +110,14 @@ def basis(config: cutlass.Constexpr, ops, sums, flow, place):
                 slices = config.d_model // POOL_COLUMNS
                 wait_for(flow.grid("pooled"), batch * slices)
             synchronize()
+        else:
+            cute.arch.griddepcontrol_wait()
         for first in cutlass.range(0, batch, OUTPUTS, unroll=1):
-            for b in cutlass.range_constexpr(OUTPUTS):
-                request = cutlass.min(first + b, batch - 1)
+            for b in cutlass.range(cutlass.min(batch - first, OUTPUTS), unroll=1):
                 total = Float32(0.0)
                 for i in cutlass.range_constexpr(vectors):
                     pooled = cute.make_rmem_tensor(BASIS_VECTOR, Float32)
-                    row = ops.pooled[request, warp, None]
+                    row = ops.pooled[first + b, warp, None]
                     cute.autovec_copy(
                         cute.local_tile(row, (BASIS_VECTOR,), (i * WARP_THREADS + lane,)), pooled
                     )

@@ -16,22 +16,37 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, THREADS, TILE_COUNTERS, TILE_M
+from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, GROUP_TILES, THREADS, TILE_M
 
-CONSUMER_BARRIER = 1  # named barrier of the THREADS threads
+# Named barriers.
+CONSUMER_BARRIER = 1  # of the THREADS threads
+TURN_BARRIER = 2  # sm90: of both consumers, at the end of a tile
 
 
 class Flow(NamedTuple):
-    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x."""
+    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x. groups:
+    of up's column tiles."""
 
     counters: cute.Tensor | None
     row_tiles: Int32
+    groups: Int32
 
-    def tile(self, phase: str, row_tile) -> cute.Pointer:
-        return self.counters.iterator + (TILE_COUNTERS.index(phase) * self.row_tiles + row_tile)
+    @classmethod
+    def of(cls, config, ops) -> Flow:
+        if not config.fused:
+            return cls(None, Int32(0), Int32(0))
+        column_tiles = ops.w13.shape[0] // config.tiles.up_n
+        row_tiles = cute.ceil_div(ops.vectors.shape[0], TILE_M)
+        return cls(ops.counters, Int32(row_tiles), Int32(cute.ceil_div(column_tiles, GROUP_TILES)))
+
+    def tile(self, phase: str, row_tile, group=0) -> cute.Pointer:
+        """Counter of a row tile; group: of up's column tiles."""
+        if phase == "up":
+            return self.counters.iterator + ((2 + group) * self.row_tiles + row_tile)
+        return self.counters.iterator + (("rows", "down").index(phase) * self.row_tiles + row_tile)
 
     def grid(self, name: str) -> cute.Pointer:
-        return self.counters.iterator + (len(TILE_COUNTERS) * self.row_tiles + GRID_COUNTERS.index(name))
+        return self.counters.iterator + ((2 + self.groups) * self.row_tiles + GRID_COUNTERS.index(name))
 
 
 def synchronize() -> None:
@@ -76,8 +91,9 @@ def count(counter: cute.Pointer, thread, done=1):
 
 
 @cute.jit
-def finish(flow, thread):
-    """The last CTA of the launch leaves zeros. Called by a CTA's threads once none of its warps waits for counts."""
+def finish(flow):
+    """The last CTA of the launch leaves zeros. Called by all threads of a CTA that waits for nothing any more."""
+    thread, _, _ = cute.arch.thread_idx()
     blocks, _, _ = cute.arch.grid_dim()
     if thread == 0:
         before = cute.arch.atomic_add(flow.grid("finished"), Int32(1), sem="acq_rel", scope="gpu")

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common import tma
-from warpspec.swap.config import A_BYTES, K_TILE, ROUTER_WIDTH
+from warpspec.swap.config import A_BYTES, GROUP_TILES, K_TILE, ROUTER_WIDTH
 from warpspec.swap.device.flow import groups_of, reached, wait_for
 from warpspec.swap.device.work import Work
 
@@ -126,9 +126,8 @@ def load_phase(
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
         ahead = Int32(0)
-        counter, target = flow.counters, Int32(0)
         if cutlass.const_expr(config.fused):
-            counter, target = awaited(config, phase, ops, flow, piece, step)
+            counter, target = awaited(config, phase, ops, flow, piece, step, Int32(0))
             if reached(counter, target) == 0:
                 ahead = cutlass.min(piece.count, stages)
         elif index == work.cluster:
@@ -137,18 +136,22 @@ def load_phase(
             empty.wait_previous(use + k_tile)
             full.expect_bytes(use + k_tile, stage_bytes)
             loads.load_b(full, use + k_tile, piece, k_tile)
-        if cutlass.const_expr(config.fused):
-            wait_for(counter, target)
-            cute.arch.fence_proxy("async.global")
-        elif index == work.cluster:
-            cute.arch.griddepcontrol_wait()
-        for k_tile in cutlass.range(ahead, unroll=1):
+        if cutlass.const_expr(not config.fused):  # noqa: SIM102
+            if index == work.cluster:
+                cute.arch.griddepcontrol_wait()
+        for k_tile in cutlass.range(piece.count, unroll=1):
+            if cutlass.const_expr(config.fused):
+                begins = k_tile == 0
+                if cutlass.const_expr(phase == "down"):
+                    begins = begins | ((piece.first + k_tile) % config.group_k == 0)
+                if begins:
+                    wait_for(*awaited(config, phase, ops, flow, piece, step, k_tile))
+                    cute.arch.fence_proxy("async.global")
+            if k_tile >= ahead:
+                empty.wait_previous(use + k_tile)
+                full.expect_bytes(use + k_tile, stage_bytes)
+                loads.load_b(full, use + k_tile, piece, k_tile)
             loads.load_a(full, use + k_tile, piece, k_tile)
-        for k_tile in cutlass.range(ahead, piece.count, unroll=1):
-            empty.wait_previous(use + k_tile)
-            full.expect_bytes(use + k_tile, stage_bytes)
-            loads.load_a(full, use + k_tile, piece, k_tile)
-            loads.load_b(full, use + k_tile, piece, k_tile)
         use += piece.count
     return use
 
@@ -171,13 +174,16 @@ def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, us
     return use + 1
 
 
-def awaited(config, phase, ops, flow, piece, step) -> tuple:
-    """(counter, target) of what a tile's activations wait for. A row tile past the last has none: the last one's."""
+def awaited(config, phase, ops, flow, piece, step, k_tile) -> tuple:
+    """(counter, target) of what a K tile of a tile's activations waits for. A row tile past the last has none: the last
+    one's."""
     row_tile = cutlass.min(piece.row_tile, flow.row_tiles - 1)
     if phase == "up":
         return flow.tile("rows", row_tile), groups_of(ops.vectors.shape[0], row_tile) * (step + 1)
     column_tiles = ops.w13.shape[0] // config.tiles.up_n
-    return flow.tile("up", row_tile), Int32(column_tiles * (step + 1))
+    group = (piece.first + k_tile) // config.group_k
+    tiles = cutlass.min(column_tiles - group * GROUP_TILES, GROUP_TILES)
+    return flow.tile("up", row_tile, group), Int32(tiles * (step + 1))
 
 
 @cute.jit

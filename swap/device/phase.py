@@ -17,7 +17,8 @@ from warpspec.swap.config import (
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow
 from warpspec.swap.device.host import SwapHost
-from warpspec.swap.device.rows import Scratch, rows_phase
+from warpspec.swap.device.row_group import Scratch
+from warpspec.swap.device.rows import rows_phase
 
 
 def make_scratch(config, smem) -> Scratch:
@@ -53,7 +54,7 @@ class SmallPhase(SwapHost):
         blocks, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()
         scratch = make_scratch(config, cutlass.memory.SmemAllocator())
-        place, flow = (thread, block, blocks), Flow(None, Int32(0))
+        place, flow = (thread, block, blocks), Flow.of(config, ops)
         if cutlass.const_expr(config.phase in ROWS_PHASES):
             rows_phase(config, config.phase, ops, scratch, flow, place, event, Int32(0))
         elif cutlass.const_expr(config.phase == "pool"):

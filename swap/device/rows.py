@@ -1,81 +1,18 @@
-"""The rows phases: vectors summed up, exchanged with banks, written with 1 / RMS. Four rows at a time, by 256 threads.
-
-Two warps have a row, a thread of them neighbouring columns, VECTOR at a time. The router's z is a product on mma.sync:
-its A rows are the four rows in two terms each, for a vector's number times its norm weight, both bf16, is exactly the
-sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight outputs of z, whose
-weights are fetched before the phase waits for what it reads: into registers, or into the fused kernel's ring.
-"""
+"""The rows phases: vectors summed up, exchanged with banks (``router``), written with 1 / RMS. Four rows at a time, by
+256 threads."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
+from cutlass import BFloat16, Boolean, Float32, Int32
 
-from warpspec.common import tma
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.wgmma import QUAD
-from warpspec.swap.config import (
-    GROUP_ROWS,
-    K_TILE,
-    ROUTER_CHUNK,
-    ROUTER_WIDTH,
-    ROW_THREADS,
-    ROW_WARPS,
-    TILE_GROUPS,
-    VECTOR,
-    WARPS,
-)
+from warpspec.swap.config import GROUP_ROWS, ROW_THREADS, TILE_GROUPS, VECTOR
 from warpspec.swap.device.flow import count, synchronize, wait_together
-from warpspec.swap.weights import BANKS, LANE_BITS
+from warpspec.swap.device.router import Router, exchange, load_head, load_held, load_norm, load_weights
+from warpspec.swap.device.row_group import RowThread, columns_of, inverse_rms, put_squares, row_sum, vector_of
 
-WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
-MMA_N = 8
-SWIZZLE_ROWS = 8  # after which the 128-byte swizzle repeats
-GATE = 4  # of a decision's word
 SPLITS_AT_ONCE = 4  # whose partial sums a thread loads before it adds them up
-ROUTER_MMA = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-    "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
-)
-
-
-class Scratch(NamedTuple):
-    """Shared memory of the phase. terms: bf16 (COLUMN, ROW) of GROUP_ROWS high terms and as many low ones; z: fp32
-    (OUTPUT, ROW); both None without a router. sums: fp32, two buffers of a number a warp."""
-
-    terms: cute.Tensor | None
-    z: cute.Tensor | None
-    sums: cute.Tensor
-
-
-class RowThread(NamedTuple):
-    """A thread's place. row: of all rows, clamped. in_range: whether there is such a row. slot: of the group's rows.
-    member: of the row's ROW_THREADS."""
-
-    row: Int32
-    in_range: Boolean
-    slot: Int32
-    member: Int32
-
-
-def warp_sum(value) -> Float32:
-    """The same bits in all lanes."""
-    for offset in (16, 8, 4, 2, 1):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value
-
-
-def columns_of(config) -> int:
-    """Columns of a row that a thread has."""
-    return config.d_model // ROW_THREADS
-
-
-def vector_of(row: cute.Tensor, i, member) -> cute.Tensor:
-    """(VECTOR): a thread's i-th of a row (D)."""
-    return cute.local_tile(row, (VECTOR,), (i * ROW_THREADS + member,))
 
 
 @cute.jit
@@ -98,9 +35,10 @@ def rows_phase(
     thread, cta, ctas = place
     rows = ops.vectors.shape[0]
     routes = cutlass.const_expr(kind != "rows")
-    router = ring
-    if cutlass.const_expr(routes and not config.fused):
-        router = load_router(config, ops, thread)
+    router = None
+    if cutlass.const_expr(routes):
+        weights = ring if cutlass.const_expr(config.fused) else load_weights(config, ops, thread)
+        router = Router(weights, load_head(ops), load_norm(config, ops, thread % ROW_THREADS))
     if cutlass.const_expr(not config.fused):
         cute.arch.griddepcontrol_wait()
     groups = cute.ceil_div(rows, GROUP_ROWS)
@@ -108,20 +46,24 @@ def rows_phase(
     done = Int32(0)  # groups of the row tile, not counted yet
     for group in cutlass.range(first, end, unroll=1):
         row_tile = group // TILE_GROUPS
-        if cutlass.const_expr(config.fused and kind != "first"):  # noqa: SIM102
-            if (group == first) | (group % TILE_GROUPS == 0):
-                down_tiles = config.d_model // config.tiles.down_n
-                wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
         row = group * GROUP_ROWS + thread // ROW_THREADS
         at = RowThread(
             cutlass.min(row, rows - 1), Boolean(row < rows), thread // ROW_THREADS, thread % ROW_THREADS
         )
+        held = load_held(config, ops, at) if cutlass.const_expr(routes) else None
+        if cutlass.const_expr(config.fused and kind != "first"):  # noqa: SIM102
+            if (group == first) | (group % TILE_GROUPS == 0):
+                down_tiles = config.d_model // config.tiles.down_n
+                wait_together(flow.tile("down", row_tile), step * down_tiles * config.splits, thread)
         values = summed(config, ops, at) if cutlass.const_expr(kind != "first") else spread(config, ops, at)
-        total = row_sum(squares(values), scratch, at, 0)
         if cutlass.const_expr(routes):
-            total = exchange(config, ops, scratch, router, at, thread, values, total, event)
-        inverse = inverse_rms(config, total)
-        store(config, ops, at, values, inverse)
+            exchange(config, ops, scratch, router, held, at, thread, values, event)
+        store(config, ops, at, values)
+        put_squares(values, scratch, at, 0)
+        synchronize()
+        total = row_sum(scratch, at, 0)
+        if at.in_range & (at.member == 0):
+            ops.inverse[at.row] = inverse_rms(config, total)
         done += 1
         if cutlass.const_expr(config.fused):
             if (group + 1 == end) | ((group + 1) % TILE_GROUPS == 0):
@@ -179,183 +121,12 @@ def summed(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
     return values
 
 
-def squares(values: cute.Tensor) -> Float32:
-    total = Float32(0.0)
-    for i in range(cute.size(values)):
-        total = total + values[i] * values[i]
-    return total
-
-
 @cute.jit
-def row_sum(value, scratch, at, buffer: cutlass.Constexpr) -> Float32:
-    """The sum over a row's threads, the same bits in all of them. All threads call it, with buffers in turn."""
-    first = at.slot * ROW_WARPS
-    value = warp_sum(value)
-    if cute.arch.lane_idx() == 0:
-        scratch.sums[buffer * WARPS + first + at.member // WARP_THREADS] = value
-    synchronize()
-    total = Float32(0.0)
-    for warp in cutlass.range_constexpr(ROW_WARPS):
-        total = total + scratch.sums[buffer * WARPS + first + warp]
-    return total
-
-
-def inverse_rms(config, total) -> Float32:
-    """1 / sqrt(mean of squares + eps)."""
-    return cute.math.rsqrt(total * (1.0 / config.d_model) + config.eps)
-
-
-@cute.jit
-def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor, inverse):
-    """Write the vector in bf16, and 1 / RMS."""
+def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor):
+    """Write the vector in bf16."""
     if at.in_range:
         for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
             rounded = cute.make_rmem_tensor(VECTOR, BFloat16)
             for j in cutlass.range_constexpr(VECTOR):
                 rounded[j] = values[i * VECTOR + j].to(BFloat16)
             cute.autovec_copy(rounded, vector_of(ops.vectors[at.row, None], i, at.member))
-        if at.member == 0:
-            ops.inverse[at.row] = inverse
-
-
-# The router and the exchange.
-
-
-class RouterTile(NamedTuple):
-    """The router's weights in the fused kernel's ring: its base, their full channel, which use of it."""
-
-    base: cute.Pointer
-    full: object
-    use: Int32
-
-
-@cute.jit
-def load_router(config: cutlass.Constexpr, ops, thread) -> cute.Tensor:
-    """(WORDS, CHUNK) Int32: a thread's part of the router's weights, of output lane / 4 of the warp's eight. They are
-    constant: no phase need be waited for."""
-    warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    chunks = config.d_model // ROUTER_CHUNK
-    words = cute.make_rmem_tensor((WORDS, chunks), Int32)
-    row = ops.router_w[warp * MMA_N + lane // QUAD, None]
-    for chunk in cutlass.range_constexpr(chunks):
-        source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
-        cute.autovec_copy(source, cute.recast_tensor(words[None, chunk], BFloat16))
-    return words
-
-
-def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
-    """(WORDS): a thread's part of a chunk of the router's weights, in registers or, fused, in the ring."""
-    if not config.fused:
-        return router[None, chunk]
-    k_tile, row = chunk * ROUTER_CHUNK // K_TILE, warp * MMA_N + lane // QUAD
-    address = router.base.toint() + (k_tile * ROUTER_WIDTH + row) * tma.ROW_BYTES
-    column = chunk * ROUTER_CHUNK % K_TILE // (2 * WORDS) + lane % QUAD  # in units of 16 bytes
-    address += (column ^ row % SWIZZLE_ROWS) * VECTOR_BYTES
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-    words = cute.make_rmem_tensor(WORDS, Int32)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)
-    return words
-
-
-@cute.jit
-def exchange(config: cutlass.Constexpr, ops, scratch, router, at, thread, values, total, event) -> Float32:
-    """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. Returns
-    the sum of squares of what ``values`` are then. All threads call it, after ``row_sum`` into buffer 0."""
-    write_terms(config, ops, scratch, at, values)
-    map_ = Int32(ops.map[at.row])
-    synchronize()
-    multiply_router(config, scratch, router, thread)
-    synchronize()
-    gate, logical = decide(ops, scratch, at, inverse_rms(config, total), event)
-    physical = map_ >> (logical * LANE_BITS) & (BANKS - 1)
-    gate = gate & at.in_range
-    if gate:
-        bank = ops.ram[at.row, physical, None]
-        for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
-            read, written = (cute.make_rmem_tensor(VECTOR, BFloat16) for _ in range(2))
-            cute.autovec_copy(vector_of(bank, i, at.member), read)
-            for j in cutlass.range_constexpr(VECTOR):
-                written[j] = values[i * VECTOR + j].to(BFloat16)
-                values[i * VECTOR + j] = read[j].to(Float32)
-            cute.autovec_copy(written, vector_of(bank, i, at.member))
-        if at.member == 0:
-            # Lane 0 and the selected one change places.
-            change = (map_ ^ physical) & (BANKS - 1)
-            ops.map[at.row] = Uint8(map_ ^ change ^ (change << (logical * LANE_BITS)))
-    return row_sum(squares(values), scratch, at, 1)
-
-
-@cute.jit
-def write_terms(config: cutlass.Constexpr, ops, scratch, at, values: cute.Tensor):
-    """Each number times its norm weight as two bf16 that sum to it: row ``slot`` and row GROUP_ROWS + slot."""
-    for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
-        norm = cute.make_rmem_tensor(VECTOR, BFloat16)
-        cute.autovec_copy(vector_of(ops.router_norm, i, at.member), norm)
-        high, low = (cute.make_rmem_tensor(VECTOR, BFloat16) for _ in range(2))
-        for j in cutlass.range_constexpr(VECTOR):
-            product = values[i * VECTOR + j] * norm[j].to(Float32)
-            high[j] = product.to(BFloat16)
-            low[j] = (product - high[j].to(Float32)).to(BFloat16)
-        cute.autovec_copy(high, vector_of(scratch.terms[None, at.slot], i, at.member))
-        cute.autovec_copy(low, vector_of(scratch.terms[None, GROUP_ROWS + at.slot], i, at.member))
-
-
-@cute.jit
-def multiply_router(config: cutlass.Constexpr, scratch, router, thread):
-    """z before 1 / RMS, eight outputs a warp.
-
-    K is permuted in every chunk of 32, alike for both operands, so that a thread's 8 numbers of it lie together.
-    """
-    warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    if cutlass.const_expr(config.fused):
-        router.full.wait(router.use)
-    sums = [[Float32(0.0)] * 4 for _ in range(2)]
-    zero = Int32(0)
-    row = scratch.terms[None, lane // QUAD]
-    for chunk in cutlass.range_constexpr(config.d_model // ROUTER_CHUNK):
-        weights = chunk_of(config, router, chunk, warp, lane)
-        words = cute.make_rmem_tensor(WORDS, Int32)
-        source = cute.local_tile(row, (2 * WORDS,), (chunk * QUAD + lane % QUAD,))
-        cute.autovec_copy(source, cute.recast_tensor(words, BFloat16))
-        for half in cutlass.range_constexpr(2):
-            a = (words[2 * half], zero, words[2 * half + 1], zero)  # rows 8 to 15 of A are zeros
-            b = (weights[2 * half], weights[2 * half + 1])
-            sums[half] = cute.arch.inline_ptx(
-                ROUTER_MMA, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums[half]]
-            )
-    for i in cutlass.range_constexpr(2):
-        value = sums[0][i] + sums[1][i]
-        value = value + cute.arch.shuffle_sync_bfly(value, GROUP_ROWS * QUAD)  # the low terms' rows
-        if lane < GROUP_ROWS * QUAD:
-            scratch.z[warp * MMA_N + lane % QUAD * 2 + i, lane // QUAD] = value
-
-
-@cute.jit
-def decide(ops, scratch, at, inverse, event) -> tuple:
-    """(gate, logical bank) of the thread's row, the same in all its threads."""
-    lane = cute.arch.lane_idx()
-    logit, scores = Float32(0.0), [Float32(0.0)] * BANKS
-    for half in cutlass.range_constexpr(ROUTER_WIDTH // WARP_THREADS):
-        output = half * WARP_THREADS + lane
-        z = scratch.z[output, at.slot] * inverse
-        logit = logit + z * ops.swap_w[output].to(Float32)
-        for bank in cutlass.range_constexpr(BANKS):
-            scores[bank] = scores[bank] + z * ops.bank_w[output, bank].to(Float32)
-    logit = warp_sum(logit) + ops.swap_b[0].to(Float32)
-    scores = [warp_sum(scores[bank]) + ops.bank_b[bank].to(Float32) for bank in range(BANKS)]
-    gate = Boolean(logit > Float32(0.0))
-    logical, best, second = Int32(0), scores[0], -Float32.inf
-    for bank in cutlass.range_constexpr(1, BANKS):
-        higher = Boolean(scores[bank] > best)
-        second = Float32(cutlass.select_(higher, best, cute.arch.fmax(second, scores[bank])))
-        logical = Int32(cutlass.select_(higher, Int32(bank), logical))
-        best = Float32(cutlass.select_(higher, scores[bank], best))
-    if cutlass.const_expr(ops.recorded is not None):  # noqa: SIM102
-        if (at.member == 0) & at.in_range:
-            ops.recorded[event, at.row] = Uint8(logical + Int32(gate) * GATE)
-            ops.margins[event, at.row, 0] = logit
-            ops.margins[event, at.row, 1] = best - second
-    if cutlass.const_expr(ops.forced is not None):
-        word = Int32(ops.forced[event, at.row])
-        gate, logical = Boolean(word >= GATE), word % GATE
-    return gate, logical

@@ -68,7 +68,7 @@ class Products(SwapHost):
             mma(config, channels, fragments(config, base, columns), work)
         if warp == config.load_warp:
             loads = Loads.make(config, config.phase, sources[0], base, BFloat16, work)
-            flow = Flow(None, Int32(0))
+            flow = Flow.of(config, ops)
             use = load_phase(config, config.phase, channels, loads, work, ops, flow, Int32(0), Int32(0))
             drain(channels[f"{config.phase}_empty"], use)
 

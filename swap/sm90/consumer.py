@@ -23,9 +23,9 @@ from warpspec.common.wgmma import (
     multiply,
     transpose,
 )
-from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, K_TILE, TILE_M
+from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, GROUP_TILES, K_TILE, THREADS, TILE_M
 from warpspec.swap.device.activation import swiglu
-from warpspec.swap.device.flow import count
+from warpspec.swap.device.flow import TURN_BARRIER, count
 
 ONE_WARPGROUP = (1, 1, 1)
 VECTOR = VECTOR_BYTES // ELEMENT_BYTES
@@ -77,20 +77,27 @@ def product_phase(
     """
     full, empty = channels[f"{phase}_full"], channels[f"{phase}_empty"]
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-    columns = config.columns(phase)
+    columns, stages = config.columns(phase), config.stages(phase)
     a, b = operands_of(config, phase, base, consumer)
     mma = make_mma(columns)
     fragment = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
+        turn = piece.count - (stages - 1)
+        # Sums that the first products overwrote would live, and take registers, from tile to tile.
+        fragment.fill(0.0)
         for k_tile in cutlass.range(piece.count, unroll=1):
+            if (k_tile == turn) & (turn > 0) & (consumer > 0):
+                after_the_first()
             full.wait(use + k_tile)
             stage = full.stage(use + k_tile)
             a_stage, b_stage = a[None, None, None, stage], b[None, None, None, stage]
-            multiply(mma, fragment, a_stage, b_stage, Boolean(k_tile > 0))
+            multiply(mma, fragment, a_stage, b_stage, True)
             if k_tile > 0:
                 warpgroup.wait_group(1)
                 release(config, empty, work, use + k_tile - 1)
+        if (turn > 0) & (consumer == 0):
+            first_has_issued()
         use += piece.count
         row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
         row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
@@ -106,13 +113,33 @@ def product_phase(
             store_partial(ops, flat(fragment), place, columns)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
             if piece.row_tile < flow.row_tiles:
-                count(flow.tile(phase, piece.row_tile), thread)
+                group = piece.column_tile // GROUP_TILES
+                count(flow.tile(phase, piece.row_tile, group), thread)
     return use
 
 
+# At the end of a tile the second consumer lets the first go ahead by all stages but one, so that the epilogue of each
+# runs under products of the other's. Tiles of fewer K tiles have no such turns: the first could be a whole tile ahead.
+
+
+def first_has_issued() -> None:
+    """The first consumer has issued its tile's last products."""
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=THREADS)
+
+
+def after_the_first() -> None:
+    """The second consumer waits for that."""
+    cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=THREADS)
+
+
 @cute.jit
-def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
-    """The warp has read a stage: tell the load warps that write into it, a lane each."""
+def release(
+    config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use, by_wgmma: cutlass.Constexpr = True
+):
+    """The warp has read a stage: tell the load warps that write into it, a lane each.
+
+    by_wgmma: and has waited for that; loads of the warp's threads are ordered by a release, which is slow.
+    """
     tiles = config.tiles
     if cutlass.const_expr(tiles.cluster == 1):
         empty.arrive_warp(use)

@@ -11,13 +11,14 @@ from cutlass import BFloat16, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.swap.config import BARRIER_BYTES, TILE_M
+from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
 from warpspec.swap.device.load import Loads, drain, load_phase, load_router, make_sources, router_ring
 from warpspec.swap.device.phase import make_scratch
-from warpspec.swap.device.rows import RouterTile, rows_phase
+from warpspec.swap.device.router import RouterTile
+from warpspec.swap.device.rows import rows_phase
 from warpspec.swap.device.work import Work
 from warpspec.swap.sm90.consumer import product_phase, release
 
@@ -36,7 +37,7 @@ class Products(SwapHost):
             grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.tiles.cluster, 1, 1),
-            cooperative=config.fused and config.cooperative,
+            cooperative=config.fused,
             use_pdl=not config.fused,
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -46,9 +47,6 @@ class Products(SwapHost):
     @cute.kernel
     def kernel(self, ops, sources, steps, k_ffn):
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # 1. Shared memory: barriers, the ring, what rows and collapse phases need.
@@ -66,36 +64,27 @@ class Products(SwapHost):
         if cutlass.const_expr(not config.fused):
             cute.arch.griddepcontrol_launch_dependents()
 
-        # 2. Roles.
-        rows = ops.vectors.shape[0] if cutlass.const_expr(config.fused) else 0
-        flow = Flow(ops.counters, Int32(cute.ceil_div(rows, TILE_M)))
-        works = {phase: Work.of(config, ops, phase) for phase in config.products}
+        # 2. Roles. Each works out its tiles for itself.
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp == config.load_warp:
+                works = {phase: Work.of(config, ops, phase) for phase in config.products}
                 loads = {
                     phase: Loads.make(config, phase, pair, base, BFloat16, works[phase])
                     for phase, pair in zip(config.products, sources, strict=False)
                 }
                 if cutlass.const_expr(config.fused):
                     loads["router"] = router_ring(config, sources[-1].a, base, BFloat16)
-                load(config, channels, loads, works, ops, flow, steps, k_ffn)
+                load(config, channels, loads, works, ops, Flow.of(config, ops), steps, k_ffn)
         else:
             cute.arch.setmaxregister_increase(config.consumer_registers)
-            place = (thread, block, blocks)
-            if cutlass.const_expr(config.fused):
-                consume(config, channels, base, works, ops, scratch, flow, place, steps, k_ffn)
-            else:
-                cute.arch.griddepcontrol_wait()
-                phase = config.phase
-                product_phase(config, phase, channels, base, works[phase], ops, flow, thread, Int32(0))
+            consume(config, channels, base, ops, scratch, steps, k_ffn)
 
-        # 3. No CTA leaves while others may arrive at its barriers or write into its stages. Behind this barrier no warp
-        # looks at the counters any more, which the last CTA sets to zero.
+        # 3. No CTA leaves while others may arrive at its barriers or write into its stages.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if cutlass.const_expr(config.fused):
-            finish(flow, thread)
+            finish(Flow.of(config, ops))
 
 
 @cute.jit
@@ -133,16 +122,40 @@ def consume(
     config: cutlass.Constexpr,
     channels: cutlass.Constexpr,
     base: cutlass.Constexpr,
+    ops,
+    scratch: cutlass.Constexpr,
+    steps,
+    k_ffn,
+):
+    """Both consumers: the phase's tiles, or every phase in order."""
+    thread, _, _ = cute.arch.thread_idx()
+    works = {phase: Work.of(config, ops, phase) for phase in config.products}
+    flow = Flow.of(config, ops)
+    if cutlass.const_expr(config.fused):
+        every_phase(config, channels, base, works, ops, scratch, flow, thread, steps, k_ffn)
+    else:
+        cute.arch.griddepcontrol_wait()
+        phase = config.phase
+        product_phase(config, phase, channels, base, works[phase], ops, flow, thread, Int32(0))
+
+
+@cute.jit
+def every_phase(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    base: cutlass.Constexpr,
     works: cutlass.Constexpr,
     ops,
     scratch: cutlass.Constexpr,
     flow,
-    place,
+    thread,
     steps,
     k_ffn,
 ):
-    """Both consumers of the fused kernel: every phase in order."""
-    thread, full = place[0], channels["router_full"]
+    """The consumers of the fused kernel."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    place, full = (thread, block, blocks), channels["router_full"]
     up, down, router = Int32(0), Int32(0), Int32(0)
     rows_phase(config, "first", ops, scratch, flow, place, Int32(0), Int32(0), RouterTile(base, full, router))
     router = release_router(config, channels, works["up"], router)

@@ -44,7 +44,7 @@ def test_fused_and_chain_on_sm90():
 def test_tiles_and_clusters_on_sm90(tiles, splits, ctas):
     """Few CTAs, so that each has several tiles of a phase; a residual."""
     x, state, w = small(1, cores=140)
-    plan = make_plan("sm_90a", fused=tiles.down_n < tiles.up_n, tiles=tiles, splits=splits, ctas=ctas)
+    plan = make_plan("sm_90a", fused=True, tiles=tiles, splits=splits, ctas=ctas)
     check_forced(x, state, w, dict(events=2, k_ffn=1, residual=True), plan, SM90)
 
 
@@ -124,14 +124,15 @@ def test_plans():
         ("sm_100a", "sm100", "up"),
         pytest.param("sm_90a", "sm90", "down", marks=pytest.mark.long),
         pytest.param("sm_100a", "sm100", "down", marks=pytest.mark.long),
+        pytest.param("sm_90a", "sm90", "fused", marks=pytest.mark.long),
     ],
 )
 def test_no_register_spills(arch, sm, phase):
-    """A product phase at real sizes."""
+    """At real sizes."""
     from warpspec.common.compile import resources
 
     tiles = Tiles() if sm == "sm90" else Tiles(cluster_m=1)
-    config = SwapConfig(arch=sm, phase=phase, d_model=1024, tiles=tiles)
+    config = SwapConfig(arch=sm, phase=phase, d_model=1024, tiles=tiles, splits=4 if phase == "fused" else 1)
     (found,) = resources(launch.SWAP.compiled(config, arch)).values()
     assert found.local_bytes == 0, found
 
