@@ -125,7 +125,7 @@ EXPLAINED = (
         "flow.count has one before its release: one on the way is enough",
     ),
     (
-        r"`bar\.sync 1, .*behind device/flow\.py:39, before device/flow\.py:(56|72)",
+        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:(71|87)",
         "after summed two barriers of the same threads stand together",
     ),
     (
@@ -141,11 +141,11 @@ EXPLAINED = (
         "consumer 0 clears before its turn, which the other's waits for where a tile follows, as here",
     ),
     (
-        r"`ld\.acquire.*behind device/flow\.py:\d+, before device/load\.py:133",
+        r"`ld\.acquire.*behind device/flow\.py:\d+, before device/load\.py:132",
         "wait_for acquires before the loads",
     ),
     (
-        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:65",
+        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:63",
         "fence.mbarrier_init stands before it",
     ),
 )
