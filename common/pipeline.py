@@ -78,6 +78,11 @@ class Channel:
     def arrive_warp(self, use, rank=None):
         """The warp arrives once, when all its lanes are here; on CTA ``rank``'s barrier where given."""
         cute.arch.sync_warp()
+        self.arrive_behind_collective(use, rank)
+
+    def arrive_behind_collective(self, use, rank=None):
+        """The warp arrives once, where all that it hands back has been read by collective instructions, which it has
+        waited for by another (``tcgen05.wait``, ``wgmma.wait_group``): these gather the lanes themselves."""
         with cute.arch.elect_one():
             if rank is None:
                 self.arrive(use)

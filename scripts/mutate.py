@@ -73,12 +73,14 @@ def _swap() -> None:
     sys.path.insert(0, str(HELPERS / "helpers"))
     from swap_cases import make_plan, run, small
 
-    x, state, weights = small(1, cores=9, d_ff=8)
-    plan = make_plan("sm_90a", fused=True, ctas=4)  # two clusters: phases wait for other clusters' counts
-    run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED["sm_90a"])
+    # Two clusters: phases wait for other clusters' counts. One, with more weights: rings are filled again and again.
+    for ctas, d_ff in ((4, 8), (2, 300)):
+        x, state, weights = small(1, cores=9, d_ff=d_ff)
+        plan = make_plan("sm_90a", fused=True, ctas=ctas)
+        run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED["sm_90a"])
 
 
-def _moe(shape: str, **epilogue) -> Callable[[], None]:
+def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
     def run() -> None:
         sys.path.insert(0, str(HELPERS / "helpers"))
         from gemm_cases import GemmCase, inputs_of, poisoned_out
@@ -90,7 +92,50 @@ def _moe(shape: str, **epilogue) -> Callable[[], None]:
         case = GemmCase("", **sizes, **epilogue)
         inputs, out = inputs_of(case, 0), poisoned_out(case)
         options = dict(epilogue=case.epilogue, limit=case.limit, out_scale=inputs.out_scale)
-        grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, **options, shape=tiles, groups=2, seed=0)
+        grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, **options, shape=tiles, groups=groups, seed=0)
+
+    return run
+
+
+def _streamed_moe() -> None:
+    sys.path.insert(0, str(HELPERS / "helpers"))
+    from moe_cases import make_experts, randn
+
+    from warpspec.moe import moe_ffn, route
+
+    layer = make_experts(5, 400, 120, biases=True)[0].for_backend("sm90")
+    tokens = randn(12, 400, seed=7).bfloat16()
+    moe_ffn(
+        tokens, layer, *route(randn(12, 5, seed=50), 3), activation="swiglu_oai", limit=1.0, backend="sim"
+    )
+
+
+def _gradients(arch: str, dim: int) -> Callable[[], None]:
+    def run() -> None:
+        sys.path.insert(0, str(HELPERS / "helpers"))
+        import pytest
+        from gradient_cases import Case
+        from simulate import simulate_gradients_as
+
+        case = Case("", seq_q=330, seq_k=200, head_dim=dim, causal=True)
+        with pytest.MonkeyPatch.context() as patch:
+            simulate_gradients_as(patch, arch)
+            case.gradients(case.tensors(), backend="reference")
+
+    return run
+
+
+def _projection(arch: str) -> Callable[[], None]:
+    def run() -> None:
+        sys.path.insert(0, str(HELPERS / "helpers"))
+        from projection_cases import case
+
+        from warpspec.fmha.projection import ops as projection_ops
+        from warpspec.fmha.projection import output_projection
+
+        target = replace(SIMULATED[arch], sm_count=1)
+        with mock.patch.object(projection_ops, "target_of", lambda device: target):
+            output_projection(*case(70, 24, 2, 128, float8=arch == "sm_90a"), backend="sim")
 
     return run
 
@@ -124,20 +169,25 @@ KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
     "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
     "fmha-sm100-d256": _attention("sm_100a", **CAUSAL, dim=256),
-    "fmha-sm100-d512": _attention("sm_100a", **FULL, dim=512),
+    "fmha-sm100-d512": _attention("sm_100a", **CAUSAL, dim=512),
     "fmha-sm100-latent": _attention("sm_100a", **CAUSAL, dim=512, latent=True),
     "fmha-sm100-decode": _attention("sm_100a", **DECODE, dim=128),
     "fmha-sm90": _attention("sm_90a", 1, **CAUSAL, window=(250, 0), dim=128),
     "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
     "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
-    "fmha-sm90-d512": _attention("sm_90a", 1, **FULL, dim=512),
+    "fmha-sm90-d512": _attention("sm_90a", 1, **CAUSAL, dim=512),
     "fmha-sm90-latent": _attention(
         "sm_90a", 1, **CAUSAL | dict(sq=70, sk=300, lengths=(300, 170)), dim=512, latent=True
     ),
     "fmha-sm90-decode": _attention("sm_90a", 1, **DECODE, dim=128),
     "gathered": _gathered,
     "swap": _swap,
-    "moe-single": _moe("single", epilogue="linear"),
+    "gradients-sm90": _gradients("sm_90a", 128),
+    "gradients-sm100": _gradients("sm_100a", 128),
+    "projection-sm90": _projection("sm_90a"),
+    "projection-sm100": _projection("sm_100a"),
+    "moe-sm90": _streamed_moe,
+    "moe-single": _moe("single", 1, epilogue="linear"),
     "moe-single-nvfp4": _moe("single", epilogue="swiglu", limit=3.0, out="nvfp4"),
     "moe-pair": _moe("pair", epilogue="swiglu"),
     "moe-swapped": _moe("swapped", epilogue="swiglu"),
@@ -153,10 +203,10 @@ KERNELS: dict[str, Callable[[], None]] = {
 
 def score(name: str, seeds: int, only: str = "") -> list[mutants.Verdict]:
     """The verdicts on the mutants of a kernel's launches. only: pattern of their descriptions."""
-    found: list[mutants.Verdict] = []
-    with mutants.recorded(lambda launch: found.extend(mutants.verdicts(launch, seeds, only))):
+    found = mutants.Score(seeds, only)
+    with mutants.recorded(found.visit):
         KERNELS[name]()
-    return found
+    return found.verdicts
 
 
 def table(results: dict[str, list[mutants.Verdict]]) -> dict[str, dict[str, list[int]]]:

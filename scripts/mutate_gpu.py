@@ -1,7 +1,7 @@
 """Mutants of the Hopper kernels on a Hopper GPU: which of them ever give a wrong result, hang or crash.
 
-    python scripts/mutate_gpu.py plan FOLDER            compile kernels and list mutants (no GPU needed)
-    python scripts/mutate_gpu.py run FOLDER SECONDS     run them (ptxas and the GPU), for so long in all
+    python scripts/mutate_gpu.py plan FOLDER [CASE...]           compile kernels and list mutants (no GPU needed)
+    python scripts/mutate_gpu.py run FOLDER SECONDS [CASE...]    run them (ptxas and the GPU), for so long in all
 
 Prints case, class, mutant and outcome of each. Every mutant that is wrong here has to be found by scripts/mutate.py.
 """
@@ -134,11 +134,13 @@ def main() -> None:
     if len(sys.argv) < 3 or sys.argv[1] not in ("plan", "run"):
         sys.exit(__doc__)
     folder = Path(sys.argv[2])
+    names = sys.argv[3 if sys.argv[1] == "plan" else 4 :]
+    cases = {name: CASES[name] for name in names or CASES}
     if sys.argv[1] == "plan":
-        mutants_gpu.plan(folder, CASES)
+        mutants_gpu.plan(folder, cases)
         return
     counts = Counter()
-    for row in mutants_gpu.score(folder, CASES, float(sys.argv[3])):
+    for row in mutants_gpu.score(folder, cases, float(sys.argv[3])):
         print(*row, sep=" | ", flush=True)
         counts[row[0], row[3].split(" ")[0].split(":")[0]] += 1
     for (name, outcome), count in sorted(counts.items()):

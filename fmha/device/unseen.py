@@ -41,7 +41,7 @@ def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer
     """Zero the V rows of a KV tile that no row of the M tile sees.
 
     first_key: of the tile. thread: 0..127; thread t does key t of every block of D. tile: Uint8 pointer to the stage.
-    The fence lets tensor cores see the zeros; a barrier has to follow before another thread issues PV.
+    A proxy fence has to follow, for the tensor cores to see the zeros, and a barrier before another thread issues PV.
     """
     key = first_key + thread
     if (thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
@@ -52,7 +52,6 @@ def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer
                 cute.make_layout(tma.ROW_BYTES // WORD_BYTES),
             )  # (WORD)
             words.fill(0)
-    cute.arch.fence_view_async_shared()
 
 
 def tainted(values: cute.Tensor, columns: RowColumns, row_sum) -> Boolean:

@@ -150,6 +150,8 @@ def tile_step(
             full.wait(step)
             stage = columns.v_smem + full.stage(step) * config.kv_tile_bytes
             unseen.clear(config, span, first_key, columns.thread, stage)
+            if cutlass.const_expr(not config.p_in_smem):  # P's fence is for it, too
+                cute.arch.fence_view_async_shared()
     tmem.wait_stores()
     if cutlass.const_expr(config.p_in_smem):
         cute.arch.fence_view_async_shared()

@@ -344,5 +344,6 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
                 unseen.clear(config, span, first_key, work.thread, stage)
             elif work.consumer == 0:  # two writers of one place are a race, even of zeros
                 unseen.clear(config, span, first_key, work.thread, stage)
+            cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]

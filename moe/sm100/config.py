@@ -294,6 +294,11 @@ class GemmConfig:
         return self.tile_n // 2
 
     @property
+    def segments(self) -> int:
+        """Segments of a tile, which a warp stages one after the other."""
+        return self.out_columns // (self.segment_columns * (len(self.epilogue_warps) if self.swapped else 1))
+
+    @property
     def segment_bytes(self) -> int:
         """Bytes that a segment takes in the result."""
         return self.segment_columns * self.output_bits // 8

@@ -66,7 +66,7 @@ def rows_to_result(
             tmem.wait_loads()
             if segment_turn * segment_steps + part_turn == config.release_steps - 1:
                 tmem.fence_before_arrive()
-                empty.arrive_warp(use, 0 if config.pair else None)
+                empty.arrive_behind_collective(use, 0 if config.pair else None)
             feature = tile.first_feature + step * COLUMNS
             scale_and_bias(config, operands, values, gate_scale, up_scale, tile.expert, feature, features)
             outputs = activate(config, values, limit)

@@ -63,7 +63,7 @@ def columns_to_result(
         tmem.wait_loads()
         if first == config.tile_n - count:
             tmem.fence_before_arrive()
-            empty.arrive_warp(use)
+            empty.arrive_behind_collective(use)
         for token in cutlass.range_constexpr(0, count, 2):
             scales = tuple(token_scale(config, operands, feature, tile, first + token + i) for i in range(2))
             biases = (feature.bias, feature.bias) if cutlass.const_expr(config.has_bias) else None

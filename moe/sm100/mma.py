@@ -83,8 +83,7 @@ def mma(
     tile = records.read(use)
     while tile.rows > 0:
         if rank == 0:
-            wait_for_accumulator(config, channels["accumulator_empty"], use)
-            tmem.fence_after_wait()
+            wait_for_accumulator(config, channels["accumulator_empty"], use)  # the fence below is for it, too
             accumulator = operands.d[None, None, None, use % ACCUMULATORS]
             for k_tile in cutlass.range(cute.ceil_div(k_steps, K_STEPS), unroll=1):
                 full.wait(fill)

@@ -78,7 +78,8 @@ def write_segment(config: cutlass.Constexpr, staging, result, lane, first_row, r
     """Copy a staged segment to global memory, by the warp that staged it.
 
     staging: (WORD, PIECE, TOKEN). first_row: row of the result of the first staged token; rows: how many of them there
-    are. first_column: output of the segment's first. What lies past a row's end is not written.
+    are. first_column: output of the segment's first. What lies past a row's end is not written. Between tiles the
+    barrier with which ``Records.read`` ends keeps the next segment out of the staging.
     """
     cute.arch.sync_warp()
     pieces = config.segment_pieces
@@ -90,7 +91,8 @@ def write_segment(config: cutlass.Constexpr, staging, result, lane, first_row, r
             registers = cute.make_rmem_tensor(config.piece_words, Int32)
             cute.autovec_copy(staging[None, piece, token], registers)
             cute.autovec_copy(registers, result.pieces[None, first_piece + piece, first_row + token])
-    cute.arch.sync_warp()
+    if cutlass.const_expr(config.segments > 1):
+        cute.arch.sync_warp()
 
 
 def scale_place(atom_row, column) -> tuple:

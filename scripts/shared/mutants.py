@@ -25,7 +25,7 @@ from warpspec.sim.order import of_text
 from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.registry import Family, find, handler
 
-SECONDS = 10  # a mutant that runs longer hangs
+SECONDS = 10  # of processor time; a mutant that runs longer hangs
 NOTHING, TRUE = "mutant.nothing", "mutant.true"  # opcodes that stand for what is deleted
 
 if find(NOTHING) is None:
@@ -40,7 +40,7 @@ if find(NOTHING) is None:
         w.set_pred(ins.operands[0], mask, mask)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mutant:
     """One change. group: the class in which it is counted. index: of the instruction. change: in words.
 
@@ -103,42 +103,14 @@ EXPLAINED = (
         "p_full of the other's next tile, waited for, comes behind its PV",
     ),
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
-    (r"`fence\.proxy.*device/unseen\.py", "where P goes through shared memory, its own fence follows"),
-    (
-        r"`bar\.warp.*behind sm100/epilogue_(rows|swapped)\.py",
-        "tcgen05.wait::ld is of the whole warp, and its loads are all that is handed back",
-    ),
-    (
-        r"`bar\.warp.*moe/sm100/store\.py.*before sm100/epilogue",
-        "records.read has a warp barrier before the next tile is staged",
-    ),
-    (
-        r"`tcgen05\.fence::after.*moe/sm100/mma\.py.*before sm100/mma",
-        "the fence behind the first stage's wait stands before any tcgen05 operation, too",
-    ),
-    (
-        r"try_wait.*behind sm100/kernel\.py:\d+, before sm100/kernel\.py",
-        "commits are in order and the epilogue waits for the last; record readers arrive before the last barrier",
-    ),
-    (
-        r"`fence\.proxy\.async\.global.*swap/device/load\.py",
-        "flow.count has one before its release: one on the way is enough",
-    ),
-    (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:(71|87)",
-        "after summed two barriers of the same threads stand together",
-    ),
-    (
-        r"`bar\.warp.*swap/sm90/consumer\.py",
-        "wgmma.wait_group is of the whole warp, and wgmma alone has read what is handed back",
-    ),
+    (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
         r"`bar\.warp.*behind sm90/pair\.py:247",
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
-        r"`bar\.sync 5, 256.*fmha/sm90/consumer\.py",
-        "consumer 0 clears before its turn, which the other's waits for where a tile follows, as here",
+        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:(71|87)",
+        "after summed two barriers of the same threads stand together",
     ),
     (
         r"`ld\.acquire.*behind device/flow\.py:\d+, before device/load\.py:132",
@@ -148,8 +120,23 @@ EXPLAINED = (
         r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:63",
         "fence.mbarrier_init stands before it",
     ),
+    (
+        r"`fence\.proxy\.async\.global.*swap/device/load\.py",
+        "flow.count has one before its release: one on the way is enough",
+    ),
+    (
+        r"`bar\.warp.*swap/sm90/consumer\.py",
+        "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
+    ),
 )
-TELLING = ("proxy fence", "mbarrier init fence", "memory fence", "tcgen05.fence", "warp barrier")
+TELLING = (
+    "grid dependency",
+    "proxy fence",
+    "mbarrier init fence",
+    "memory fence",
+    "tcgen05.fence",
+    "warp barrier",
+)
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}
 
 
@@ -309,15 +296,49 @@ def recorded(visit: Callable[[Launch], None]):
         yield
 
 
-def verdicts(launch: Launch, seeds: int = 1, only: str = "", most: int = ALIKE) -> list[Verdict]:
+class Score:
+    """The verdicts on mutants of the launches that `visit` sees. Of a kernel that is launched again, what was not found
+    before gets another chance: other inputs may need what the first do without."""
+
+    def __init__(self, seeds: int = 1, only: str = "", most: int = ALIKE):
+        self.seeds, self.only, self.most = seeds, only, most
+        self._of_text: dict[str, dict[Mutant, Verdict]] = {}
+
+    def visit(self, launch: Launch) -> None:
+        """Run mutants of a launch, at most so many alike."""
+        before = self._of_text.setdefault(launch.text, {})
+        again = [mutant for mutant, verdict in before.items() if not verdict.found]
+        if before and not again:
+            return
+        for verdict in verdicts(launch, self.seeds, self.only, self.most, again if before else None):
+            old = before.get(verdict.mutant)
+            if old is None or _weight(verdict) > _weight(old):
+                before[verdict.mutant] = verdict
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [verdict for of_kernel in self._of_text.values() for verdict in of_kernel.values()]
+
+
+def _weight(verdict: Verdict) -> int:
+    return 3 if verdict.found else ("idle", "explained", "unnoticed", "wrong").index(verdict.outcome)
+
+
+def verdicts(
+    launch: Launch, seeds: int = 1, only: str = "", most: int = ALIKE, chosen: list[Mutant] | None = None
+) -> list[Verdict]:
     """Run mutants of a launch (at most so many alike) under a few seeds. The kernel itself must be clean under all of
-    them. only: pattern of their texts."""
-    right = [launch.run(launch.program, seed) for seed in range(seeds)]
+    them. only: pattern of their texts. chosen: the mutants, if not any of those that the launch executes."""
+    with mock.patch.object(OrderChecker, "first_only", True):  # it must do without warnings, too
+        right = [launch.run(launch.program, seed) for seed in range(seeds)]
     instrs = launch.program.kernel.instrs
     executed, useful = _decisive(launch, seeds)
     lines = launch.text.split("\n")
     found = []
-    for mutant in sample(instrs, launch.text, executed, most):
+    sampled = sample(instrs, launch.text, executed, most) if chosen is None else chosen
+    for mutant in sampled:
+        if mutant.index not in executed:
+            continue
         ins = instrs[mutant.index]
         before, after = context(lines, ins.line)
         text = f"{mutant.describe(ins)} (behind {before}, before {after})"
@@ -392,18 +413,19 @@ def _wrong(result: np.ndarray, expected: np.ndarray, memory: tuple) -> bool:
 
 @contextmanager
 def _time_limit(seconds: int):
-    """Raises TimeoutError in a run that takes longer: spinning warps are sure to hang long before that is proven."""
+    """Raises TimeoutError in a run that takes more processor time: spinning warps are sure to hang long before that is
+    proven."""
 
     def stop(*_) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
@@ -458,6 +480,7 @@ def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
         mock.patch.object(runtime, "count_instructions", count),
         mock.patch.object(OrderChecker, "waited", note),
         mock.patch.object(OrderChecker, "fence", observed(fence)),
+        mock.patch.object(OrderChecker, "grid_dependency", observed(OrderChecker.grid_dependency)),
         mock.patch.object(OrderChecker, "tensor_fence", observed(tensor_fence)),
         mock.patch.object(OrderChecker, "warp_barrier", met),
         mock.patch.multiple(OrderChecker, **{name: uses(getattr(OrderChecker, name)) for name in ACTS}),

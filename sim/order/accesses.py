@@ -254,11 +254,11 @@ class Accesses:
         self.suspected.append(dict(found))
         cta.order.suspects[where] = len(self.suspected)
 
-    def too_late(self, access: Access, place: str) -> None:
+    def too_late(self, access: Access, place: str, tolerated: bool = False) -> None:
         """Shared memory is accessed although its CTA may have exited."""
         self.report(
             "shared memory of a CTA that may have exited", place, access.describe(), "",
-            _wait(access), (access.ins.line,),
+            _wait(access), (access.ins.line,), tolerated,
         )  # fmt: skip
 
 

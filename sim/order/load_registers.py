@@ -2,8 +2,10 @@
 
 A static check, along the blocks of a kernel: between a tcgen05.ld and an instruction that reads a register that it
 writes, there must be a tcgen05.wait::ld on every path. A mov is no read, it hands on what is under way: compilers put
-moves there, and ptxas follows a result through them. NVIDIA's own examples convert an accumulator's registers without
-a wait, and work: findings are tolerated. One a kernel is shown, its first.
+moves there, and ptxas follows a result through them. Findings are tolerated, one a kernel is shown, its first: NVIDIA's
+own examples convert an accumulator's registers without a wait, and "intra-thread ordering through true register
+dependency will be respected" (PTX ISA, "Register dependencies, same thread"). The wait is needed where the register or
+the tensor memory is written again; in tensor memory the checker sees that by itself.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class BarrierOrder:
         self.done: np.ndarray | None = None
         self.done_foreign: dict = {}
         self.init = init
-        self.late: dict[int, Access] = {}  # last arrivals of operations and of other CTAs, by component
+        # Last arrivals of operations and of other CTAs, by component, and what a commit tracks.
+        self.late: dict[int, tuple[Access, Access | None]] = {}
 
     def phase_ends(self, phase: int) -> None:
         """The phase with this number, from 1, is complete; so are the copies that it counted."""

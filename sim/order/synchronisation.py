@@ -179,17 +179,19 @@ class Synchronisation(MemoryAccesses):
         w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts)
 
     def arrive_op(self, op: Operation, barrier) -> None:
-        """An operation's completion arrives, or completes bytes."""
+        """An operation's completion arrives, or completes bytes. That it has arrived is known by the barrier alone: a
+        later commit tracks the same operations, and the ISA orders no two commits' arrivals."""
         self.barrier_signalled(op, barrier)
-        self.arrival(barrier, self.loads_on(op, barrier) if op.queue is None else self.of(op, True))
+        self.arrival(barrier, self.loads_on(op, barrier), None if op.queue is None else self.of(op, True))
         barrier.order.collected.join(*self.done_by(op))
 
-    def arrival(self, barrier, access: Access) -> None:
-        """An operation or another CTA arrives at an mbarrier: its CTA must not exit before."""
+    def arrival(self, barrier, access: Access, tracked: Access | None = None) -> None:
+        """An operation or another CTA arrives at an mbarrier: its CTA must not exit before. tracked: the operations
+        whose completion arrives, of a commit."""
         if barrier.cta.live_warps == 0:
             self.too_late(access, f"mbarrier at {shared_place(barrier.cta, barrier.offset, 8)}")
         else:
-            barrier.order.late[access.component] = access
+            barrier.order.late[access.component] = (access, tracked)
 
     def waited(self, w, ins: Instr, barrier, complete: bool) -> None:
         """A warp has looked at an mbarrier and, if `complete`, seen a phase complete."""
