@@ -3,20 +3,35 @@
 Every lane sorts its SORTED_ELEMENTS candidates; then lanes merge with one another, and of two sorted lists only the
 larger half is kept: the larger of each pair (i-th of one, i-th from the end of the other), put in order again. In the
 end every lane of the row has its first SORTED_ELEMENTS candidates, and writes some of them.
+
+A candidate of 16-bit logits is one word of 32 bits: the low bits of its key (``keys``) are all alike, and the
+complement of the column has room there. Those of fp32 are words of 64.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.softmax.online import exponential
 from warpspec.softmax.topk.config import SORTED_ELEMENTS
 from warpspec.softmax.topk.elements import exponentials, largest, total
-from warpspec.softmax.topk.keys import candidate, candidate_column, candidate_key, logit_of
+from warpspec.softmax.topk.keys import (
+    KEY_BITS,
+    SIGN,
+    candidate,
+    candidate_column,
+    candidate_key,
+    key_of,
+    logit_of,
+)
 from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, load_vector, unpack
+
+LOW_BITS = 13  # of a key that are alike: of fp16, and of bf16 even 16
+LOW_MASK = (1 << LOW_BITS) - 1
+HIGH_MASK = 0xFFFFFFFF ^ LOW_MASK
 
 
 def network(count: int) -> list[tuple[int, int]]:
@@ -49,12 +64,31 @@ def exchange(words: list, pairs: list) -> list:
     """The words after the comparisons: the larger of a pair comes to its first place."""
     words = list(words)
     for i, j in pairs:
+        if isinstance(words[i], Uint32):  # has instructions for both
+            words[i], words[j] = cutlass.max(words[i], words[j]), cutlass.min(words[i], words[j])
+            continue
         first = Boolean(words[i] > words[j])
         words[i], words[j] = (
             Uint64(cutlass.select_(first, words[i], words[j])),
             Uint64(cutlass.select_(first, words[j], words[i])),
         )
     return words
+
+
+def word_of(dtype: str, logit: Float32, column: Int32, present: Boolean):
+    """The candidate of an element; 0, below all candidates, where it is not present."""
+    if dtype == "float32":
+        return Uint64(cutlass.select_(present, candidate(logit, column), Uint64(0)))
+    high = Uint32(key_of(logit) ^ SIGN) & Uint32(HIGH_MASK)
+    return Uint32(cutlass.select_(present, high | Uint32(LOW_MASK - column), Uint32(0)))
+
+
+def logit_and_column(dtype: str, word) -> tuple[Float32, Int32]:
+    """Of a candidate."""
+    if dtype == "float32":
+        return logit_of(candidate_key(word)), candidate_column(word)
+    key = Int32(word & Uint32(HIGH_MASK)) ^ SIGN
+    return logit_of(key | ((key >> KEY_BITS) & LOW_MASK)), Int32(LOW_MASK) - Int32(word & Uint32(LOW_MASK))
 
 
 @cute.jit
@@ -69,36 +103,38 @@ def row_sorted(config: cutlass.Constexpr, span: RowSpan, lane, row, probs: cute.
         load_vector(words[None, u], address, u * config.lanes * VECTOR_BYTES, present, config.dtype, PLAIN)
         values = [x for i in range(WORDS) for x in unpack(words[i, u], config.dtype)]
         for e in cutlass.range_constexpr(config.per_vector):
-            word = candidate(values[e], vector * config.per_vector + e)
-            found.append((values[e], Uint64(cutlass.select_(present, word, Uint64(0)))))
+            column = vector * config.per_vector + e
+            found.append((values[e], word_of(config.dtype, values[e], column, present)))
     best = exchange([word for _, word in found], network(SORTED_ELEMENTS))
     for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
         others = [cute.arch.shuffle_sync_bfly(word, 1 << step) for word in reversed(best)]
         best = [cutlass.max(a, b) for a, b in zip(best, others, strict=True)]
         best = exchange(best, bitonic(SORTED_ELEMENTS))
 
-    maximum = logit_of(candidate_key(best[0]))
-    k = Int32(probs.shape[1])
-    weights = [exponential(logit_of(candidate_key(word)) - maximum, True) for word in best]
+    logits, columns = zip(*(logit_and_column(config.dtype, word) for word in best), strict=True)
+    maximum, k = logits[0], Int32(probs.shape[1])
+    mine = []  # (weight, column) of the candidates that this lane writes: lane, lane + lanes, ...
+    for first in cutlass.range_constexpr(0, SORTED_ELEMENTS, config.lanes):
+        logit, column = logits[first], columns[first]
+        for i in cutlass.range_constexpr(1, config.lanes):
+            here = Boolean(lane == i)
+            logit = Float32(cutlass.select_(here, logits[first + i], logit))
+            column = Int32(cutlass.select_(here, columns[first + i], column))
+        mine.append((exponential(logit - maximum, True), column))
     if cutlass.const_expr(config.renormalize):
-        divisor = total(
-            [
-                Float32(cutlass.select_(Boolean(k > i), weight, Float32(0.0)))
-                for i, weight in enumerate(weights)
-            ]
-        )
+        addends = []
+        for i, (weight, _) in enumerate(mine):
+            taken = Boolean(i * config.lanes + lane < k)
+            addends.append(Float32(cutlass.select_(taken, weight, Float32(0.0))))
+        divisor = cute.arch.warp_reduction_sum(total(addends), threads_in_group=config.lanes)
     else:
         values = [value for value, _ in found]
         divisor = cute.arch.warp_reduction_sum(
             exponentials(values, largest(values), maximum, config.dtype), threads_in_group=config.lanes
         )
     cute.arch.griddepcontrol_launch_dependents()
-    for first in cutlass.range_constexpr(0, SORTED_ELEMENTS, config.lanes):
-        weight, column = weights[first], candidate_column(best[first])
-        for i in cutlass.range_constexpr(1, config.lanes):
-            mine = Boolean(lane == i)
-            weight = Float32(cutlass.select_(mine, weights[first + i], weight))
-            column = Int32(cutlass.select_(mine, candidate_column(best[first + i]), column))
-        if (first + lane < k) & (row < probs.shape[0]):
-            probs[row, first + lane] = weight / divisor
-            indices[row, first + lane] = column
+    for i, (weight, column) in enumerate(mine):
+        place = i * config.lanes + lane
+        if (place < k) & (row < probs.shape[0]):
+            probs[row, place] = weight / divisor
+            indices[row, place] = column
