@@ -123,6 +123,13 @@ def good() -> dict:
             "positions: .* got 2",
         ),
         ({"out": torch.zeros(3, 2, 512)}, TypeError, "out: dtype"),
+        ({"out_format": "fp16"}, ValueError, "out_format: must be one of bf16, fp8, got 'fp16'"),
+        ({"out_format": "fp8", "normalize": False, "sink": None}, ValueError, "out_format: an un-norm"),
+        (
+            {"out_format": "fp8", "out": torch.zeros(3, 2, 512).bfloat16()},
+            TypeError,
+            "out: must be a Float8Tensor",
+        ),
     ],
 )
 def test_bad_arguments(change, error, message):
