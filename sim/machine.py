@@ -25,6 +25,7 @@ from warpspec.sim.starving import Starving
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
 BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler looks at others
+DIVERGED_TURNS = 4  # turns in a row of a diverged warp from which on it is watched
 LAG_TURNS = 32  # turns of a diverged warp after which a random group goes first though none seems to spin
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
@@ -285,6 +286,10 @@ class Machine:
         free = [group for group in w.groups if group.free]
         if len(free) < 2:
             w.diverged_states.clear()
+            w.diverged_turns = 0
+            return None
+        w.diverged_turns += 1
+        if w.diverged_turns < DIVERGED_TURNS:
             return None
         seen, state = w.diverged_states, w.state_hash()
         if state in seen or len(seen) >= LAG_TURNS:

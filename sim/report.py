@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.operation import Op
-from warpspec.sim.registry import Family, row_of
+from warpspec.sim.registry import Family, find, row_of
 from warpspec.sim.warp import Warp
 
 TIMELINE_CTAS = 4  # the timeline shows the grid's first CTAs
@@ -139,17 +139,34 @@ def count_instructions(
 ) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
     """Counts by warp index and family, and by opcode over all warps."""
     by_warp: dict[int, dict[str, int]] = {}
-    by_opcode: dict[str, int] = {}
+    families, opcodes, block_of = _kinds(program)
+    total = np.zeros(len(block_of), np.int64)
     for warp, counts in sorted(stats.block_counts.items()):
-        mine = by_warp.setdefault(warp, {})
-        for block in program.blocks:
-            executed = int(counts[block.index])
-            if executed:
-                for ins in program.kernel.instrs[block.start : block.end]:
-                    name = family(ins.opcode)
-                    mine[name] = mine.get(name, 0) + executed
-                    by_opcode[ins.opcode] = by_opcode.get(ins.opcode, 0) + executed
-    return by_warp, by_opcode
+        executed = np.asarray(counts)[block_of].astype(np.int64)
+        total += executed
+        by_warp[warp] = _sums(families, executed)
+    return by_warp, _sums(opcodes, total)
+
+
+def _sums(kinds: tuple[list[str], np.ndarray], counts: np.ndarray) -> dict[str, int]:
+    """The sum of the counts of each kind; kinds: names, and the number of each instruction's."""
+    names, numbers = kinds
+    sums = np.bincount(numbers, counts, len(names))
+    return {name: int(count) for name, count in zip(names, sums.tolist(), strict=True) if count}
+
+
+@lru_cache(maxsize=64)
+def _kinds(program: Program) -> tuple:
+    """Families and opcodes of a kernel's instructions, each as (names, number of each instruction's), their blocks."""
+
+    def numbered(found: list[str]) -> tuple[list[str], np.ndarray]:
+        number = {name: i for i, name in enumerate(dict.fromkeys(found))}
+        return list(number), np.array([number[name] for name in found], np.intp)
+
+    instrs, sizes = program.kernel.instrs, [block.end - block.start for block in program.blocks]
+    opcodes = [ins.opcode for block in program.blocks for ins in instrs[block.start : block.end]]
+    families = [family(opcode) if find(opcode) is not None else "" for opcode in opcodes]
+    return numbered(families), numbered(opcodes), np.repeat(np.arange(len(sizes)), sizes)
 
 
 @dataclass

@@ -88,6 +88,16 @@ def independent(kernel: Kernel) -> bool:
     return not any(row is not None and row.may_share_memory(ins) for row, ins in rows)
 
 
+@lru_cache(maxsize=64)
+def _independent(program: Program) -> bool:
+    return independent(program.kernel)
+
+
+@lru_cache(maxsize=64)
+def _prints(program: Program) -> bool:
+    return any(Sym("vprintf") in ins.operands for ins in program.kernel.instrs)
+
+
 class Progress:
     """A line on stderr once the run is expected to take longer than PROGRESS_AFTER seconds.
 
@@ -162,7 +172,7 @@ def execute(
     if declared and cluster == (1, 1, 1):
         cluster = declared
     clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
-    shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and independent(program.kernel) else 1
+    shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and _independent(program) else 1
 
     registers = resources.registers if resources else None
 
@@ -252,11 +262,10 @@ def _run_share(
     return stats
 
 
-def _may_fork(kernel: Kernel) -> bool:
+def _may_fork(program: Program) -> bool:
     """Whether shares may run in processes of their own. Not what a kernel prints: it belongs in our sys.stdout."""
-    prints = any(Sym("vprintf") in ins.operands for ins in kernel.instrs)
     alone = len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1"
-    return not (prints or alone)
+    return not alone and not _prints(program)
 
 
 def _run_shares(
@@ -272,7 +281,7 @@ def _run_shares(
     overlap = overlap or Overlap()
     progress = Progress(program.name, -(-clusters // len(launches)), translation)
     try:
-        if len(launches) == 1 or not _may_fork(program.kernel):
+        if len(launches) == 1 or not _may_fork(program):
             parts = [_run_share(program, launch, gmem, seed, overlap, progress) for launch in launches]
         else:
             children = [_Child(program, launch, gmem, seed, overlap) for launch in launches[1:]]

@@ -27,7 +27,7 @@ BLOCK_OF = attrgetter("block")
 def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.ndarray:
     """A uint8 array whose first byte is aligned."""
     raw = np.empty(size + align, np.uint8)
-    start = -raw.ctypes.data % align
+    start = -raw.__array_interface__["data"][0] % align
     out = raw[start : start + size]
     if fill is not None:
         out.fill(fill)
@@ -168,6 +168,7 @@ class Warp:
         self.ready = True
         self.order = None  # its clock, where a checker of memory order keeps one
         self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
+        self.diverged_turns = 0  # its last turns in a row in which lanes could run apart
         self.diverged_states: set[int] = set()  # states at its last turns in which lanes could run apart
         self.flying: list[InFlight] = []
         self.state: dict[str, object] = {}  # per-warp state of instruction families

@@ -25,10 +25,13 @@ class OrderChecker(TensorAccesses):
         last = Clock(cta.order.domain)
         for w in cta.warps:
             last.join(w.order.rows, w.order.foreign)
-        shadow = cta.order.shared
-        accesses = [self.ledger.accesses[number] for number in distinct(shadow.writes) if number]
-        for number in distinct(shadow.reads):
-            accesses += self.ledger.sets[number]
+        shadow, ledger = cta.order.shared, self.ledger
+        accesses = []
+        if not all(self.known(ledger.accesses[number], last) for number in shadow.touched):
+            # Those count that nothing has followed: what followed the others is known.
+            accesses = [ledger.accesses[number] for number in distinct(shadow.writes) if number]
+            for number in distinct(shadow.reads):
+                accesses += ledger.sets[number]
         for access in accesses:
             if not self.known(access, last):
                 where = np.flatnonzero(shadow.writes == access.key)

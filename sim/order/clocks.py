@@ -133,17 +133,28 @@ class Agent(Clock):
     Accesses of one set of lanes have a component (`Part`). Those between two publications have one count.
     """
 
-    __slots__ = ("accesses", "epoch", "fence_scope", "loose", "parts", "seen_foreign", "snapshot", "tag")
+    __slots__ = (
+        "accesses",
+        "epoch",
+        "fence_scope",
+        "frozen",
+        "lanes",
+        "loose",
+        "parts",
+        "seen_foreign",
+        "tag",
+    )
 
     def __init__(self, domain: Domain):
         super().__init__(domain, ROWS)
         self.parts: dict[int, Part] = {}
         self.loose: list[Part] = []  # parts with accesses since the last warp barrier
         self.epoch = 0  # grows with every publication: accesses behind it have a new count
-        self.snapshot: Snapshot | None = None
+        self.frozen: dict[int, Snapshot] = {}  # by lanes, until the clock changes
         self.accesses: dict = {}  # accesses at this count, by instruction, kind and lanes
         self.fence_scope = ""
         self.seen_foreign: Foreign = {}
+        self.lanes = {"write": -1, "read": -1}  # `tag` at the last access of each kind to shared memory
         self.tag = 0  # names the time since the last warp barrier, among all warps
 
     def part(self, mask: int) -> Part:
@@ -163,7 +174,7 @@ class Agent(Clock):
             part.epoch = self.epoch
             self.rows[BASE, part.component] += 1
             self.accesses = {}
-            self.snapshot = None
+            self.frozen = {}
             if part not in self.loose:
                 self.loose.append(part)
         return int(self.rows[BASE, part.component])
@@ -173,12 +184,13 @@ class Agent(Clock):
         for part in self.loose:
             part.synced = int(self.rows[BASE, part.component])
         self.loose = []
+        self.frozen = {}
         self.tag = tag
 
     def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
         """Know what a synchronisation object published."""
         self.join(rows, foreign)
-        self.snapshot = None
+        self.frozen = {}
 
     def known_to(self, mask: int) -> np.ndarray:
         """The rows as some of the lanes know them: without what other lanes have accessed since they met."""
@@ -208,26 +220,25 @@ class Agent(Clock):
 
     def freeze(self, mask: int) -> Snapshot:
         """The clock for an asynchronous operation that lanes issue now."""
-        rows = self.known_to(mask)
-        if rows is not self.rows:
+        found = self.frozen.get(mask)
+        if found is None:
+            rows = self.known_to(mask)
             self.epoch += 1
-            return Snapshot(self.domain, rows, self.foreign)
-        if self.snapshot is None:
-            self.epoch += 1
-            self.snapshot = Snapshot(self.domain, self.rows.copy(), self.foreign)
-        return self.snapshot
+            found = Snapshot(self.domain, self.rows.copy() if rows is self.rows else rows, self.foreign)
+            self.frozen[mask] = found
+        return found
 
     def fence(self, source: int, target: int, mask: int = FULL_MASK) -> None:
         """What lanes know in one row is known in another; later accesses are not."""
         rows = self.known_to(mask)
         np.maximum(self.rows[target], rows[source], out=self.rows[target])
         self.epoch += 1
-        self.snapshot = None
+        self.frozen = {}
 
     def passed(self, row: int, component: int, count: int) -> None:
         """This thread has waited for a component's events."""
         self.raise_to(row, component, count)
-        self.snapshot = None
+        self.frozen = {}
 
     def see(self, rows: np.ndarray) -> None:
         """A relaxed read: what was published is known from the next fence on."""
@@ -237,7 +248,7 @@ class Agent(Clock):
             mine = self.rows = wider(mine, width)
         np.maximum(mine[SEEN, :width], rows[BASE], out=mine[SEEN, :width])
         np.maximum(mine[1:PUBLISHED, :width], rows[1:PUBLISHED], out=mine[1:PUBLISHED, :width])
-        self.snapshot = None
+        self.frozen = {}
 
     def foreign_seen(self, domain: int, rows: np.ndarray, relaxed: bool) -> None:
         """The same of another cluster's clock, or, unless `relaxed`, an acquire."""
@@ -245,10 +256,10 @@ class Agent(Clock):
             self.seen_foreign = merged(self.seen_foreign, {domain: rows})
         else:
             self.foreign = merged(self.foreign, {domain: rows})
-        self.snapshot = None
+        self.frozen = {}
 
     def acquire_seen(self) -> None:
         """A fence: relaxed reads before it count as acquires."""
         np.maximum(self.rows[BASE], self.rows[SEEN], out=self.rows[BASE])
         self.foreign = merged(self.foreign, self.seen_foreign)
-        self.snapshot = None
+        self.frozen = {}

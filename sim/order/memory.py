@@ -25,12 +25,13 @@ from warpspec.sim.order.launches import EARLIER
 from warpspec.sim.order.places import (
     GLOBAL,
     SHARED,
+    consecutive,
     global_place,
     lane_numbers,
     part,
     runs,
     shared_place,
-    span,
+    units_of,
 )
 from warpspec.sim.order.shadow import Shadow
 from warpspec.sim.order.shares import Touched, touched
@@ -38,6 +39,7 @@ from warpspec.sim.order.state import GlobalShadow
 from warpspec.sim.registry import row_of
 
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
+TAG, LANE = 8, 255  # an earlier access of lanes: when (`Agent.tag`) << TAG | lane
 SEVERAL, EACH = 64, 255  # instead of a lane: several have read; every lane has written the same place
 
 
@@ -56,13 +58,7 @@ class MemoryAccesses(Accesses):
 
     def shared_chunks(self, cta, chunks: np.ndarray, chunk: int, access: Access, *clocks) -> None:
         """An access to chunks of shared memory, by their numbers; chunk: bytes of each."""
-        unit = self.units[False]
-        low, high, dense = span(chunks)
-        if dense:
-            where: object = slice(low * chunk // unit, (high + 1) * chunk // unit)
-        else:
-            per = chunk // unit
-            where = (chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
+        where, low, high = units_of(chunks, chunk // self.units[False])
         self.touch(
             cta.order.shared, where, access, clocks, SHARED,
             lambda: shared_place(cta, low * chunk, (high + 1 - low) * chunk), cta,
@@ -77,15 +73,29 @@ class MemoryAccesses(Accesses):
 
     def shared_lanes(self, cta, offsets: np.ndarray, nbytes: int, access: Access, clock) -> None:
         """Lanes access `nbytes` each at these offsets."""
+        self._shared_units(cta, self.lane_units(offsets, nbytes)[0], access, clock)
+
+    def _shared_units(self, cta, where: slice | np.ndarray, access: Access, clock) -> None:
+        def place() -> str:
+            low, high = (
+                (where.start, where.stop - 1) if isinstance(where, slice) else (where.min(), where.max())
+            )
+            unit = self.units[False]
+            return shared_place(cta, int(low) * unit, int(high + 1 - low) * unit)
+
+        self.touch(cta.order.shared, where, access, (clock,), SHARED, place)
+
+    def lane_units(self, offsets: np.ndarray, nbytes: int) -> tuple[slice | np.ndarray, int]:
+        """(units of shared memory that lanes access, as an index; units of each lane), lane by lane."""
         unit = self.units[False]
-        where = offsets.astype(np.intp) // unit
         per = max(nbytes // unit, 1)
+        first = offsets.item(0)
+        if nbytes % unit == first % unit == 0 and consecutive(offsets, nbytes):
+            return slice(first // unit, first // unit + len(offsets) * per), per
+        where = offsets.astype(np.intp) // unit
         if per > 1:
             where = (where[:, None] + np.arange(per)).reshape(-1)
-        low, high = int(offsets.min()), int(offsets.max()) + nbytes
-        self.touch(
-            cta.order.shared, where, access, (clock,), SHARED, lambda: shared_place(cta, low, high - low)
-        )
+        return where, per
 
     # ---- global memory ----------------------------------------------------------------------------------------
 
@@ -145,7 +155,12 @@ class MemoryAccesses(Accesses):
 
     def global_rows(self, addresses: np.ndarray, nbytes: int, access: Access, clock) -> None:
         """Lanes access `nbytes` each."""
-        low, high = int(addresses.min()), int(addresses.max()) + nbytes
+        dense = consecutive(addresses, nbytes)
+        if dense:
+            low = addresses.item(0)
+            high = low + len(addresses) * nbytes
+        else:
+            low, high = int(addresses.min()), int(addresses.max()) + nbytes
         memory = self._global(low)
         if memory is None or high > memory.allocation.end:
             if len(addresses) > 1:
@@ -155,7 +170,7 @@ class MemoryAccesses(Accesses):
         if not memory.allocation.writable:
             return
         unit = memory.unit
-        if len(addresses) * nbytes == high - low and nbytes >= unit:
+        if dense and nbytes >= unit:
             where: object = memory.units(low, high)
         else:
             where = ((addresses - np.uint64(memory.base)) // np.uint64(unit)).astype(np.intp)
@@ -226,7 +241,7 @@ class MemoryAccesses(Accesses):
             addresses = log[i, 1:]
             if mask != FULL_MASK:
                 addresses = addresses[lanes(mask)]
-            self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses.copy(), mask)
+            self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses, mask)
 
     def lane_access(
         self, w, ins: Instr, addresses: np.ndarray, mask: int = FULL_MASK, strong: bool = False
@@ -261,52 +276,66 @@ class MemoryAccesses(Accesses):
         self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool, mask: int
     ) -> None:
         access = self.generic(w, ins, write, strong, mask)
-        ranks = (addresses >> np.uint64(CTA_RANK_SHIFT) & np.uint64(0xFF)).tolist()
         offsets = addresses & np.uint64(OFFSET_MASK)
-        for rank in dict.fromkeys(ranks):
-            cta = w.cta.cluster.ctas[rank]
-            if ranks.count(rank) == len(ranks):
-                chosen, executing = offsets, lane_numbers(mask)
-            else:
-                picked = [r == rank for r in ranks]
-                chosen, executing = offsets[picked], lane_numbers(mask)[picked]
+        rank = addresses.item(0) >> CTA_RANK_SHIFT
+        if consecutive(addresses, nbytes) and addresses.item(-1) >> CTA_RANK_SHIFT == rank:
+            groups = [(rank, None)]
+        else:
+            ranks = (addresses >> np.uint64(CTA_RANK_SHIFT)).tolist()
+            groups = [(rank, [r == rank for r in ranks]) for rank in dict.fromkeys(ranks)]
+        for rank, picked in groups:
+            cta = w.cta.cluster.ctas[rank & 0xFF]
             if cta is not w.cta:
                 self.check_started(access, w.order, cta, f"{SHARED} of CTA {cta.coords}")
-            self.shared_lanes(cta, chosen, nbytes, access, w.order)
+            chosen = offsets if len(groups) == 1 else offsets[picked]
+            where, per = self.lane_units(chosen, nbytes)
+            self._shared_units(cta, where, access, w.order)
             if not strong:
-                self._between_lanes(w, access, cta, chosen, nbytes, executing)
+                executing = lane_numbers(mask, per)
+                if len(groups) > 1:
+                    executing = executing[np.repeat(picked, per)]
+                together = (
+                    len(chosen) > 1 and chosen.item(0) == chosen.item(-1) and (chosen == chosen[0]).all()
+                )
+                self._between_lanes(w, access, cta, where, executing, together)
 
-    def _between_lanes(self, w, access: Access, cta, offsets: np.ndarray, nbytes: int, executing) -> None:
-        """Lanes of one warp access one place, one of them writes, and they have not met in between."""
-        unit = self.units[False]
-        where, per = offsets.astype(np.intp) // unit, max(nbytes // unit, 1)
-        if per > 1:
-            where = (where[:, None] + np.arange(per)).reshape(-1)
-            executing = np.repeat(executing, per)
+    def _between_lanes(
+        self, w, access: Access, cta, where: slice | np.ndarray, executing: np.ndarray, together: bool
+    ) -> None:
+        """Lanes of one warp access one place, one of them writes, and they have not met in between.
+
+        executing: the lane of each unit. together: all lanes access the same bytes.
+        """
         lanes_of, tag = cta.order.lanes, w.order.tag
-        together = len(offsets) > 1 and (offsets == offsets[0]).all()
         for kind in ("write", "read") if access.write else ("write",):
-            numbers, tags, accesses = lanes_of[kind]
-            other = numbers[where]
-            strange = (tags[where] == tag) & (other != executing) & (other != EACH)
+            if w.order.lanes[kind] != tag:  # none since the warp's last barrier
+                continue
+            earlier, accesses = lanes_of[kind]
+            before = earlier[where]
+            other = before & LANE
+            strange = (before >> TAG == tag) & (other != executing) & (other != EACH)
             if strange.any() and not together:
                 at = int(np.argmax(strange))
-                first = self.ledger.accesses[int(accesses[where[at]])]
+                first = self.ledger.accesses[accesses[where].item(at)]
+                unit = self.units[False]
+                place = (where.start + at if isinstance(where, slice) else int(where[at])) * unit
                 self.report(
                     "lanes of a warp that nothing orders",
-                    f"{SHARED}, {shared_place(cta, int(where[at]) * unit, unit)}",
+                    f"{SHARED}, {shared_place(cta, place, unit)}",
                     f"{first.describe()}, lane {int(other[at]) if other[at] < SEVERAL else 'several'}",
                     f"{access.describe()}, lane {int(executing[at])}",
                     "bar.warp.sync between them", (first.ins.line, access.ins.line),
                 )  # fmt: skip
-        numbers, tags, accesses = lanes_of["write" if access.write else "read"]
+        kind = "write" if access.write else "read"
+        earlier, accesses = lanes_of[kind]
+        now = tag << TAG
         if together:
-            numbers[where] = EACH if access.write else SEVERAL
-        elif access.write:
-            numbers[where] = executing
+            earlier[where] = now | (EACH if access.write else SEVERAL)
+        elif access.write or w.order.lanes[kind] != tag:
+            earlier[where] = executing | now
         else:
-            numbers[where] = np.where(
-                (tags[where] == tag) & (numbers[where] != executing), SEVERAL, executing
-            )
-        tags[where] = tag
+            before = earlier[where]
+            several = (before >> TAG == tag) & (before & LANE != executing)
+            earlier[where] = np.where(several, now | SEVERAL, executing | now)
         accesses[where] = self.ledger.number(access)
+        w.order.lanes[kind] = tag

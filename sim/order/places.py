@@ -18,24 +18,37 @@ SHARED, GLOBAL, TENSOR_MEMORY, TENSOR_MAPS = "shared memory", "global memory", "
 
 
 @cache
-def lane_numbers(mask: int) -> np.ndarray:
-    """The lanes in a mask, uint8. Read-only."""
-    return np.array(lanes(mask), np.uint8)
+def lane_numbers(mask: int, times: int) -> np.ndarray:
+    """The lanes in a mask, each so often. Read-only."""
+    return np.repeat(np.array(lanes(mask), np.int64), times)
 
 
-_SPANS: dict[int, tuple[np.ndarray, tuple[int, int, bool]]] = {}
+_PLACES: dict[tuple[int, int], tuple[np.ndarray, slice | np.ndarray, int, int]] = {}
 
 
-def span(chunks: np.ndarray) -> tuple[int, int, bool]:
-    """(lowest, highest, whether all between are there) of an array of numbers that does not change."""
-    held = _SPANS.get(id(chunks))
+def units_of(chunks: np.ndarray, per: int) -> tuple[slice | np.ndarray, int, int]:
+    """(units as an index, lowest chunk, highest) of chunks of `per` units; chunks: numbers in an array that does not
+    change."""
+    held = _PLACES.get((id(chunks), per))
     if held is None or held[0] is not chunks:
         low, high = int(chunks.min()), int(chunks.max())
-        dense = chunks.size >= high - low + 1 and np.unique(chunks).size == high - low + 1
-        if len(_SPANS) > 4096:
-            _SPANS.clear()
-        held = _SPANS[id(chunks)] = (chunks, (low, high, dense))
-    return held[1]
+        where: slice | np.ndarray = slice(low * per, (high + 1) * per)
+        if chunks.size < high - low + 1 or np.unique(chunks).size < high - low + 1:
+            where = (chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
+        if len(_PLACES) > 4096:
+            _PLACES.clear()
+        held = _PLACES[id(chunks), per] = (chunks, where, low, high)
+    return held[1:]
+
+
+def consecutive(addresses: np.ndarray, nbytes: int) -> bool:
+    """Whether lanes access `nbytes` each one behind the other."""
+    first, count = addresses.item(0), len(addresses)
+    if addresses.item(-1) - first != (count - 1) * nbytes:
+        return False
+    return count < 3 or bool(
+        (addresses == np.arange(first, first + count * nbytes, nbytes, addresses.dtype)).all()
+    )
 
 
 def runs(mask: int) -> list[tuple[int, int]]:
@@ -57,14 +70,10 @@ def part(shadow: Shadow, view: tuple) -> Shadow:
     """The part of a flat shadow that (first unit, shape, strides in units) names, as views."""
     first, shape, strides = view
     result = Shadow.__new__(Shadow)
-    for name in ("writes", "reads"):
-        flat = getattr(shadow, name)
-        steps = tuple(stride * flat.itemsize for stride in strides)
-        setattr(
-            result,
-            name,
-            np.ndarray(shape, flat.dtype, buffer=flat, offset=first * flat.itemsize, strides=steps),
-        )
+    result.touched = shadow.touched
+    flat = shadow.cells
+    steps = tuple(stride * flat.itemsize for stride in strides)
+    result.cells = np.ndarray(shape, flat.dtype, buffer=flat, offset=first * flat.itemsize, strides=steps)
     return result
 
 

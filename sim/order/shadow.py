@@ -14,23 +14,39 @@ import numpy as np
 from warpspec.sim.order.clocks import Clock, Snapshot
 from warpspec.sim.order.findings import Access
 
+READS = 32  # bit of a cell from which on the write's number stands
+SET = (1 << READS) - 1
+SMALL = 128  # units that are looked at one by one
 FEW = 8  # distinct numbers that are looked for one after the other
 
 
 class Shadow:
-    """Numbers of one memory, in any shape."""
+    """Numbers of one memory, in any shape. cells: a write's number << READS | a set's number, int64.
 
-    __slots__ = ("reads", "writes")
+    touched: numbers of all accesses so far.
+    """
+
+    __slots__ = ("cells", "touched")
 
     def __init__(self, shape: int | tuple[int, ...]):
-        self.writes = np.zeros(shape, np.int32)
-        self.reads = np.zeros(shape, np.int32)
+        self.cells = np.zeros(shape, np.int64)
+        self.touched: set[int] = set()
+
+    @property
+    def writes(self) -> np.ndarray:
+        """The numbers of writes, a view."""
+        return self.cells.view(np.int32).reshape(*self.cells.shape, 2)[..., 1]
+
+    @property
+    def reads(self) -> np.ndarray:
+        """The numbers of sets of reads, a view."""
+        return self.cells.view(np.int32).reshape(*self.cells.shape, 2)[..., 0]
 
 
 def distinct(numbers: np.ndarray) -> list[int]:
     """The different numbers in an array."""
-    if not numbers.size:
-        return []
+    if numbers.size <= SMALL:
+        return list(dict.fromkeys(numbers.reshape(-1).tolist()))
     first = numbers.item(0)
     others = numbers != first
     if not others.any():
@@ -88,24 +104,24 @@ class Ledger:
 
     def touch(self, shadow: Shadow, where, access: Access, clock: Clock | Snapshot) -> list[Access]:
         """Note an access to the units `where` (any index); returns the earlier accesses that it may conflict with."""
-        writes = shadow.writes[where]
-        numbers = distinct(writes)
-        conflicts = [self.accesses[number] for number in numbers if number]
-        reads = shadow.reads[where]
-        sets = distinct(reads)
+        shadow.touched.add(self.number(access))
+        cells = shadow.cells[where]
+        kinds = distinct(cells)
+        conflicts = [
+            self.accesses[number] for number in dict.fromkeys(kind >> READS for kind in kinds) if number
+        ]
         if access.write:
-            for number in sets:
+            for number in dict.fromkeys(kind & SET for kind in kinds):
                 conflicts.extend(self.sets[number])
-            shadow.writes[where] = self.number(access)
-            if sets != [0]:
-                shadow.reads[where] = 0
-        elif len(sets) == 1:
-            joined = self.with_reader(sets[0], access, clock)
-            if joined != sets[0]:
-                shadow.reads[where] = joined
+            shadow.cells[where] = access.key << READS
+        elif len(kinds) == 1:
+            (kind,) = kinds
+            new = kind & ~SET | self.with_reader(kind & SET, access, clock)
+            if new != kind:
+                shadow.cells[where] = new
         else:
-            new = reads.copy()
-            for number in sets:
-                new[reads == number] = self.with_reader(number, access, clock)
-            shadow.reads[where] = new
+            new = cells.copy()
+            for kind in kinds:
+                new[cells == kind] = kind & ~SET | self.with_reader(kind & SET, access, clock)
+            shadow.cells[where] = new
         return conflicts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from warpspec.sim.instruction import Instr
@@ -28,15 +30,17 @@ class CtaOrder:
         self.start = (
             domain.component()
         )  # known by its warps from the start, in row BARRIERS, and by whom they meet
-        # Of each unit, for writes and for reads: the lane, when (`Agent.tag`), and the number of its access.
-        self.lanes = {
-            kind: (np.zeros(units, np.uint8), np.zeros(units, np.int32), np.zeros(units, np.int32))
-            for kind in ("write", "read")
-        }
         self._tensor: Shadow | None = None
         self.suspects: np.ndarray | None = (
             None  # of tensor memory: number of the findings if it is read, or 0
         )
+
+    @cached_property
+    def lanes(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Of each unit of shared memory, for writes and for reads: when and which lane (see `TAG` in memory.py), the
+        number of the access."""
+        units = self.shared.cells.size
+        return {kind: (np.zeros(units, np.int64), np.zeros(units, np.int32)) for kind in ("write", "read")}
 
     @property
     def tensor(self) -> Shadow:

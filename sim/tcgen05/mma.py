@@ -166,6 +166,11 @@ def _run_cta(mmas: Sequence[Mma], cta, rank: int, b: np.ndarray) -> None:
     if first.scales_per_row:
         product = _scaled_product(mmas, cta.tmem, layout, copies, b)
     elif len(copies) == 1:
+        if layout.replaces(first) and not negate:
+            np.matmul(copies[0], b.T, out=layout.words.view(np.float32))
+            if first.shift_a:
+                _shift_a(first, cta.tmem)
+            return
         product = copies[0] @ b.T
     else:  # each group of lanes reads its own copy of A and makes its own columns
         product = np.concatenate(
@@ -201,6 +206,16 @@ class Accumulator:
                 f"D at lane {self.lane}: for this shape it must be {' or '.join(map(str, allowed))}"
             )
         tmem.require(self.column, self.columns, "tcgen05.mma, matrix D,")
+
+    def replaces(self, mma: Mma) -> bool:
+        """Whether the product is all that D becomes, and D's rows stand in all lanes."""
+        plain = self.groups == 1 and not self.half_lanes and not mma.disabled_lanes
+        return plain and not mma.enable_input_d and mma.descriptor.d_format == "f32"
+
+    @property
+    def words(self) -> np.ndarray:
+        """D in its columns of all lanes, uint32."""
+        return self.tmem.data[:, self.column : self.column + self.columns]
 
     def accumulate(self, product: np.ndarray, mma: Mma, disabled: int) -> None:
         """Add float32 [rows, N] to D (or replace D), lanes set in `disabled` excepted."""
