@@ -32,9 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the garbage collector need not look through it each time a kernel is compiled."""
+    """What is imported stays: the garbage collector need not look through it each time a kernel is compiled. It looks
+    less often, too: a sixth of the time of a run with compiled kernels on disk was its."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture
