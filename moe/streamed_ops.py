@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import resolve_backend
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED, target_of
 from warpspec.moe import ops, reference
 from warpspec.moe.permute import sort_tokens
@@ -36,16 +35,11 @@ def weights(data, global_scale, bias, n, k, block) -> StreamedWeights:
     return StreamedWeights(data, global_scale, n, k, block, bias)
 
 
-def resolve(backend: str, device: torch.device, precision: str) -> str:
-    """The backend that runs experts laid out for sm_90a. Raises ValueError for "sm100", UnsupportedProblem for a
-    precision that the backend does not have."""
+def resolve(backend: str, device: torch.device) -> str:
+    """The backend that runs experts laid out for sm_90a. Raises ValueError for "sm100"."""
     backend = resolve_backend(backend, device)
     if backend == "sm100":
         raise ValueError("experts: laid out for 'sm90', backend 'sm100' takes experts.for_backend('sm100')")
-    if precision == "w4a4" and backend != "reference":
-        raise UnsupportedProblem(
-            f"precision: 'w4a4' of experts laid out for 'sm90' runs on backend 'reference' alone, got {backend!r}"
-        )
     return backend
 
 
@@ -73,7 +67,7 @@ def check_layer(arguments, memory):
 def moe_ffn(*arguments):
     """The result of ``moe_ffn``, [T, H] bf16."""
     problem, x, ids, topk_weights, w13, w2, middle, precision, backend = check_layer(arguments, memory=True)
-    backend = resolve(backend, problem.device, precision)
+    backend = resolve(backend, problem.device)
     out = x.new_empty(problem.tokens, problem.hidden)
     if problem.rows == 0:
         return out.zero_()
@@ -84,8 +78,9 @@ def moe_ffn(*arguments):
         return out.copy_(reference.layer(x, tokens, topk_weights, w13, w2, middle, *options))
     from warpspec.moe.sm90.layer import Layer
 
-    layer = Layer(problem, w13, w2, target_for(backend, problem.device))
-    layer.run(x, ids, topk_weights, w13, w2, out)
+    target = target_for(backend, problem.device)
+    layer = Layer(problem, w13, w2, target, precision="w4a16" if precision == "auto" else precision)
+    layer.run(x, ids, topk_weights, w13, w2, out, middle)
     ops.remember(layer.reports)
     return out
 
@@ -117,7 +112,7 @@ def check_grouped(arguments, memory):
 def grouped_swiglu(*arguments):
     """The result of ``grouped_swiglu``, [R, I] bf16."""
     problem, a, offsets, w13, backend = check_grouped(arguments, memory=True)
-    backend = resolve(backend, problem.device, "w4a16")
+    backend = resolve(backend, problem.device)
     out = a.new_empty(problem.rows, problem.width)
     if problem.rows == 0:
         return out

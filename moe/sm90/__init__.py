@@ -28,11 +28,12 @@ def _host_and_arguments(config: StreamConfig) -> tuple:
         StreamedGemm(config),
         rows(cutlass.BFloat16, 2),
         fake_rows(cutlass.Int32, 1) if config.gathers else None,
+        fake_rows(cutlass.Float32, 1) if config.rounds else None,
         rows(cutlass.Uint8, 3),
         fake_rows(cutlass.Float32, 2, 2 if config.gated else 1),
         fake_rows(cutlass.Float32, 2) if config.has_bias else None,
         fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
-        rows(cutlass.BFloat16, 2),
+        rows(cutlass.Float32 if config.rounds else cutlass.BFloat16, 2),
         *(1, 1, 0.0, 1),  # choices, chunks, limit, ctas
     )
 
@@ -53,6 +54,7 @@ def grouped_gemm(
     work: torch.Tensor,
     out: torch.Tensor,
     *,
+    row_scale: torch.Tensor | None = None,
     choices: int = 1,
     limit: float | None = None,
     ctas: int | None = None,
@@ -63,8 +65,8 @@ def grouped_gemm(
 
     tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
     source[r] // choices; None: tokens are the rows. work: int32 [entries + 1, 4]: (number of entries), then (expert,
-    first row, rows up to the configuration's). out: bf16 [R, columns]; of
-    w13 columns in the order of the next GEMM's activations. ctas: instead of the chosen number. CPU tensors
+    first row, rows up to the configuration's). row_scale: fp32 [T] where the configuration rounds. out: [R, columns],
+    bf16, fp32 where it rounds; of w13 columns in the order of the next GEMM's activations. ctas: instead of the chosen number. CPU tensors
     run in the simulator; its SimReport is returned, otherwise None.
     """
     target = target or target_of(out.device)
@@ -76,7 +78,7 @@ def grouped_gemm(
     return stream_kernel.run(
         config,
         target,
-        *(tokens, source, w.data, w.global_scale, w.bias, work, out),
+        *(tokens, source, row_scale, w.data, w.global_scale, w.bias, work, out),
         *(choices, chunks_of(w.k), float(limit or 0.0), ctas),
         seed=seed,
     )

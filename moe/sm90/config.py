@@ -60,7 +60,8 @@ class StreamConfig:
     """Compile-time shape of one grouped GEMM.
 
     block: values that share a scale. gathers: the rows' tokens are looked up. early: the launch before the last has
-    made all but the activations: weights are loaded at once.
+    made all but the activations: weights are loaded at once. rounds: of "w4a4", whose tokens have a scale each, and
+    results are rounded after the launch: they stay fp32.
     """
 
     shape: Shape = Shape()
@@ -70,6 +71,7 @@ class StreamConfig:
     has_bias: bool = False
     gathers: bool = False
     early: bool = False
+    rounds: bool = False
 
     def __post_init__(self):
         shape = self.shape

@@ -74,10 +74,12 @@ def store(config: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor
         if block * COLUMNS < tile.count:
             token = block * COLUMNS + member * PAIR + Int32(odd)
             values = cute.make_rmem_tensor((PAIR, THREAD_ROWS), Float32)
+            factors = token_scales(config, ops, tile, block * COLUMNS + member * PAIR)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 for j in cutlass.range_constexpr(PAIR):
                     i = (block * THREAD_ROWS + r) * PAIR + j
-                    values[j, r] = cute.math.fma(sums[i], terms.scales[r], terms.biases[r])
+                    scale = terms.scales[r] * factors[j] if config.rounds else terms.scales[r]
+                    values[j, r] = cute.math.fma(sums[i], scale, terms.biases[r])
             if cutlass.const_expr(config.gated):
                 results = [(gated(config, values[j, 0], values[j, 1], ops.limit)) for j in range(PAIR)]
                 # 8 features of a warp: its rows without those of up
@@ -90,13 +92,27 @@ def store(config: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor
 
 
 @cute.jit
+def token_scales(config: cutlass.Constexpr, ops, tile, token) -> tuple:
+    """Of ``token`` and the next where the configuration rounds; 0 past the tile's last."""
+    found = []
+    if cutlass.const_expr(config.rounds):
+        for j in cutlass.range_constexpr(PAIR):
+            scale = Float32(0.0)
+            if token + j < tile.count:
+                scale = Float32(ops.row_scale[Int32(ops.source[tile.first + token + j]) // ops.choices])
+            found.append(scale)
+    return tuple(found)
+
+
+@cute.jit
 def store_pair(config: cutlass.Constexpr, ops, tile, feature, token, odd, results: cutlass.Constexpr):
     """Threads of neighbouring features, g even and odd, exchange: each stores both features of one token."""
     low, high = results
     got = cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(odd, low, high)), QUAD)
-    pair = cute.make_rmem_tensor(PAIR, BFloat16)
-    pair[0] = Float32(cutlass.select_(odd, got, low)).to(BFloat16)
-    pair[1] = Float32(cutlass.select_(odd, high, got)).to(BFloat16)
+    kept = Float32 if config.rounds else BFloat16
+    pair = cute.make_rmem_tensor(PAIR, kept)
+    pair[0] = Float32(cutlass.select_(odd, got, low)).to(kept)
+    pair[1] = Float32(cutlass.select_(odd, high, got)).to(kept)
     column = feature - feature % 2
     if (token < tile.count) & (column < ops.out.shape[1]):
         target = ops.out[tile.first + token, None]

@@ -43,6 +43,7 @@ class StreamedGemm:
         self,
         tokens: cute.Tensor,
         source: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
         data: cute.Tensor,
         global_scale: cute.Tensor,
         bias: cute.Tensor | None,
@@ -55,7 +56,7 @@ class StreamedGemm:
         stream: CUstream,
     ):
         """Tensors as in ``tiles.Operands``. choices: rows of a token. chunks: of K. ctas: persistent."""
-        ops = Operands(tokens, source, data, global_scale, bias, work, out, choices, chunks, limit)
+        ops = Operands(tokens, source, row_scale, data, global_scale, bias, work, out, choices, chunks, limit)
         self.kernel(ops).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),

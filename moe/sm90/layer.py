@@ -1,6 +1,11 @@
-"""The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts as the one before ends."""
+"""The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts as the one before ends.
+
+Of "w4a4", whose activations are rounded to NVFP4, a launch before each GEMM rounds them (``round_rows``).
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +15,7 @@ from warpspec.moe.problem import GroupedProblem, LayerProblem
 from warpspec.moe.sm90 import grouped_gemm
 from warpspec.moe.sm90.config import Shape, StreamConfig
 from warpspec.moe.sm90.plan import choose_shape
+from warpspec.moe.sm90.round_rows import round_middle, round_tokens
 from warpspec.moe.sort import sort_choices
 from warpspec.moe.streamed import StreamedWeights, padded_k, reorder, restore
 from warpspec.moe.unpermute import unpermute
@@ -27,28 +33,39 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
 
 
 class Layer:
-    """The stages of a checked problem that has rows. shape: instead of the chosen tiles.
+    """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shape: instead of the chosen tiles.
 
-    ``run`` does all of them, four launches on the current stream; reports: the simulator's of its stages, natively
+    ``run`` does all of them, four launches (six of "w4a4") on the current stream; reports: the simulator's of its stages, natively
     Nones.
     """
 
-    def __init__(self, problem: LayerProblem, w13, w2, target: Target, shape: Shape | None = None):
+    def __init__(
+        self,
+        problem: LayerProblem,
+        w13,
+        w2,
+        target: Target,
+        shape: Shape | None = None,
+        precision: str = "w4a16",
+    ):
+        self.rounds = precision == "w4a4"
         self.problem, self.target, self.experts = problem, target, w13.experts
         self.shape = shape or choose_shape(problem.rows, w13.experts)
-        self.gate_config = gated_config(w13, self.shape, problem, gathers=True)
+        self.gate_config = gated_config(w13, self.shape, problem, gathers=True, rounds=self.rounds)
         self.down_config = StreamConfig(
             shape=self.shape, block=w2.block, has_bias=w2.bias is not None, early=True
         )
         self.reports = []
 
     def buffers(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is between the GEMMs, [R, padded I] in the kernel's order; GEMM 2's rows [R, H]), unwritten, bf16."""
+        """(what is between the GEMMs, [R, padded I] in the kernel's order; GEMM 2's rows [R, H]), unwritten, bf16; of
+        "w4a4" the first is fp32."""
         rows, hidden = self.problem.rows, self.problem.hidden
-        return x.new_empty(rows, padded_k(self.problem.width)), x.new_empty(rows, hidden)
+        middle = torch.float32 if self.rounds else x.dtype
+        return x.new_empty(rows, padded_k(self.problem.width), dtype=middle), x.new_empty(rows, hidden)
 
     def sort(self, x: torch.Tensor, topk_ids: torch.Tensor) -> tuple:
-        """(sorted tokens, list of work, activations)."""
+        """(sorted tokens, list of work, activations, their scales or None)."""
         if x.shape[0] == 1:
             x = x[0][None]  # a stride that means nothing need not be even
         *found, report = sort_choices(
@@ -56,16 +73,20 @@ class Layer:
             self.experts,
             shared=self.problem.shared,
             rows=self.shape.tokens,
-            x=x,
+            x=None if self.rounds else x,
             target=self.target,
         )
         self.reports.append(report)
-        return tuple(found)
+        scale = None
+        if self.rounds:
+            found[-1], scale, report = round_tokens(x, self.target)
+            self.reports.append(report)
+        return *found, scale
 
     def first(self, found: tuple, w13: StreamedWeights, h: torch.Tensor) -> None:
         """GEMM 1 and the activation. found: what ``sort`` returned."""
-        tokens, work, activations = found
-        options = dict(choices=tokens.choices, limit=self.problem.limit, target=self.target)
+        tokens, work, activations, scale = found
+        options = dict(choices=tokens.choices, row_scale=scale, limit=self.problem.limit, target=self.target)
         self.reports.append(
             grouped_gemm(self.gate_config, activations, tokens.source, w13, work, h, **options)
         )
@@ -79,13 +100,23 @@ class Layer:
         weights = topk_weights.contiguous()
         self.reports.append(unpermute(y, found[0].position, weights, out, dependent=True, target=self.target))
 
-    def run(self, x, topk_ids, topk_weights, w13, w2, out) -> None:
-        """out [T, H]."""
+    def round(self, found: tuple, h: torch.Tensor, intermediate_scale: torch.Tensor) -> torch.Tensor:
+        """Of "w4a4": GEMM 2's activations."""
+        rounded, report = round_middle(h, found[0].offsets, intermediate_scale, self.target)
+        self.reports.append(report)
+        return rounded
+
+    def run(self, x, topk_ids, topk_weights, w13, w2, out, intermediate_scale=None) -> None:
+        """out [T, H]. intermediate_scale: fp32 [E], which "w4a4" rounds with."""
         self.reports = []
+        if self.rounds:
+            w2 = replace(w2, global_scale=w2.global_scale * intermediate_scale[:, None])
         with self.target.current():
             found = self.sort(x, topk_ids)
             h, y = self.buffers(x)
             self.first(found, w13, h)
+            if self.rounds:
+                h = self.round(found, h, intermediate_scale.contiguous())
             self.second(found, h, w2, y)
             self.sum(found, y, topk_weights, out)
 

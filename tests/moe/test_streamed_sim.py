@@ -114,6 +114,27 @@ def test_tiles_of_several_consumers(shape):
     assert relative_error(out, expected) < GEMM_TOLERANCE
 
 
+def test_w4a4_has_the_bits_of_sm_100a():
+    """Where sums are exact in any order: weights of one power of two, in blocks of 32; tails of 16 and of K; NaN."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows, k):
+        codes = torch.randint(0, 256, (3, rows, k // 2), dtype=torch.uint8, generator=generator)
+        return from_mxfp4(codes, torch.full((3, rows, k // 32), 122, dtype=torch.uint8))
+
+    layer = NVFP4Experts.quantize(matrix(56, 96), matrix(56, 96), matrix(96, 64))
+    x = randn(6, 96, seed=3).bfloat16()
+    x[3] *= 100
+    x[4, 7] = torch.nan
+    ids, weights = route(randn(6, 3), 2)
+    ids[1, 0], ids[5] = -1, ids[5, 0]
+    options = dict(activation="swiglu_oai", limit=3.0, precision="w4a4")
+    expected = moe_ffn(x, layer, ids, weights, **options, backend="sim")
+    got = moe_ffn(x, layer.for_backend("sm90"), ids, weights, **options, backend="sim")
+    assert got[4].isnan().all() and got.isnan().sum() == got.shape[1]
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [plan.FEW, *plan.SHAPES.values()], ids=str)
 def test_no_spills(shape):

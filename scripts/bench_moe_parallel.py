@@ -1,0 +1,93 @@
+"""Experts spread over this machine's GPUs by NCCL: the bits of one GPU, and the time of a call.
+
+    python scripts/bench_moe_parallel.py                           # gpt-oss-120b, all GPUs
+    python scripts/bench_moe_parallel.py --models flash --tokens 64,4096
+
+Every rank has so many tokens of its own and its share of the experts. "one": the same tokens with all experts on this
+GPU, without a group. A call with a group waits for the host once (counts), so times are of the host's clock over calls
+in a row, behind a barrier, the longest of the ranks'. Results are compared bit by bit first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from bench_moe import MODELS, random_experts, random_tokens
+from shared import gpu_bench
+
+from warpspec.moe import moe_ffn
+
+CALLS, ROUNDS = 20, 5
+
+
+def microseconds(call, group) -> float:
+    """Of a call, the slowest rank's: median over rounds of calls in a row."""
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier(group)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+        took = torch.tensor((time.perf_counter() - start) / CALLS * 1e6, device="cuda")
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
+        found.append(took.item())
+    return statistics.median(found)
+
+
+def as_rank(rank: int, ranks: int, options) -> None:
+    """One process and GPU."""
+    torch.cuda.set_device(rank)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port)}
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    group = dist.group.WORLD
+    for name in options.models.split(","):
+        model = MODELS[name]
+        experts = random_experts(model)
+        own = experts.shard(rank, ranks)
+        for tokens in map(int, options.tokens.split(",")):
+            x, ids, weights = random_tokens(model, tokens, options.routing, seed=rank)
+            layer = dict(activation=model.activation, limit=model.limit)
+
+            def spread(x=x, ids=ids, weights=weights, own=own, layer=layer):
+                return moe_ffn(x, own, ids, weights, **layer, group=group)
+
+            def alone(x=x, ids=ids, weights=weights, experts=experts, layer=layer):
+                return moe_ffn(x, experts, ids, weights, **layer)
+
+            same = torch.tensor(int(torch.equal(spread(), alone())), device="cuda")
+            dist.all_reduce(same, dist.ReduceOp.MIN, group=group)
+            times = [microseconds(call, group) for call in (spread, alone)]
+            if rank == 0:
+                print(
+                    f"{name:13} {ranks} ranks of {tokens:4} tokens: {times[0]:8.1f} us, one {times[1]:8.1f} us, "
+                    f"same bits {bool(same.item())}",
+                    flush=True,
+                )
+        del experts, own
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="gpt-oss-120b")
+    parser.add_argument("--tokens", default="1,16,64,512,4096")
+    parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf"))
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--port", type=int, default=29511)
+    options = parser.parse_args()
+    print(gpu_bench.header(), flush=True)
+    processes.spawn(as_rank, (options.ranks, options), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

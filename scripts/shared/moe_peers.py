@@ -1,0 +1,157 @@
+"""Peers of the experts' layer on Hopper: both GEMMs of a layer of random weights, tokens sorted beforehand.
+
+The environment variable WARPSPEC_MOE_PEERS names a folder with their Python packages (triton_kernels, humming, sglang);
+those that are not there are no peers. Every expert of a peer has the same codes in memory of its own, so that one
+product is a check for all. A peer is a function of (x, ids, weights) that rotates as ours does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from warpspec.common import nvfp4
+
+FOLDER_VARIABLE = "WARPSPEC_MOE_PEERS"
+MX_BLOCK = 32
+E8M0_ONE = 127
+SCALE_POWER = -7  # of the random weights: results are of the tokens' size
+TOLERANCE = 2e-2
+ALPHA = {"swiglu_oai": 1.702, "swiglu": 1.0}
+
+
+def has(package: str) -> bool:
+    """Whether the folder has a package; it can be imported then."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or not (Path(folder) / package).is_dir():
+        return False
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return True
+
+
+def random_codes(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed e2m1 codes uint8 [n, k/2], lower half first; their values fp32 [n, k], scales included)."""
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    return packed, nvfp4.e2m1_values(nvfp4.unpack(packed)) * 2.0**SCALE_POWER
+
+
+def check(called: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = ((got.float() - wanted).norm() / wanted.norm()).item()
+    if not error < TOLERANCE:
+        raise ValueError(f"{called}: off by {error:.3g}")
+
+
+def triton_kernels(model, sets: list, num_warps: int) -> Callable | None:
+    """OpenAI's matmul_ogs with MXFP4 weights, activation in the first GEMM, weighted sum behind the second."""
+    if not has("triton_kernels"):
+        return None
+    from triton_kernels import matmul_ogs as ogs
+    from triton_kernels import routing, swiglu
+    from triton_kernels.matmul_ogs_details import opt_flags
+    from triton_kernels.tensor import FP4, Storage, convert_layout, wrap_torch_tensor
+    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+
+    opt_flags.reset_opt_flags_constraints()
+    opt_flags.update_opt_flags_constraints({"split_k": 1})
+
+    def repeated(one):
+        """The tensor of one expert, for all of them."""
+        shape = [model.experts, *one.shape[1:]]
+        own = one.storage.layout
+        data = one.storage.data.mT.contiguous().repeat(model.experts, 1, 1).mT
+        options = {"num_warps": own.num_warps} if hasattr(own, "num_warps") else {}
+        layout = type(own)((model.experts, *own_shape(one)), mx_axis=1, **options)
+        return replace(one, storage=Storage(data, layout), shape=shape, shape_max=None)
+
+    def own_shape(one):
+        return tuple(one.shape[1:])
+
+    def weights(n, k):
+        codes, values = random_codes(n, k)
+        scales = torch.full((1, n, k // MX_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device="cuda")
+        w = convert_layout(wrap_torch_tensor(codes[None].mT, dtype=FP4), HopperMXValueLayout, mx_axis=1)
+        s = convert_layout(wrap_torch_tensor(scales.mT), HopperMXScaleLayout, mx_axis=1, num_warps=num_warps)
+        bias = torch.zeros(model.experts, n, device="cuda") if model.biases else None
+        return repeated(w), bias, ogs.PrecisionConfig(weight_scale=repeated(s)), values
+
+    w13, b13, precision13, values13 = weights(2 * model.width, model.hidden)
+    w2, b2, precision2, values2 = weights(model.hidden, model.width)
+    act = ogs.FusedActivation(
+        ogs.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit")), (ALPHA[model.activation], model.limit), 2
+    )
+
+    def sort(ids, topk_weights):
+        flat = ids.flatten()
+        order = torch.argsort(flat, stable=True)
+        back = torch.argsort(order, stable=True)
+        hist = torch.bincount(flat, minlength=model.experts).int()
+        data = routing.compute_expt_data(hist, model.experts, flat.numel())
+        gammas = topk_weights.flatten()[order].bfloat16()
+        return (
+            routing.RoutingData(gammas, hist, model.experts, model.choices, data),
+            routing.GatherIndx(src_indx=order.int(), dst_indx=back.int()),
+            routing.ScatterIndx(src_indx=back.int(), dst_indx=order.int()),
+        )
+
+    sorted_sets = {id(ids): sort(ids, weights) for _, ids, weights in sets}
+
+    def call(x, ids, weights):
+        data, gather, scatter = sorted_sets[id(ids)]
+        h = ogs.matmul_ogs(
+            x, w13, b13, data, gather_indx=gather, precision_config=precision13, fused_activation=act
+        )
+        return ogs.matmul_ogs(
+            h, w2, b2, data, scatter_indx=scatter, precision_config=precision2, gammas=data.gate_scal
+        )
+
+    x, ids, topk_weights = sets[0]
+    y = x[:1].float() @ values13.T
+    gate, up = y[:, 0::2].clamp(max=model.limit), y[:, 1::2].clamp(-model.limit, model.limit)
+    h = gate * torch.sigmoid(ALPHA[model.activation] * gate) * (up + 1)
+    check("triton_kernels", call(*sets[0])[:1], (h @ values2.T) * topk_weights[0].sum())
+    return call
+
+
+def humming(model, sets: list) -> Callable | None:
+    """Humming's grouped GEMM with MXFP4 weights on rows gathered beforehand; no activation, no sum."""
+    if not has("humming"):
+        return None
+    from humming.layer import HummingLayer
+
+    def layer(n, k):
+        """(the layer, the values of its weights)."""
+        codes, values = random_codes(n, k)
+        made = HummingLayer(
+            n, k, {"quant_method": "mxfp4"}, num_experts=model.experts, torch_dtype=torch.bfloat16
+        ).cuda()
+        made.weight.data.copy_(codes.expand(model.experts, n, k // 2))
+        made.weight_scale.data.fill_(E8M0_ONE + SCALE_POWER)
+        made.transform()
+        return made, values
+
+    w13, values13 = layer(2 * model.width, model.hidden)
+    w2, _ = layer(model.hidden, model.width)
+    options = {"compute_config": {"gemm_type": "grouped_contiguous"}, "top_k": model.choices}
+
+    def sort(x, ids):
+        flat = ids.flatten()
+        order = torch.argsort(flat, stable=True)
+        ends = torch.bincount(flat, minlength=model.experts).cumsum(0)
+        h = torch.randn(len(flat), model.width, device="cuda").bfloat16()
+        return x[order // model.choices].contiguous(), h, torch.nn.functional.pad(ends, (1, 0))
+
+    kept = {id(ids): sort(x, ids) for x, ids, _ in sets}
+
+    def call(x, ids, weights):
+        rows, h, layout = kept[id(ids)]
+        w2(h, expert_layout=layout, **options)
+        return w13(rows, expert_layout=layout, **options)
+
+    check("humming", call(*sets[0]), kept[id(sets[0][1])][0].float() @ values13.T)
+    return call
