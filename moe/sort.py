@@ -38,14 +38,16 @@ VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16
 @dataclass(frozen=True)
 class SortConfig:
     """experts: E, with the shared ones. shared: the last so many of them, which every token takes. choices: k, without
-    them. warps: of the CTA. rows: most of an entry of work; 0: there is no list. reorders: tokens become activations.
+    them. warps: of the CTA. widths: of classes of entries of work, the widest first: an entry has as many rows as that
+    at most, an expert's last entry is of the last class that holds it; (): there is no list. reorders: tokens become
+    activations.
     """
 
     experts: int
     choices: int
     shared: int = 0
     warps: int = FEW_WARPS
-    rows: int = 0
+    widths: tuple[int, ...] = ()
     reorders: bool = False
 
     def __post_init__(self):
@@ -140,7 +142,7 @@ def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, counte
     scan(config, counters, config.counters, totals[None, 0], thread)
     for expert in cutlass.range(thread, config.experts, config.threads):
         offsets[expert] = counters[(expert + 1) * config.warps]
-    if cutlass.const_expr(config.rows > 0):
+    if cutlass.const_expr(len(config.widths) > 0):
         list_work(config, counters, totals[None, 1], work, thread)
     cute.arch.sync_threads()
 
@@ -230,26 +232,43 @@ def sum_before(config: cutlass.Constexpr, own: Int32, totals, thread) -> Int32:
 
 @cute.jit
 def list_work(config: cutlass.Constexpr, counters, totals, work, thread):
-    """work: (number of entries), then (expert, first row, rows) of every expert's rows, cut by ``config.rows``."""
+    """work: (where each class ends), then (expert, first row, rows) of every expert's rows, cut by the widest class's
+    width; class by class, in each by expert."""
     share = -(-config.experts // config.threads)
-    own = Int32(0)
-    for i in cutlass.range(share, unroll=1):
-        expert = thread * share + i
-        if expert < config.experts:
-            own += cute.ceil_div(rows_of(config, counters, expert), config.rows)
-    entry = sum_before(config, own, totals, thread)
-    for i in cutlass.range(share, unroll=1):
-        expert = thread * share + i
-        if expert < config.experts:
-            rows = rows_of(config, counters, expert)
-            first = counters[expert * config.warps]
-            for at in cutlass.range(0, rows, config.rows, unroll=1):
-                entry += 1
-                work[entry, 0] = expert
-                work[entry, 1] = first + at
-                work[entry, 2] = cutlass.min(rows - at, config.rows)
-    if thread == config.threads - 1:
-        work[0, 0] = entry
+    end = Int32(0)
+    for number in cutlass.range_constexpr(len(config.widths)):
+        own = Int32(0)
+        for i in cutlass.range(share, unroll=1):
+            expert = thread * share + i
+            if expert < config.experts:
+                own += entries_of(config, number, rows_of(config, counters, expert))
+        entry = end + sum_before(config, own, totals, thread)
+        for warp in cutlass.range_constexpr(config.warps):
+            end += totals[warp]
+        for i in cutlass.range(share, unroll=1):
+            expert = thread * share + i
+            if expert < config.experts:
+                rows = rows_of(config, counters, expert)
+                begin = Int32(0)
+                if cutlass.const_expr(number > 0):
+                    begin = rows // config.widths[0] * config.widths[0]
+                for j in cutlass.range(entries_of(config, number, rows), unroll=1):
+                    entry += 1
+                    at = begin + j * config.widths[0]
+                    work[entry, 0] = expert
+                    work[entry, 1] = counters[expert * config.warps] + at
+                    work[entry, 2] = cutlass.min(rows - at, config.widths[0])
+        if thread == 0:
+            work[0, number] = end
+        cute.arch.sync_threads()
+
+
+def entries_of(config, number: int, rows) -> Int32:
+    """Entries of a class that an expert of so many rows has."""
+    narrower = (*config.widths, 0)[number + 1]
+    left = rows % config.widths[0]
+    last = Int32((left > narrower) & (left <= config.widths[number]))
+    return last if number else rows // config.widths[0] + last
 
 
 def rows_of(config, counters, expert) -> Int32:
@@ -285,7 +304,7 @@ def _host_and_arguments(config: SortConfig) -> tuple:
         fake_rows(Int32, 1),
         fake_rows(Int32, 2),
         fake_rows(Int32, 1),
-        fake_rows(Int32, 2, WORK_COLUMNS) if config.rows else None,
+        fake_rows(Int32, 2, WORK_COLUMNS) if config.widths else None,
         fake_rows(Uint32, 2) if config.reorders else None,
         fake_rows(Uint32, 2, alignment=VECTOR_BYTES) if config.reorders else None,
         1,
@@ -305,17 +324,17 @@ def sort_choices(
     experts: int,
     *,
     shared: int = 0,
-    rows: int = 0,
+    widths: tuple[int, ...] = (),
     x: torch.Tensor | None = None,
     target: Target | None = None,
 ) -> tuple[SortedTokens, torch.Tensor | None, torch.Tensor | None, object]:
     """Sorts the choices topk_ids [T, k] (int32) by expert, in one launch without synchronisation.
 
     experts: E, the last ``shared`` of which every token takes as further choices and no id names; ids outside of the
-    others are dropped. rows: most rows of an entry of work; 0: no list. x: bf16 [T, H], becomes activations.
+    others are dropped. widths: as of ``SortConfig``. x: bf16 [T, H], becomes activations.
 
-    Returns (sorted tokens of k + shared choices; work int32 [entries + 1, 4]: (number of entries), then (expert, first
-    row, rows, -), or None; activations bf16 [T, padded H] or None; the simulator's report or None).
+    Returns (sorted tokens of k + shared choices; work int32 [entries + 1, 4]: (where each class ends), then (expert, first
+    row, rows, -), by class and expert, or None; activations bf16 [T, padded H] or None; the simulator's report or None).
     """
     tokens, choices = topk_ids.shape
     taken = choices + shared
@@ -326,10 +345,10 @@ def sort_choices(
         return torch.empty(*shape, dtype=dtype, device=topk_ids.device)
 
     result = SortedTokens(empty(count), empty(tokens, taken), empty(experts))
-    work = empty(entries_bound(count, experts, rows) + 1, WORK_COLUMNS) if rows else None
+    work = empty(entries_bound(count, experts, widths[0]) + 1, WORK_COLUMNS) if widths else None
     activations, ctas = None, 1
     config = SortConfig(
-        *(experts, choices, shared, FEW_WARPS if count <= FEW_CHOICES else MANY_WARPS, rows, x is not None)
+        *(experts, choices, shared, FEW_WARPS if count <= FEW_CHOICES else MANY_WARPS, widths, x is not None)
     )
     if x is not None:
         activations = empty(tokens, padded_k(x.shape[1]), dtype=torch.bfloat16)

@@ -84,7 +84,7 @@ def random_weights(model: Model, n: int, k: int, parts: int, generator) -> Strea
         scales = data[:, :, at : at + size]
         scales.bitwise_and_(low).add_(SCALE_BIAS << SCALE_MANTISSA_BITS)
     scale = torch.full((model.experts, parts), 0.4 / k**0.5, device="cuda")
-    bias = torch.randn(model.experts, rows, device="cuda") / 4 if model.biases else None
+    bias = torch.randn(model.experts, rows, device="cuda", generator=generator) / 4 if model.biases else None
     return StreamedWeights(data, scale, n, k, model.block, bias)
 
 

@@ -66,8 +66,8 @@ def grouped_gemm(
     tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
     source[r] // choices; None: tokens are the rows. work: int32 [entries + 1, 4]: (number of entries), then (expert,
     first row, rows up to the configuration's). row_scale: fp32 [T] where the configuration rounds. out: [R, columns],
-    bf16, fp32 where it rounds; of w13 columns in the order of the next GEMM's activations. ctas: instead of the chosen number. CPU tensors
-    run in the simulator; its SimReport is returned, otherwise None.
+    bf16, fp32 where it rounds; of w13 columns in the order of the next GEMM's activations. ctas: instead of the chosen
+    number. CPU tensors run in the simulator; its SimReport is returned, otherwise None.
     """
     target = target or target_of(out.device)
     if target.major != WGMMA_MAJOR:

@@ -24,11 +24,13 @@ ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
-LOAD_REGISTERS = 40
+LOAD_REGISTERS = 48
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
 STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
 MOST_STAGES = 24  # whose barriers have room
 TOKENS = (8, 16, 32, 64, 128)  # N
+MANY_TOKENS = 64  # from which there are classes
+QUARTERS = (4, 3, 1)  # of the most tokens: the classes
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class Shape:
         tall = " tall" if self.tall > 1 else ""
         stages = f"{self.stages} stages of {self.steps}"
         return f"{64 * self.row_groups}x{self.tokens}{tall} {stages} {self.ctas_per_sm} an SM{splits}"
+
+
+def widths_of(tokens: int) -> tuple[int, ...]:
+    """Classes of entries of at most so many tokens, the widest first; an entry's is the last that holds it. Products of
+    few tokens take little time where others take much."""
+    return tuple(tokens * quarters // 4 for quarters in QUARTERS) if tokens >= MANY_TOKENS else (tokens,)
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,11 @@ class StreamConfig:
         spare = (threads - LOAD_REGISTERS) * WARPGROUP_THREADS
         more = threads + spare // (self.consumers * WARPGROUP_THREADS) // REGISTER_STEP * REGISTER_STEP
         return min(more, MAX_REGISTERS_PER_THREAD // REGISTER_STEP * REGISTER_STEP), LOAD_REGISTERS
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of classes of entries, the widest first: tokens that their products are compiled for, at most."""
+        return widths_of(self.shape.tokens)
 
     @property
     def stage_chunks(self) -> int:

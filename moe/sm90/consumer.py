@@ -21,21 +21,23 @@ ONE_WARPGROUP = (1, 1, 1)
 FIRST_JOIN_BARRIER = 1  # named barriers, one a row group
 
 
-def make_mma(config) -> cute.TiledMma:
-    """D [64, N] += A [64, K] B [N, K]^T: A from registers, B from shared memory, K contiguous."""
-    major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, config.shape.tokens)
+def make_mma(width: int) -> cute.TiledMma:
+    """D [64, N] += A [64, K] B [N, K]^T of so many tokens: A from registers, B from shared memory, K contiguous."""
+    major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, width)
     return hopper.make_trivial_tiled_mma(
         BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, tile, warpgroup.OperandSource.RMEM
     )
 
 
-def token_chunks(config, base) -> cute.Tensor:
-    """(MMA, MMA_N, MMA_K, CHUNK): descriptors of all stages' chunks."""
-    tiler = (WARPGROUP_ROWS, config.shape.tokens, CHUNK)
+def token_chunks(config, width: int, base) -> cute.Tensor:
+    """(MMA, MMA_N, MMA_K, CHUNK): descriptors of all stages' chunks, the first tokens of each."""
     chunks = config.stage_chunks * config.shape.stages
-    layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tiler, BFloat16, chunks)
-    shared = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=BFloat16), layout.outer)
-    mma = make_mma(config)
+    one = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (WARPGROUP_ROWS, width, CHUNK), BFloat16, 1)
+    rows, columns, _ = one.outer.shape
+    strides = (*one.outer.stride[:2], config.shape.tokens * CHUNK)
+    outer = cute.make_layout((rows, columns, chunks), stride=strides)
+    shared = cute.make_tensor(cute.recast_ptr(base, one.inner, dtype=BFloat16), outer)
+    mma = make_mma(width)
     return mma.make_fragment_B(mma.get_slice(0).partition_B(shared))
 
 
@@ -48,66 +50,106 @@ def consume(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops,
     was read before. Produces empty, one arrival a warp, when the products of a stage are done. Two chunks are in
     registers: one is decoded while the products of the other run.
     """
+    use = Int32(0)
+    for number in cutlass.range_constexpr(len(config.widths)):
+        use = consume_class(config, number, channels, shared, ops, group, split, thread, use)
+
+
+@cute.jit
+def consume_class(
+    config: cutlass.Constexpr,
+    number: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared,
+    ops,
+    group,
+    split,
+    thread,
+    use,
+) -> Int32:
+    """The tiles of one class of entries. use: of the CTA's first stage of them; of the next class's is returned."""
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    width, splits, tall = config.widths[number], config.shape.splits, config.shape.tall
+    mma = make_mma(width)
+    sums_shape = mma.partition_shape_C((WARPGROUP_ROWS, width))
+    sums = [cute.make_rmem_tensor(sums_shape, Float32) for _ in range(tall)]
+    chunk_shape = mma.partition_shape_A((WARPGROUP_ROWS, CHUNK))
+    weights = [cute.make_rmem_tensor(chunk_shape, BFloat16) for _ in range(2)]
+    stages, first = stage_count(config, ops), cta
+    if cutlass.const_expr(number > 0):
+        before = cutlass.max(tile_count(config, ops, number - 1) - cta, 0)
+        first = cta + cute.ceil_div(before, ctas) * ctas
+    for index in cutlass.range(first, tile_count(config, ops, number), ctas, unroll=1):
+        tile = tile_at(config, ops, index)
+        if has_rows(ops, tile, group):
+            terms = [terms_of(config, ops, tile, group + i, thread) for i in range(tall)]
+            for i in cutlass.range_constexpr(tall):
+                sums[i].fill(0.0)
+            add_products(config, width, channels, shared, ops, group, split, thread, use, sums, weights)
+            if cutlass.const_expr(splits > 1):
+                join(config, shared, group, split, thread, flat(sums[0]))
+            if split == 0:
+                for i in cutlass.range_constexpr(tall):
+                    store(config, width, ops, tile, group + i, thread, flat(sums[i]), terms[i])
+        else:
+            for stage in cutlass.range(split, stages, splits, unroll=1):
+                await_stage(channels, use + stage)
+                channels["empty"].arrive_warp(use + stage)
+        use += stages
+    return use
+
+
+@cute.jit
+def add_products(
+    config: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared,
+    ops,
+    group,
+    split,
+    thread,
+    use,
+    sums: cutlass.Constexpr,
+    weights: cutlass.Constexpr,
+):
+    """A tile's products. use: of its first stage. sums: of each row group, fragments of ``width`` tokens. weights: of two
+    chunks."""
     splits, tall, chunks, empty = (
         config.shape.splits,
         config.shape.tall,
         config.stage_chunks,
         channels["empty"],
     )
-    mma, tokens = make_mma(config), token_chunks(config, shared.tokens)
-    sums_shape = mma.partition_shape_C((WARPGROUP_ROWS, config.shape.tokens))
-    sums = [cute.make_rmem_tensor(sums_shape, Float32) for _ in range(tall)]
-    chunk_shape = mma.partition_shape_A((WARPGROUP_ROWS, CHUNK))
-    weights = [cute.make_rmem_tensor(chunk_shape, BFloat16) for _ in range(2)]
-    whole, stages, use = ops.chunks // chunks, stage_count(config, ops), Int32(0)
-    for index in cutlass.range(cta, tile_count(config, ops), ctas, unroll=1):
-        tile = tile_at(config, ops, index)
-        if has_rows(ops, tile, group):
-            terms = [terms_of(config, ops, tile, group + i, thread) for i in range(tall)]
-            for i in cutlass.range_constexpr(tall):
-                sums[i].fill(0.0)
-            for stage in cutlass.range(split, whole, splits, unroll=1):
-                await_stage(channels, use + stage)
-                words = [
-                    stage_words(config, shared, group + i, thread, use + stage, chunks) for i in range(tall)
-                ]
-                for unit in cutlass.range_constexpr(chunks * tall):
-                    warpgroup.wait_group(1)
-                    if cutlass.const_expr(unit == 1):  # noqa: SIM102
-                        if stage >= splits:
-                            empty.arrive_warp(use + stage - splits)
-                    chunk, i = unit // tall, unit % tall
-                    issue(config, sums[i], weights[unit % 2], tokens, words[i], use + stage, chunk)
-            # The split's last stage; where that is a part of one, also the one before.
-            left = cutlass.max(stages - splits, 0)
-            left += (split + left * (splits - 1)) % splits
-            if (whole < stages) & (whole % splits == split):
-                await_stage(channels, use + whole)
-                most = chunks - 1
-                words = [
-                    stage_words(config, shared, group + i, thread, use + whole, most) for i in range(tall)
-                ]
-                for unit in cutlass.range_constexpr(most * tall):
-                    chunk, i = unit // tall, unit % tall
-                    if chunk < ops.chunks % chunks:
-                        warpgroup.wait_group(1)
-                        issue(config, sums[i], weights[unit % 2], tokens, words[i], use + whole, chunk)
-                left = cutlass.max(whole - splits, split)
-            warpgroup.wait_group(0)
-            cute.arch.fence_view_async_shared()
-            for stage in cutlass.range(left, stages, splits, unroll=1):
-                empty.arrive_warp(use + stage)
-            if cutlass.const_expr(splits > 1):
-                join(config, shared, group, split, thread, flat(sums[0]))
-            if split == 0:
-                for i in cutlass.range_constexpr(tall):
-                    store(config, ops, tile, group + i, thread, flat(sums[i]), terms[i])
-        else:
-            for stage in cutlass.range(split, stages, splits, unroll=1):
-                await_stage(channels, use + stage)
-                empty.arrive_warp(use + stage)
-        use += stages
+    tokens = token_chunks(config, width, shared.tokens)
+    whole, stages = ops.chunks // chunks, stage_count(config, ops)
+    for stage in cutlass.range(split, whole, splits, unroll=1):
+        await_stage(channels, use + stage)
+        words = [stage_words(config, shared, group + i, thread, use + stage, chunks) for i in range(tall)]
+        for unit in cutlass.range_constexpr(chunks * tall):
+            warpgroup.wait_group(1)
+            if cutlass.const_expr(unit == 1):  # noqa: SIM102
+                if stage >= splits:
+                    empty.arrive_warp(use + stage - splits)
+            chunk, i = unit // tall, unit % tall
+            issue(config, width, sums[i], weights[unit % 2], tokens, words[i], use + stage, chunk)
+    # The split's last stage; where that is a part of one, also the one before.
+    left = cutlass.max(stages - splits, 0)
+    left += (split + left * (splits - 1)) % splits
+    if (whole < stages) & (whole % splits == split):
+        await_stage(channels, use + whole)
+        most = chunks - 1
+        words = [stage_words(config, shared, group + i, thread, use + whole, most) for i in range(tall)]
+        for unit in cutlass.range_constexpr(most * tall):
+            chunk, i = unit // tall, unit % tall
+            if chunk < ops.chunks % chunks:
+                warpgroup.wait_group(1)
+                issue(config, width, sums[i], weights[unit % 2], tokens, words[i], use + whole, chunk)
+        left = cutlass.max(whole - splits, split)
+    warpgroup.wait_group(0)
+    cute.arch.fence_view_async_shared()
+    for stage in cutlass.range(left, stages, splits, unroll=1):
+        empty.arrive_warp(use + stage)
 
 
 def await_stage(channels, use) -> None:
@@ -135,13 +177,13 @@ def join(config: cutlass.Constexpr, shared, group, split, thread, sums: cute.Ten
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
-def issue(config, sums, weights, tokens, words, use, chunk: int) -> None:
+def issue(config, width: int, sums, weights, tokens, words, use, chunk: int) -> None:
     """Decode a chunk and issue its products. words: what ``stage_words`` gave."""
     codes, scales = words
     out = cute.recast_tensor(flat(weights), Uint32)
     decode_chunk(codes[chunk], scales[chunk // STEP_CHUNKS], chunk % STEP_CHUNKS, out)
     b = tokens[None, None, None, use % config.shape.stages * config.stage_chunks + chunk]
-    multiply(make_mma(config), sums, weights, b, True)
+    multiply(make_mma(width), sums, weights, b, True)
 
 
 def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, list]:

@@ -65,12 +65,14 @@ def first_row(tile: Tile, group, thread) -> Int32:
 
 
 @cute.jit
-def store(config: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor, terms):
-    """The tile's results. sums (n): the fragment's registers."""
+def store(
+    config: cutlass.Constexpr, width: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor, terms
+):
+    """The tile's results, of at most ``width`` tokens. sums (n): the fragment's registers."""
     row = first_row(tile, group, thread)
     member = thread % QUAD
     odd = Boolean(thread // QUAD % 2 == 1)
-    for block in cutlass.range_constexpr(config.shape.tokens // COLUMNS):
+    for block in cutlass.range_constexpr(width // COLUMNS):
         if block * COLUMNS < tile.count:
             token = block * COLUMNS + member * PAIR + Int32(odd)
             values = cute.make_rmem_tensor((PAIR, THREAD_ROWS), Float32)

@@ -35,8 +35,8 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
 class Layer:
     """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shape: instead of the chosen tiles.
 
-    ``run`` does all of them, four launches (six of "w4a4") on the current stream; reports: the simulator's of its stages, natively
-    Nones.
+    ``run`` does all of them, four launches (six of "w4a4") on the current stream; reports: the simulator's of its
+    stages, natively Nones.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Layer:
             topk_ids.contiguous(),
             self.experts,
             shared=self.problem.shared,
-            rows=self.shape.tokens,
+            widths=self.gate_config.widths,
             x=None if self.rounds else x,
             target=self.target,
         )
@@ -132,27 +132,35 @@ def run_grouped(
 ) -> list:
     """out [R, I] of rows that are sorted already. Returns the simulator's reports, or Nones."""
     shape = choose_shape(problem.rows, problem.experts)
-    work = list_work(tokens.offsets, shape.tokens, problem.rows)
     config = gated_config(w13, shape, problem)
+    work = list_work(tokens.offsets, config.widths, problem.rows)
     h = a.new_empty(problem.rows, padded_k(problem.width))
     report = grouped_gemm(config, reorder(a), None, w13, work, h, limit=problem.limit, target=target)
     out.copy_(restore(h, problem.width))
     return [report]
 
 
-def list_work(offsets: torch.Tensor, most: int, rows: int) -> torch.Tensor:
+def list_work(offsets: torch.Tensor, widths: tuple[int, ...], rows: int) -> torch.Tensor:
     """The list of work of running ends, in torch operations: int32 [entries + 1, 4], as of ``sort.sort_choices``."""
     from warpspec.moe.sort import WORK_COLUMNS, entries_bound
 
+    experts, most = len(offsets), widths[0]
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
-    counts = (offsets - starts + most - 1) // most
+    whole, left = (offsets - starts) // most, (offsets - starts) % most
+    counts = [
+        ((left > low) & (left <= high)).int() for high, low in zip(widths, (*widths[1:], 0), strict=True)
+    ]
+    counts[0] = counts[0] + whole
+    counts = torch.cat(counts)  # [class, expert]
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    bound = entries_bound(rows, len(offsets), most)
+    bound = entries_bound(rows, experts, most)
     entry = torch.arange(bound, dtype=torch.int32, device=offsets.device)
-    expert = torch.searchsorted(ends, entry, right=True).clamp(max=len(offsets) - 1)
-    first = starts[expert] + (entry - (ends - counts)[expert]) * most
+    slot = torch.searchsorted(ends, entry, right=True).clamp(max=len(ends) - 1)
+    expert = slot % experts
+    first = starts[expert] + (entry - (ends - counts)[slot]) * most
+    first += torch.where(slot >= experts, whole[expert] * most, 0)
     work = offsets.new_zeros(bound + 1, WORK_COLUMNS)
-    work[0, 0] = ends[-1]
+    work[0, : len(widths)] = ends[experts - 1 :: experts]
     work[1:, 0] = expert
     work[1:, 1] = first
     work[1:, 2] = (offsets[expert] - first).clamp(max=most)

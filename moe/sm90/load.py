@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64
+from cutlass import BFloat16, Int32, Int64, Uint32
 
 from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.words import shuffle_address
 from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
 
 CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte pieces of a token in a chunk: a span of the swizzle
+SWIZZLE_ROWS = 8  # after which it repeats
 
 
 @cute.jit
@@ -36,13 +36,13 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
         cute.arch.griddepcontrol_wait()
     for index in cutlass.range(cta, total, ctas, unroll=1):
         tile = tile_at(config, ops, index)
-        row = find_row(config, ops, tile, warp, lane)
+        rows = find_rows(config, ops, tile, warp, lane)
         for number in cutlass.range(stages, unroll=1):
             if use >= ahead:
                 channels["empty"].wait_previous(use)
                 if warp == 0:
                     load_weights(config, channels, shared, ops, tile, number, use)
-            load_tokens(config, shared, ops, tile, number, use, warp, lane, row)
+            load_tokens(config, shared, ops, tile, number, use, warp, lane, rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
             use += 1
     for last in cutlass.range(cutlass.max(use - config.shape.stages, 0), use, unroll=1):
@@ -71,50 +71,63 @@ def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared,
 
 
 @cute.jit
-def find_row(config: cutlass.Constexpr, ops, tile, warp, lane) -> Int64:
-    """Address of the lane-th row of the tile that this warp loads: the lane's, which others ask for."""
-    row = cutlass.min(row_of(config, warp, lane), tile.count - 1)
-    source = tile.first + row
-    if cutlass.const_expr(config.gathers):
-        source = Int32(ops.source[source]) // ops.choices
-    return ops.tokens[source, None].iterator.toint()
+def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane) -> cute.Tensor:
+    """(n): where the rows of the activations begin that this lane loads parts of, one for each of its instructions, in
+    vectors: 32 bits go further then."""
+    found = cute.make_rmem_tensor(config.shape.tokens // rows_of_all(config), Uint32)
+    pitch = Uint32(ops.tokens.stride[0]) // (VECTOR_BYTES // ELEMENT_BYTES)
+    for i in cutlass.range_constexpr(cute.size(found)):
+        row = tile.first + cutlass.min(
+            first_row(config, warp, lane) + i * rows_of_all(config), tile.count - 1
+        )
+        if cutlass.const_expr(config.gathers):
+            row = Int32(ops.source[row]) // ops.choices
+        found[i] = Uint32(row) * pitch
+    return found
 
 
-def row_of(config, warp, index) -> Int32:
-    """Row of the tile that is the warp's index-th: warps take turns at as many as one instruction loads."""
+def first_row(config, warp, lane) -> Int32:
+    """Row of the tile that the lane's first instruction loads a part of; the next are ``rows_of_all`` apart."""
     at_once = rows_at_once(config)
-    return (index // at_once * config.shape.load_warps + warp) * at_once + index % at_once
+    return warp * at_once + lane // (WARP_THREADS // at_once)
 
 
 def rows_at_once(config) -> int:
+    """Rows of an instruction of a warp."""
     return WARP_THREADS * VECTOR_BYTES // config.row_bytes
 
 
+def rows_of_all(config) -> int:
+    """Rows of an instruction of all load warps: a power of two."""
+    return rows_at_once(config) * config.shape.load_warps
+
+
 @cute.jit
-def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, row: Int64):
+def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, rows: cute.Tensor):
     """A stage of the tile's rows, 16 bytes a lane and instruction, where the 128-byte swizzle puts them. Rows past the
     tile's stay as they are: no other column of the product depends on them."""
-    at_once = rows_at_once(config)
-    vector, member = lane % (WARP_THREADS // at_once), lane // (WARP_THREADS // at_once)
+    vector = lane % (WARP_THREADS // rows_at_once(config))
     chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
-    base = shared.tokens.toint() + use % config.shape.stages * config.token_bytes
+    first, step = first_row(config, warp, lane), rows_of_all(config)
+    base = Int32(shared.tokens.toint()) + use % config.shape.stages * config.token_bytes
     base += chunk * (config.token_bytes // config.stage_chunks)
-    offset = Int64(number) * config.row_bytes + Int64(vector * VECTOR_BYTES)
-    present = number * config.stage_chunks + chunk < ops.chunks
-    of_all = at_once * config.shape.load_warps
-    for i in cutlass.range((tile.count - warp * at_once + of_all - 1) // of_all, unroll=1):
-        address = shuffle_address(row, i * at_once + member)
-        at = row_of(config, warp, i * at_once + member)
-        if present & (at < tile.count):
-            target = base + at * tma.ROW_BYTES + (piece ^ (at % 8)) * VECTOR_BYTES
-            copy_vector(target, address + offset)
+    base += first * tma.ROW_BYTES + (piece ^ (first % SWIZZLE_ROWS)) * VECTOR_BYTES
+    address = ops.tokens.iterator.toint() + Int64(number * config.row_bytes + vector * VECTOR_BYTES)
+    if number * config.stage_chunks + chunk < ops.chunks:
+        for i in cutlass.range_constexpr(cute.size(rows)):
+            # The row's number differs from the first one's in other bits than those below ``step``.
+            swizzled = base ^ (i * step % SWIZZLE_ROWS * VECTOR_BYTES)
+            if first + i * step < tile.count:
+                copy_vector(swizzled + i * step * tma.ROW_BYTES, rows[i], address)
 
 
-def copy_vector(target, address) -> None:
-    """16 bytes from global to shared memory, past L1, which a later arrival of the thread waits for."""
+def copy_vector(target, vectors: Uint32, address) -> None:
+    """16 bytes, so many vectors behind the address, to shared memory, past L1; a later arrival of the thread waits for
+    them. One instruction finds the address: kept for all rows, addresses would take twice the registers."""
     cute.arch.inline_ptx(
-        f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {VECTOR_BYTES};",
-        read_only_args=[Int32(target), address],
+        f"{{ .reg .u64 source; mad.wide.u32 source, {{$r1}}, {VECTOR_BYTES}, {{$r2}};"
+        f" cp.async.cg.shared.global [{{$r0}}], [source], {VECTOR_BYTES}; }}",
+        read_only_args=[Int32(target), vectors, address],
     )
 
 

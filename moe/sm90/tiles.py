@@ -7,14 +7,14 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-HEAD = 0  # row of the list that says how many entries there are
+HEAD = 0  # row of the list that says where each class of entries ends: the last, how many there are
 EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 
 
 class Operands(NamedTuple):
     """tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None, source[r] // choices is row r's
-    token. row_scale: fp32 [T], a token's, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias: [E, rows] or None. work: int32 [entries +
-    1, 4]: (number), then (expert, first row, rows). out: [R, columns] bf16."""
+    token. row_scale: fp32 [T], a token's, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias:
+    [E, rows] or None. work: int32 [entries + 1, 4]: (ends of classes), then (expert, first row, rows). out: [R, columns]."""
 
     tokens: cute.Tensor
     source: cute.Tensor | None
@@ -38,9 +38,9 @@ class Tile(NamedTuple):
     row_tile: Int32
 
 
-def tile_count(config, ops) -> Int32:
-    """Tiles of the launch."""
-    return Int32(ops.work[HEAD, 0]) * groups(config, ops)
+def tile_count(config, ops, number: int = -1) -> Int32:
+    """Tiles of the launch up to the end of a class; of all."""
+    return Int32(ops.work[HEAD, number % len(config.widths)]) * groups(config, ops)
 
 
 def stage_count(config, ops) -> Int32:

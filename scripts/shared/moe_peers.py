@@ -110,7 +110,7 @@ def triton_kernels(model, sets: list, num_warps: int) -> Callable | None:
             h, w2, b2, data, scatter_indx=scatter, precision_config=precision2, gammas=data.gate_scal
         )
 
-    x, ids, topk_weights = sets[0]
+    x, _, topk_weights = sets[0]
     y = x[:1].float() @ values13.T
     gate, up = y[:, 0::2].clamp(max=model.limit), y[:, 1::2].clamp(-model.limit, model.limit)
     h = gate * torch.sigmoid(ALPHA[model.activation] * gate) * (up + 1)

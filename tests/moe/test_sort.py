@@ -7,28 +7,29 @@ from moe_cases import randn
 from warpspec.common.launch import SIMULATED
 from warpspec.moe import streamed
 from warpspec.moe.permute import sort_tokens
+from warpspec.moe.sm90.layer import list_work
 from warpspec.moe.sort import sort_choices
 
 
 @pytest.mark.parametrize(
-    ("arch", "tokens", "choices", "experts", "shared", "rows"),
+    ("arch", "tokens", "choices", "experts", "shared", "widths"),
     [
-        ("sm_90a", 1, 1, 1, 0, 8),
-        ("sm_90a", 9, 3, 5, 0, 4),
-        ("sm_100a", 40, 6, 200, 2, 8),
-        ("sm_90a", 300, 4, 33, 1, 16),  # more than a CTA of few warps takes
-        ("sm_100a", 5, 0, 3, 3, 8),  # shared experts alone
+        ("sm_90a", 1, 1, 1, 0, (8,)),
+        ("sm_90a", 9, 3, 5, 0, (4,)),
+        ("sm_100a", 40, 6, 200, 2, (8,)),
+        ("sm_90a", 300, 4, 33, 1, (16, 12, 4)),  # more than a CTA of few warps takes
+        ("sm_100a", 5, 0, 3, 3, (8,)),  # shared experts alone
     ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_as_torch_sorts(arch, tokens, choices, experts, shared, rows):
+def test_as_torch_sorts(arch, tokens, choices, experts, shared, widths):
     generator = torch.Generator().manual_seed(tokens)
     routed = experts - shared
     ids = torch.randint(-2, routed + 1, (tokens, choices), generator=generator, dtype=torch.int32)
     ids[: 2 * tokens // 3, : choices // 2] = 0  # one expert has most
     x = randn(tokens, 80).bfloat16()
     got, work, activations, report = sort_choices(
-        ids, experts, shared=shared, rows=rows, x=x, target=SIMULATED[arch]
+        ids, experts, shared=shared, widths=widths, x=x, target=SIMULATED[arch]
     )
     every = torch.arange(routed, experts, dtype=torch.int32).expand(tokens, -1)
     wanted = sort_tokens(torch.cat([torch.where((ids >= 0) & (ids < routed), ids, -1), every], 1), experts)
@@ -36,8 +37,17 @@ def test_as_torch_sorts(arch, tokens, choices, experts, shared, rows):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
     entries, start = [], 0
     for expert, end in enumerate(wanted.offsets.tolist()):
-        entries += [[expert, first, min(rows, end - first)] for first in range(start, end, rows)]
+        for first in range(start, end, widths[0]):
+            entries.append([expert, first, min(widths[0], end - first)])
         start = end
-    assert work[0, 0] == len(entries) and work[1 : len(entries) + 1, :3].tolist() == entries
+
+    def number(entry):
+        return max(i for i, width in enumerate(widths) if width >= entry[2])
+
+    entries.sort(key=number)
+    ends = [sum(number(entry) <= i for entry in entries) for i in range(len(widths))]
+    assert work[0, : len(widths)].tolist() == ends and work[1 : len(entries) + 1, :3].tolist() == entries
+    listed = list_work(wanted.offsets, widths, wanted.source.numel())
+    assert listed[0, : len(widths)].tolist() == ends and listed[1 : len(entries) + 1, :3].tolist() == entries
     assert torch.equal(activations, streamed.reorder(x))
     assert all(launch.local_bytes == 0 for launch in report.launches)

@@ -90,27 +90,39 @@ def mxfp4(rows, k, seed):
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(1, 16, 3, 2, splits=2), Shape(4, 64, 2, 1, 4, tall=2, steps=1)], ids=str
+    ("shape", "counts", "classes"),
+    [
+        (Shape(1, 16, 3, 2, splits=2), (9, 11), (2,)),
+        (Shape(4, 64, 2, 1, 4, tall=2, steps=1), (50, 17, 9), (1, 2, 3)),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("check_order")
-def test_tiles_of_several_consumers(shape):
+def test_tiles_of_several_consumers(shape, counts, classes):
     """MXFP4 weights of three row tiles, of which a CTA's tile may lack some; consumers that share K; two row groups of
-    one consumer, with load warps that hand on registers."""
+    one consumer, with load warps that hand on registers; entries of all classes."""
     w = (
         NVFP4Experts.quantize(mxfp4(448, 160, 0), mxfp4(448, 160, 1), mxfp4(160, 448, 2))
         .for_backend("sm90")
         .w2
     )
     assert w.block == 32 and w.row_tiles == 3 and streamed.chunks_of(w.k) == 7
-    h = randn(20, w.k).bfloat16()
-    work = torch.tensor([[2, 0, 0, 0], [0, 0, 9, 0], [2, 9, 11, 0], [-1, -1, -1, -1]], dtype=torch.int32)
-    out = torch.full((20, w.n), torch.nan, dtype=torch.bfloat16)
     config = StreamConfig(shape=shape, block=32, early=True)
+    assert len(config.widths) == len(classes)
+    rows = sum(counts)
+    h = randn(rows, w.k).bfloat16()
+    work = torch.full((len(counts) + 2, 4), -1, dtype=torch.int32)
+    work[0, : len(classes)] = torch.tensor(classes)
+    experts = (0, 2, 1)
+    for i, count in enumerate(counts):
+        work[i + 1, :3] = torch.tensor([experts[i], sum(counts[:i]), count])
+    out = torch.full((rows, w.n), torch.nan, dtype=torch.bfloat16)
     sm90.grouped_gemm(
         config, streamed.reorder(h), None, w, work, out, ctas=3, target=SIMULATED["sm_90a"], seed=1
     )
     matrices = w.dequantize()
-    expected = torch.cat([h[:9].float() @ matrices[0].T, h[9:].float() @ matrices[2].T])
+    parts = zip(h.float().split(counts), experts, strict=False)
+    expected = torch.cat([part @ matrices[expert].T for part, expert in parts])
     assert relative_error(out, expected) < GEMM_TOLERANCE
 
 
