@@ -7,9 +7,9 @@
 Weights are random codes (their values do not matter to the time), one layer's, larger than the L2 except where few
 experts are taken: sets of tokens rotate in a CUDA graph, each with routing of its own. "floor": the weights of the
 experts that have tokens, read once at the speed of a copy (measured here), or the products' FLOPs at --tflops,
-whichever is longer. "uniform" routing draws k different experts; "zipf" draws them by weights 1 / rank**1.1. Peers,
-where they are installed, are timed in turn with ours: torch._grouped_mm on bf16 weights, both GEMMs, rows sorted
-beforehand, no activation. Results are compared with the FP32 reference first.
+whichever is longer. "uniform" routing draws k different experts; "zipf" draws them by weights 1 / rank**1.1. Peers
+(shared/moe_peers.py: both GEMMs, rows sorted beforehand) are timed in turn with ours; "peers": the fastest one's time
+over ours. Results are compared with the FP32 reference first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from shared import gpu_bench
+from shared.moe_peers import peers_of
 
 from warpspec.common.hardware import WARPGROUP_ROWS
 from warpspec.common.launch import target_of
@@ -46,7 +47,6 @@ ZIPF = 1.1
 TOLERANCE = 6e-3
 SETS = 8  # of tokens, at most
 FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
-PEER_BYTES = 60 << 30  # of bf16 weights, at most
 
 
 @dataclass(frozen=True)
@@ -153,24 +153,10 @@ def pick(w: StreamedWeights, experts: list[int]) -> StreamedWeights:
     return replace(w, data=w.data[experts], global_scale=w.global_scale[experts], bias=bias)
 
 
-def grouped_mm(model: Model, tokens: int, sets: list) -> tuple:
-    """(function of (x, ids, weights) that does both GEMMs on bf16 weights, what it needs kept)."""
-    shapes = ((model.experts, model.hidden, 2 * model.width), (model.experts, model.width, model.hidden))
-    w13, w2 = (torch.randn(s, device="cuda", dtype=torch.bfloat16).mul_(0.02) for s in shapes)
-    rows = tokens * model.choices
-    a = torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16)
-    h = torch.randn(rows, model.width, device="cuda", dtype=torch.bfloat16)
-    offsets = {id(ids): sort_tokens(ids, model.experts).offsets for _, ids, _ in sets}
-
-    def run(x, ids, weights):
-        torch._grouped_mm(a, w13, offs=offsets[id(ids)])
-        torch._grouped_mm(h, w2, offs=offsets[id(ids)])
-
-    return run
-
-
-def measure(name: str, experts: NVFP4Experts, tokens: int, routing: str, options, bandwidth: float) -> None:
-    """Print a row of one model, number of tokens and routing."""
+def measure(
+    name: str, experts: NVFP4Experts, peers: dict, tokens: int, routing: str, options, bandwidth: float
+) -> None:
+    """Print the rows of one model, number of tokens and routing."""
     model = MODELS[name]
     count = SETS if tokens < 64 else 2
     sets = [random_tokens(model, tokens, routing, seed) for seed in range(count)]
@@ -194,15 +180,20 @@ def measure(name: str, experts: NVFP4Experts, tokens: int, routing: str, options
             moe_ffn(x, experts, ids, weights, activation=model.activation, limit=model.limit)
 
         calls = {"moe_ffn": public}
-    if options.peers and model.experts * model.hidden * model.width * 6 <= PEER_BYTES:
-        calls["grouped_mm bf16"] = grouped_mm(model, tokens, sets)
+    for called, bind in peers.items():
+        try:
+            calls[called] = bind(sets)
+        except Exception as error:  # others' code: one that fails is no peer
+            print(f"{called}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     times = gpu_bench.graph_times(calls, sets, rounds=options.rounds)
     read = sum(bytes_read(experts, ids) for _, ids, _ in sets) / len(sets)
     floor = max(read / bandwidth, flops(model, tokens) / options.tflops) * 1e-6
+    best = min((times[called] for called in times if called in peers), default=None)
     for called, time in times.items():
+        ratio = "" if best is None or called in peers else f", peers {best / time:4.2f}"
         print(
             f"{name:13} T {tokens:4} {routing:8} {called:34} {time:8.1f} us, floor {floor:7.1f}, "
-            f"share {floor / time * 100:3.0f}%, {read / time * 1e-6:5.2f} TB/s",
+            f"share {floor / time * 100:3.0f}%, {read / time * 1e-6:5.2f} TB/s{ratio}",
             flush=True,
         )
 
@@ -235,7 +226,7 @@ def main() -> None:
     parser.add_argument("--routing", default="uniform,zipf")
     parser.add_argument("--shapes", default="", help="row groups x tokens x stages x CTAs an SM, ...")
     parser.add_argument("--stages", action="store_true", help="time every stage by itself, too")
-    parser.add_argument("--peers", action="store_true", help="time torch._grouped_mm, too")
+    parser.add_argument("--peers", action="store_true", help="time those that are there, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=740.0, help="rate of the floor's products")
     options = parser.parse_args()
@@ -245,9 +236,10 @@ def main() -> None:
     print(f"copy {bandwidth:.2f} TB/s", flush=True)
     for name in options.models.split(","):
         experts = random_experts(MODELS[name])
+        peers = peers_of(MODELS[name]) if options.peers else {}
         for tokens in map(int, options.tokens.split(",")):
             for routing in options.routing.split(","):
-                measure(name, experts, tokens, routing, options, bandwidth)
+                measure(name, experts, peers, tokens, routing, options, bandwidth)
 
 
 if __name__ == "__main__":

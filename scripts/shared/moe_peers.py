@@ -1,8 +1,9 @@
 """Peers of the experts' layer on Hopper: both GEMMs of a layer of random weights, tokens sorted beforehand.
 
 The environment variable WARPSPEC_MOE_PEERS names a folder with their Python packages (triton_kernels, humming, sglang);
-those that are not there are no peers. Every expert of a peer has the same codes in memory of its own, so that one
-product is a check for all. A peer is a function of (x, ids, weights) that rotates as ours does.
+those that are not there are no peers; ``peers_of`` has them all. Every expert of a peer has the same codes in memory of
+its own, so that one product is a check for all. A peer's weights are made once a model; its function of sets of tokens
+sorts them, checks a result and returns what is timed, a function of (x, ids, weights).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from pathlib import Path
 import torch
 
 from warpspec.common import nvfp4
+from warpspec.moe.permute import sort_tokens
 
 FOLDER_VARIABLE = "WARPSPEC_MOE_PEERS"
 MX_BLOCK = 32
 E8M0_ONE = 127
 SCALE_POWER = -7  # of the random weights: results are of the tokens' size
 TOLERANCE = 2e-2
+BF16_BYTES = 40 << 30  # of weights, at most
 ALPHA = {"swiglu_oai": 1.702, "swiglu": 1.0}
 
 
@@ -47,7 +50,7 @@ def check(called: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
         raise ValueError(f"{called}: off by {error:.3g}")
 
 
-def triton_kernels(model, sets: list, num_warps: int) -> Callable | None:
+def triton_kernels(model, num_warps: int) -> Callable | None:
     """OpenAI's matmul_ogs with MXFP4 weights, activation in the first GEMM, weighted sum behind the second."""
     if not has("triton_kernels"):
         return None
@@ -99,26 +102,27 @@ def triton_kernels(model, sets: list, num_warps: int) -> Callable | None:
             routing.ScatterIndx(src_indx=back.int(), dst_indx=order.int()),
         )
 
-    sorted_sets = {id(ids): sort(ids, weights) for _, ids, weights in sets}
+    def bind(sets):
+        kept = {id(ids): sort(ids, weights) for _, ids, weights in sets}
 
-    def call(x, ids, weights):
-        data, gather, scatter = sorted_sets[id(ids)]
-        h = ogs.matmul_ogs(
-            x, w13, b13, data, gather_indx=gather, precision_config=precision13, fused_activation=act
-        )
-        return ogs.matmul_ogs(
-            h, w2, b2, data, scatter_indx=scatter, precision_config=precision2, gammas=data.gate_scal
-        )
+        def call(x, ids, weights):
+            data, gather, scatter = kept[id(ids)]
+            first = dict(gather_indx=gather, precision_config=precision13, fused_activation=act)
+            h = ogs.matmul_ogs(x, w13, b13, data, **first)
+            second = dict(scatter_indx=scatter, precision_config=precision2, gammas=data.gate_scal)
+            return ogs.matmul_ogs(h, w2, b2, data, **second)
 
-    x, _, topk_weights = sets[0]
-    y = x[:1].float() @ values13.T
-    gate, up = y[:, 0::2].clamp(max=model.limit), y[:, 1::2].clamp(-model.limit, model.limit)
-    h = gate * torch.sigmoid(ALPHA[model.activation] * gate) * (up + 1)
-    check("triton_kernels", call(*sets[0])[:1], (h @ values2.T) * topk_weights[0].sum())
-    return call
+        x, _, topk_weights = sets[0]
+        y = x[:1].float() @ values13.T
+        gate, up = y[:, 0::2].clamp(max=model.limit), y[:, 1::2].clamp(-model.limit, model.limit)
+        h = gate * torch.sigmoid(ALPHA[model.activation] * gate) * (up + 1)
+        check("triton_kernels", call(*sets[0])[:1], (h @ values2.T) * topk_weights[0].sum())
+        return call
+
+    return bind
 
 
-def humming(model, sets: list) -> Callable | None:
+def humming(model) -> Callable | None:
     """Humming's grouped GEMM with MXFP4 weights on rows gathered beforehand; no activation, no sum."""
     if not has("humming"):
         return None
@@ -146,12 +150,53 @@ def humming(model, sets: list) -> Callable | None:
         h = torch.randn(len(flat), model.width, device="cuda").bfloat16()
         return x[order // model.choices].contiguous(), h, torch.nn.functional.pad(ends, (1, 0))
 
-    kept = {id(ids): sort(x, ids) for x, ids, _ in sets}
+    def bind(sets):
+        kept = {id(ids): sort(x, ids) for x, ids, _ in sets}
 
-    def call(x, ids, weights):
-        rows, h, layout = kept[id(ids)]
-        w2(h, expert_layout=layout, **options)
-        return w13(rows, expert_layout=layout, **options)
+        def call(x, ids, weights):
+            rows, h, layout = kept[id(ids)]
+            w2(h, expert_layout=layout, **options)
+            return w13(rows, expert_layout=layout, **options)
 
-    check("humming", call(*sets[0]), kept[id(sets[0][1])][0].float() @ values13.T)
-    return call
+        check("humming", call(*sets[0]), kept[id(sets[0][1])][0].float() @ values13.T)
+        return call
+
+    return bind
+
+
+def grouped_mm(model) -> Callable | None:
+    """torch._grouped_mm on bf16 weights, rows sorted beforehand; no activation, no sum."""
+    if model.experts * model.hidden * model.width * 6 > BF16_BYTES:
+        return None
+    shapes = ((model.experts, model.hidden, 2 * model.width), (model.experts, model.width, model.hidden))
+    w13, w2 = (torch.randn(s, device="cuda", dtype=torch.bfloat16).mul_(0.02) for s in shapes)
+
+    def bind(sets):
+        rows = sets[0][1].numel()
+        a, h = (torch.randn(rows, s[1], device="cuda", dtype=torch.bfloat16) for s in shapes)
+        offsets = {id(ids): sort_tokens(ids, model.experts).offsets for _, ids, _ in sets}
+
+        def call(x, ids, weights):
+            torch._grouped_mm(a, w13, offs=offsets[id(ids)])
+            torch._grouped_mm(h, w2, offs=offsets[id(ids)])
+
+        return call
+
+    return bind
+
+
+def peers_of(model) -> dict[str, Callable]:
+    """Those that are there, by name; why one is not, on stderr."""
+    makers = {
+        "triton_kernels, 4 warps": lambda: triton_kernels(model, 4),
+        "triton_kernels, 8 warps": lambda: triton_kernels(model, 8),
+        "humming": lambda: humming(model),
+        "grouped_mm bf16": lambda: grouped_mm(model),
+    }
+    found = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except Exception as error:  # others' code: one that fails is no peer
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return {name: bind for name, bind in found.items() if bind}
