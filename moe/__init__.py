@@ -125,8 +125,8 @@ def moe_ffn(
         topk_weights: [T, k] fp32.
         limit, activation, backend: as in `grouped_swiglu`.
         precision: of the activations. "w4a4": NVFP4, with one global scale a token and, between the GEMMs, one an
-        expert
-            (sm_100a's kernels). "w4a16": bf16 (sm_90a's). "auto": that of the experts' layout. "reference" has both.
+            expert (what sm_100a's kernels multiply; sm_90a's round to it first). "w4a16": bf16 (sm_90a's alone).
+            "auto": "w4a4" on sm_100a, "w4a16" on sm_90a. "reference" has both.
         group: experts are spread over its ranks (`NVFP4Experts.shard`): `experts` are this rank's, as many as every
             other's, and id rank * E + e is the rank's e-th. A collective call: each rank brings its own tokens, or
             none. The host waits once, for the numbers of rows that NCCL is told; the bits are those of one GPU.

@@ -134,8 +134,9 @@ def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, counte
     for first in cutlass.range(begin, end, group, unroll=1):
         bins = load_bins(config, ids, first + lane, end)
         for i in cutlass.range_constexpr(BATCH):
-            same, _ = alike(bins[i], lane)
-            count_bin(config, counters, bins[i], warp, same, lane)
+            if bins[i] >= 0:  # whichever lane adds first: a sum
+                at = bins[i] * config.warps + warp
+                cute.arch.atomic_add(counters.iterator + at, Int32(1), sem="relaxed", scope="cta")
     cute.arch.sync_threads()
 
     # 2. The first row of each; the experts' ends; the list of work.
@@ -333,8 +334,9 @@ def sort_choices(
     experts: E, the last ``shared`` of which every token takes as further choices and no id names; ids outside of the
     others are dropped. widths: as of ``SortConfig``. x: bf16 [T, H], becomes activations.
 
-    Returns (sorted tokens of k + shared choices; work int32 [entries + 1, 4]: (where each class ends), then (expert, first
-    row, rows, -), by class and expert, or None; activations bf16 [T, padded H] or None; the simulator's report or None).
+    Returns (sorted tokens of k + shared choices; work int32 [entries + 1, 4]: (where each class ends), then (expert,
+    first row, rows, -), by class and expert, or None; activations bf16 [T, padded H] or None; the simulator's report
+    or None).
     """
     tokens, choices = topk_ids.shape
     taken = choices + shared

@@ -25,20 +25,21 @@ FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
 LOAD_REGISTERS = 48
+WEIGHT_REGISTERS = 16  # of a chunk
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
 STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
 MOST_STAGES = 24  # whose barriers have room
 TOKENS = (8, 16, 32, 64, 128)  # N
 MANY_TOKENS = 64  # from which there are classes
-QUARTERS = (4, 3, 1)  # of the most tokens: the classes
+QUARTERS = (4, 3, 2, 1)  # of the most tokens: the classes
 
 
 @dataclass(frozen=True)
 class Shape:
     """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM.
 
-    splits: consumers that take turns at the stages of the same features. tall: row groups of a consumer. steps: of K to
-    a stage, 1 or 2.
+    splits: consumers that take turns at the stages of the same features (``relay``). tall: row groups of a consumer.
+    steps: of K to a stage, 1 or 2.
     """
 
     row_groups: int = 1
@@ -119,8 +120,11 @@ class StreamConfig:
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread, at least: the accumulator, two chunks of weights, what is decoded."""
-        return self.shape.tall * self.shape.tokens // 2 + 86
+        """Of a consumer's thread, at least: the accumulator, two chunks of weights (a stage's, of consumers that take
+        turns), what is decoded."""
+        chunks = self.stage_chunks if self.shape.splits > 1 else 2
+        others = 44 if self.shape.splits > 1 else 54
+        return self.shape.tall * self.shape.tokens // 2 + chunks * WEIGHT_REGISTERS + others
 
     @property
     def role_registers(self) -> tuple[int, int] | None:
@@ -172,7 +176,7 @@ class StreamConfig:
     @property
     def sums_bytes(self) -> int:
         shape = self.shape
-        return (shape.splits - 1) * shape.row_groups * WARPGROUP_ROWS * shape.tokens * FP32_BYTES
+        return min(shape.splits - 1, 1) * shape.row_groups * WARPGROUP_ROWS * shape.tokens * FP32_BYTES
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -186,7 +190,7 @@ class StreamConfig:
             ("barriers", BARRIER_BYTES, "mbarriers"),
             ("weights", shape.stages * shape.row_groups * self.weight_bytes, weights),
             ("tokens", shape.stages * self.token_bytes, tokens),
-            ("sums", self.sums_bytes, "of all splits but the first, in fp32"),
+            ("sums", self.sums_bytes, "between the turns of consumers, in fp32"),
         )
 
     @property

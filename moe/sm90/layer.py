@@ -50,10 +50,12 @@ class Layer:
     ):
         self.rounds = precision == "w4a4"
         self.problem, self.target, self.experts = problem, target, w13.experts
-        self.shape = shape or choose_shape(problem.rows, w13.experts)
-        self.gate_config = gated_config(w13, self.shape, problem, gathers=True, rounds=self.rounds)
+        first, second = (
+            shape or choose_shape(problem.rows, w.experts, w.row_tiles, target.sm_count) for w in (w13, w2)
+        )
+        self.gate_config = gated_config(w13, first, problem, gathers=True, rounds=self.rounds)
         self.down_config = StreamConfig(
-            shape=self.shape, block=w2.block, has_bias=w2.bias is not None, early=True
+            shape=second, block=w2.block, has_bias=w2.bias is not None, early=True
         )
         self.reports = []
 
@@ -131,7 +133,7 @@ def run_grouped(
     target: Target,
 ) -> list:
     """out [R, I] of rows that are sorted already. Returns the simulator's reports, or Nones."""
-    shape = choose_shape(problem.rows, problem.experts)
+    shape = choose_shape(problem.rows, problem.experts, w13.row_tiles, target.sm_count)
     config = gated_config(w13, shape, problem)
     work = list_work(tokens.offsets, config.widths, problem.rows)
     h = a.new_empty(problem.rows, padded_k(problem.width))

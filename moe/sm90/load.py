@@ -26,16 +26,18 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     lane = cute.arch.lane_idx()
     stages, use, ahead = stage_count(config, ops), Int32(0), Int32(0)
+    next_tile = tile_at(config, ops, cta)  # read before it is known whether there is one: one wait, not two
     total = tile_count(config, ops)
     if cutlass.const_expr(config.early):
         if (cta < total) & (warp == 0):
-            tile = tile_at(config, ops, cta)
             ahead = cutlass.min(stages, config.shape.stages)
             for number in cutlass.range(ahead, unroll=1):
-                load_weights(config, channels, shared, ops, tile, number, number)
+                load_weights(config, channels, shared, ops, next_tile, number, number)
         cute.arch.griddepcontrol_wait()
     for index in cutlass.range(cta, total, ctas, unroll=1):
-        tile = tile_at(config, ops, index)
+        tile = next_tile
+        if index + ctas < total:
+            next_tile = tile_at(config, ops, index + ctas)
         rows = find_rows(config, ops, tile, warp, lane)
         for number in cutlass.range(stages, unroll=1):
             if use >= ahead:

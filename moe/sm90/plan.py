@@ -1,9 +1,9 @@
 """Which tiles, from shapes alone: how the rows fall on the experts only the device knows.
 
 Tokens of a tile are about twice as many as an expert has on average, so that few experts have more than one tile. Two
-row groups share a tile's tokens where there are many tiles; where rows are few, single ones spread over more SMs.
-Beyond 32 tokens the products count: consumers of two row groups, and as many features as registers hold, for the L2's
-sake.
+or four row groups share a tile's tokens where there are many tiles; where rows are few, single ones spread over more
+SMs, and where there are not even tiles for all SMs' CTAs, consumers take turns at one. Beyond 32 tokens the products
+count: consumers of two row groups, and as many features as registers hold, for the L2's sake.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from warpspec.moe.sm90.config import TOKENS, Shape
 
 FEW_ROWS = 32  # of a call: row groups stand alone
 FEW = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=3)
+FEWEST = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=2, splits=2)
 SHAPES = {
     8: Shape(row_groups=2, tokens=8, stages=4, ctas_per_sm=2),
     16: Shape(row_groups=2, tokens=16, stages=3, ctas_per_sm=2),
-    32: Shape(row_groups=2, tokens=32, stages=6, ctas_per_sm=2, steps=1),
+    32: Shape(row_groups=4, tokens=32, stages=4, ctas_per_sm=1, load_warps=4),
     64: Shape(row_groups=4, tokens=64, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
     128: Shape(row_groups=4, tokens=128, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
 }
 
 
-def choose_shape(rows: int, experts: int) -> Shape:
-    """Tiles for ``rows`` rows over ``experts`` experts."""
+def choose_shape(rows: int, experts: int, row_tiles: int, sm_count: int) -> Shape:
+    """Tiles for ``rows`` rows over ``experts`` experts whose weights are so many row tiles each. Of the layer's two
+    GEMMs, shapes differ in nothing that the list of work depends on."""
     wanted = min(2 * rows / experts, rows)
     tokens = next((tokens for tokens in TOKENS if tokens >= wanted), max(TOKENS))
-    return FEW if tokens == FEW.tokens and rows <= FEW_ROWS else SHAPES[tokens]
+    if tokens > FEW.tokens or rows > FEW_ROWS:
+        return SHAPES[tokens]
+    return FEWEST if rows * row_tiles <= FEWEST.ctas_per_sm * sm_count else FEW

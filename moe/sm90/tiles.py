@@ -14,7 +14,8 @@ EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 class Operands(NamedTuple):
     """tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None, source[r] // choices is row r's
     token. row_scale: fp32 [T], a token's, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias:
-    [E, rows] or None. work: int32 [entries + 1, 4]: (ends of classes), then (expert, first row, rows). out: [R, columns]."""
+    [E, rows] or None. work: int32 [entries + 1, 4]: (ends of classes), then (expert, first row, rows). out: [R,
+    columns]."""
 
     tokens: cute.Tensor
     source: cute.Tensor | None

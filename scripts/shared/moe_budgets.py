@@ -59,7 +59,7 @@ def _columns(first: int, end: int) -> str:
 
 def streamed_rows():
     """(tiles, threads, registers of a consumer's and a load warp's thread, SMEM): every shape of sm_90a's plan."""
-    for shape in (sm90_plan.FEW, *sm90_plan.SHAPES.values()):
+    for shape in (sm90_plan.FEWEST, sm90_plan.FEW, *sm90_plan.SHAPES.values()):
         c = StreamConfig(shape)
         registers = "{}, {}".format(*c.role_registers) if c.role_registers else "shared out evenly"
         yield str(shape), c.threads, registers, c.smem_bytes

@@ -132,7 +132,10 @@ def humming(model) -> Callable | None:
         """(the layer, the values of its weights)."""
         codes, values = random_codes(n, k)
         made = HummingLayer(
-            n, k, {"quant_method": "mxfp4"}, num_experts=model.experts, torch_dtype=torch.bfloat16
+            *(n, k, {"quant_method": "mxfp4"}),
+            pad_n_to_multiple=128,  # what its tiles need
+            num_experts=model.experts,
+            torch_dtype=torch.bfloat16,
         ).cuda()
         made.weight.data.copy_(codes.expand(model.experts, n, k // 2))
         made.weight_scale.data.fill_(E8M0_ONE + SCALE_POWER)
@@ -164,25 +167,49 @@ def humming(model) -> Callable | None:
     return bind
 
 
-def grouped_mm(model) -> Callable | None:
-    """torch._grouped_mm on bf16 weights, rows sorted beforehand; no activation, no sum."""
+def of_bf16(model, product: Callable) -> Callable | None:
+    """A grouped GEMM on bf16 weights, rows sorted beforehand; no activation, no sum. product(rows, weights [E, K, N],
+    ends of the experts' rows)."""
     if model.experts * model.hidden * model.width * 6 > BF16_BYTES:
         return None
-    shapes = ((model.experts, model.hidden, 2 * model.width), (model.experts, model.width, model.hidden))
-    w13, w2 = (torch.randn(s, device="cuda", dtype=torch.bfloat16).mul_(0.02) for s in shapes)
+    shapes = ((2 * model.width, model.hidden), (model.hidden, model.width))
+    w13, w2 = (
+        torch.randn(model.experts, *s, device="cuda", dtype=torch.bfloat16).mul_(0.02).mT for s in shapes
+    )
 
     def bind(sets):
         rows = sets[0][1].numel()
-        a, h = (torch.randn(rows, s[1], device="cuda", dtype=torch.bfloat16) for s in shapes)
+        a, h = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes)
         offsets = {id(ids): sort_tokens(ids, model.experts).offsets for _, ids, _ in sets}
 
         def call(x, ids, weights):
-            torch._grouped_mm(a, w13, offs=offsets[id(ids)])
-            torch._grouped_mm(h, w2, offs=offsets[id(ids)])
+            product(a, w13, offsets[id(ids)])
+            return product(h, w2, offsets[id(ids)])
 
+        first = int(offsets[id(sets[0][1])].nonzero()[0])
+        check("bf16", call(*sets[0])[:1], h[:1].float() @ w2[first].float())
         return call
 
     return bind
+
+
+def grouped_mm(model) -> Callable | None:
+    """torch._grouped_mm."""
+    return of_bf16(model, lambda rows, w, ends: torch._grouped_mm(rows, w, offs=ends))
+
+
+def quack(model) -> Callable | None:
+    """QuACK's GEMM of rows of several lengths."""
+    from quack.gemm_interface import gemm
+
+    starts = {}  # of the experts' rows, by the tensor of their ends
+
+    def product(rows, w, ends):
+        if id(ends) not in starts:
+            starts[id(ends)] = ends, torch.nn.functional.pad(ends, (1, 0))
+        return gemm(rows, w, cu_seqlens_m=starts[id(ends)][1], tuned=False)
+
+    return of_bf16(model, product)
 
 
 def peers_of(model) -> dict[str, Callable]:
@@ -191,6 +218,7 @@ def peers_of(model) -> dict[str, Callable]:
         "triton_kernels, 4 warps": lambda: triton_kernels(model, 4),
         "triton_kernels, 8 warps": lambda: triton_kernels(model, 8),
         "humming": lambda: humming(model),
+        "QuACK bf16": lambda: quack(model),
         "grouped_mm bf16": lambda: grouped_mm(model),
     }
     found = {}

@@ -3,7 +3,7 @@ host."""
 
 import pytest
 import torch
-from moe_cases import GEMM_TOLERANCE, make_experts, randn, relative_error
+from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
 
 from warpspec.moe import moe_ffn, ops, route
 from warpspec.moe.permute import sort_tokens
@@ -147,6 +147,30 @@ def test_layer_in_a_graph_and_compiled(streamed_layer, no_synchronisation):
     assert torch.equal(out, moe_ffn(*new[:1], streamed_layer, *new[1:])) and not torch.equal(out, expected)
     compiled = torch.compile(moe_ffn, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*new[:1], streamed_layer, *new[1:]), out)
+
+
+@hopper
+def test_w4a4_has_the_bits_of_sm_100a():
+    """Of its kernels in the simulator, where sums are exact in any order."""
+    layer, arguments = exact_case()
+    options = dict(activation="swiglu_oai", limit=3.0, precision="w4a4")
+    x, *routing = arguments
+    expected = moe_ffn(x, layer, *routing, **options, backend="sim")
+    x, *routing = (tensor.cuda() for tensor in arguments)
+    got = moe_ffn(x, layer.for_backend("sm90").to("cuda"), *routing, **options).cpu()
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 60, 1500])
+def test_w4a4(streamed_layer, tokens):
+    x, ids, weights = layer_case(tokens)
+    options = dict(activation="swiglu", precision="w4a4")
+    got = moe_ffn(x, streamed_layer, ids, weights, **options)
+    expected = moe_ffn(x, streamed_layer, ids, weights, **options, backend="reference").float()
+    assert relative_error(got, expected) < 5 * GEMM_TOLERANCE  # a sum's last bits decide a code now and then
+    assert torch.equal(moe_ffn(x, streamed_layer, ids, weights, **options), got)
 
 
 @hopper

@@ -3,7 +3,7 @@
 import torch
 
 from warpspec.common import nvfp4
-from warpspec.moe import NVFP4Experts, reference
+from warpspec.moe import NVFP4Experts, reference, route
 from warpspec.moe.permute import sort_tokens
 
 GEMM_TOLERANCE = 3e-3  # relative, per expert, bf16 results
@@ -22,6 +22,24 @@ def make_experts(experts, hidden, width, *, biases=False, seed=0, **options) -> 
         b = [randn(experts, size, seed=seed + 4 + i) / 2 for i, size in enumerate((width, width, hidden))]
     layer = NVFP4Experts.quantize(gate, up, down, gate_bias=b[0], up_bias=b[1], down_bias=b[2], **options)
     return layer, (gate, up, down, *b)
+
+
+def exact_case() -> tuple[NVFP4Experts, tuple]:
+    """(experts, (x, ids, weights)) of which "w4a4" is exact but for the activation, whatever the order of sums: weights
+    of one power of two, in blocks of 32, and few of them; tails of 16 and of K."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows, k):
+        codes = torch.randint(0, 256, (3, rows, k // 2), dtype=torch.uint8, generator=generator)
+        return nvfp4.from_mxfp4(codes, torch.full((3, rows, k // 32), 122, dtype=torch.uint8))
+
+    layer = NVFP4Experts.quantize(matrix(56, 96), matrix(56, 96), matrix(96, 64))
+    x = randn(6, 96, seed=3).bfloat16()
+    x[3] *= 100
+    x[4, 7] = torch.nan
+    ids, weights = route(randn(6, 3), 2)
+    ids[1, 0], ids[5] = -1, ids[5, 0]
+    return layer, (x, ids, weights)
 
 
 def quantized(x: torch.Tensor, dims: int) -> torch.Tensor:

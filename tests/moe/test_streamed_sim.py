@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_cases import GEMM_TOLERANCE, make_experts, randn, relative_error
+from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -92,8 +92,8 @@ def mxfp4(rows, k, seed):
 @pytest.mark.parametrize(
     ("shape", "counts", "classes"),
     [
-        (Shape(1, 16, 3, 2, splits=2), (9, 11), (2,)),
-        (Shape(4, 64, 2, 1, 4, tall=2, steps=1), (50, 17, 9), (1, 2, 3)),
+        (Shape(1, 8, 3, 2, splits=2), (5, 8), (2,)),
+        (Shape(4, 64, 2, 1, 4, tall=2, steps=1), (50, 17, 9), (1, 1, 2, 3)),
     ],
     ids=str,
 )
@@ -127,28 +127,18 @@ def test_tiles_of_several_consumers(shape, counts, classes):
 
 
 def test_w4a4_has_the_bits_of_sm_100a():
-    """Where sums are exact in any order: weights of one power of two, in blocks of 32; tails of 16 and of K; NaN."""
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows, k):
-        codes = torch.randint(0, 256, (3, rows, k // 2), dtype=torch.uint8, generator=generator)
-        return from_mxfp4(codes, torch.full((3, rows, k // 32), 122, dtype=torch.uint8))
-
-    layer = NVFP4Experts.quantize(matrix(56, 96), matrix(56, 96), matrix(96, 64))
-    x = randn(6, 96, seed=3).bfloat16()
-    x[3] *= 100
-    x[4, 7] = torch.nan
-    ids, weights = route(randn(6, 3), 2)
-    ids[1, 0], ids[5] = -1, ids[5, 0]
-    options = dict(activation="swiglu_oai", limit=3.0, precision="w4a4")
-    expected = moe_ffn(x, layer, ids, weights, **options, backend="sim")
-    got = moe_ffn(x, layer.for_backend("sm90"), ids, weights, **options, backend="sim")
+    """Where sums are exact in any order; NaN in a token."""
+    layer, arguments = exact_case()
+    options = dict(activation="swiglu_oai", limit=3.0, precision="w4a4", backend="sim")
+    expected, got = (
+        moe_ffn(arguments[0], e, *arguments[1:], **options) for e in (layer, layer.for_backend("sm90"))
+    )
     assert got[4].isnan().all() and got.isnan().sum() == got.shape[1]
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [plan.FEW, *plan.SHAPES.values()], ids=str)
+@pytest.mark.parametrize("shape", [plan.FEW, plan.FEWEST, *plan.SHAPES.values()], ids=str)
 def test_no_spills(shape):
     for config in (
         StreamConfig(shape, 32, "swiglu_oai", has_limit=True, has_bias=True, gathers=True),

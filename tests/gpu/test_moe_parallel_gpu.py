@@ -1,0 +1,63 @@
+"""Experts spread over two GPUs by NCCL: the bits of one."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_cases import make_experts, randn
+
+from warpspec.moe import moe_ffn, route
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+RANKS, HIDDEN, WIDTH, CHOICES = 2, 464, 200, 3
+TOKENS = ((5, 0), (70, 9), (900, 1200))  # of the ranks
+OPTIONS = dict(activation="swiglu_oai", limit=2.0)
+
+
+def layer_on(device):
+    layer, _ = make_experts(4 * RANKS + 1, HIDDEN, WIDTH, biases=True, shared=1)
+    return layer.to(device).for_backend()
+
+
+def case(tokens, experts, seed, device):
+    x = randn(tokens, HIDDEN, seed=seed).bfloat16().to(device)
+    ids, weights = route(2 * randn(tokens, experts, seed=seed + 1).to(device), CHOICES)
+    ids[::5, 1] = -1
+    return x, ids, weights
+
+
+def as_rank(rank, port, results):
+    """One process and GPU: whether its results are those of all experts on it."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device)
+        layer, found = layer_on(device), []
+        for seed, tokens in enumerate(TOKENS):
+            arguments = case(tokens[rank], layer.experts, 10 * seed + rank, device)
+            x, *routing = arguments
+            got = moe_ffn(x, layer.shard(rank, RANKS), *routing, **OPTIONS, group=dist.group.WORLD)
+            found.append(torch.equal(got, moe_ffn(x, layer, *routing, **OPTIONS)))
+        dist.destroy_process_group()
+        results.put(found)
+    except Exception as error:
+        results.put(repr(error))
+
+
+def test_the_bits_of_one():
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=as_rank, args=(rank, 29517, results)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=200) for _ in processes]
+    for process in processes:
+        process.join(timeout=60)
+    assert found == [[True] * len(TOKENS)] * RANKS
