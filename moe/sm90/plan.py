@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from warpspec.moe.sm90.config import TOKENS, Shape
 
-FEW_ROWS = 32  # of a call: row groups stand alone
+FEW_ROWS = 8  # of a call: row groups stand alone
 FEW = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=3)
 FEWEST = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=2, splits=2)
 SHAPES = {
     8: Shape(row_groups=2, tokens=8, stages=4, ctas_per_sm=2),
-    16: Shape(row_groups=2, tokens=16, stages=3, ctas_per_sm=2),
+    16: Shape(row_groups=4, tokens=16, stages=4, ctas_per_sm=1, load_warps=4),
     32: Shape(row_groups=4, tokens=32, stages=4, ctas_per_sm=1, load_warps=4),
     64: Shape(row_groups=4, tokens=64, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
     128: Shape(row_groups=4, tokens=128, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
