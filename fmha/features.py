@@ -11,6 +11,8 @@ import torch
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.pipeline import Barrier
+from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.problem import AttentionProblem
 
 ELEMENT_BYTES = 2  # bf16 and fp16
@@ -29,6 +31,7 @@ MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 # Words of what is kept of a cut of the line (``device.line``): a cursor, in shared memory; a join record, in global
 # memory.
 CURSOR_WORDS, JOIN_WORDS = 3, 9
+RECORD_WORDS = 24  # of a tile's record (``device.record``), with room
 PIECE_STATISTICS = 4  # fp32 behind the D columns of a row of a piece's state: maximum, sum, two unused
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
@@ -47,11 +50,12 @@ class KernelFeatures:
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
     partial results, one for each split of the keys, are written. chunked: CTAs do chunks of the line (``line``), and
-    may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). page_size:
-    keys of a page of K and V, 0 where they are not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows
-    have each their own. packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some
-    request of packed queries has more than a tile's, as far as the host knows. exact_maximum: O is rescaled whenever
-    the maximum moves. The rest: which optional operands there are.
+    may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). scheduled:
+    a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V, 0 where
+    they are not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q,
+    packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more
+    than a tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which
+    optional operands there are.
     """
 
     dtype: str
@@ -79,7 +83,10 @@ class KernelFeatures:
     exact_maximum: bool = False
     chunked: bool = False
     queued: bool = False
-    cuts_line: ClassVar[bool] = False  # whether the architecture's kernel can be chunked
+    scheduled: bool = False
+    cuts_line: ClassVar[bool] = False  # whether the kernel can be chunked
+    persistent: ClassVar[bool] = False  # CTAs do several tiles in any case
+    record_slots: ClassVar[int] = 1  # of tile records
 
     def __post_init__(self):
         assert self.bias in (None, *BIAS_BYTES)
@@ -89,6 +96,7 @@ class KernelFeatures:
         assert not (self.packed_q and self.bias)
         assert not (self.splits and self.chunked)
         assert not (self.queued and (self.splits or self.chunked))
+        assert self.scheduled or not self.queued
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
 
     @property
@@ -152,6 +160,26 @@ class KernelFeatures:
     def piece_columns(self) -> int:
         """fp32 numbers of a row in a piece's state."""
         return self.head_dim + PIECE_STATISTICS
+
+    @property
+    def cursor_bytes(self) -> int:
+        """Shared memory of the ends of the CTA's chunks."""
+        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
+
+    def record_barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
+        """mbarriers of the records of tiles, which so many warps read."""
+        readers, slots = f"{readers}, one thread a warp", self.record_slots
+        return (
+            Barrier(
+                "tile_full", slots, 1, scheduler, readers, "the record of the next tile is in shared memory"
+            ),
+            Barrier("tile_empty", slots, warps, readers, scheduler, "every role has read it"),
+        )
+
+    @property
+    def record_bytes(self) -> int:
+        """Shared memory of the records of tiles."""
+        return RECORD_WORDS * WORD_BYTES * self.record_slots if self.scheduled else 0
 
     # KV tiles, of ``tile_n`` keys, which a configuration adds.
 
@@ -226,11 +254,12 @@ def features(
     splits: bool = False,
     chunked: bool = False,
     queued: bool = False,
+    scheduled: bool = False,
 ) -> dict:
     """The fields of ``KernelFeatures`` for a problem.
 
     tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length.
-    queued: CTAs take tiles from a queue.
+    queued: CTAs take tiles from a queue. scheduled: a warp works out tiles for all roles.
     """
     return {
         "dtype": dtype_name(problem.dtype),
@@ -258,6 +287,7 @@ def features(
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
         "chunked": chunked,
         "queued": queued,
+        "scheduled": scheduled,
     }
 
 

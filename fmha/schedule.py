@@ -3,9 +3,10 @@
 Everything here is arithmetic that the host and the kernels share: ints on the host, Int32 in a kernel.
 
 The grid is one-dimensional and holds every (query tile, head tile, KV head, batch row) once: one launch for
-everything. On sm_100a a CTA does one tile: two CTAs share an SM, so that one's prologue and epilogue lie under the
-other's main loop, and the hardware hands out CTAs in order as slots come free, which balances uneven tiles without a
-queue in memory. On sm_90a CTAs are persistent and take tiles in rounds (``place_in_round``).
+everything. On sm_100a a CTA does one tile, where work is not cut by length: two CTAs share an SM, so that one's
+prologue and epilogue lie under the other's main loop, and the hardware hands out CTAs in order as slots come free,
+which balances uneven tiles without a queue in memory. On sm_90a CTAs are persistent and take tiles in rounds
+(``place_in_round``).
 
 Order: where a row's work grows with its position (causal), query tiles run slowest and last ones first, so
 the long tiles start first and short ones fill the end; of all heads at once, or of one section of heads after the

@@ -273,7 +273,10 @@ def hopper() -> str:
     gathered = GatheredConfig.of()
     registers = f"{gathered.shape.consumer_registers}, {gathered.shape.producer_registers} registers a thread"
     kernels = (
-        ("D = 128, prefill:", config("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128])),
+        (
+            "D = 128, prefill:",
+            config("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128], scheduled=True),
+        ),
         ("D = 512, K and V one tensor:", config("bfloat16", head_dim=512, shape=latent, shared_kv=True)),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
     )

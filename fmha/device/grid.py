@@ -102,14 +102,13 @@ class DivisorTileGrid(TileGrid):
 
 class Where(NamedTuple):
     """What a persistent CTA needs to find its tiles: the grid, tiles of the launch, the size of a section
-    (``TileGrid.decode``), the window. slot: of a queue, in shared memory (``queue``)."""
+    (``TileGrid.decode``), the window."""
 
     grid: Grid | DivisorGrid
     tiles: Int32
     section: Int32 | cute.FastDivmodDivisorV2
     window_left: Int32
     window_right: Int32
-    slot: cute.Tensor | None = None
 
     @property
     def window(self) -> tuple:

@@ -20,8 +20,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.device.grid import grid_of, requests_of
 from warpspec.fmha.device.tile import INTEGERS, Piece, bounds_of, request_at, tile_of
-from warpspec.fmha.line import LEAST_TILES, cut, stretch
+from warpspec.fmha.features import CURSOR_WORDS
+from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stretch
 
 SIDES = 2  # a chunk's begin and its end
 BEGIN, END = range(SIDES)
@@ -51,8 +53,25 @@ class Chunks(NamedTuple):
     line: Line
     cursors: cute.Tensor | None = None
 
-    def at(self, cursors: cute.Tensor) -> Chunks:
-        return self._replace(cursors=cursors)
+    @property
+    def window(self) -> tuple:
+        return self.line.window
+
+    def at(self, cursors: cute.Pointer) -> Chunks:
+        """cursors: Int32, to ``config.cursor_bytes`` of shared memory."""
+        places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
+        return self._replace(cursors=cute.make_tensor(cursors, places))
+
+
+def chunks_of(config, operands, numbers) -> Chunks:
+    """What the CTAs of a launch need to find their chunks. Host side. numbers: ``host.LaunchNumbers``."""
+    tiles, _ = grid_of(config, operands)
+    heads = tiles.head_tiles * tiles.heads_kv
+    full = operands.q.shape[1] // config.queries * operands.q.shape[0] * heads
+    rounds = round_count(full, numbers.ctas, minimum=cutlass.min, maximum=cutlass.max)
+    group = operands.q.shape[2] // operands.k.shape[2]
+    requests = requests_of(config, operands)
+    return Chunks(Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window))
 
 
 class Cursor(NamedTuple):

@@ -129,6 +129,7 @@ class GatheredAttention(GatheredHost):
                 p_smem=storage.p.data_ptr(),
                 v_smem=shared.k,
                 bias=None,
+                use=0,
                 masks=masks,
                 operands=operands,
                 token=task.token,

@@ -23,6 +23,13 @@ SMALLEST_SCALE = 2.0**-100
 CUT_TILES, CUT_WORK = 8, 8
 # So few keys are not worth a second launch where every CTA has a query tile at most.
 WHOLE_KEYS = 1024
+# Query tiles of so few KV tiles cannot differ by much. Whole ones are faster where the last round is nearly full or has
+# hardly any: what it leaves idle is no more than what pieces and the second launch cost, in KV tiles.
+FEW_TILES, FEW_MORE, CUT_COST = 20, 0.06, 4
+# The same where memory binds, in several rounds: who is done with a shorter tile takes the next, and bandwidth.
+TURNS, TURN_KEYS = 2.5, 2048
+# So many rounds of parts of split keys fill both CTAs of an SM: no third stage for one that is alone.
+FULL_ROUNDS = 1.5
 # Packed queries that make so many query tiles a CTA, and are at least such a part of all that requests may have, are
 # done in whole tiles, which CTAs take from a queue.
 WHOLE_TILES, WHOLE_SHARE = 4.5, 0.125
@@ -60,8 +67,11 @@ def choose_config(
         return config_class.of(problem, chunked=True), 1
     splits = problem.num_splits or best_splits(config, problem, target)
     if splits > 1:
-        config = config_class.of(problem, splits=True)
-    elif config_class.cuts_line and from_queue(problem, config, target):
+        full = (
+            tile_count(config, problem) * splits >= FULL_ROUNDS * target.sm_count * config.shape.ctas_per_sm
+        )
+        config = config_class.of(problem, splits=True, shape=config.shape if full else None)
+    elif config_class.persistent and from_queue(problem, config, target):
         config = config_class.of(problem, queued=True)
     return config, splits
 
@@ -70,8 +80,8 @@ def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Tar
     """Whether work is to follow lengths that only the device knows (``line``): of packed queries, or of few queries
     with KV lengths, where nobody says how to split.
 
-    Not where that gains nothing: where there is little work, where a window makes tiles alike, and where packed queries
-    make so many whole tiles that CTAs balance which take them from a queue.
+    Not where that gains nothing: where there is little work, where a window or few keys make tiles alike, and where
+    packed queries make so many whole tiles that CTAs balance which take them from a queue.
     """
     unknown = problem.packed_q or (problem.has_kv_lengths and problem.seq_q <= config.queries)
     if problem.num_splits is not None or not unknown or problem.has_bias or config.column_parts > 1:
@@ -86,7 +96,24 @@ def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Tar
         at_most = min(tiles, (problem.batch + 2 * problem.least_q // config.queries) * heads)
         if at_most <= ctas and problem.seq_k <= WHOLE_KEYS:
             return False
+        least = min(tiles, (problem.batch + problem.least_q // config.queries) * heads)
+        if few_idle(least / ctas, kv_tiles):
+            return False
+    elif in_turn(tiles / ctas, kv_tiles, config.tile_n):
+        return False
     return kv_tiles >= CUT_TILES and tiles * kv_tiles >= CUT_WORK * ctas
+
+
+def few_idle(rounds: float, kv_tiles: int) -> bool:
+    """Whole tiles of so few KV tiles, so many rounds of them, leave little idle."""
+    return kv_tiles <= FEW_TILES and (math.ceil(rounds - FEW_MORE) - rounds) * kv_tiles <= CUT_COST
+
+
+def in_turn(rounds: float, kv_tiles: int, tile_n: int) -> bool:
+    """The same of tiles of few queries, which wait for memory."""
+    if rounds >= TURNS:
+        return kv_tiles * tile_n <= TURN_KEYS
+    return 1 - 2 * FEW_MORE <= rounds <= 1 and kv_tiles <= FEW_TILES
 
 
 def from_queue(problem: AttentionProblem, config: KernelFeatures, target: Target) -> bool:
@@ -115,13 +142,17 @@ def most_tiles(config: KernelFeatures, problem: AttentionProblem) -> int:
     )
 
 
+def tile_count(config: KernelFeatures, problem: AttentionProblem) -> int:
+    """Query tiles of a rectangle."""
+    query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
+    return query_tiles * head_tiles * problem.heads_kv * problem.batch
+
+
 def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Target) -> int:
     """``choose_splits`` for a problem."""
-    kv_tiles = most_tiles(config, problem)
-    query_tiles, head_tiles = -(-problem.seq_q // config.queries), -(-problem.group // config.pack)
     return choose_splits(
-        m_tiles=query_tiles * head_tiles * problem.heads_kv * problem.batch,
-        kv_tiles=kv_tiles,
+        m_tiles=tile_count(config, problem),
+        kv_tiles=most_tiles(config, problem),
         rows=problem.batch * problem.seq_q * problem.heads_q,
         head_dim=problem.head_dim,
         tile_m=config.tile_m,
@@ -129,6 +160,7 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         shared_kv=config.shared_kv,
         sm_count=target.sm_count,
         ctas_per_sm=config.shape.ctas_per_sm,
+        persistent=config.persistent,
     )
 
 

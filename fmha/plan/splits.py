@@ -6,7 +6,8 @@ Its constants are counted from the instruction set and data sheets, or assumed; 
 - A CTA takes SETUP_CLOCKS, then per KV tile what the busiest unit of the SM needs for it: the tensor core,
   the exponential unit, or filling shared memory. CTAs on one SM, up to ``ctas_per_sm``, share those units: a tile
   of one takes as many times as long as there are.
-- CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA.
+- CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA. Persistent CTAs set up their later
+  tiles in half the time: loads of the next begin before this one's end.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
   launch, at FILL_BYTES by all SMs; reading takes at least LOAD_CLOCKS a round of loads that a thread makes.
   COMBINE_CLOCKS come on top.
@@ -42,6 +43,7 @@ def choose_splits(
     shared_kv: bool = False,
     sm_count: int = GPUS["sm_100a"].sm_count,
     ctas_per_sm: int = 1,
+    persistent: bool = False,
 ) -> int:
     """Number of splits with the fewest clocks by the model above; the fewest splits among equals.
 
@@ -57,7 +59,8 @@ def choose_splits(
     def clocks(splits):
         waves = -(-m_tiles * splits // slots)
         tile = alone * min(ctas_per_sm, -(-m_tiles * splits // sm_count))
-        attention = waves * (SETUP_CLOCKS + -(-kv_tiles // splits) * tile)
+        setup = SETUP_CLOCKS * ((waves + 1) / 2 if persistent else waves)
+        attention = setup + waves * -(-kv_tiles // splits) * tile
         return attention + combine_clocks(splits, rows, head_dim, sm_count)
 
     # Of the counts that give the longest part the same number of tiles, only the fewest splits.

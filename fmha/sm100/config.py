@@ -6,6 +6,7 @@ Everything here is plain Python, fixed at compile time. One ``AttentionConfig`` 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from warpspec.common import tma, tmem
 from warpspec.common.errors import UnsupportedProblem
@@ -20,12 +21,13 @@ from warpspec.common.hardware import (
     TMEM_COLUMNS,
     WARP_THREADS,
 )
-from warpspec.common.pipeline import Barrier, barrier_count
+from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.fmha.features import (
     BIAS_BYTES,
     BLOCK,
     ELEMENT_BYTES,
     FP32_BYTES,
+    WORD_BYTES,
     KernelFeatures,
     check_page_size,
     check_requests,
@@ -52,6 +54,8 @@ class AttentionConfig(KernelFeatures):
     bias_stages: int = 0
     softmax_registers: int = 216
     other_registers: int = 72
+    cuts_line: ClassVar[bool] = True
+    record_slots: ClassVar[int] = 2  # softmax warps keep a record while others go on to the next
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,14 +65,22 @@ class AttentionConfig(KernelFeatures):
         assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.ctas_per_sm <= SMEM_PER_SM
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
+        assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= tma.TILE_ALIGNMENT
+        assert not (self.chunked and (self.bias or self.column_parts > 1))
 
     @classmethod
     def of(
-        cls, problem: AttentionProblem, *, shape: Shape | None = None, splits: bool = False
+        cls,
+        problem: AttentionProblem,
+        *,
+        shape: Shape | None = None,
+        splits: bool = False,
+        chunked: bool = False,
     ) -> AttentionConfig:
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
 
-        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
+        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later. chunked:
+        work is cut by length.
         """
         check_page_size("sm100", problem.page_size)
         check_requests("sm100", problem)
@@ -77,7 +89,10 @@ class AttentionConfig(KernelFeatures):
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
         shape = shape or shapes[problem.head_dim][0]
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
-        config = cls(**features(problem, pack=pack, tile_m=shape.tile_m, splits=splits), shape=shape)
+        switches = features(
+            problem, pack=pack, tile_m=shape.tile_m, splits=splits, chunked=chunked, scheduled=chunked
+        )
+        config = cls(**switches, shape=shape)
         return config.with_bias(problem) if problem.has_bias else config
 
     def with_bias(self, problem: AttentionProblem) -> AttentionConfig:
@@ -307,8 +322,13 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def barrier_slots(self) -> int:
-        """mbarriers there is room for: with the TMEM address, less than the alignment of what follows."""
-        return 64
+        """mbarriers there is room for: with the words behind them, less than the alignment of what follows."""
+        return 31 if self.chunked else 64
+
+    @property
+    def word_bytes(self) -> int:
+        """Behind the mbarriers: the TMEM address, ends of chunks, records of tiles."""
+        return WORD_BYTES + self.cursor_bytes + self.record_bytes
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -316,9 +336,9 @@ class AttentionConfig(KernelFeatures):
         stages = self.kv_stages
         return (
             (
-                "barriers, TMEM address",
+                "barriers, TMEM address" + (", ends of chunks, records" if self.chunked else ""),
                 tma.TILE_ALIGNMENT,
-                f"{barrier_count(self.barriers)} mbarriers, 4 bytes",
+                f"{barrier_count(self.barriers)} mbarriers, {self.word_bytes} bytes",
             ),
             ("Q", self.q_bytes, f"[{self.tile_m}, {self.head_dim}], 128-byte swizzle"),
             (
@@ -352,6 +372,7 @@ class AttentionConfig(KernelFeatures):
         every = f"{softmax}, each of {threads} threads"
         return (
             Barrier("q_full", 1, 1, f"{load}, expect_tx + TMA bytes", mma, "Q is in shared memory"),
+            *self._tile_barriers(load, commit),
             *self._kv_barriers(load, mma, softmax, commit),
             *self._bias_barriers(load, softmax, every),
             Barrier("s_full", 1, 1, commit, softmax, "S of the tile is in tensor memory"),
@@ -366,6 +387,16 @@ class AttentionConfig(KernelFeatures):
                 "sees are zero",
             ),
             Barrier("pv_done", 1, 1, commit, softmax, "O holds the tile, P may be overwritten"),
+        )
+
+    def _tile_barriers(self, load, commit) -> tuple[Barrier, ...]:
+        """Barriers of what a CTA has once an M tile, where it has several of those."""
+        if not self.chunked:
+            return ()
+        warps = len(self.softmax_warps) + 1
+        return (
+            Barrier("q_empty", 1, 1, commit, load, "QK has read Q"),
+            *self.record_barriers(load, "softmax warps and MMA warp", warps),
         )
 
     def _kv_barriers(self, load, mma, softmax, commit) -> tuple[Barrier, ...]:

@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32
 
 from warpspec.common import tmem
 from warpspec.fmha.device.bias import unit
-from warpspec.fmha.device.results import of_split, statistics
+from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.features import BLOCK
 
@@ -25,15 +25,18 @@ def epilogue(
     operands,
     scale_log2,
 ):
-    """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
+    """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum. Of a piece of a tile the
+    row's state, into the workspace.
 
     state: (reference, maximum, row_sum) from the softmax loop. columns: ``softmax_warps.Columns``. operands: global
     tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
     reference, _, row_sum = state
-    factor, empty = finish_row(config, channels, row, place, tile, state, operands, scale_log2)
+    factor, empty = finish_row(config, channels, row, place, tile, state, operands, scale_log2, columns.use)
     for part in cutlass.range_constexpr(config.o_columns // BLOCK):
         values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
+        if cutlass.const_expr(config.chunked):
+            values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
         if tile.span.count > 0:
             tmem.load_row(columns.o + part * BLOCK, values, columns.thread)
             tmem.wait_loads()
@@ -45,22 +48,57 @@ def epilogue(
         columns.finish(config, row, part, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)
-            target = cute.local_tile(of_split(config, operands.o, tile, place), (BLOCK,), (block,))
-            converted = cute.make_rmem_tensor(BLOCK, target.element_type)  # (D block)
-            converted.store(values.load().to(target.element_type))
-            cute.autovec_copy(converted, target)
+            if cutlass.const_expr(config.chunked):
+                if tile.piece.whole:
+                    store(values, of_split(config, operands.o, tile, place), block)
+                else:
+                    store(values, operands.pieces[tile.piece.slot, row.index, None], block)
+            else:
+                store(values, of_split(config, operands.o, tile, place), block)
+
+
+@cute.jit
+def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scale_log2, empty) -> Float32:
+    """Write the row's statistics, to where the rest of it goes; returns what O is multiplied with."""
+    factor = Float32(1.0)
+    if cutlass.const_expr(config.chunked):
+        if tile.piece.whole:
+            factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
+        else:
+            target = operands.pieces[tile.piece.slot, row.index, None]  # (D + 4)
+            factor = piece_statistics(config, row, target, state, scale_log2, empty)
+    else:
+        factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
+    return factor
+
+
+def store(values: cute.Tensor, row: cute.Tensor, block) -> None:
+    """values (D block) to a row (D) in global memory, in its type."""
+    target = cute.local_tile(row, (BLOCK,), (block,))
+    converted = cute.make_rmem_tensor(BLOCK, target.element_type)  # (D block)
+    converted.store(values.load().to(target.element_type))
+    cute.autovec_copy(converted, target)
 
 
 @cute.jit
 def finish_row(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, tile, state, operands, scale_log2
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    row,
+    place,
+    tile,
+    state,
+    operands,
+    scale_log2,
+    use=0,
 ):
-    """(what O is multiplied with, whether no key was seen), once O is complete; the row's statistics are written."""
+    """(what O is multiplied with, whether no key was seen), once O is complete; the row's statistics are written. use:
+    KV tiles that the CTA has done before."""
     if tile.span.count > 0:
-        channels["pv_done"].wait(tile.span.count - 1)
+        channels["pv_done"].wait(use + tile.span.count - 1)
         tmem.fence_after_wait()
     empty = Boolean(state[2] == Float32(0.0))
-    return statistics(config, row, place, tile, state, operands, unit(config, scale_log2), empty), empty
+    return factor_of(config, row, place, tile, state, operands, unit(config, scale_log2), empty), empty
 
 
 def whole_row(row: cute.Tensor) -> cute.Tensor:

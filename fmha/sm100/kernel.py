@@ -5,41 +5,53 @@ ARCHITECTURE.md, "Attention kernel (sm_100a)", has the picture.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
-from warpspec.fmha.device.grid import Grid, grid_of
+from warpspec.fmha.device.grid import Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
-from warpspec.fmha.device.tile import tile_at
+from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
+from warpspec.fmha.device.record import read_tile, records_of, write_end, write_tile
+from warpspec.fmha.device.tiles import each_found, each_tile
+from warpspec.fmha.features import WORD_BYTES
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.epilogue import epilogue
-from warpspec.fmha.sm100.load import load, rings
-from warpspec.fmha.sm100.mma import fragments, mma
+from warpspec.fmha.sm100.load import drain, load, rings
+from warpspec.fmha.sm100.mma import Fragments, fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
+
+NO_USES = (0, 0)  # of M tiles with keys, KV tiles
 
 
 class Attention(AttentionHost):
     """The kernel of one ``AttentionConfig``."""
 
     def launch(self, operands, numbers, stream):
-        """Host side: TMA descriptors, grid, launch. Every tile has a CTA, whatever ``numbers.ctas``."""
+        """Host side: TMA descriptors, grid, launch. Every tile has a CTA, whatever ``numbers.ctas``, but where work is
+        cut by length."""
         config = self.config
         loads = self.loads(operands)
         if config.bias_stages:
             loads.append(biases.make_load(config, operands.bias))
         tiles, splits = grid_of(config, operands)
+        if config.chunked:
+            where, ctas = chunks_of(config, operands, numbers), numbers.ctas
+        else:
+            ctas = tiles.size * splits
+            where = Where(Grid(tiles.query_tiles, tiles.head_tiles, splits), ctas, None, *numbers.window)
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
-            Grid(tiles.query_tiles, tiles.head_tiles, splits),
+            where,
             numbers.scale_log2,
-            *numbers.window,
         ).launch(
-            grid=(tiles.size * splits, 1, 1),
+            grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -47,17 +59,19 @@ class Attention(AttentionHost):
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, grid, scale_log2, window_left, window_right):
+    def kernel(self, operands, atoms, coordinates, where, scale_log2):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        # 1. Shared memory: barriers, the TMEM address, Q, K and V.
+        # 1. Shared memory: barriers, the TMEM address, ends of chunks, records, Q, K and V.
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
             tmem_address: Int32
+            cursors: cute.struct.MemRange[Int32, config.cursor_bytes // WORD_BYTES]
+            records: cute.struct.MemRange[Int32, config.record_bytes // WORD_BYTES]
             q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
             k: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
@@ -79,20 +93,23 @@ class Attention(AttentionHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        if cutlass.const_expr(config.chunked):
+            where = where.at(storage.cursors.data_ptr())
+            place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
-        if cutlass.const_expr(config.splits):
-            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
+        if cutlass.const_expr(config.splits or config.chunked):
+            cute.arch.griddepcontrol_launch_dependents()  # the second launch comes up meanwhile, and waits
 
         # 3. Roles.
-        where = (grid, (window_left, window_right))
+        found = where
+        if cutlass.const_expr(config.scheduled):
+            found = records_of(config, storage.records.data_ptr(), where)
         q_base, k_base, p_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
         v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
         if warp < len(config.softmax_warps):
             if cutlass.const_expr(config.ctas_per_sm > 1):
                 cute.arch.setmaxregister_increase(config.softmax_registers)
-            tile = tile_at(config, operands, *where, index=cute.arch.block_idx()[0])
-            row = tile.row(config.row_of(thread), config.column_part_of(thread))
             places = Columns(
                 thread=thread,
                 s=columns + config.tmem_s,
@@ -100,22 +117,110 @@ class Attention(AttentionHost):
                 o=columns + config.tmem_o,
                 p_smem=p_base,
                 v_smem=v_base,
-                bias=biases.source(config, operands.bias, tile, row, storage.bias.data_ptr()),
+                bias=None,
+                use=0,
             )
-            state = softmax(config, channels, row, tile.span, places, scale_log2, dtype)
-            epilogue(config, channels, row, tile.place(row.index), tile, state, places, operands, scale_log2)
+            rows = Rows(config, channels, operands, found, places, storage.bias.data_ptr(), scale_log2, dtype)
+            each_tile(config, operands, found, finish_rows, rows, NO_USES, keeps=True)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)
         else:
             if cutlass.const_expr(config.ctas_per_sm > 1):
                 cute.arch.setmaxregister_decrease(config.other_registers)
-            tile = tile_at(config, operands, *where, index=cute.arch.block_idx()[0])
             if warp == config.load_warp:
                 bases = (q_base, k_base, v_base)
-                filled = rings(config, atoms, coordinates, bases, tile, dtype)
-                boxes = biases.ring(config, atoms[-1], coordinates[-1], storage.bias.data_ptr(), tile)
-                load(config, channels, filled, tile, operands, boxes)
+                bases = (*bases, storage.bias.data_ptr())
+                loader = Loader(config, channels, operands, found, atoms, coordinates, bases, dtype)
+                number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
+                if cutlass.const_expr(config.scheduled):
+                    write_end(loader, number)
+                drain(config, channels, uses)
             if warp == config.mma_warp:
-                operands_mma = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
-                mma(config, channels, operands_mma, tile.span, dtype)
+                if cutlass.const_expr(config.chunked):
+                    write_join(config, operands, where.line, where.cursors)
+                products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
+                products = Products(config, channels, products, dtype)
+                each_tile(config, operands, found, multiply_tile, products, NO_USES)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a softmax thread has for all tiles. found: ``where`` of ``each_tile``. columns: of a first tile. bias: its
+    shared memory."""
+
+    config: object
+    channels: dict
+    operands: object
+    found: object
+    columns: Columns
+    bias: cute.Pointer
+    scale_log2: Float32
+    dtype: type
+
+
+@cute.jit
+def finish_rows(role, tile, uses):
+    """A softmax thread's part of an M tile: all KV tiles, then the results. uses: (M tiles, KV tiles) before it."""
+    config, channels, operands = role.config, role.channels, role.operands
+    thread = role.columns.thread
+    row = tile.row(config.row_of(thread), config.column_part_of(thread))
+    bias = biases.source(config, operands.bias, tile, row, role.bias)
+    columns = replace(role.columns, bias=bias, use=uses[1])
+    state = softmax(config, channels, row, tile.span, columns, role.scale_log2, role.dtype)
+    if cutlass.const_expr(config.scheduled):  # read again: there are no registers to keep it in
+        tile = read_tile(config, role.found, uses[0])
+        row = tile.row(config.row_of(thread), config.column_part_of(thread))
+    place = tile.place(row.index)
+    epilogue(config, channels, row, place, tile, state, columns, operands, role.scale_log2)
+    return uses[0] + 1, uses[1] + tile.span.count
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What the load warp has for all tiles. records: that it writes, where it works out tiles for the others, too.
+    bases: shared memory of Q, K, V and the bias."""
+
+    config: object
+    channels: dict
+    operands: object
+    records: object
+    atoms: tuple
+    coordinates: tuple
+    bases: tuple
+    dtype: type
+
+
+@cute.jit
+def load_tile(role, tile, uses):
+    """``load.load`` of an M tile. uses: M tiles before it, and those of ``load.load``."""
+    config, (number, loaded) = role.config, uses
+    if cutlass.const_expr(config.scheduled):
+        write_tile(role, tile, number)
+    filled = rings(config, role.atoms, role.coordinates, role.bases[:-1], tile, role.dtype)
+    boxes = biases.ring(config, role.atoms[-1], role.coordinates[-1], role.bases[-1], tile)
+    load(config, role.channels, filled, tile, role.operands, boxes, loaded)
+    return number + 1, uses_after(config, tile, loaded)
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the MMA warp has for all tiles."""
+
+    config: object
+    channels: dict
+    operands: Fragments
+    dtype: type
+
+
+@cute.jit
+def multiply_tile(role, tile, uses):
+    """``mma.mma`` of an M tile."""
+    mma(role.config, role.channels, role.operands, tile.span, role.dtype, uses)
+    return uses_after(role.config, tile, uses)
+
+
+def uses_after(config, tile, uses) -> tuple:
+    """(M tiles with keys, KV tiles) that the CTA has done once ``tile`` is done, too."""
+    tiles, steps = uses
+    return tiles + Int32(tile.span.count > 0), steps + tile.span.count

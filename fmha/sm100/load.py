@@ -1,4 +1,4 @@
-"""The load warp: Q once, then K and V tiles through TMA."""
+"""The load warp: Q of an M tile, then K and V tiles through TMA."""
 
 from __future__ import annotations
 
@@ -35,36 +35,49 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, operands, bias):
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, operands, bias, uses):
     """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order;
     one tile for both where they are one tensor.
 
     rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it
-    comes through one. Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes:
-    k_empty, v_empty, a stage of each before it is filled again. Leaves only when every stage has been released,
-    so no arrival is still on its way to a barrier of a CTA that has ended.
+    comes through one. uses: (M tiles with keys, KV tiles) that the CTA has loaded before.
+    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, where there are several
+    M tiles; k_empty, v_empty, a stage of each before it is filled again.
     """
-    span = tile.span
+    span, (tile_use, first_use) = tile.span, uses
     if span.count > 0:
-        channels["q_full"].expect_bytes(0, config.blocks * tma.tile_bytes(config.q_box))
+        if cutlass.const_expr(config.chunked):
+            channels["q_empty"].wait_previous(tile_use)
+        channels["q_full"].expect_bytes(tile_use, config.blocks * tma.tile_bytes(config.q_box))
         for block in cutlass.range_constexpr(config.blocks):
-            rings[0].load(block, block, channels["q_full"].barrier(0))
+            rings[0].load(block, block, channels["q_full"].barrier(tile_use))
     for step in cutlass.range(span.count, unroll=1):
+        use = first_use + step
         places = kv_places(config, operands, tile, span.tile(step))
         for name, ring in zip(config.rings, rings[1:], strict=True):
             full, empty = channels[name + "_full"], channels[name + "_empty"]
-            empty.wait_previous(step)
-            full.expect_bytes(step, config.kv_tile_bytes)
+            empty.wait_previous(use)
+            full.expect_bytes(use, config.kv_tile_bytes)
             blocks, pages = config.kv_boxes
             for box in cutlass.range(blocks * pages, unroll=1):  # unrolled, its addresses cost spills
                 block, page = (box, 0) if cutlass.const_expr(pages == 1) else (box // pages, box % pages)
                 row, source = places[page]
-                ring.load((row, block, source), full.stage(step) * blocks * pages + box, full.barrier(step))
+                ring.load((row, block, source), full.stage(use) * blocks * pages + box, full.barrier(use))
         if cutlass.const_expr(bias is not None):
             biases.load(config, channels, bias, span.tile(step), step)
-    for step in cutlass.range(cutlass.max(span.count - config.kv_stages, 0), span.count, unroll=1):
+
+
+@cute.jit
+def drain(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
+    """Wait until every stage has been released, so that no arrival is still on its way to a barrier of a CTA that has
+    ended. uses: of all that was loaded."""
+    tile_use, end = uses
+    for use in cutlass.range(cutlass.max(end - config.kv_stages, 0), end, unroll=1):
         for name in config.rings:
-            channels[name + "_empty"].wait(step)
-    if cutlass.const_expr(bias is not None):
-        for step in cutlass.range(cutlass.max(span.count - config.bias_stages, 0), span.count, unroll=1):
-            channels["bias_empty"].wait(step)
+            channels[name + "_empty"].wait(use)
+    if cutlass.const_expr(config.chunked):  # noqa: SIM102
+        if tile_use > 0:
+            channels["q_empty"].wait(tile_use - 1)
+    if cutlass.const_expr(config.bias_stages > 0):
+        for use in cutlass.range(cutlass.max(end - config.bias_stages, 0), end, unroll=1):
+            channels["bias_empty"].wait(use)

@@ -93,28 +93,33 @@ def mma(
     operands: cutlass.Constexpr,
     span,
     dtype: cutlass.Constexpr,
+    uses=(0, 0),
 ):
-    """QK of the next tile is issued before PV of this one, so the tensor core has work while softmax makes P.
+    """QK of the next KV tile is issued before PV of this one, so the tensor core has work while softmax makes P.
 
-    operands: ``Fragments``. dtype: of q, k, v and P.
+    operands: ``Fragments``. dtype: of q, k, v and P. uses: (M tiles with keys, KV tiles) that the CTA has done before.
     Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
     k_empty and s_full after QK; v_empty and pv_done after PV. Where V is K, there is no v ring, and k_empty
-    comes after PV.
+    comes after PV. Where work is cut by length, q_empty after the M tile's last QK.
     """
+    tile_use, first_use = uses
     if span.count > 0:
-        channels["q_full"].wait(0)
-        score(config, channels, operands, 0, dtype)
+        channels["q_full"].wait(tile_use)
+        score(config, channels, operands, first_use, dtype)
     for step in cutlass.range(span.count, unroll=1):
+        use = first_use + step
         if step + 1 < span.count:
-            score(config, channels, operands, step + 1, dtype)
+            score(config, channels, operands, use + 1, dtype)
+        elif cutlass.const_expr(config.chunked):
+            channels["q_empty"].commit_mma(tile_use)
         full, empty = channels[config.v_ring + "_full"], channels[config.v_ring + "_empty"]
-        full.wait(step)
-        channels["p_full"].wait(step)
+        full.wait(use)
+        channels["p_full"].wait(use)
         tmem.fence_after_wait()
-        v = operands.v[None, None, None, full.stage(step)]
+        v = operands.v[None, None, None, full.stage(use)]
         multiply(make_pv(config, dtype), operands.o, operands.p, v, step > 0)
-        empty.commit_mma(step)
-        channels["pv_done"].commit_mma(step)
+        empty.commit_mma(use)
+        channels["pv_done"].commit_mma(use)
 
 
 @cute.jit
@@ -122,20 +127,20 @@ def score(
     config: cutlass.Constexpr,
     channels: cutlass.Constexpr,
     operands: cutlass.Constexpr,
-    step,
+    use,
     dtype: cutlass.Constexpr,
 ):
-    """S of one KV tile, once its K is there and the S before it has been read."""
-    channels["k_full"].wait(step)
-    channels["s_empty"].wait_previous(step)
+    """S of the use-th KV tile, once its K is there and the S before it has been read."""
+    channels["k_full"].wait(use)
+    channels["s_empty"].wait_previous(use)
     tmem.fence_after_wait()
     qk = make_qk(config, dtype)
     qk.set(tcgen05.Field.NEGATE_A, config.negate)
-    k = operands.k[None, None, None, channels["k_full"].stage(step)]
+    k = operands.k[None, None, None, channels["k_full"].stage(use)]
     multiply(qk, operands.s, operands.q, k, False)
     if cutlass.const_expr(not config.shared_kv):
-        channels["k_empty"].commit_mma(step)
-    channels["s_full"].commit_mma(step)
+        channels["k_empty"].commit_mma(use)
+    channels["s_full"].commit_mma(use)
 
 
 def multiply(tiled_mma, d, a, b, accumulate):

@@ -28,7 +28,7 @@ class Columns:
 
     thread: 0..127, its lane of tensor memory. s, p, o: TMEM pointers to the first columns of S (fp32), P (32 bits, two
     keys) and O (fp32). p_smem, v_smem: shared memory (Uint8) of P, where it lies there, and of the first V stage. bias:
-    see ``bias.add``.
+    see ``bias.add``. use: KV tiles that the CTA has done before this M tile.
     """
 
     thread: Int32
@@ -38,6 +38,7 @@ class Columns:
     p_smem: cute.Pointer
     v_smem: cute.Pointer
     bias: cute.Pointer | cute.Tensor | None
+    use: Int32 | int
 
     def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
         """Scores (KEY) of the step-th KV tile that the row does not see become -inf."""
@@ -110,14 +111,15 @@ def tile_step(
     masked: some row does not see some key.
     """
     reference, row_maximum, row_sum = state
+    use = columns.use + step
     first_key = span.tile(step) * config.tile_n
     scores = cute.make_rmem_tensor(config.tile_n, Float32)  # (KEY)
-    channels["s_full"].wait(step)
+    channels["s_full"].wait(use)
     tmem.fence_after_wait()
     tmem.load_row(columns.s, scores, columns.thread)
     tmem.wait_loads()
     tmem.fence_before_arrive()
-    channels["s_empty"].arrive(step)
+    channels["s_empty"].arrive(use)
 
     if cutlass.const_expr(config.bias is not None):
         bias.add(config, channels, row, columns.bias, scores, first_key, step, scale_log2, masked)
@@ -135,7 +137,7 @@ def tile_step(
     weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
     weights.store(scores.load().to(dtype))
 
-    channels["pv_done"].wait_previous(step)
+    channels["pv_done"].wait_previous(use)
     tmem.fence_after_wait()
     if (step > 0) & cute.arch.vote_any_sync(moved):
         rescale(config, columns.o, factor, columns.thread)
@@ -147,8 +149,8 @@ def tile_step(
     if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             full = channels[config.v_ring + "_full"]
-            full.wait(step)
-            stage = columns.v_smem + full.stage(step) * config.kv_tile_bytes
+            full.wait(use)
+            stage = columns.v_smem + full.stage(use) * config.kv_tile_bytes
             unseen.clear(config, span, first_key, columns.thread, stage)
             if cutlass.const_expr(not config.p_in_smem):  # P's fence is for it, too
                 cute.arch.fence_view_async_shared()
@@ -156,7 +158,7 @@ def tile_step(
     if cutlass.const_expr(config.p_in_smem):
         cute.arch.fence_view_async_shared()
     tmem.fence_before_arrive()
-    channels["p_full"].arrive(step)
+    channels["p_full"].arrive(use)
     return reference, row_maximum, row_sum
 
 

@@ -16,24 +16,20 @@ from warpspec.common.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
-    VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
 from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.features import (
     BLOCK,
-    CURSOR_WORDS,
     ELEMENT_BYTES,
     FP32_BYTES,
-    WORD_BYTES,
     KernelFeatures,
     check_page_size,
     check_requests,
     choose_pack,
     features,
 )
-from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape
 
@@ -52,7 +48,8 @@ class AttentionConfig(KernelFeatures):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     shape: Shape = PREFILL[64]
-    cuts_line: ClassVar[bool] = True  # CTAs are persistent, so that work can be cut by length
+    cuts_line: ClassVar[bool] = True
+    persistent: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,8 +59,8 @@ class AttentionConfig(KernelFeatures):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        assert barrier_count(self.barriers) * 8 + self.cursor_bytes <= BARRIER_BYTES
-        assert not ((self.chunked or self.queued) and self.paired)
+        assert barrier_count(self.barriers) * 8 + self.cursor_bytes + self.record_bytes <= BARRIER_BYTES
+        assert not ((self.chunked or self.scheduled) and self.paired)
 
     @classmethod
     def of(
@@ -84,10 +81,9 @@ class AttentionConfig(KernelFeatures):
         if shape is None:
             shape = choose_shape(problem, pack, splits)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
-        return cls(
-            **features(problem, pack=pack, tile_m=tile_m, splits=splits, chunked=chunked, queued=queued),
-            shape=shape,
-        )
+        switches = {"splits": splits, "chunked": chunked, "queued": queued}
+        switches["scheduled"] = shape.column_parts == 1
+        return cls(**features(problem, pack=pack, tile_m=tile_m, **switches), shape=shape)
 
     @property
     def consumers(self) -> int:
@@ -163,10 +159,14 @@ class AttentionConfig(KernelFeatures):
         return self.consumers * WARPGROUP_THREADS // WARP_THREADS
 
     @property
-    def spare_warp(self) -> int:
-        """The last of the producer's warpgroup, which loads nothing: it writes the join record of work that is cut by
-        length, or takes tiles from a queue."""
-        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS - 1
+    def scheduler_warp(self) -> int:
+        """Of the producer's warpgroup: it works out the tiles for the other roles, where it does."""
+        return self.load_warp + 1
+
+    @property
+    def join_warp(self) -> int:
+        """Of the producer's warpgroup: it writes the join record of work that is cut by length, and is done."""
+        return self.load_warp + 2
 
     @property
     def consumer_threads(self) -> int:
@@ -222,13 +222,6 @@ class AttentionConfig(KernelFeatures):
     def q_bytes(self) -> int:
         """Q of one row group."""
         return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
-
-    @property
-    def cursor_bytes(self) -> int:
-        """Behind the barriers: ends of the CTA's chunks, or its next tile out of a queue."""
-        if self.queued:
-            return VECTOR_BYTES
-        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -298,12 +291,8 @@ class AttentionConfig(KernelFeatures):
                 "the consumers of these rows have read their Q",
             ),
         )
-        if self.queued:
-            roles = "consumers and load warp, one thread a warp"
-            q += (
-                Barrier("tile_full", 1, 1, "spare warp", roles, "the next tile's number is in shared memory"),
-                Barrier("tile_empty", 1, warps + 1, roles, "spare warp", "every role has read it"),
-            )
+        if self.scheduled:
+            q += self.record_barriers("scheduler", "consumers and load warp", warps + 1)
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"

@@ -16,12 +16,12 @@ from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.device.bias import row_of
-from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, requests_of
+from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
-from warpspec.fmha.device.line import SIDES, Chunks, Line, place_chunks, write_join
-from warpspec.fmha.device.queue import hand_out
-from warpspec.fmha.features import CURSOR_WORDS, FP32_BYTES, WORD_BYTES
-from warpspec.fmha.line import MOST_ROUNDS, round_count
+from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
+from warpspec.fmha.device.record import records_of
+from warpspec.fmha.device.tiles import each_tile, schedule
+from warpspec.fmha.features import FP32_BYTES, WORD_BYTES
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Products, Work, attend, attend_idle, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
@@ -29,7 +29,6 @@ from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.rings import Source
-from warpspec.fmha.sm90.tiles import each_tile
 
 
 class Shared(NamedTuple):
@@ -78,8 +77,11 @@ class Attention(AttentionHost):
         # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, (BARRIER_BYTES - config.cursor_bytes) // 8]
+            barriers: cute.struct.MemRange[
+                cutlass.Int64, (BARRIER_BYTES - config.cursor_bytes - config.record_bytes) // 8
+            ]
             cursors: cute.struct.MemRange[Int32, config.cursor_bytes // WORD_BYTES]
+            records: cute.struct.MemRange[Int32, config.record_bytes // WORD_BYTES]
             q: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.row_groups * config.q_bytes],
                 tma.TILE_ALIGNMENT,
@@ -103,14 +105,14 @@ class Attention(AttentionHost):
         cute.arch.griddepcontrol_wait()  # for the launch before: until here only shared memory and descriptors
         cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
         if cutlass.const_expr(config.chunked):
-            places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
-            where = where.at(cute.make_tensor(storage.cursors.data_ptr(), places))
+            where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
-        if cutlass.const_expr(config.queued):
-            where = where._replace(slot=cute.make_tensor(storage.cursors.data_ptr(), cute.make_layout(1)))
         cute.arch.sync_threads()
 
         # 2. Roles.
+        tiles = where
+        if cutlass.const_expr(config.scheduled):
+            tiles = records_of(config, storage.records.data_ptr(), where)
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),
@@ -122,25 +124,25 @@ class Attention(AttentionHost):
         )
         if warp >= config.load_warp:
             if cutlass.const_expr(config.chunked):  # noqa: SIM102
-                if warp == config.spare_warp:
+                if warp == config.join_warp:
                     write_join(config, operands, where.line, where.cursors)
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
             if warp < config.load_warp + config.parts:
                 part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
                 source = Source(config, operands, atoms, coordinates, shared, dtype, part)
-                load(config, channels, source, where)
-            elif cutlass.const_expr(config.queued):  # noqa: SIM102
-                if warp == config.spare_warp:
-                    hand_out(channels, operands.queue, where.slot, where.tiles)
+                load(config, channels, source, tiles)
+            elif cutlass.const_expr(config.scheduled):  # noqa: SIM102
+                if warp == config.scheduler_warp:
+                    schedule(config, channels, operands, where, tiles)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
             if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
                 for each in cutlass.range_constexpr(config.consumers):
                     if consumer == each:
-                        consume(config, channels, shared, operands, where, scale_log2, dtype, thread, each)
+                        consume(config, channels, shared, operands, tiles, scale_log2, dtype, thread, each)
             else:
-                consume(config, channels, shared, operands, where, scale_log2, dtype, thread, consumer)
+                consume(config, channels, shared, operands, tiles, scale_log2, dtype, thread, consumer)
 
 
 def where_of(config, operands, numbers):
@@ -148,11 +150,7 @@ def where_of(config, operands, numbers):
     tiles, splits = grid_of(config, operands)
     group = operands.q.shape[2] // operands.k.shape[2]
     if config.chunked:
-        heads = tiles.head_tiles * tiles.heads_kv
-        full = operands.q.shape[1] // config.queries * operands.q.shape[0] * heads
-        rounds = round_count(full, numbers.ctas, minimum=cutlass.min, maximum=cutlass.max)
-        requests = requests_of(config, operands)
-        return Chunks(Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window))
+        return chunks_of(config, operands, numbers)
     total = Int32(tiles.size * splits)
     section = numbers.section
     if config.paired:

@@ -11,9 +11,9 @@ from cutlass import Int32
 
 from warpspec.common import tma
 from warpspec.fmha.device.pages import kv_places
+from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
 from warpspec.fmha.sm90.rings import Source
-from warpspec.fmha.sm90.tiles import each_tile
 
 
 @dataclass(frozen=True)

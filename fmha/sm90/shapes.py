@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ DENSE_SHARE = 0.125  # of the queries that packed requests have at most: of fewe
 SHORT = {64: Shape(3, 80, 5, 1, 160, 32), 128: Shape(3, 64, 3, 1, 160, 32)}
 SHORT_KEYS, SHORT_WINDOW = 1024, 2048
 SHORT_TILES = 396  # three for each SM
+# Or with so many keys to a query that all tiles are alike, and these leave so much less of the last round idle.
+SMS, ALIKE_KEYS, IDLE_MORE = 132, 16, 1.1
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 2, 2, 208, 48),
@@ -109,7 +112,19 @@ def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
             yield SHORT
         if fills(problem, pack, LONG, LONG_TILES):
             yield LONG
+    elif fewer_rounds(problem, pack):
+        yield LONG
+        yield SHORT
     yield PREFILL
+
+
+def fewer_rounds(problem: AttentionProblem, pack: int) -> bool:
+    """Of tiles alike, for there are far more keys than queries, three consumers' leave fewer SMs idle in the last
+    round."""
+    if problem.packed_q or problem.seq_k < ALIKE_KEYS * problem.seq_q:
+        return False
+    two, three = (tile_count(problem, pack, consumers) / SMS for consumers in (2, 3))
+    return math.ceil(two) / two > IDLE_MORE * math.ceil(three) / three
 
 
 def larger_tiles(problem: AttentionProblem, pack: int, banded: bool) -> bool:

@@ -83,12 +83,17 @@ def test_what_is_cut_by_length():
     assert packed([1] * 32, 8192) == "cut"
     assert packed([1] * 64 + [2048] * 2, 8192, causal=True) == "cut"
     assert packed([512], 8192, causal=True) == "cut"
-    assert packed([1] * 32, 8192, arch="sm_100a") == ""  # a CTA a tile, which the hardware hands out
+    assert packed([1] * 32, 8192, arch="sm_100a") == "cut"
     assert packed([1] * 4, 64) == ""  # little work
     assert packed([1] * 32, 8192, num_splits=2) == ""
     assert packed([1] * 256, 8192, window=(127, 0)) == ""  # tiles alike
     assert packed([100, 200], 1024, causal=True) == ""  # a tile a CTA at most, of few keys
     assert packed([1000] * 4, 4096, heads=(8, 1), causal=True) == "cut"  # two tiles a CTA
+    assert packed([1024] * 4, 1664, heads=(8, 1), causal=True) == ""  # two alike, of few keys
+    assert packed([512] * 2, 1664, heads=(40, 5), causal=True) == "cut"  # two and a half
+    assert packed([1] * 33, 1280, heads=(64, 8)) == ""  # a tile a CTA
+    assert packed([1] * 92, 2048, heads=(64, 8)) == ""  # three in turn
+    assert packed([1] * 32, 2048, heads=(64, 8)) == "cut"  # or longer ones
     assert packed([4000] * 16, 4096, causal=True) == "queue"  # many whole tiles
     assert packed([400] * 16, 400, causal=True) == "queue"
     assert packed([4000] * 16, 4096, causal=True, arch="sm_100a") == ""

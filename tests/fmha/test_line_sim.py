@@ -33,6 +33,7 @@ STRIDE = Packed(
     causal=True,
     key_stride=4,
 )
+ARCHS = ("sm_90a", "sm_100a")
 CASES = [(MIXED, 5), (DECODE, 3), (LONG, 11)]
 MORE = [(STATE, 5), (WINDOW, 4), (WIDE, 2), (STRIDE, 3), (MIXED, 1), (MIXED, 132), (LONG, 132)]
 
@@ -40,7 +41,8 @@ MORE = [(STATE, 5), (WINDOW, 4), (WIDE, 2), (STRIDE, 3), (MIXED, 1), (MIXED, 132
 @pytest.fixture
 def cut(monkeypatch):
     """Everything that can be cut is, however small. What was prepared is forgotten: it does not know of this."""
-    for name, value in (("CUT_TILES", 0), ("CUT_WORK", 0), ("WHOLE_TILES", 10**9)):
+    always = {"CUT_TILES": 0, "CUT_WORK": 0, "WHOLE_TILES": 10**9, "FEW_TILES": -1, "TURNS": 10**9}
+    for name, value in always.items():
         monkeypatch.setattr(plan, name, value)
     launch.prepare.cache_clear()
     yield
@@ -59,10 +61,17 @@ def run(batch: Packed):
 
 
 @pytest.mark.parametrize(
-    "batch, sms", [*CASES, *(long(*case) for case in MORE)], ids=lambda x: getattr(x, "id", x)
+    "arch, batch, sms",
+    [
+        *(("sm_90a", *case) for case in CASES),
+        *(("sm_100a", *case) for case in CASES[:2]),
+        *(long("sm_100a", *case) for case in CASES[2:]),
+        *(long(arch, *case) for case in MORE for arch in ARCHS),
+    ],
+    ids=lambda x: getattr(x, "id", x),
 )
-def test_cases(monkeypatch, cut, batch, sms):
-    simulate_as(monkeypatch, "sm_90a", sm_count=sms)
+def test_cases(monkeypatch, cut, arch, batch, sms):
+    simulate_as(monkeypatch, arch, sm_count=sms)
     run(batch)
 
 
@@ -103,7 +112,8 @@ def test_decoding_with_kv_lengths(monkeypatch, cut):
     check(Case("lengths"), result, {"q": q, "k": k, "v": v, **inputs}, against_torch=False)
 
 
-def test_lengths_that_nobody_checked_touch_nothing_else(cut):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_lengths_that_nobody_checked_touch_nothing_else(cut, arch):
     """Descending, negative and too large entries: memory outside the tensors is not touched; the simulator says so."""
     arguments = MIXED.arguments()
     q, k, v = (arguments[name].nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v"))
@@ -111,15 +121,15 @@ def test_lengths_that_nobody_checked_touch_nothing_else(cut):
     lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
     cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
     arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
-    assert launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"]).config.chunked
-    run_unchecked(arguments, o=o, arch="sm_90a", lse=lse)
+    assert launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED[arch]).config.chunked
+    run_unchecked(arguments, o=o, arch=arch, lse=lse)
     assert o[5].isfinite().all()  # the first request begins here
     assert o.nan_to_num(0.0).abs().max() <= v.abs().max()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(200, 230))
+@pytest.mark.parametrize("seed", range(200, 240))
 def test_random_batches(monkeypatch, cut, seed):
     batch = random_batch(seed, num_splits=None, shared_kv=False)
-    simulate_as(monkeypatch, "sm_90a", sm_count=1 + seed % 7, seed=seed)
+    simulate_as(monkeypatch, ARCHS[seed % 2], sm_count=1 + seed % 7, seed=seed)
     run(batch)

@@ -52,6 +52,7 @@ def plan(
     (PREFILL[128], dict(seq_q=2048, batch=8, causal=True)),
     (PREFILL[128], dict(seq_q=2048, batch=1, heads=(8, 8))),  # 88 of LONG's tiles, on 132 SMs
     (PREFILL[128], dict(causal=True, page_size=64)),
+    (SHORT[128], dict(batch=7, seq_q=320, seq_k=27295, heads=(32, 8), causal=True, page_size=128)),
     (LONG[128], dict(causal=True, window=(4096, 0))),
     (PREFILL[64], dict(d=64)),
     (SHORT[64], dict(d=64, heads=(64, 8), causal=True, window=(1023, 0))),
@@ -65,6 +66,7 @@ def plan(
     (BIASED[128], dict(seq_q=256, seq_k=256, bias=torch.float32)),
     (BIASED_PAGES[128], dict(seq_q=256, seq_k=256, bias=torch.float32, page_size=64)),
     (DECODE[64], dict(d=64, batch=128, seq_q=1, seq_k=1024, heads=(64, 8))),
+    (DECODE[128], dict(batch=20, seq_q=1, seq_k=1024, heads=(32, 8))),  # three parts each
     (SPLIT[64], dict(d=64, batch=1, seq_q=1, seq_k=65536, heads=(64, 8))),
     (SHARED[512], dict(d=512, heads=(128, 1), shared=True)),
 ])  # fmt: skip

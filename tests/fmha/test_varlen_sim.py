@@ -84,7 +84,8 @@ WIDE = replace(MIXED, head_dim=128)  # so that a request has several tiles
 
 
 @pytest.mark.parametrize(
-    ("batch", "sms"), [(WIDE, 2), long(STATE, 3), long(replace(PAGED, head_dim=128), 1), long(WIDE, 132)]
+    ("batch", "sms"),
+    [(WIDE, 2), long(STATE, 3), long(replace(PAGED, head_dim=128, window=(700, 0)), 1), long(WIDE, 132)],
 )
 def test_tiles_from_a_queue(monkeypatch, queue, batch, sms):
     """Whichever CTA gets a tile, the bits are the same. The queue is left as it was found (``launch`` asserts it)."""

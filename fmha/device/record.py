@@ -1,0 +1,143 @@
+"""Tile records: one warp of a CTA works out its tiles, the others read them from shared memory.
+
+Which tile comes next costs divisions, searches and loads from global memory. The *scheduler* does them while the other
+roles work on the tiles before, and leaves a record in the next of ``config.record_slots`` slots once everybody has
+handed that slot back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.fmha.device.tile import Piece, Tile, bounds_of
+from warpspec.fmha.features import RECORD_WORDS, KernelFeatures
+from warpspec.fmha.schedule import KeySpan
+
+SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
+
+
+class Records(NamedTuple):
+    """The slots, (WORD, SLOT) Int32 in shared memory, and what every tile has in common. window: (left, right)."""
+
+    slots: cute.Tensor
+    window_left: Int32
+    window_right: Int32
+
+    def slot(self, config, use) -> cute.Tensor:
+        """Words of the use-th record."""
+        return self.slots[None, use % config.record_slots if config.record_slots > 1 else 0]
+
+
+def records_of(config: KernelFeatures, base: cute.Pointer, where) -> Records:
+    """base: Int32, to ``config.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
+    slots = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.record_slots)))
+    return Records(slots, *where.window)
+
+
+def words_of(config: KernelFeatures) -> tuple[str, ...]:
+    """What a record has, in order; the first says whether there is a tile."""
+    words = (
+        "some",
+        *SPAN,
+        "head_tile",
+        "kv_head",
+        "request",
+        "first_query",
+        "start",
+        "length",
+        "group",
+        "seq_q",
+    )
+    words += ("first_row",) if config.packed_q else ()
+    words += ("first_key",) if config.packed_k else ()
+    words += ("split",) if config.splits else ()
+    words += ("whole", "piece_slot") if config.chunked else ()
+    assert len(words) <= RECORD_WORDS
+    return words
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What the scheduler has for all tiles."""
+
+    config: KernelFeatures
+    channels: dict
+    records: Records
+
+
+@cute.jit
+def write_tile(role, tile, use):
+    """Leave the use-th record; returns use + 1. By the scheduler, a whole warp.
+
+    Consumes: tile_empty. Produces: tile_full.
+    """
+    config, channels = role.config, role.channels
+    channels["tile_empty"].wait_previous(use)
+    if cute.arch.lane_idx() == 0:
+        slot = role.records.slot(config, use)
+        for i, name in enumerate(words_of(config)):
+            slot[i] = word_of(tile, name)
+    channels["tile_full"].arrive_warp(use)
+    return use + 1
+
+
+def word_of(tile: Tile, name: str) -> Int32:
+    if name == "some":
+        return Int32(1)
+    if name in SPAN:
+        return Int32(getattr(tile.span, name))
+    if name == "whole":
+        return Int32(tile.piece.whole)
+    return Int32(tile.piece.slot if name == "piece_slot" else getattr(tile, name))
+
+
+@cute.jit
+def write_end(role, use):
+    """Instead of the use-th record: there are no more tiles."""
+    role.channels["tile_empty"].wait_previous(use)
+    if cute.arch.lane_idx() == 0:
+        slot = role.records.slot(role.config, use)
+        slot[0] = Int32(0)
+    role.channels["tile_full"].arrive_warp(use)
+
+
+def wait_tile(config: KernelFeatures, channels: dict, records: Records, use) -> Boolean:
+    """Whether there is a use-th tile. By whole warps.
+
+    Consumes: tile_full.
+    """
+    channels["tile_full"].wait(use)
+    return Boolean(records.slot(config, use)[0] != 0)
+
+
+def read_tile(config: KernelFeatures, records: Records, use) -> Tile:
+    """The use-th tile, which ``wait_tile`` has found. Who has read it for the last time hands the slot back, by
+    tile_empty, one arrival a warp."""
+    slot = records.slot(config, use)
+    word = {name: slot[i] for i, name in enumerate(words_of(config))}
+    piece = None
+    if config.chunked:
+        piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_slot"])
+    return Tile(
+        config,
+        query_tile=0,  # nobody asks for it
+        head_tile=word["head_tile"],
+        kv_head=word["kv_head"],
+        batch=0 if config.packed_q else word["request"],
+        request=word["request"],
+        first_query=word["first_query"],
+        first_row=word.get("first_row", 0),
+        first_key=word.get("first_key", 0),
+        start=word["start"],
+        length=word["length"],
+        split=word.get("split", 0),
+        group=word["group"],
+        seq_q=word["seq_q"],
+        bounds=bounds_of(config, (records.window_left, records.window_right)),
+        span=KeySpan(*(word[name] for name in SPAN)),
+        piece=piece,
+    )

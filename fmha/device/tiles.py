@@ -1,0 +1,84 @@
+"""The loop over a CTA's tiles, which every role goes through alike."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.fmha.device.grid import index_of, rounds
+from warpspec.fmha.device.line import chunk_at
+from warpspec.fmha.device.queue import take
+from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_end, write_tile
+from warpspec.fmha.device.tile import tile_at
+
+
+@cute.jit
+def each_tile(
+    config: cutlass.Constexpr,
+    operands,
+    where,
+    body: cutlass.Constexpr,
+    role,
+    uses,
+    keeps: cutlass.Constexpr = False,
+):
+    """uses = body(role, tile, uses) for each of the CTA's tiles; returns the last uses.
+
+    where: ``grid.Where``; where work is cut by length, ``line.Chunks``; where a warp works out the tiles,
+    ``record.Records``. role: what body needs; has the channels. uses: counts. keeps: body reads the tile's record
+    again, which is handed back behind it.
+    """
+    if cutlass.const_expr(config.scheduled):
+        number = Int32(0)
+        some = wait_tile(config, role.channels, where, number)
+        while some:
+            tile = read_tile(config, where, number)
+            if cutlass.const_expr(not keeps):
+                role.channels["tile_empty"].arrive_warp(number)
+            uses = body(role, tile, uses)
+            if cutlass.const_expr(keeps):
+                role.channels["tile_empty"].arrive_warp(number)
+            number += 1
+            some = wait_tile(config, role.channels, where, number)
+    else:
+        uses = each_found(config, operands, where, body, role, uses)
+    return uses
+
+
+@cute.jit
+def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, where, records):
+    """The scheduler, a warp: a record of each of the CTA's tiles, then one that says there are no more.
+
+    Consumes: tile_empty. Produces: tile_full.
+    """
+    role = Scheduler(config, channels, records)
+    write_end(role, each_found(config, operands, where, write_tile, role, Int32(0)))
+
+
+@cute.jit
+def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constexpr, role, uses):
+    """``each_tile`` of a warp that finds the tiles itself."""
+    if cutlass.const_expr(config.chunked):
+        for round_ in cutlass.range(where.line.rounds, unroll=1):
+            chunk = chunk_at(config, operands, where.line, where.cursors, round_)
+            head, query_tile = chunk.begin.head, chunk.begin.query_tile
+            while chunk.holds(head, query_tile):
+                tile = chunk.tile(head, query_tile)
+                uses = body(role, tile, uses)
+                head, query_tile = chunk.next(head, query_tile, tile)
+    elif cutlass.const_expr(config.queued):
+        number, _, _ = cute.arch.block_idx()
+        while number < where.tiles:
+            tile = tile_at(config, operands, where.grid, where.window, number, where.section)
+            uses = body(role, tile, uses)
+            number = take(operands.queue, where.tiles)
+    elif cutlass.const_expr(not config.persistent):
+        number, _, _ = cute.arch.block_idx()
+        tile = tile_at(config, operands, where.grid, where.window, number, where.section)
+        uses = body(role, tile, uses)
+    else:
+        for round_ in cutlass.range(rounds(where), unroll=1):
+            tile = tile_at(config, operands, where.grid, where.window, index_of(round_), where.section)
+            uses = body(role, tile, uses)
+    return uses
