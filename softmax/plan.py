@@ -37,7 +37,9 @@ SMEM_BESIDE_DATA = 1536  # bytes that a CTA takes besides its data: states, barr
 # Measured.
 LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # a launch; a dependent one
 WARPS_US = 0.1  # a reduction over the warps of a CTA
+WITHIN_WARP_US = -0.3  # where a warp has whole rows, against that
 STAGING_US = 0.1  # that a bulk copy takes longer than loads
+ALONE_STAGING_US = 0.5  # and more where CTAs of a cluster have SMs to themselves
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 MEMORY_BYTES_PER_US = 4.25e6  # read and written
 CLUSTER_CTAS_PER_US = 440.0  # started
@@ -75,10 +77,13 @@ ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
 # Vectors of a thread of the register kernel, without and with clusters; more of them wait for each other.
-ROWS_MOST_VECTORS, CLUSTER_MOST_VECTORS = 4, 5
-CLUSTER_MOST_LANES = (
-    4096  # of a cluster's register kernels: the states of more warps take too long to exchange
-)
+ROWS_MOST_VECTORS, CLUSTER_MOST_VECTORS = 5, 5
+# Instructions of an element, and what of them nothing hides; counted for lanes that have no element.
+ELEMENT_INSTRUCTIONS, EXPOSED = {"float32": 16, "float16": 6, "bfloat16": 6}, 0.75
+WARP_INSTRUCTIONS_PER_US = 7020  # of an SM, of warps: 4 a clock
+# Lanes of a cluster's register kernels: the states of more warps take too long to exchange; where CTAs have SMs to
+# themselves, more lanes have more bytes under way.
+CLUSTER_MOST_LANES, ALONE_MOST_LANES = 4096, 8192
 # Registers of a thread that has a row's part: some, and for each vector, and where rows have edges; as compiled. By
 # whether data are fp32 and whether several warps share a row.
 REGISTERS = {
@@ -88,6 +93,8 @@ REGISTERS = {
     (False, False): (16, 9, 8),
 }
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
+ONCE_CLUSTER = 8  # CTAs that share a row of fp32, at least, for its exponentials to be taken once
+STAGED_LONGER = (8,)  # vectors, in fp32 of many aligned rows of 16 CTAs: one CTA more finds room on an SM
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -151,6 +158,11 @@ def _sms(target: Target, cluster: int) -> int:
     return max(1, int(target.sm_count * CLUSTER_SMS[cluster]) // cluster) * cluster
 
 
+def _alone(problem: SoftmaxProblem, target: Target, cluster: int) -> bool:
+    """Whether all CTAs of clusters have SMs to themselves."""
+    return cluster > 1 and problem.rows * cluster <= _sms(target, cluster)
+
+
 def _memory_us(problem, target, *, rates, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
     """Time of the traffic. under_way: bytes that an SM waits for at once. reread: the part of x that is read again from
     memory."""
@@ -209,6 +221,13 @@ def _one_row_a_cta(
     return launch + extra + reduction + memory + work, dependent
 
 
+def _beside(problem: SoftmaxProblem, target: Target, lanes: int, idle: int) -> float:
+    """What else rows cost that ``lanes`` of a CTA share. idle: elements a row that these lanes could have beyond it."""
+    instructions = problem.rows * idle * ELEMENT_INSTRUCTIONS[problem.dtype] / WARP_THREADS
+    within = WITHIN_WARP_US if lanes <= WARP_THREADS else 0.0
+    return EXPOSED * instructions / (WARP_INSTRUCTIONS_PER_US * target.sm_count) + within
+
+
 def rows_registers(config) -> int:
     """Registers that a thread of a ``RowsConfig`` takes."""
     some, for_each, for_edges = REGISTERS[config.dtype == "float32", config.lanes > WARP_THREADS]
@@ -226,7 +245,8 @@ def _rows(problem: SoftmaxProblem, target: Target):
             each = -(-vectors // (lanes * cluster))
             if each > (ROWS_MOST_VECTORS if cluster == 1 else CLUSTER_MOST_VECTORS):
                 continue
-            if cluster > 1 and not 2 * WARP_THREADS <= lanes <= CLUSTER_MOST_LANES // cluster:
+            most = ALONE_MOST_LANES if _alone(problem, target, cluster) else CLUSTER_MOST_LANES
+            if cluster > 1 and not 2 * WARP_THREADS <= lanes <= most // cluster:
                 continue
             if not problem.aligned and lanes < 2 * elements(problem.dtype):
                 continue
@@ -247,8 +267,11 @@ def _rows(problem: SoftmaxProblem, target: Target):
                 share_bytes=-(-vectors // cluster) * rows * VECTOR_BYTES,
                 occupancy=occupancy,
                 cluster=cluster,
+                extra=_beside(problem, target, lanes, (lanes * each - vectors) * elements(problem.dtype))
+                if cluster == 1
+                else 0.0,
             )
-            config = replace(config, dependent=dependent)
+            config = replace(config, dependent=dependent or cluster == 1)  # loads come in waves then, too
             yield Plan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
 
 
@@ -259,11 +282,18 @@ def _staged(problem: SoftmaxProblem, target: Target):
     fewest, most = STAGED_THREADS
     for cluster in _clusters():
         share = -(-vectors // cluster)
-        for wanted in STAGED_VECTORS:
+        alone = _alone(problem, target, cluster)
+        once = problem.dtype == "float32" and problem.aligned and cluster >= ONCE_CLUSTER
+        longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS and not alone else ()
+        for wanted in (*longer, *STAGED_VECTORS):
             threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
             smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
-            if each > STAGED_VECTORS[0] or smem > MAX_SMEM_PER_CTA or (cluster > 1 and share < fewest):
+            if (
+                each > max(wanted, STAGED_VECTORS[0])
+                or smem > MAX_SMEM_PER_CTA
+                or (cluster > 1 and share < fewest)
+            ):
                 continue
             occupancy = min(
                 MAX_CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), MAX_SMEM_PER_CTA // smem
@@ -275,7 +305,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 share_bytes=share * VECTOR_BYTES,
                 occupancy=occupancy,
                 cluster=cluster,
-                extra=STAGING_US,
+                extra=STAGING_US + (ALONE_STAGING_US if alone else 0.0),
             )
             config = StagedConfig(
                 problem.dtype,
@@ -286,6 +316,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 occupancy,
                 problem.store_bytes,
                 dependent,
+                once,
             )
             yield Plan("staged", config, 0, 0, microseconds)
 

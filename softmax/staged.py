@@ -1,12 +1,15 @@
 """Rows staged in shared memory by the bulk copy engine, many CTAs to an SM. One kernel, sm_90a and sm_100a.
 
 A row, or a cluster's CTA's share of it, is one bulk copy into shared memory, which takes no registers while it is
-under way: an SM has as many bytes in flight as fit its shared memory. Every thread then reads its vectors from
-there twice. (Writing results back by bulk copies was no faster, for rows that start anywhere either.)
+under way: an SM has as many bytes in flight as fit its shared memory. Every thread then reads its vectors from there
+twice, or three times (``once``). (Writing results back by bulk copies was no faster, for rows that start anywhere
+either.)
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass
 
 import cutlass
@@ -16,9 +19,25 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.tma import bulk_load
-from warpspec.softmax.online import absorb, exponential, scale, state_of
-from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_row
+from warpspec.softmax.online import (
+    absorb,
+    exponential,
+    exponentiate,
+    largest,
+    reference_of,
+    scale,
+    state_of,
+)
+from warpspec.softmax.reduction import (
+    STATE_WORDS,
+    ClusterReduction,
+    NumberReductions,
+    join_row,
+    warp_maximum,
+    warp_sum,
+)
 from warpspec.softmax.vectors import (
+    MINUS_INFINITY,
     PLAIN,
     WORDS,
     blank,
@@ -40,7 +59,8 @@ MOST_AT_ONCE = 6  # fp32 vectors of a thread
 class StagedConfig:
     """dtype, cluster, edges, store_bytes: as RowsConfig. threads: a CTA, whole warps. vectors: 16-byte vectors a
     thread; threads * vectors * cluster bound the row. ctas_per_sm: that an SM must have registers for. dependent: as
-    RowsConfig."""
+    RowsConfig. once: exponentials are computed once, when the row's maximum is known, and wait in shared memory for
+    their sum. Those of fp32 take nine instructions each, more than another reduction over the row costs."""
 
     dtype: str
     threads: int
@@ -50,6 +70,11 @@ class StagedConfig:
     ctas_per_sm: int = 1
     store_bytes: int = VECTOR_BYTES
     dependent: bool = False
+    once: bool = False
+
+    def __post_init__(self):
+        if self.once and (self.dtype != "float32" or self.edges):
+            raise ValueError("once: of fp32 rows that start and end on 16-byte boundaries")
 
     @property
     def warps(self) -> int:
@@ -94,17 +119,23 @@ class Staged:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
 
-        # 1. Shared memory: the share, the barrier of its arrival, states of the warps.
+        # 1. Shared memory: the share, the barrier of its arrival, what warps tell each other.
         smem = cutlass.memory.SmemAllocator()
         staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
         arrived = smem.allocate_array(Int64, 1)
-        slots = smem.allocate_tensor(
-            Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
-        )
-        reduction = None
-        if cutlass.const_expr(config.cluster > 1):
-            full = smem.allocate_array(Int64, 1)
-            reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
+        warps = config.cluster * config.warps
+        slots, reduction = None, None
+        if cutlass.const_expr(config.once):
+            full = smem.allocate_array(Int64, NumberReductions.ROUNDS)
+            shape = (warps, NumberReductions.ROUNDS)
+            slots = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+            reduction = NumberReductions(slots, full, config.cluster, config.warps)
+        else:
+            shape = (STATE_WORDS, warps)
+            slots = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+            if cutlass.const_expr(config.cluster > 1):
+                full = smem.allocate_array(Int64, 1)
+                reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
 
         # 2. One thread sends for the share; the edges come in on the side.
         row_index = block // config.cluster
@@ -119,23 +150,20 @@ class Staged:
         if (thread == 0) & (size > 0):
             source = row.first + Int64(begin) * VECTOR_BYTES
             bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
-        if cutlass.const_expr(config.cluster > 1):
+        if cutlass.const_expr(reduction is not None):
             reduction.open(thread)
-        edge = None
-        maximum, total = -Float32.inf, Float32(0.0)
+        edge, edge_value = None, -Float32.inf
         if cutlass.const_expr(config.edges):
             edge = edge_in_group(row, thread, config.threads, block % config.cluster, dtype)
-            maximum, total = state_of(load_edge(row, edge, dtype), accurate)
+            edge_value = load_edge(row, edge, dtype)
         cute.arch.sync_threads()  # the barrier is set up
         cute.arch.mbarrier_wait(arrived, 0)
 
-        # 3. Maximum and sum: of the thread, of the row.
-        for i in cutlass.range_constexpr(config.vectors):
-            vector = i * config.threads + thread
-            words = read_shared(staged, vector)
-            blank(words, vector < size, dtype)
-            maximum, total = absorb((maximum, total), words, dtype)
-        maximum, total = join_row((maximum, total), slots, reduction, config.warps, accurate)
+        # 3. Maximum and sum of the row.
+        if cutlass.const_expr(config.once):
+            maximum, total = exponentiate_share(config, staged, size, thread, reduction)
+        else:
+            maximum, total = state_of_share(config, staged, size, thread, edge_value, slots, reduction)
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.
@@ -147,9 +175,50 @@ class Staged:
             words = read_shared(staged, vector)
             if cutlass.const_expr(config.one_by_one):
                 cute.arch.sync_warp()  # nothing of a vector is begun before the last one is stored
-            scale(words, maximum, inverse, dtype)
+            if cutlass.const_expr(config.once):
+                numbers = cute.recast_tensor(words, Float32)
+                numbers.store(numbers.load() * inverse)
+            else:
+                scale(words, maximum, inverse, dtype)
             offset, present = i * config.threads * VECTOR_BYTES, Boolean(vector < size)
             store_vector(words, destination, offset, present, config.store_bytes, PLAIN)
         if cutlass.const_expr(config.edges):
             value = exponential(load_edge(row, edge, dtype) - maximum, accurate) * inverse
             store_edge(target, edge, value, dtype)
+
+
+@cute.jit
+def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, slots, reduction) -> tuple:
+    """(maximum, sum) of the row: states of all threads joined, each against a maximum of its own."""
+    accurate = config.dtype == "float32"
+    maximum, total = -Float32.inf, Float32(0.0)
+    if cutlass.const_expr(config.edges):
+        maximum, total = state_of(edge_value, accurate)
+    for i in cutlass.range_constexpr(config.vectors):
+        vector = i * config.threads + thread
+        words = read_shared(staged, vector)
+        blank(words, vector < size, config.dtype)
+        maximum, total = absorb((maximum, total), words, config.dtype)
+    return join_row((maximum, total), slots, reduction, config.warps, accurate)
+
+
+@cute.jit
+def exponentiate_share(config: cutlass.Constexpr, staged, size, thread, reduction) -> tuple:
+    """(maximum, sum) of the row; the share in shared memory becomes exponentials against that maximum."""
+    for i in cutlass.range_constexpr(config.vectors):
+        vector = i * config.threads + thread
+        if vector >= size:
+            for word in cutlass.range_constexpr(WORDS):
+                staged[word, vector] = Int32(cutlass.Uint32(MINUS_INFINITY["float32"]))
+    maximum = -Float32.inf
+    for i in cutlass.range_constexpr(config.vectors):
+        words = read_shared(staged, i * config.threads + thread)
+        maximum = largest(cute.recast_tensor(words, Float32), maximum)
+    maximum = reduction.all(warp_maximum(maximum, WARP_THREADS), 0, cute.arch.fmax, -math.inf)
+    reference = reference_of(maximum)
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(config.vectors):
+        words = read_shared(staged, i * config.threads + thread)
+        total += exponentiate(cute.recast_tensor(words, Float32), reference, True)
+        cute.autovec_copy(words, staged[None, i * config.threads + thread])
+    return maximum, reduction.all(warp_sum(total, WARP_THREADS), 1, operator.add, 0.0)

@@ -123,6 +123,26 @@ def test_special_values(name, dtype):
     assert (out[2, :98] == 0).all()
 
 
+@pytest.mark.usefixtures("check_order")
+@pytest.mark.parametrize(("arch", "cluster"), [("sm_90a", 2), ("sm_100a", 1)])
+def test_exponentials_taken_once(arch, cluster):
+    """Special rows too, and threads without an element."""
+    rows, length = 6, 4 * (96 * cluster - 7)
+    values = logits(rows, length)
+    values[0, 17], values[1, length - 1] = torch.nan, torch.inf
+    values[2, : length - 3], values[3] = -torch.inf, -torch.inf
+    values[4, ::2], values[4, 1::2] = torch.finfo(FP32).max, -torch.finfo(FP32).max
+    _, x = matrix(rows, length, FP32, offset=0, fill=values)
+    storage, out = matrix(rows, length, FP32, offset=0)
+    config = StagedConfig("float32", 64, cluster, 2, False, 4, once=True)
+    launch.run_sim(x, out, Plan("staged", config, 0, 0, 0.0), target(arch))
+    check(out, x)
+    assert untouched(storage, out)
+    assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5]].isnan().any()
+    with pytest.raises(ValueError, match=r"^once: "):
+        StagedConfig("bfloat16", 64, cluster, 2, False, once=True)
+
+
 @pytest.mark.parametrize("name", ["warps", "cluster"])
 def test_a_warp_of_only_minus_infinity(name):
     """Most of a row masked, what is left far below 0: its exponential against 0's would overflow."""
