@@ -63,6 +63,7 @@ LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}  # of a row, with the largest k that
 
 CLUSTER_CTAS = 440  # started a microsecond
 CTA_LANES = 128  # of a CTA of rows that are held by part of a warp
+SORTED_CTA_LANES, MOST_SMS = 512, 0.9  # of one whose lanes sort, where such CTAs fill this part of all SMs
 STREAM_ROWS = 4  # of a CTA, where a warp has a row to itself
 
 
@@ -86,7 +87,7 @@ def timed_configs(
     timed = [
         *(
             (memory + held_time(config, rows, sm_count), config)
-            for config in (*sorts(base, length, k), *held(base, rows, length, k))
+            for config in (*sorts(base, rows, length, k, sm_count), *held(base, rows, length, k))
         ),
     ]
     if rows <= AGAIN_ROWS and (k >= AGAIN_LEAST_K or length < AGAIN_LENGTH):
@@ -115,14 +116,14 @@ def held(base: TopkConfig, rows: int, length: int, k: int):
         yield replace(base, held=True, lanes=lanes, warps=warps, rows=per_cta, unroll=unroll, full=full)
 
 
-def sorts(base: TopkConfig, length: int, k: int):
+def sorts(base: TopkConfig, rows: int, length: int, k: int, sm_count: int):
     """Configurations whose lanes sort the row."""
     vectors, unroll = -(-length // base.per_vector), SORTED_ELEMENTS // base.per_vector
     lanes = next((lanes for lanes in SORTED_LANES if lanes * unroll >= vectors), None)
     if lanes and k <= SORTED_ELEMENTS and not base.edges:
-        yield replace(
-            base, held=True, sorts=True, warps=1, lanes=lanes, rows=CTA_LANES // lanes, unroll=unroll
-        )
+        fill = rows * lanes >= MOST_SMS * sm_count * SORTED_CTA_LANES
+        per_cta = (SORTED_CTA_LANES if fill else CTA_LANES) // lanes
+        yield replace(base, held=True, sorts=True, warps=1, lanes=lanes, rows=per_cta, unroll=unroll)
 
 
 def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:

@@ -132,9 +132,10 @@ def row_sorted(config: cutlass.Constexpr, span: RowSpan, lane, row, probs: cute.
         divisor = cute.arch.warp_reduction_sum(
             exponentials(values, largest(values), maximum, config.dtype), threads_in_group=config.lanes
         )
+    inverse = Float32(1.0) / divisor
     cute.arch.griddepcontrol_launch_dependents()
     for i, (weight, column) in enumerate(mine):
         place = i * config.lanes + lane
         if (place < k) & (row < probs.shape[0]):
-            probs[row, place] = weight / divisor
+            probs[row, place] = weight * inverse
             indices[row, place] = column
