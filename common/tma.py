@@ -74,6 +74,16 @@ def make_load(
     return cpasync.make_tiled_tma_atom(op, tensor, layout, padded)
 
 
+def make_store(tensor: cute.Tensor, box: tuple[int, ...]) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """Descriptor that stores boxes of ``tensor`` (D, rows..., rest...) from the layout of ``make_load``. Host side.
+
+    What lies outside of the tensor is not written.
+    """
+    padded = box + (1,) * (cute.rank(tensor) - len(box))
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    return cpasync.make_tiled_tma_atom(op, tensor, swizzled_layout(padded), padded)
+
+
 @dataclass(frozen=True)
 class TileRing:
     """A ring of tiles in shared memory and the descriptor that fills it. Device side.
@@ -106,6 +116,11 @@ class TileRing:
         options = {} if ctas is None else {"mcast_mask": Int16(ctas)}
         source, target = self.tiles[None, tile], self.shared[None, stage]
         cute.copy(self.atom, source, target, tma_bar_ptr=mbarrier, **options)
+
+    def store(self, tile, stage) -> None:
+        """Issue the store of one stage to one tile, in the bulk group of the thread that does; atom: from
+        ``make_store``. By a whole warp."""
+        cute.copy(self.atom, self.shared[None, stage], self.tiles[None, tile])
 
     def prefetch(self, tile) -> None:
         """Bring one tile into L2, without waiting. By a whole warp, whose lanes ask for the same: one request, for the

@@ -3,8 +3,8 @@
 A *slot* is a query tile of one batch row or request, counted over all of them (``device.tile.slot_of``). The workspace
 has, for each query head and slot, statistics of the tile's rows, dQ's sum in fp32, and turns.
 
-Statistics [Hq, slots, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, delta,
-delta of the second. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0, and delta 0.
+Statistics [Hq, slots, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, -delta,
+-delta of the second. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0, and delta 0.
 
 dQ's sums [Hq, slots, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
 registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.wgmma``). A part's
@@ -19,7 +19,7 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features
 
-STATISTICS = 2  # numbers of a row: lse', delta
+STATISTICS = 2  # numbers of a row: lse', -delta
 PART_ROWS = 64  # of a part of dQ, as columns
 PART_ELEMENTS = PART_ROWS * BLOCK
 WARP_ELEMENTS = PART_ELEMENTS // 4  # of a warp's piece of a part
@@ -52,6 +52,12 @@ class BackwardFeatures(KernelFeatures):
     def scatters(self) -> bool:
         """Some row sees only part of a key tile that another row sees more of, or none of it."""
         return self.band or self.ends_in_tile
+
+    @property
+    def whole(self) -> bool:
+        """Every row sees every key."""
+        masked = self.causal or self.has_left or self.has_right or self.has_kv_lengths
+        return not (masked or self.packed_q or self.packed_k)
 
     @property
     def key_tile_bytes(self) -> int:
@@ -94,7 +100,7 @@ class BackwardFeatures(KernelFeatures):
             (
                 "statistics",
                 self.q_stages * self.statistics_bytes,
-                f"{self.q_stages} x lse' and delta of rows",
+                f"{self.q_stages} x lse' and -delta of rows",
             ),
             ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
             ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),

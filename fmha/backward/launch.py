@@ -138,7 +138,7 @@ def run_prepared(
     if dbias is not None:
         if config.bias_gradient == "sum" and dbias.dtype != torch.float32:
             dbias = torch.zeros(dbias.shape, **fp32)
-        else:
+        elif config.bias_gradient == "sum" or not config.whole:
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
         do = torch.zeros_like(q)

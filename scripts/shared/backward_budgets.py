@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, TMEM_COLUMNS, WARPGROUP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, TMEM_COLUMNS
 from warpspec.fmha.backward import sm90, sm100
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.backward.sm90.config import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from warpspec.fmha.problem import AttentionProblem
 
 from .generated_tables import table
@@ -46,11 +45,10 @@ def kernel(name: str, found: list, extra: list[tuple]) -> str:
 
 
 def markdown() -> str:
-    registers = CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
-    hopper = ("registers", *(f"{CONSUMER_REGISTERS}, {PRODUCER_REGISTERS}",) * 3)
     hopper = (
-        *hopper,
-        f"{registers * WARPGROUP_THREADS} of {REGISTERS_PER_SM}; of a consumer's thread, of a producer's",
+        "registers of a thread",
+        *(", ".join(map(str, sorted(set(c.registers), reverse=True))) for c in configs(sm90)),
+        f"of {REGISTERS_PER_SM} of an SM; of a consumer's, of the load warpgroup's",
     )
     found = configs(sm100)
     columns = (

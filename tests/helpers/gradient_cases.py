@@ -257,6 +257,7 @@ CASES = [
     Case("bias-by-head", batch=2, bias=(False, True), causal=True, through="o+lse"),
     Case("bias-by-batch-sink", batch=2, bias=(True, False), bias_dtype=torch.bfloat16, sink=True),
     Case("bias-of-all-window", batch=2, bias=(False, False), window=(4, None)),
+    Case("bias-of-each", batch=2, seq_q=70, seq_k=136, bias=(True, True), bias_dtype=torch.bfloat16, causal=True),
     Case("lengths", batch=3, kv_lengths=(24, 7, 0), sink=True, through="lse"),
     Case("lengths-causal-bias", batch=2, kv_lengths=(20, 3), causal=True, bias=(True, True)),
     Case("q-start-stride", batch=2, seq_q=30, seq_k=9, q_start=(0, 40), causal=True, key_stride=4, sink=True),

@@ -26,7 +26,8 @@ class Block:
     of the queries from there on, in shared memory. columns: the thread's pairs of columns, the first of each. keys: of
     the request, one for each of the thread's rows. bounds: [first, end) of the queries that see each. element(column,
     r): which register has the first of a pair in row r; the second is the next. writes_bias: no other CTA
-    has the same dS to write to dbias.
+    has the same dS to write to dbias. started: dP comes less delta. bias_words: of the bias in shared memory
+    (``add_bias_words``). stores_bias: who calls sees to dbias.
     """
 
     config: object
@@ -41,6 +42,9 @@ class Block:
     bounds: tuple
     element: Callable
     writes_bias: Boolean | bool = True
+    started: bool = False
+    bias_words: Callable | None = None
+    stores_bias: bool = False
 
     @property
     def elements(self) -> list[tuple[int, int, int]]:
@@ -59,7 +63,7 @@ class Block:
         return [(c, [(self.element(c, r) + j, j) for r in rows for j in both]) for c in self.columns]
 
     def statistic(self, number: int, column: int) -> cute.Tensor:
-        """(PAIR): lse' (0) or delta (1) of a pair of queries."""
+        """(PAIR): lse' (0) or -delta (1) of a pair of queries."""
         pair = cute.make_rmem_tensor(PAIR, Float32)
         cute.autovec_copy(self.statistics[None, number, column // PAIR], pair)
         return pair
@@ -75,7 +79,9 @@ def weigh(block, scores: cute.Tensor, masked):
         lse = block.statistic(0, column)
         for i, j in registers:
             scores[i] = scores[i] * block.scale_log2 - lse[j]
-    if cutlass.const_expr(block.config.bias is not None):
+    if cutlass.const_expr(block.bias_words is not None):
+        add_bias_words(block, scores)
+    elif cutlass.const_expr(block.config.bias is not None):
         add_bias(block, scores)
     if masked:
         hide(block, scores)
@@ -97,13 +103,16 @@ def hide(block, scores: cute.Tensor) -> None:
 def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
     """dP^T becomes dS^T = P^T (dP^T - delta), in place; dbias is stored, or added to."""
     for column, registers in block.pairs:
-        delta = block.statistic(1, column)
+        less = block.statistic(1, column)
         for i, j in registers:
-            ds[i] = weights[i] * (ds[i] - delta[j])
+            if cutlass.const_expr(block.started):
+                ds[i] = weights[i] * ds[i]
+            else:
+                ds[i] = weights[i] * (ds[i] + less[j])
     if masked | Boolean(block.config.bias is not None):
         for i, _, _ in block.elements:  # dP of a hidden pair may be NaN
             ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
-    if cutlass.const_expr(block.config.bias_gradient is not None):
+    if cutlass.const_expr(block.config.bias_gradient is not None and not block.stores_bias):
         write_bias(block, ds)
 
 
@@ -124,6 +133,24 @@ def add_bias(block, scores: cute.Tensor):
         value = bias[query, cutlass.min(block.keys[r], keys - 1)].to(Float32)
         total = scores[i] + value * LOG2_E
         scores[i] = Float32(cutlass.select_(Boolean(value == -Float32.inf), -Float32.inf, total))
+
+
+@cute.jit
+def add_bias_words(block, scores: cute.Tensor):
+    """``add_bias`` of bf16 in shared memory: ``bias_words(i)`` are 4 words, of scores 8 i to 8 i + 7."""
+    for i in cutlass.range_constexpr(cute.size(scores) // 8):
+        for j, word in enumerate(block.bias_words(i)):
+            for half, bits in enumerate((word << 16, word & -65536)):
+                value, at = float_of(bits), 8 * i + 2 * j + half
+                total = scores[at] + value * LOG2_E
+                scores[at] = Float32(cutlass.select_(Boolean(value == -Float32.inf), -Float32.inf, total))
+
+
+def float_of(bits: Int32) -> Float32:
+    """The fp32 number of these bits."""
+    held = cute.make_rmem_tensor(1, Int32)
+    held[0] = bits
+    return cute.recast_tensor(held, Float32)[0]
 
 
 @cute.jit

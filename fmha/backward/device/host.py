@@ -60,6 +60,8 @@ def fake_arguments(config: BackwardFeatures) -> tuple:
     def rows(last=config.head_dim, dtype=dtype, rank=4):
         return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
 
+    aligned = TMA_ALIGNMENT if getattr(config, "bias_tiles", False) else None
+    stored = TMA_ALIGNMENT if getattr(config, "stores_bias", False) else None
     gradient = {None: None, "sum": fp32, **TYPES}[config.bias_gradient]
     operands = BackwardOperands(
         q=rows(),
@@ -73,8 +75,8 @@ def fake_arguments(config: BackwardFeatures) -> tuple:
         dv=rows() if config.wants_v else None,
         kv_lengths=fake_rows(int32, 1) if config.has_kv_lengths else None,
         q_start=fake_rows(int32, 1) if config.has_q_start else None,
-        bias=fake_rows(TYPES[config.bias], 4) if config.bias else None,
-        dbias=fake_rows(gradient, 4) if gradient else None,
+        bias=fake_rows(TYPES[config.bias], 4, alignment=aligned) if config.bias else None,
+        dbias=fake_rows(gradient, 4, alignment=stored) if gradient else None,
         cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
     )

@@ -31,38 +31,43 @@ def load(
 ):
     """Produces k_full, v_full, q_full and do_full; consumes q_empty and do_empty. Leaves only when every buffer has
     been released. shared: pointers, statistics, k, v, q and do first."""
-    dtype = operands.q.element_type
     if tile.steps > 0:
-        batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
-        for i, name in enumerate(("k", "v")):
-            full = channels[name + "_full"]
-            keys = coordinates[i][None, None, None, tile.kv_head, batch]
-            first = tile.place.first_key + tile.first_key
-            full.expect_bytes(0, config.key_tile_bytes)
-            ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first).load(
-                0, 0, full.barrier(0)
-            )
-        head, query_tile = tile.kv_head * tile.group, tile.begin
+        load_keys(config, channels, shared, operands, atoms, coordinates, tile)
+        head, query_tile = tile.kv_head * tile.group, tile.start
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
-            query_tile += 1
-            if query_tile == tile.begin + tile.count:
-                query_tile = tile.begin
-                head += 1
+            head, query_tile = tile.following(head, query_tile)
         for name, stages in (("q", config.q_stages), ("do", config.do_stages)):
             for last in cutlass.range(cutlass.max(tile.steps - stages, 0), tile.steps, unroll=1):
                 channels[name + "_empty"].wait(last)
 
 
-def load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile) -> None:
-    """Q and its statistics, and dO, of a step."""
+def load_keys(config, channels, shared, operands, atoms, coordinates, tile) -> None:
+    """K and V."""
+    dtype = operands.q.element_type
+    batch = 0 if config.packed_k else tile.request
+    for i, name in enumerate(("k", "v")):
+        full = channels[name + "_full"]
+        keys = coordinates[i][None, None, None, tile.kv_head, batch]
+        first = tile.place.first_key + tile.first_key
+        full.expect_bytes(0, config.key_tile_bytes)
+        ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first).load(
+            0, 0, full.barrier(0)
+        )
+
+
+def load_step(
+    config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile, waits=True
+) -> None:
+    """Q and its statistics, and dO, of a step. waits: for the release of what stood there."""
     dtype = operands.q.element_type
     first = tile.place.first_row + query_tile * config.tile_m
     for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):
-        full, empty = channels[name + "_full"], channels[name + "_empty"]
+        full = channels[name + "_full"]
         queries = coordinates[i][None, None, None, head, tile.batch]
         ring = ring_of(config, atoms[i], queries, shared[i + 1], dtype, config.tile_m, stages, first)
-        empty.wait_previous(step)
+        if waits:
+            channels[name + "_empty"].wait_previous(step)
         size = config.statistics_bytes if name == "q" else 0
         full.expect_bytes(step, config.query_tile_bytes + size)
         if name == "q":

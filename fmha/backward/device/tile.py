@@ -15,6 +15,7 @@ from warpspec.fmha.features import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span
 
+START_STEP = 7  # query tiles between the first ones of neighbouring key tiles
 FAR = 2**30  # a query that no request has
 
 
@@ -49,6 +50,23 @@ class KeyTile:
     def steps(self) -> Int32:
         """(query head, query tile) pairs to visit."""
         return self.count * self.group
+
+    @property
+    def start(self) -> Int32:
+        """The query tile that is visited first, after which they go round. Where all key tiles of a head have the same,
+        each starts at another, so that not all add to the same dQ; but not where dQ is added up in order."""
+        config = self.config
+        if config.band or config.deterministic:
+            return self.begin
+        return self.begin + self.number * START_STEP % cutlass.max(self.count, 1)
+
+    def following(self, head, query_tile) -> tuple:
+        """The (query head, query tile) after one."""
+        query_tile += 1
+        query_tile = Int32(
+            cutlass.select_(Boolean(query_tile == self.begin + self.count), self.begin, query_tile)
+        )
+        return head + Int32(Boolean(query_tile == self.start)), query_tile
 
     @property
     def batch(self):

@@ -93,7 +93,7 @@ def work_on_keys(
     Produces clean, ds_full, dq_empty, an arrival a thread each."""
     bounds = tile.queries_of(tile.first_key + thread)
     work = Keys(config, channels, shared, operands, scales, tile, part, columns, thread, bounds)
-    head, query_tile = tile.kv_head * tile.group, tile.begin
+    head, query_tile = tile.kv_head * tile.group, tile.start
     for step in cutlass.range(tile.steps, unroll=1):
         if cutlass.const_expr(config.scatters):
             if step == 0:
@@ -120,10 +120,7 @@ def work_on_keys(
             add_queries(work, head, query_tile)
             tmem.fence_before_arrive()
             channels["dq_empty"].arrive(step)
-        query_tile += 1
-        if query_tile == tile.begin + tile.count:
-            query_tile = tile.begin
-            head += 1
+        head, query_tile = tile.following(head, query_tile)
     if tile.steps > 0:
         channels["step_done"].wait(tile.steps - 1)
         tmem.fence_after_wait()

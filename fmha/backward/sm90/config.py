@@ -19,6 +19,7 @@ from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, FP32_BYTES, check_reque
 CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
 TILE_M = {64: 128, 128: 64, 256: 64}  # queries of a tile, by D
+BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # where a bias comes by TMA
 PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
@@ -26,21 +27,31 @@ CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory,
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 
 
+def has_bias_tiles(features: dict, forward) -> bool:
+    """Whether the bias can come by TMA, and its gradient go: bf16, rows aligned; and there is room."""
+    fits = (
+        features["head_dim"] == BIAS_DIM and not features["deterministic"] and forward.bias_rows == "aligned"
+    )
+    whole_rows = forward.seq_k % BIAS_VECTOR == 0 or features["bias_gradient"] != "bfloat16"
+    return fits and whole_rows and features["dtype"] == features["bias"] == "bfloat16"
+
+
 @dataclass(frozen=True)
 class BackwardConfig(BackwardFeatures):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
-    room."""
+    room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``)."""
 
     tile_m: int = 64
     q_stages: int = 3
     do_stages: int = 2
+    bias_tiles: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         assert self.parts == CONSUMERS * self.consumer_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
-        registers = CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS
-        assert registers * WARPGROUP_THREADS <= REGISTERS_PER_SM
+        assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
+        assert self.paired or self.q_stages == self.do_stages + 1
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
     @classmethod
@@ -53,7 +64,16 @@ class BackwardConfig(BackwardFeatures):
             )
         check_requests("sm90", forward)
         dim = forward.head_dim
-        return cls(**backward_features(problem), tile_m=TILE_M[dim], q_stages=2 if dim >= PAIRED_DIM else 3)
+        features = backward_features(problem)
+        tiles = False  # has_bias_tiles(features, forward)
+        tight = dim >= PAIRED_DIM or features["deterministic"] or tiles
+        return cls(
+            **features,
+            tile_m=TILE_M[dim],
+            q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
+            do_stages=2 if tight else 3,
+            bias_tiles=tiles,
+        )
 
     @property
     def paired(self) -> bool:
@@ -70,15 +90,23 @@ class BackwardConfig(BackwardFeatures):
         """Parts of dQ that a consumer makes."""
         return 2 if self.paired else 1
 
-    # Warp roles: consumer warpgroups, then the producer's, of which one warp works.
+    # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp works.
 
     @property
     def threads(self) -> int:
-        return (CONSUMERS + 1) * WARPGROUP_THREADS
+        return (CONSUMERS + self.paired) * WARPGROUP_THREADS
 
     @property
     def load_warp(self) -> int:
-        return CONSUMERS * WARPGROUP_THREADS // WARP_THREADS
+        """Which warp loads: of a pair one of its own, else the first."""
+        return CONSUMERS * WARPGROUP_THREADS // WARP_THREADS if self.paired else 0
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread of each warpgroup."""
+        if self.paired:
+            return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
+        return (REGISTERS_PER_SM // self.threads - 1,) * CONSUMERS
 
     @property
     def consumer_threads(self) -> int:
@@ -89,21 +117,41 @@ class BackwardConfig(BackwardFeatures):
     @property
     def keys_in_registers(self) -> bool:
         """K and V are operands of S and dP from registers, which saves reading them from shared memory each time."""
+        return self.head_dim == BLOCK and self.bias is None
+
+    @property
+    def weighs_early(self) -> bool:
+        """P is made before dQ of the step before is waited for."""
         return self.head_dim == BLOCK
 
     @property
-    def overlaps_dv(self) -> bool:
-        """dS is made while dV's products run: P and dS then have registers of their own."""
-        return self.head_dim == BLOCK
+    def stores_bias(self) -> bool:
+        """dS of a step, a row a query, is what the copy engine stores to dbias."""
+        return self.bias_tiles and self.bias_gradient == "bfloat16"
+
+    @property
+    def bias_bytes(self) -> int:
+        """The bias of a step, in shared memory."""
+        return self.tile_m * self.tile_n * ELEMENT_BYTES if self.bias_tiles else 0
 
     @property
     def ds_stages(self) -> int:
-        return 2 if self.wants_q else 0
+        return 2 if self.wants_q or self.stores_bias else 0
+
+    @property
+    def stages_dq(self) -> bool:
+        """dQ goes through shared memory, from where the copy engine adds it; else threads add it from registers."""
+        return self.wants_q and not self.paired and self.deterministic
+
+    @property
+    def ahead(self) -> int:
+        """Steps that are fetched ahead."""
+        return self.do_stages
 
     @property
     def dq_bytes(self) -> int:
         """dQ of a step."""
-        return self.parts * PART_ELEMENTS * FP32_BYTES if self.wants_q and not self.paired else 0
+        return self.parts * PART_ELEMENTS * FP32_BYTES if self.stages_dq else 0
 
     @property
     def p_bytes(self) -> int:
@@ -122,19 +170,35 @@ class BackwardConfig(BackwardFeatures):
                 f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle",
             ),
             ("dQ", self.dq_bytes, "a step's, fp32, on its way to global memory"),
+            (
+                "bias",
+                BIAS_STAGES * self.bias_bytes,
+                f"{BIAS_STAGES} x [{self.tile_m}, 64] a consumer, 128-byte swizzle",
+            ),
             ("P", self.p_bytes, "for dS, fp16, in the order of wgmma's registers"),
         )
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Every mbarrier: who arrives, how often, who waits, what then holds."""
-        load, filled = "load warp", "load warp, expect_tx + TMA bytes"
+        load = "load warp" if self.paired else "first warp"
+        filled = f"{load}, expect_tx + TMA bytes"
         warps, warp = self.consumer_threads // WARP_THREADS, "consumers, one thread a warp"
+        released = {
+            "q": (
+                Barrier(
+                    "q_empty", self.q_stages, warps, warp, load, "S and dK have read Q, dS the statistics"
+                ),
+            ),
+            "do": (Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),),
+        }
+        biases = (Barrier("bias_full", BIAS_STAGES, 1, filled, "consumers", "the bias is in shared memory"),)
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
             Barrier("q_full", self.q_stages, 1, filled, "consumers", "Q and statistics are in shared memory"),
-            Barrier("q_empty", self.q_stages, warps, warp, load, "S and dK have read Q, dS the statistics"),
+            *(released["q"] if self.paired else ()),
+            *(biases if self.bias_tiles else ()),
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
-            Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),
+            *(released["do"] if self.paired else ()),
         )

@@ -6,8 +6,12 @@ keys of the tile add. Each block of 64 queries finds its S finished; the next on
 made, so that the tensor core has work under every part of the arithmetic:
 
     issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | wait dV | dS to shared
-    memory; after the tile's last block: barrier, issue dQ | issue dK | wait for all but dK | dQ to shared memory, from
-    where it is added to global memory
+    memory; after the tile's last block: barrier, issue dQ | issue dK | wait dQ | dQ to global memory
+
+At D 64 P is made as soon as S is there, before dQ is waited for. dP starts from -delta. The barrier is the only one of
+a step: behind it the first warp fetches what comes ``ahead`` steps later to where all have read. So there is no warp
+for the loads, and threads may have 255 registers each: with fewer ptxas runs the products one by one. For the same
+reason all that reads a product's registers stands in the iteration that issues it (docs/notebook.md).
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ from warpspec.common.wgmma import (
 )
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
+from warpspec.fmha.backward.device.load import load_keys, load_step
 from warpspec.fmha.backward.device.tile import key_tile_at
-from warpspec.fmha.backward.sm90 import pair, results
+from warpspec.fmha.backward.sm90 import bias, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.features import BLOCK
@@ -84,7 +89,7 @@ def products(config, dtype, shared, consumer) -> Products:
     m, n, depth = config.tile_m, config.tile_n, config.head_dim
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
     rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
-    queries = make_mma(dtype, MN_MAJOR, MN_MAJOR, BLOCK)
+    queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
     def ring(base, layout, stages, stage_bytes):
@@ -102,7 +107,8 @@ def products(config, dtype, shared, consumer) -> Products:
     keys = hopper.make_smem_layout_a(row_major, (n, m, depth), dtype, 1)
     queries_rows = hopper.make_smem_layout_b(row_major, (n, m, depth), dtype, 1)
     queries_columns = hopper.make_smem_layout_b(column_major, (n, depth, m), dtype, 1)
-    ds_layout = hopper.make_smem_layout_a(column_major, (BLOCK, BLOCK, n), dtype, 1)
+    ds_major = row_major if config.stores_bias else column_major
+    ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
     # A part of dQ: a block of rows by a block of columns; a consumer's are neighbours.
     columns = depth // BLOCK
@@ -153,7 +159,7 @@ def products(config, dtype, shared, consumer) -> Products:
 class Work:
     """A consumer's part of a key tile. first_row: of the tile, the consumer's first. thread: 0..127 of it; row: the
     thread's first of 64 rows; member: of the quad. bounds: [first, end) of the queries that see each of the thread's
-    keys."""
+    keys. loads: descriptors, and what they are of."""
 
     config: object
     channels: dict
@@ -168,6 +174,7 @@ class Work:
     row: Int32
     member: Int32
     bounds: tuple
+    loads: tuple
 
     def key(self, r: int):
         """Key of the thread's row r, in the tile."""
@@ -180,7 +187,13 @@ class Work:
 
     def issue_dp(self, step, block: int) -> None:
         stage = step % self.config.do_stages
-        multiply(self.mma.scores, self.mma.dp, self.mma.v, rows_of(self.mma.do, block, stage), False)
+        multiply(
+            self.mma.scores,
+            self.mma.dp,
+            self.mma.v,
+            rows_of(self.mma.do, block, stage),
+            not self.config.paired,
+        )
 
     def issue_dv(self, step, block: int) -> None:
         stage = step % self.config.do_stages
@@ -239,8 +252,10 @@ def consume(
     scales,
     window,
     consumer,
+    loads: cutlass.Constexpr,
 ):
-    """One consumer. Consumes k_full, v_full, q_full, do_full; produces q_empty after dK, do_empty after dV."""
+    """One consumer. loads: (descriptors, their tensors). Consumes k_full, v_full, q_full, do_full; of a pair, produces
+    q_empty after dK, do_empty after dV."""
     index, _, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % WARPGROUP_THREADS
@@ -265,6 +280,7 @@ def consume(
         row,
         lane % QUAD,
         bounds,
+        loads,
     )
     if cutlass.const_expr(mma.dk is not None):
         mma.dk.fill(0.0)
@@ -282,81 +298,135 @@ def consume(
 def go_through(work):
     """All steps of a tile."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
+    head, query_tile = tile.kv_head * tile.group, tile.start
+    head_before, tile_before = head, query_tile  # of the step before
+    head_ahead, tile_ahead = head, query_tile  # of the step that is fetched
+    fetch_keys(work)
+    for step in cutlass.range_constexpr(config.ahead):
+        if step < tile.steps:
+            fetch(work, Int32(step), (head_ahead, tile_ahead))
+        head_ahead, tile_ahead = tile.following(head_ahead, tile_ahead)
     channels["k_full"].wait(0)
     channels["v_full"].wait(0)
     clear_unseen_keys(work)
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.k, mma.k)
         read_keys(work, work.shared.v, mma.v)
-    channels["q_full"].wait(0)
-    clear_unseen_rows(work, tile.begin, Int32(0))
+    wait_queries(work, Int32(0))
+    clear_unseen_rows(work, query_tile, Int32(0))
     work.issue_s(0, 0)
     warpgroup.wait_group(0)
-    head, query_tile = tile.kv_head * tile.group, tile.begin
+    if cutlass.const_expr(config.weighs_early):
+        make_p(work, Int32(0), 0, (head, query_tile))
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
-        channels["do_full"].wait(step)
         place = (head, query_tile)
+        channels["do_full"].wait(step)
         for block in cutlass.range_constexpr(config.query_blocks):
-            make_p(work, step, block, place)
-            if cutlass.const_expr(block == 0):  # noqa: SIM102
-                if step > 0:
-                    channels["q_empty"].arrive_warp(step - 1)  # its last dK is done
+            ends = block + 1 == config.query_blocks
+            own = block_of(work, step, block, place)
             if cutlass.const_expr(config.needs_ds):
-                own = block_of(work, step, block, place)
-                derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(query_tile, block))
-            if cutlass.const_expr(block + 1 < config.query_blocks):
-                work.issue_s(step, block + 1)
-            else:  # the next step: of the last one it is that again, which nobody uses
-                query_tile += 1
-                if query_tile == tile.begin + tile.count:
-                    query_tile = tile.begin
-                    head += 1
-                following = cutlass.min(step + 1, last)
-                channels["q_full"].wait(following)
-                if step < last:
-                    clear_unseen_rows(work, query_tile, step + 1)
-                work.issue_s(following, 0)
+                start_dp(own, flat(mma.dp))
+                work.issue_dp(step, block)
+            if cutlass.const_expr(not config.weighs_early):
+                make_p(work, step, block, place)
+            warpgroup.wait_group(
+                1 if config.needs_ds else 0
+            )  # dK of the block before, whose operand P's may be
             if cutlass.const_expr(config.wants_v):
-                warpgroup.wait_group(1)
-            if cutlass.const_expr(block + 1 == config.query_blocks):
-                channels["do_empty"].arrive_warp(step)
+                keep(mma.s, mma.p)
+                work.issue_dv(step, block)
+            following = step
+            if cutlass.const_expr(ends):  # the next step: of the last one it is that again, which nobody uses
+                following = cutlass.min(step + 1, last)
+                wait_queries(work, following)
+                if step < last:
+                    head, query_tile = tile.following(head, query_tile)
+                    clear_unseen_rows(work, query_tile, step + 1)
+            if cutlass.const_expr(config.needs_ds):
+                warpgroup.wait_group(1 if config.wants_v else 0)
+                derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
+            next_block = 0 if ends else block + 1
+            work.issue_s(following, next_block)
+            warpgroup.wait_group(1)  # dV
             if cutlass.const_expr(config.needs_ds):
                 keep(mma.dp, mma.ds_rows)
-            if cutlass.const_expr(config.wants_q):
+            if cutlass.const_expr(config.ds_stages > 0):
                 store_ds(work, step, block)
-                if cutlass.const_expr(block + 1 == config.query_blocks):
-                    work.barrier()
+            if cutlass.const_expr(ends):
+                meet(work, step, place, (head_before, tile_before))
+                if cutlass.const_expr(config.wants_q):
                     work.issue_dq(step)
+                head_before, tile_before = place
             if cutlass.const_expr(config.wants_k):
                 work.issue_dk(step, block)
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
-        if cutlass.const_expr(config.wants_q):
-            results.add_queries(work, step, place)
+            if cutlass.const_expr(ends):
+                if step + config.ahead < tile.steps:
+                    fetch(work, step + config.ahead, (head_ahead, tile_ahead))
+                head_ahead, tile_ahead = tile.following(head_ahead, tile_ahead)
+            warpgroup.wait_group((ends and config.wants_q) + config.wants_k)  # all before dQ: the next S
+            if cutlass.const_expr(config.weighs_early):
+                make_p(work, following, next_block, (head, query_tile))
+            if cutlass.const_expr(ends and config.wants_q):
+                warpgroup.wait_group(1 if config.wants_k else 0)
+                results.take_queries(work, step, place)
     warpgroup.wait_group(0)
-    channels["q_empty"].arrive_warp(last)
-    if cutlass.const_expr(config.wants_q):
-        results.finish_queries(work)
+    results.finish(work, (head_before, tile_before))
 
 
 @cute.jit
 def make_p(work, step, block: cutlass.Constexpr, place):
-    """P of a block from its S, dP meanwhile; dV is issued. Leaves with dP, and dK of the block before, finished."""
-    config, mma = work.config, work.mma
-    if cutlass.const_expr(config.needs_ds):
-        work.issue_dp(step, block)
-    weigh(block_of(work, step, block, place), flat(mma.s), work.tile.needs_mask(place[1], block))
-    warpgroup.wait_group(
-        1 if config.needs_ds else 0
-    )  # dK of the block before: its operand's registers become P's
-    if cutlass.const_expr(config.wants_v):
-        keep(mma.s, mma.p)
-        work.issue_dv(step, block)
-        warpgroup.wait_group(1 if config.overlaps_dv else 0)
-    else:
-        warpgroup.wait_group(0)
+    """P of a block in the registers of its S."""
+    weigh(block_of(work, step, block, place), flat(work.mma.s), work.tile.needs_mask(place[1], block))
+
+
+@cute.jit
+def meet(work, step, place, before):
+    """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. What the
+    copy engine has waited for goes out: dQ of the step before, dS as dbias."""
+    config = work.config
+    if cutlass.const_expr(config.stores_bias):
+        bias.wait_stored(work)
+    work.barrier()
+    if cutlass.const_expr(config.stores_bias):
+        bias.store(work, step, place)
+    if cutlass.const_expr(config.stages_dq):  # noqa: SIM102
+        if step > 0:
+            results.send_queries(work, before)
+
+
+@cute.jit
+def wait_queries(work, step):
+    """Q, its rows' statistics and the bias of a step are there."""
+    work.channels["q_full"].wait(step)
+    if cutlass.const_expr(work.config.bias_tiles):
+        work.channels["bias_full"].wait(step)
+
+
+@cute.jit
+def fetch_keys(work):
+    """Loads of K and V, by one warp of the CTA."""
+    if work.index < WARP_THREADS:
+        load_keys(work.config, work.channels, work.shared, work.operands, *work.loads, work.tile)
+
+
+@cute.jit
+def fetch(work, step, place):
+    """Loads of a step, by one warp of the CTA, where all are done with what stood there: ``meet``."""
+    if work.index < WARP_THREADS:
+        head, query_tile = place
+        tensors = (work.config, work.channels, work.shared, work.operands, *work.loads)
+        load_step(*tensors, work.tile, step, head, query_tile, waits=False)
+        if cutlass.const_expr(work.config.bias_tiles):
+            bias.fetch(work, step, head, query_tile)
+
+
+def start_dp(block, dp: cute.Tensor) -> None:
+    """The accumulators of dP start from -delta."""
+    for column, registers in block.pairs:
+        less = block.statistic(1, column)
+        for i, j in registers:
+            dp[i] = less[j]
 
 
 @cute.jit
@@ -374,7 +444,10 @@ def store_ds(work, step, block: cutlass.Constexpr):
     config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
     stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
     base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
-    store_rows(base, work.thread, words)
+    if cutlass.const_expr(config.stores_bias):
+        bias.store_columns(base, work.thread, words)
+    else:
+        store_rows(base, work.thread, words)
 
 
 class PlaceInRows(NamedTuple):

@@ -16,6 +16,7 @@ from warpspec.fmha.backward.device.load import load
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm90.config import (
     BARRIER_BYTES,
+    BIAS_STAGES,
     CONSUMER_REGISTERS,
     CONSUMERS,
     PRODUCER_REGISTERS,
@@ -36,7 +37,18 @@ class Shared(NamedTuple):
     do: cute.Pointer
     ds: cute.Pointer
     dq: cute.Pointer
+    bias: cute.Pointer
     p: cute.Pointer
+
+
+def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
+    """(KEY, QUERY, HEAD, BATCH) of a bias, or of its gradient; 1 head or batch row where they share it."""
+    batch, heads, queries, keys = bias.shape
+    steps = bias.stride
+    heads, head_step = (heads, steps[1]) if config.bias_heads else (1, steps[2])
+    batch, batch_step = (batch, steps[0]) if config.bias_batches else (1, steps[2])
+    layout = cute.make_layout((keys, queries, heads, batch), stride=(1, steps[2], head_step, batch_step))
+    return cute.make_tensor(bias.iterator, layout)
 
 
 class Backward(BackwardHost):
@@ -53,6 +65,11 @@ class Backward(BackwardHost):
             (operands.do, query_box),
         )
         loads = [tma.make_load(kv_view(config, tensor), box) for tensor, box in boxes]
+        if cutlass.const_expr(config.bias_tiles):
+            box = (BLOCK, config.tile_m)
+            loads.append(tma.make_load(bias_view(config, operands.bias), box))
+            if cutlass.const_expr(config.stores_bias):
+                loads.append(tma.make_store(bias_view(config, operands.dbias), (BLOCK, BLOCK)))
         rows = requests_of(config, operands) if not config.packed_k else 1
         self.kernel(
             operands, tuple(atom for atom, _ in loads), tuple(view for _, view in loads), scales, window
@@ -94,6 +111,9 @@ class Backward(BackwardHost):
             dq: cute.struct.Align[
                 cute.struct.MemRange[Float32, config.dq_bytes // FP32_BYTES], tma.TILE_ALIGNMENT
             ]
+            bias: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, BIAS_STAGES * config.bias_bytes], tma.TILE_ALIGNMENT
+            ]
             p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
@@ -105,17 +125,18 @@ class Backward(BackwardHost):
 
         # 2. Roles.
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
-        if warp >= config.load_warp:
+        consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+        arguments = (config, channels, shared, operands, scales, window)
+        loads = (atoms, coordinates)
+        if cutlass.const_expr(not config.paired):  # one of the consumers' warps loads
+            consume(*arguments, consumer, loads)
+        elif warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == config.load_warp:
                 tile = key_tile_at(config, operands, window, cute.arch.block_idx()[0])
                 load(config, channels, shared, operands, atoms, coordinates, tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-            if cutlass.const_expr(config.paired):  # each has code of its own
-                for each in cutlass.range_constexpr(CONSUMERS):
-                    if consumer == each:
-                        consume(config, channels, shared, operands, scales, window, each)
-            else:
-                consume(config, channels, shared, operands, scales, window, consumer)
+            for each in cutlass.range_constexpr(CONSUMERS):  # each has code of its own
+                if consumer == each:
+                    consume(*arguments, each, loads)

@@ -36,7 +36,7 @@ def go_through(work):
     clear_unseen_keys(work)
     if cutlass.const_expr(work.config.scatters):
         channels["q_full"].wait(0)
-        clear_unseen_rows(work, tile.begin, Int32(0))
+        clear_unseen_rows(work, tile.start, Int32(0))
     if cutlass.const_expr(work.consumer == 0):
         make_p(work)
     else:
@@ -49,11 +49,11 @@ def make_p(work):
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
     channels["q_full"].wait(0)
     work.issue_s(0, 0)
-    head, query_tile = tile.kv_head * tile.group, tile.begin
+    warpgroup.wait_group(0)
+    head, query_tile = tile.kv_head * tile.group, tile.start
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
-        warpgroup.wait_group(0)
         weigh(block_of(work, step, 0, place), flat(mma.s), tile.needs_mask(query_tile, 0))
         if cutlass.const_expr(config.needs_ds):
             hand_on(work)
@@ -62,10 +62,7 @@ def make_p(work):
         if cutlass.const_expr(config.wants_v):
             keep(mma.s, mma.p)
             work.issue_dv(step, 0)
-        query_tile += 1
-        if query_tile == tile.begin + tile.count:
-            query_tile = tile.begin
-            head += 1
+        head, query_tile = tile.following(head, query_tile)
         following = cutlass.min(step + 1, last)
         if cutlass.const_expr(config.needs_ds):
             if cutlass.const_expr(config.wants_v):
@@ -93,7 +90,8 @@ def make_ds(work):
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
     channels["do_full"].wait(0)
     work.issue_dp(0, 0)
-    head, query_tile = tile.kv_head * tile.group, tile.begin
+    warpgroup.wait_group(0)
+    head, query_tile = tile.kv_head * tile.group, tile.start
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
@@ -109,10 +107,7 @@ def make_ds(work):
             if cutlass.const_expr(config.wants_q):
                 consumer.store_ds(work, step, 0)
             work.barrier()
-        query_tile += 1
-        if query_tile == tile.begin + tile.count:
-            query_tile = tile.begin
-            head += 1
+        head, query_tile = tile.following(head, query_tile)
         following = cutlass.min(step + 1, last)
         if step < last:
             if cutlass.const_expr(config.scatters):
@@ -169,10 +164,10 @@ def derive_from_shared(work, step, place, masked):
         held = number % 2 * len(registers)  # a vector has the weights of two pairs of columns
         if cutlass.const_expr(held == 0):
             cute.autovec_copy(slots(work, first // PAIR), vector)
-        delta = block.statistic(1, column)
+        less = block.statistic(1, column)
         for i, j in registers:
             weight = weights[held + i - first].to(Float32)
-            value = weight * (ds[i] * (1 / P_FACTOR) - delta[j] * (1 / P_FACTOR))
+            value = weight * (ds[i] * (1 / P_FACTOR) + less[j] * (1 / P_FACTOR))
             hidden = Boolean(weight == Float32(0.0)) & selects
             ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), value))
     if cutlass.const_expr(config.bias_gradient is not None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS
@@ -17,51 +17,74 @@ from warpspec.fmha.features import FP32_BYTES
 VECTOR = 4  # fp32 numbers of one 16-byte store
 
 
-@cute.jit
-def add_queries(work, step, place):
-    """dQ of a step to shared memory, from where the copy engine adds it: 4 KiB a warp, by one thread of it.
-
-    Where the order is fixed a warp waits for its turn, and tells the next once its own has arrived, a step later.
-    """
-    config, operands, dq = work.config, work.operands, flat(work.mma.dq)
-    warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
-    number = work.consumer * WARPS + warp
-    stage = (work.shared.dq + number * WARP_ELEMENTS).align(16)
-    head, query_tile = place
-    slot = slot_of(config, operands, work.tile.request, query_tile)
-    if cutlass.const_expr(config.deterministic):
-        if step > 0:
-            pass_turn(work, step - 1, number, lane)
+def take_queries(work, step, place) -> None:
+    """dQ of a step out of its registers: to shared memory, or added to global memory at once."""
+    if work.config.stages_dq:
+        stage_queries(work, step)
     else:
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        add_from_registers(work, 0, place)
+
+
+def staging(work):
+    """4 KiB of shared memory, a warp's own."""
+    number = work.consumer * WARPS + work.thread // WARP_THREADS
+    return number, (work.shared.dq + number * WARP_ELEMENTS).align(16)
+
+
+def sums_of(work, place, number):
+    """Address of the sums of a query tile that warp ``number`` adds to. Tiles are counted in 32 bits: registers."""
+    config, sums = work.config, work.operands.dq_sums
+    head, query_tile = place
+    elements = config.tile_m * config.head_dim
+    tile = head * Int32(sums.stride[0] // elements) + slot_of(
+        config, work.operands, work.tile.request, query_tile
+    )
+    warp = tile * (config.parts * WARPS) + number
+    return sums.iterator.toint() + Int64(warp) * (WARP_ELEMENTS * FP32_BYTES)
+
+
+@cute.jit
+def stage_queries(work, step):
+    """dQ of a step to shared memory, from where ``send_queries`` adds it, behind the next fence."""
+    dq, lane = flat(work.mma.dq), work.thread % WARP_THREADS
+    number, stage = staging(work)
+    if step > 0:
+        pass_turn(work, step - 1, number, lane)
     cute.arch.sync_warp()
     target = cute.make_tensor(stage, cute.make_layout((VECTOR, WARP_THREADS, THREAD_ELEMENTS // VECTOR)))
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
         cute.autovec_copy(cute.local_tile(dq, (VECTOR,), (i,)), target[None, lane, i])
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
+
+
+@cute.jit
+def send_queries(work, place):
+    """Add a step's dQ to global memory, 4 KiB a warp, by one thread of it. There was a fence, and the warp is in step.
+
+    The warp waits for its turn, and tells the next once its own has arrived, a step later.
+    """
+    config, operands = work.config, work.operands
+    lane = work.thread % WARP_THREADS
+    number, stage = staging(work)
+    head, query_tile = place
     if lane == 0:
-        sums = cute.local_tile(operands.dq_sums[head, slot, None], (WARP_ELEMENTS,), (number,))
-        if cutlass.const_expr(config.deterministic):
-            wait_turn(operands.turns[head, slot, None].iterator + number, work.tile.turn(query_tile))
-        tma.bulk_add(sums.iterator.toint(), stage, Int32(WARP_ELEMENTS * FP32_BYTES))
+        slot = slot_of(config, operands, work.tile.request, query_tile)
+        wait_turn(operands.turns[head, slot, None].iterator + number, work.tile.turn(query_tile))
+        tma.bulk_add(sums_of(work, place, number), stage, Int32(WARP_ELEMENTS * FP32_BYTES))
         cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
 def add_from_registers(work, part: cutlass.Constexpr, place):
-    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Order as of ``add_queries``."""
+    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Order as of ``send_queries``."""
     config, operands, dq = work.config, work.operands, flat(work.mma.dq)
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
     number = (work.consumer * config.consumer_parts + part) * WARPS + warp
     head, query_tile = place
-    slot = slot_of(config, operands, work.tile.request, query_tile)
-    sums = cute.local_tile(operands.dq_sums[head, slot, None], (WARP_ELEMENTS,), (number,))
     if cutlass.const_expr(config.deterministic):
+        slot = slot_of(config, operands, work.tile.request, query_tile)
         turn = operands.turns[head, slot, None].iterator + number
         wait_warp_turn(turn, work.tile.turn(query_tile), lane)
-    start = sums.iterator.toint() + lane * VECTOR * FP32_BYTES
+    start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
         cute.arch.inline_ptx(
             "red.relaxed.gpu.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
@@ -87,12 +110,15 @@ def pass_turn(work, step, number, lane):
 
 
 @cute.jit
-def finish_queries(work):
-    """After the last step: what is under way must leave shared memory before the CTA ends."""
-    warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
-    if cutlass.const_expr(work.config.deterministic):
-        pass_turn(work, work.tile.steps - 1, work.consumer * WARPS + warp, lane)
-    elif lane == 0:
+def finish(work, place):
+    """The last step's dQ; what is under way must leave shared memory before the CTA ends."""
+    config, lane = work.config, work.thread % WARP_THREADS
+    if cutlass.const_expr(config.stages_dq):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        send_queries(work, place)
+        pass_turn(work, work.tile.steps - 1, staging(work)[0], lane)
+    if cutlass.const_expr(config.stores_bias):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 

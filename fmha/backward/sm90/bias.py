@@ -1,0 +1,100 @@
+"""A bias in bf16 through shared memory: a step's comes by TMA; its gradient is dS, which the copy engine stores.
+
+A consumer has a box of its own, (query, 64 keys), a row a query, with the 128-byte swizzle: both ways between it and
+the fragments of S^T, a row a key, are transpositions (ldmatrix, stmatrix).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common import tma
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.wgmma import WARP_ROWS
+from warpspec.fmha.backward.sm90.config import BIAS_STAGES, CONSUMERS
+from warpspec.fmha.features import BLOCK
+from warpspec.fmha.sm90.staging import CHUNK_BYTES, SWIZZLE_ROWS
+
+LOAD, STORE = 4, 5  # which of the descriptors
+MATRICES = 4  # of one ldmatrix
+
+
+def boxes_of(work, tensor, place):
+    """(KEY, QUERY) from the consumers' first key and the tile's first query on, of a TMA coordinate tensor."""
+    config, tile = work.config, work.tile
+    head, query_tile = place
+    plane = tensor[None, None, head if config.bias_heads else 0, tile.request if config.bias_batches else 0]
+    return cute.domain_offset((tile.first_key, query_tile * config.tile_m), plane)
+
+
+def fetch(work, step, head, query_tile) -> None:
+    """The bias of a step, a box for each consumer. Produces bias_full."""
+    config, full = work.config, work.channels["bias_full"]
+    atoms, coordinates = work.loads
+    box = (BLOCK, config.tile_m)
+    boxes = cute.local_tile(boxes_of(work, coordinates[LOAD], (head, query_tile)), box, (None, 0))
+    shared = tma.shared_tiles(work.shared.bias, cutlass.BFloat16, box, BIAS_STAGES * CONSUMERS)
+    ring = tma.TileRing.make(atoms[LOAD], boxes, shared)
+    full.expect_bytes(step, config.bias_bytes)
+    for consumer in range(CONSUMERS):
+        ring.load(consumer, full.stage(step) * CONSUMERS + consumer, full.barrier(step))
+
+
+def matrix_address(base, thread) -> Int32:
+    """Of the row of the first four matrices of 8 queries and 8 keys that a thread names: keys of the thread's warp."""
+    lane = thread % WARP_THREADS
+    row = lane // (2 * SWIZZLE_ROWS) * SWIZZLE_ROWS + lane % SWIZZLE_ROWS
+    chunk = thread // WARP_THREADS * (WARP_ROWS // SWIZZLE_ROWS) + lane // SWIZZLE_ROWS % 2
+    return base + row * tma.ROW_BYTES + (chunk ^ (row % SWIZZLE_ROWS)) * CHUNK_BYTES
+
+
+def reader(work, step):
+    """A function of i: words 4 i to 4 i + 3 of the bias of a thread, in the order of S^T's registers."""
+    config = work.config
+    stage = (step % BIAS_STAGES * CONSUMERS + work.consumer) * (config.bias_bytes // CONSUMERS)
+    start = matrix_address(work.shared.bias.toint() + stage, work.thread)
+
+    def words(i: int) -> tuple:
+        return cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            write_only_types=[Int32] * MATRICES,
+            read_only_args=[start + i * 2 * SWIZZLE_ROWS * tma.ROW_BYTES],
+        )
+
+    return words
+
+
+def store_columns(base, thread, words: cute.Tensor) -> None:
+    """Words of a block of S^T to a box at ``base``, by stmatrix."""
+    start = matrix_address(base, thread)
+    for i in range(cute.size(words) // MATRICES):
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+            read_only_args=[
+                start + i * 2 * SWIZZLE_ROWS * tma.ROW_BYTES,
+                *(words[MATRICES * i + j] for j in range(MATRICES)),
+            ],
+        )
+
+
+@cute.jit
+def store(work, step, place):
+    """dS of a step to dbias, by one thread of the consumer. Behind the barrier that says that it is there."""
+    config = work.config
+    atoms, coordinates = work.loads
+    if work.thread < WARP_THREADS:
+        view = boxes_of(work, coordinates[STORE], place)
+        boxes = cute.local_tile(view, (BLOCK, BLOCK), (None, 0))
+        base = (work.shared.ds + step % config.ds_stages * config.ds_bytes).align(tma.TILE_ALIGNMENT)
+        shared = tma.shared_tiles(base, cutlass.BFloat16, (BLOCK, BLOCK), CONSUMERS)
+        tma.TileRing.make(atoms[STORE], boxes, shared).store(work.consumer, work.consumer)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def wait_stored(work):
+    """Stores have read their shared memory."""
+    if work.thread < WARP_THREADS:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
