@@ -65,7 +65,7 @@ class BackwardConfig(BackwardFeatures):
         check_requests("sm90", forward)
         dim = forward.head_dim
         features = backward_features(problem)
-        tiles = False  # has_bias_tiles(features, forward)
+        tiles = has_bias_tiles(features, forward)
         tight = dim >= PAIRED_DIM or features["deterministic"] or tiles
         return cls(
             **features,
