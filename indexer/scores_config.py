@@ -9,6 +9,7 @@ from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARPGROUP_THREADS
 from warpspec.common.nvfp4 import E2M1_VALUES
 
 TILE_KEYS = 64  # M of wgmma
+WARP_ROWS = 16  # of them a warp's
 BLOCKS = 4  # of 32 numbers, of a row: one for each lane that shares it
 HEADS_STEP = 8  # N of wgmma is a multiple of it
 MAX_HEADS = 64
@@ -40,6 +41,12 @@ class ScoresConfig:
     @property
     def fmt(self) -> RowFormat:
         return INDEX_FORMATS[self.format]
+
+    @property
+    def pages_by_lane(self) -> bool:
+        """Whether a lane looks up the pages of 32 tiles at once (``keys.LanePages``); FP8 keys leave no registers for
+        it, and are slower so."""
+        return self.format == "mxfp4" and self.page_size % WARP_ROWS == 0
 
     @property
     def threads(self) -> int:

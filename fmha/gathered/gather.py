@@ -1,8 +1,8 @@
 """The producer: four warps that bring rows from pools into KV tiles, in bf16, by slot. And Q, by TMA.
 
 Two warps have the first half of the columns, two the second half; each of them 32 keys of a tile. A lane looks up one
-key's slot, and with three others loads 16 bytes at a time of every eighth key. Loads of the next tile are issued, eight
-keys at a time, as soon as registers of this tile's are free; slots are looked up a tile earlier still. What is not
+key's slot, has its row brought to L2 ahead of time, and with three others brings 16 bytes at a time of every eighth
+key. FP8 rows are converted on their way through registers, eight keys at a time; bf16 rows are copied. What is not
 there (slots of no row, keys past the length) is zeros in shared memory and a bit in the tile's mask.
 """
 
@@ -44,6 +44,12 @@ class Loader:
     half: Int32
     lane: Int32
 
+    def ring_use(self, number):
+        """Of the ring of tiles' parts, by the part of the number-th tile."""
+        if self.config.barrier_parts > 1:
+            return number * self.config.barrier_parts + self.part
+        return number
+
     @property
     def member(self) -> Int32:
         return self.lane % MEMBERS
@@ -66,13 +72,13 @@ class Loader:
 
     @property
     def converted(self) -> int:
-        """Blocks, the first, that are e4m3 in the pool in every part."""
-        return 0 if self.config.format == "bf16" else self.blocks - 1
+        """Blocks of FP8 rows, the first, that are e4m3 in every part."""
+        return self.blocks - 1
 
     @property
     def vectors(self) -> int:
-        """16-byte loads of a key by a lane."""
-        return self.converted + 2 * (self.blocks - self.converted)
+        """16-byte loads of an FP8 key by a lane."""
+        return self.converted + 2
 
 
 @cute.jit
@@ -90,59 +96,81 @@ def gather(
     loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
-    groups, depth = loader.groups, config.depth
-    words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, depth), Uint32)
-    scales = cute.make_rmem_tensor(depth, Uint32)
+    fill = copy_tiles if cutlass.const_expr(config.copies) else convert_tiles
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
         task = task_at(config, operands, units, index)
-        count = task.span.count
-        if count > 0:
-            row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
-            if cutlass.const_expr(not config.copies):
-                for own in cutlass.range_constexpr(depth):
-                    load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
+        if task.span.count > 0:
             if warp == 0:
                 load_q(config, channels, shared, task, (atom, coordinates), task_use)
-            slot = look_up(loader, task, Int32(1))
-            for step in cutlass.range(count, unroll=1):
-                stage = (use + step) % config.kv_stages
-                mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
-                next_row, next_scale_at = locate(loader, task, slot)
-                if cutlass.const_expr(config.prefetch):
-                    prefetch(loader, next_row)
-                slot = look_up(loader, task, step + 2)
-                at = use + step
-                if cutlass.const_expr(config.barrier_parts > 1):
-                    at = at * config.barrier_parts + part
-                channels["k_empty"].wait_previous(at)
-                if (part == 0) & (loader.lane == 0):
-                    shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
-                base = shared.k.toint() + stage * config.kv_tile_bytes
-                base = base + part * (config.kv_tile_bytes // config.parts)
-                if cutlass.const_expr(config.copies):
-                    for group in cutlass.range(groups, unroll=1):
-                        copy_group(loader, base, row, group)
-                    row = next_row
-                    cute.arch.cp_async_commit_group()
-                    cute.arch.cp_async_wait_group(0)
-                else:
-                    for first in cutlass.range(0, groups, depth, unroll=1):
-                        last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
-                        row = Int64(cutlass.select_(last, next_row, row))
-                        scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
-                        for own in cutlass.range_constexpr(depth):
-                            store_group(loader, base, first + own, words[None, None, own], scales[own])
-                            ahead = (first + own + depth) % groups
-                            load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
-                cute.arch.fence_view_async_shared()
-                channels["k_full"].arrive_warp(at)
-            use += count
+            fill(loader, channels, shared, task, use)
+            use += task.span.count
             task_use += 1
-    for last_use in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        at = last_use
-        if cutlass.const_expr(config.barrier_parts > 1):
-            at = at * config.barrier_parts + part
-        channels["k_empty"].wait(at)
+    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
+        channels["k_empty"].wait(loader.ring_use(last))
+
+
+@cute.jit
+def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
+    """A task's tiles of FP8 rows, by registers: ``depth`` groups of keys are under way while one is converted. use: KV
+    tiles that came before."""
+    groups, depth = loader.groups, loader.config.depth
+    words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, depth), Uint32)
+    scales = cute.make_rmem_tensor(depth, Uint32)
+    row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
+    for own in cutlass.range_constexpr(depth):
+        load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
+    slot = look_up(loader, task, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, next_scale_at = locate(loader, task, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, step + 2)
+        base = begin_tile(loader, channels, shared, use + step, row)
+        for first in cutlass.range(0, groups, depth, unroll=1):
+            last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
+            row = Int64(cutlass.select_(last, next_row, row))
+            scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
+            for own in cutlass.range_constexpr(depth):
+                store_group(loader, base, first + own, words[None, None, own], scales[own])
+                ahead = (first + own + depth) % groups
+                load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
+        cute.arch.fence_view_async_shared()
+        channels["k_full"].arrive_warp(loader.ring_use(use + step))
+
+
+@cute.jit
+def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
+    """A task's tiles of bf16 rows, which go to shared memory without registers: as many bytes are under way as a tile
+    has, and none of the next one, whose rows are on their way to L2 meanwhile."""
+    row, _ = locate(loader, task, look_up(loader, task, Int32(0)))
+    next_row, _ = locate(loader, task, look_up(loader, task, Int32(1)))
+    prefetch(loader, next_row)
+    slot = look_up(loader, task, Int32(2))
+    for step in cutlass.range(task.span.count, unroll=1):
+        base = begin_tile(loader, channels, shared, use + step, row)
+        for group in cutlass.range(loader.groups, unroll=1):
+            copy_group(loader, base, row, group)
+        row = next_row
+        next_row, _ = locate(loader, task, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, step + 3)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        channels["k_full"].arrive_warp(loader.ring_use(use + step))
+
+
+@cute.jit
+def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int32:
+    """Where the warp's part of the number-th tile goes, once it may; its mask is written. row: address of the lane's
+    row of it."""
+    config = loader.config
+    stage = number % config.kv_stages
+    mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
+    channels["k_empty"].wait_previous(loader.ring_use(number))
+    if (loader.part == 0) & (loader.lane == 0):
+        shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
+    base = shared.k.toint() + stage * config.kv_tile_bytes
+    return base + loader.part * (config.kv_tile_bytes // config.parts)
 
 
 @cute.jit
@@ -197,7 +225,7 @@ def locate(loader, task, found) -> tuple:
 
 @cute.jit
 def prefetch(loader, row):
-    """Have the part of the lane's row in L2: its loads begin half a tile later."""
+    """Have the part of the lane's row in L2: its loads begin half a tile later, or a tile."""
     fmt = loader.config.fmt
     part_bytes = fmt.data_bytes // loader.config.parts
     if row != 0:
@@ -207,31 +235,25 @@ def prefetch(loader, row):
 
 
 def load_group(loader, row, scale_at, own: int, group, words: cute.Tensor, scales: cute.Tensor) -> None:
-    """Issue the loads of one group of keys: words (WORD, VECTOR) of the lane's key, and its scales, the own-th."""
+    """Issue the loads of one group of FP8 keys: words (WORD, VECTOR) of the lane's key, and its scales, the own-th."""
     source = group * GROUP_KEYS + loader.lane // MEMBERS  # the lane that looked the key up
     address = shuffle_address(row, source)
     present = Int32(address != 0)
     fmt = loader.config.fmt
-    part_bytes = loader.blocks * BLOCK * (1 if fmt.scale_bytes else BF16_BYTES)
-    if fmt.scale_bytes:
-        begin = address + Int64(loader.part * part_bytes + loader.member * VECTOR_BYTES)
-        for block in range(loader.converted):
-            load_vector(words, block, begin, block * BLOCK, present)
-        # The last block: e4m3 of the first part, the tail of the second.
-        chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
-        value = loader.converted * BLOCK + loader.member * VECTOR_BYTES
-        second = Boolean(loader.part == 1)
-        offset = Int32(cutlass.select_(second, chunk, value))
-        load_vector(words, loader.converted, address + Int64(offset), 0, present)
-        chunk = address + Int64(loader.plain_chunk(1) * VECTOR_BYTES)
-        load_vector(words, loader.converted + 1, chunk, fmt.tail_offset, present * loader.part)
-        at = Int32(cute.arch.shuffle_sync(scale_at, source)) + loader.part * loader.blocks
-        scales[own] = load_word(address + Int64(at), present)
-    else:
-        for i in range(2):
-            begin = address + Int64(loader.part * part_bytes + loader.plain_chunk(i) * VECTOR_BYTES)
-            for block in range(loader.blocks):
-                load_vector(words, 2 * block + i, begin, block * BLOCK * BF16_BYTES, present)
+    part_bytes = loader.blocks * BLOCK
+    begin = address + Int64(loader.part * part_bytes + loader.member * VECTOR_BYTES)
+    for block in range(loader.converted):
+        load_vector(words, block, begin, block * BLOCK, present)
+    # The last block: e4m3 of the first part, the tail of the second.
+    chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
+    value = loader.converted * BLOCK + loader.member * VECTOR_BYTES
+    second = Boolean(loader.part == 1)
+    offset = Int32(cutlass.select_(second, chunk, value))
+    load_vector(words, loader.converted, address + Int64(offset), 0, present)
+    chunk = address + Int64(loader.plain_chunk(1) * VECTOR_BYTES)
+    load_vector(words, loader.converted + 1, chunk, fmt.tail_offset, present * loader.part)
+    at = Int32(cute.arch.shuffle_sync(scale_at, source)) + loader.part * loader.blocks
+    scales[own] = load_word(address + Int64(at), present)
 
 
 def copy_group(loader, base, row, group) -> None:
@@ -290,17 +312,13 @@ def store_group(loader, base, group, words: cute.Tensor, scales):
     # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
     converted = row + (swizzle ^ (2 * loader.member)) * VECTOR_BYTES
     plain = row + (swizzle ^ loader.plain_chunk(0)) * VECTOR_BYTES
-    if cutlass.const_expr(loader.config.format == "bf16"):
-        for block in cutlass.range_constexpr(loader.blocks):
-            store_plain(plain + block * block_bytes, words, 2 * block)
+    for block in cutlass.range_constexpr(loader.converted):
+        store_converted(converted + block * block_bytes, words, block, scales)
+    at = loader.converted * block_bytes
+    if loader.part == 0:
+        store_converted(converted + at, words, loader.converted, scales)
     else:
-        for block in cutlass.range_constexpr(loader.converted):
-            store_converted(converted + block * block_bytes, words, block, scales)
-        at = loader.converted * block_bytes
-        if loader.part == 0:
-            store_converted(converted + at, words, loader.converted, scales)
-        else:
-            store_plain(plain + at, words, loader.converted)
+        store_plain(plain + at, words, loader.converted)
 
 
 def store_converted(address, words: cute.Tensor, block: int, scales) -> None:

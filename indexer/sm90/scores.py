@@ -22,6 +22,7 @@ from warpspec.indexer.device.keys import (
     WARP_ROWS,
     WORD_BYTES,
     WORDS,
+    LanePages,
     block_of,
     fill_table,
     find_pages,
@@ -111,20 +112,32 @@ def score(query, entries, first, end, step, sink):
     there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
     pages = cute.make_rmem_tensor((pages_of_tile(config), config.depth), Int32)
     lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
+    by_lane = LanePages(config, entries, Int32(first), Int32(step), TILE_KEYS, row - lane // BLOCKS, lane)
+    kept, number = None, Int32(config.depth)
+    if cutlass.const_expr(config.pages_by_lane):
+        kept = by_lane.begin()
     for i in cutlass.range_constexpr(config.depth):
-        find_pages(config, entries, (first + i * step) * TILE_KEYS + row, pages[None, i])
+        if cutlass.const_expr(config.pages_by_lane):
+            pages[0, i], kept = by_lane.of(Int32(i), kept)
+        else:
+            find_pages(config, entries, (first + i * step) * TILE_KEYS + row, pages[None, i])
     for i in cutlass.range_constexpr(config.depth):
         key = (first + i * step) * TILE_KEYS + row
         load_tile(config, entries, key, member, pages[None, i], words[None, None, i], here[None, i])
-        find_pages(config, entries, key + lap, pages[None, i])
+        if cutlass.const_expr(not config.pages_by_lane):
+            find_pages(config, entries, key + lap, pages[None, i])
     for tile in cutlass.range(first, end, step * config.depth, unroll=1):
         for i in cutlass.range_constexpr(config.depth):
             key = (tile + i * step) * TILE_KEYS + row
             row_factors = convert(config, words[None, None, i], query.table, member, a)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 there[r] = here[r, i]
+            if cutlass.const_expr(config.pages_by_lane):
+                pages[0, i], kept = by_lane.of(number, kept)
+                number += 1
             load_tile(config, entries, key + lap, member, pages[None, i], words[None, None, i], here[None, i])
-            find_pages(config, entries, key + 2 * lap, pages[None, i])
+            if cutlass.const_expr(not config.pages_by_lane):
+                find_pages(config, entries, key + 2 * lap, pages[None, i])
             warpgroup.fence()
             for k in cutlass.range_constexpr(STEPS):
                 mma.set(warpgroup.Field.ACCUMULATE, k > 0)
