@@ -53,6 +53,22 @@ def test_memory_order(arch, dim, monkeypatch, check_order):
 
 
 @pytest.mark.long
+def test_memory_order_of_a_bias_by_tma(monkeypatch, check_order):
+    simulate_gradients_as(monkeypatch, "sm_90a", seed=1)
+    compare(
+        Case(
+            "tiles",
+            seq_q=200,
+            seq_k=136,
+            head_dim=128,
+            heads_q=1,
+            bias=(True, True),
+            bias_dtype=torch.bfloat16,
+        )
+    )
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", [*CASES, *SMALL.values()], ids=lambda case: case.id)
