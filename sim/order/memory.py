@@ -276,23 +276,29 @@ class MemoryAccesses(Accesses):
         self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool, mask: int
     ) -> None:
         access = self.generic(w, ins, write, strong, mask)
+        rank, unit, cta = addresses.item(0) >> CTA_RANK_SHIFT & 0xFF, self.units[False], w.cta
+        first = addresses.item(0) & OFFSET_MASK
+        if rank == cta.rank and nbytes % unit == first % unit == 0 and consecutive(addresses, nbytes):
+            per = nbytes // unit
+            where = slice(first // unit, first // unit + len(addresses) * per)
+            self._shared_units(cta, where, access, w.order)
+            if not strong:
+                self._between_lanes(w, access, cta, where, lane_numbers(mask, per), False)
+            return
         offsets = addresses & np.uint64(OFFSET_MASK)
-        rank = addresses.item(0) >> CTA_RANK_SHIFT
-        if consecutive(addresses, nbytes) and addresses.item(-1) >> CTA_RANK_SHIFT == rank:
-            groups = [(rank, None)]
-        else:
-            ranks = (addresses >> np.uint64(CTA_RANK_SHIFT)).tolist()
-            groups = [(rank, [r == rank for r in ranks]) for rank in dict.fromkeys(ranks)]
-        for rank, picked in groups:
+        ranks = (addresses >> np.uint64(CTA_RANK_SHIFT)).tolist()
+        groups = dict.fromkeys(ranks)
+        for rank in groups:
             cta = w.cta.cluster.ctas[rank & 0xFF]
             if cta is not w.cta:
                 self.check_started(access, w.order, cta, f"{SHARED} of CTA {cta.coords}")
-            chosen = offsets if len(groups) == 1 else offsets[picked]
+            picked = None if len(groups) == 1 else [other == rank for other in ranks]
+            chosen = offsets if picked is None else offsets[picked]
             where, per = self.lane_units(chosen, nbytes)
             self._shared_units(cta, where, access, w.order)
             if not strong:
                 executing = lane_numbers(mask, per)
-                if len(groups) > 1:
+                if picked is not None:
                     executing = executing[np.repeat(picked, per)]
                 together = (
                     len(chosen) > 1 and chosen.item(0) == chosen.item(-1) and (chosen == chosen[0]).all()

@@ -41,14 +41,17 @@ def units_of(chunks: np.ndarray, per: int) -> tuple[slice | np.ndarray, int, int
     return held[1:]
 
 
+@cache
+def _steps(count: int, nbytes: int) -> bytes:
+    return (np.arange(count, dtype=np.uint64) * np.uint64(nbytes)).tobytes()
+
+
 def consecutive(addresses: np.ndarray, nbytes: int) -> bool:
-    """Whether lanes access `nbytes` each one behind the other."""
-    first, count = addresses.item(0), len(addresses)
-    if addresses.item(-1) - first != (count - 1) * nbytes:
+    """Whether lanes access `nbytes` each one behind the other. addresses: of 64 bits."""
+    count = len(addresses)
+    if addresses.item(-1) - addresses.item(0) != (count - 1) * nbytes:
         return False
-    return count < 3 or bool(
-        (addresses == np.arange(first, first + count * nbytes, nbytes, addresses.dtype)).all()
-    )
+    return count < 3 or (addresses - addresses[0]).tobytes() == _steps(count, nbytes)
 
 
 def runs(mask: int) -> list[tuple[int, int]]:

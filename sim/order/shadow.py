@@ -17,7 +17,8 @@ from warpspec.sim.order.findings import Access
 READS = 32  # bit of a cell from which on the write's number stands
 SET = (1 << READS) - 1
 SMALL = 128  # units that are looked at one by one
-FEW = 8  # distinct numbers that are looked for one after the other
+RUNS = 4096  # runs of one number that are looked at one by one
+FEW = 8  # kinds of cells that are replaced one after the other
 
 
 class Shadow:
@@ -48,18 +49,13 @@ def distinct(numbers: np.ndarray) -> list[int]:
     if numbers.size <= SMALL:
         return list(dict.fromkeys(numbers.reshape(-1).tolist()))
     first = numbers.item(0)
-    others = numbers != first
-    if not others.any():
+    if not (numbers != first).any():
         return [first]
-    found = [first]
-    rest = numbers[others]
-    while rest.size:
-        if len(found) == FEW:
-            return found + np.unique(rest).tolist()
-        first = rest.item(0)
-        found.append(first)
-        rest = rest[rest != first]
-    return found
+    flat = numbers.reshape(-1)
+    changed = flat[1:][flat[1:] != flat[:-1]]  # accesses leave long runs of one number
+    if changed.size > RUNS:
+        changed = np.unique(changed)
+    return list(dict.fromkeys((first, *changed.tolist())))
 
 
 class Ledger:
@@ -119,9 +115,13 @@ class Ledger:
             new = kind & ~SET | self.with_reader(kind & SET, access, clock)
             if new != kind:
                 shadow.cells[where] = new
-        else:
+        elif len(kinds) <= FEW:
             new = cells.copy()
             for kind in kinds:
                 new[cells == kind] = kind & ~SET | self.with_reader(kind & SET, access, clock)
             shadow.cells[where] = new
+        else:
+            found, which = np.unique(cells, return_inverse=True)
+            sets = [kind & ~SET | self.with_reader(kind & SET, access, clock) for kind in found.tolist()]
+            shadow.cells[where] = np.array(sets, np.int64)[which].reshape(cells.shape)
         return conflicts
