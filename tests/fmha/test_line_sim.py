@@ -41,7 +41,14 @@ MORE = [(STATE, 5), (WINDOW, 4), (WIDE, 2), (STRIDE, 3), (MIXED, 1), (MIXED, 132
 @pytest.fixture
 def cut(monkeypatch):
     """Everything that can be cut is, however small. What was prepared is forgotten: it does not know of this."""
-    always = {"CUT_TILES": 0, "CUT_WORK": 0, "WHOLE_TILES": 10**9, "FEW_TILES": -1, "TURNS": 10**9}
+    always = {
+        "CUT_TILES": 0,
+        "CUT_WORK": 0,
+        "WHOLE_KEYS": -1,
+        "WHOLE_TILES": 10**9,
+        "FEW_TILES": -1,
+        "TURNS": 10**9,
+    }
     for name, value in always.items():
         monkeypatch.setattr(plan, name, value)
     launch.prepare.cache_clear()
