@@ -26,7 +26,7 @@ FORMATS = {  # by --cache; index keys stay in FP4: kernels score no others but F
 # Relative errors of the layer's output. Kernels round like the references but for the order of sums; a rounding that
 # falls the other way before a row is quantised moves a value by a step of FP8 or FP4.
 REFERENCE_TOLERANCE = 1e-2
-EAGER_TOLERANCE = {"fp8": 5e-2, "bf16": 2e-2}
+EAGER_TOLERANCE = {"fp8": 6e-2, "bf16": 2e-2}  # "fp8": of wo_a and its input, too: 4.9e-2
 
 
 @dataclass(frozen=True)
