@@ -28,6 +28,7 @@ from warpspec.cache import (
     table_slots,
 )
 from warpspec.fmha.gathered import KeySet, gathered_attention
+from warpspec.fmha.projection import Float8Tensor, output_projection
 from warpspec.indexer import index_queries, select_entries
 
 KINDS = {
@@ -35,6 +36,7 @@ KINDS = {
     "compressed_sparse_attention": "csa",
     "heavily_compressed_attention": "hca",
 }
+PROJECTIONS = ("model", "bf16", "fp8")
 PAGE_TOKENS = 128  # tokens that a block of the pools covers
 
 
@@ -154,12 +156,23 @@ class DeepseekV4Cache(Cache):
         self.lengths.zero_()
 
 
-def attach(model) -> None:
-    """Every attention layer of a DeepSeek-V4 model computes on a ``DeepseekV4Cache`` when it gets one."""
+def attach(model, projection: str = "model") -> None:
+    """Every attention layer of a DeepSeek-V4 model computes on a ``DeepseekV4Cache`` when it gets one.
+
+    projection: of attention's output, wo_a. "model": in the weights' type, by ``output_projection`` where that is bf16;
+    "bf16", "fp8": by ``output_projection``, with weights made of the present ones, on their device; "fp8" has attention
+    write FP8 too. ValueError names what does not fit.
+    """
+    if projection not in PROJECTIONS:
+        raise ValueError(f"projection: must be one of {', '.join(PROJECTIONS)}, got {projection!r}")
     found = False
     for module in model.modules():
         if isinstance(module, modeling.DeepseekV4Attention):
             module.forward = types.MethodType(forward, module)
+            module.latent_weight = None
+            if projection != "model":
+                weight = grouped_weight(module).to(torch.bfloat16)
+                module.latent_weight = weight if projection == "bf16" else Float8Tensor.quantize(weight, 128)
             found = True
     if not found:
         raise ValueError(f"model: must have DeepseekV4Attention layers, got {type(model).__name__}")
@@ -188,12 +201,28 @@ def forward(
         raise ValueError(
             f"past_key_values: has room for {cache.max_tokens} tokens, got {cache.length + count} (max_tokens)"
         )
-    step = Step(self, cache, hidden_states)
-    o = step.attend()
-    grouped = self.o_a_proj(o.to(hidden_states.dtype).view(batch, count, self.config.o_groups, -1)).flatten(2)
+    o = Step(self, cache, hidden_states).attend()
+    grouped = project(self, o, cache.backend).to(hidden_states.dtype).view(batch, count, -1)
     if self.layer_idx == len(cache.layers) - 1:
         cache.advance(count)
     return self.o_b_proj(grouped), None
+
+
+def grouped_weight(module) -> torch.Tensor:
+    """wo_a's [G, N, K]."""
+    weight = module.o_a_proj.weight.detach()
+    return weight.view(module.config.o_groups, -1, weight.shape[-1])
+
+
+def project(module, o: torch.Tensor | Float8Tensor, backend: str) -> torch.Tensor:
+    """[T, G, N]: wo_a of attention's output."""
+    weight = module.latent_weight
+    if weight is None and module.o_a_proj.weight.dtype == torch.bfloat16:
+        weight = grouped_weight(module)
+    if weight is None:
+        dtype = module.o_a_proj.weight.dtype
+        return module.o_a_proj(o.to(dtype).view(len(o), module.config.o_groups, -1))
+    return output_projection(o, weight, backend=backend)
 
 
 class Step:
@@ -213,8 +242,8 @@ class Step:
         )
         self.options = {"eps": module.config.rms_norm_eps, "backend": cache.backend}
 
-    def attend(self) -> torch.Tensor:
-        """bf16 [T, H, 512], rotated back."""
+    def attend(self) -> torch.Tensor | Float8Tensor:
+        """[T, H, 512], rotated back, as the projection takes it."""
         module, layer, cache = self.module, self.layer, self.cache
         residual = module.q_a_norm(module.q_a_proj(self.hidden))
         q = module.q_b_proj(residual).view(len(self.hidden), -1, 512).bfloat16()
@@ -227,6 +256,7 @@ class Step:
             key_sets,
             sink=module.sinks.detach(),
             rotate_back=(layer.table, self.positions),
+            out_format="fp8" if isinstance(module.latent_weight, Float8Tensor) else "bf16",
             backend=cache.backend,
         )
         store()

@@ -69,35 +69,45 @@ class Combine:
     def kernel(
         self, partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, cu_seqlens_q, parts: Int32
     ):
-        config = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        lane, group = thread % config.lanes, thread // config.lanes
-        way, part = group % config.ways, block * config.parts + group // config.ways
-        in_range = Boolean(part < parts)
-        part = cutlass.min(part, parts - 1)  # idle threads take part in shuffles and barriers
-        chunk, row = part % config.chunks, part // config.chunks
-        _, seq_q, heads, _ = o.shape
-        head, query, batch = row % heads, row // heads % seq_q, row // heads // seq_q
-        column = chunk * config.lanes + lane  # in units of VECTOR
-        if cutlass.const_expr(config.packed):
-            in_range = in_range & Boolean(query < cu_seqlens_q[cute.size(cu_seqlens_q) - 1])
-
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        maxima = partial_max[None, batch, head, query]  # (SPLIT)
-        sums = partial_sum[None, batch, head, query]  # (SPLIT)
-        vectors = cute.local_tile(
-            partial_o[None, batch, query, head, None], (1, VECTOR), (None, column)
-        )  # (1, VECTOR, SPLIT)
-        maximum = row_maximum(maxima, lane, config.lanes)
-        total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways)
-        if cutlass.const_expr(config.ways > 1):
-            total = add_ways(config, thread, total, values)
-
-        place = (batch, query, head)
+        found = combine_row(self.config, partial_o, partial_max, partial_sum, cu_seqlens_q, parts)
+        writes, place, column, maximum, total, values = found
         outputs = (sink, o, lse, row_max, row_sum)
-        write_row(config, in_range & (way == 0), place, column, maximum, total, values, outputs)
+        write_row(self.config, writes, place, column, maximum, total, values, outputs)
+
+
+@cute.jit
+def combine_row(config: cutlass.Constexpr, partial_o, partial_max, partial_sum, cu_seqlens_q, parts) -> tuple:
+    """(whether this thread writes, (batch, query, head), column in units of VECTOR, maximum, sum, O (VECTOR)) of the
+    row's splits together.
+
+    Waits for the launch before.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    lane, group = thread % config.lanes, thread // config.lanes
+    way, part = group % config.ways, block * config.parts + group // config.ways
+    in_range = Boolean(part < parts)
+    part = cutlass.min(part, parts - 1)  # idle threads take part in shuffles and barriers
+    chunk, row = part % config.chunks, part // config.chunks
+    _, _, seq_q, heads, _ = partial_o.shape
+    head, query, batch = row % heads, row // heads % seq_q, row // heads // seq_q
+    column = chunk * config.lanes + lane  # in units of VECTOR
+    if cutlass.const_expr(config.packed):
+        in_range = in_range & Boolean(query < cu_seqlens_q[cute.size(cu_seqlens_q) - 1])
+
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    maxima = partial_max[None, batch, head, query]  # (SPLIT)
+    sums = partial_sum[None, batch, head, query]  # (SPLIT)
+    vectors = cute.local_tile(
+        partial_o[None, batch, query, head, None], (1, VECTOR), (None, column)
+    )  # (1, VECTOR, SPLIT)
+    maximum = row_maximum(maxima, lane, config.lanes)
+    total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways)
+    if cutlass.const_expr(config.ways > 1):
+        total = add_ways(config, thread, total, values)
+
+    return in_range & (way == 0), (batch, query, head), column, maximum, total, values
 
 
 @cute.jit
@@ -111,26 +121,37 @@ def write_row(
     """
     (batch, query, head), (sink, o, lse, row_max, row_sum) = place, outputs
     if writes:
-        empty = Boolean(total == Float32(0.0))
-        factor = Float32(1.0)
-        if cutlass.const_expr(config.normalize):
-            divisor = total
-            if cutlass.const_expr(config.has_sink):
-                exponent = (sink[head].to(Float32) - finite(maximum)) * LOG2_E
-                divisor = total + cute.math.exp2(exponent, fastmath=True)
-            factor = Float32(1.0) / divisor
+        scaled = divided(config, sink, head, maximum, total, values)
         target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)
         converted = cute.make_rmem_tensor(VECTOR, o.element_type)
         for i in cutlass.range_constexpr(VECTOR):
-            value = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))
-            converted[i] = value.to(o.element_type)
+            converted[i] = scaled[i].to(o.element_type)
         cute.autovec_copy(converted, target)
         if column == 0:
             if cutlass.const_expr(config.has_lse):
-                lse[batch, head, query] = maximum + cute.math.log2(total, fastmath=True) * LN_2
+                lse[batch, head, query] = log_sum(maximum, total)
             if cutlass.const_expr(not config.normalize):
                 row_max[batch, head, query] = maximum
                 row_sum[batch, head, query] = total
+
+
+@cute.jit
+def divided(config: cutlass.Constexpr, sink, head, maximum, total, values: cute.Tensor) -> list:
+    """A row's columns (VECTOR), divided by its sum and the sink where results are; zeros of a row of no key."""
+    factor = Float32(1.0)
+    if cutlass.const_expr(config.normalize):
+        divisor = total
+        if cutlass.const_expr(config.has_sink):
+            exponent = (sink[head].to(Float32) - finite(maximum)) * LOG2_E
+            divisor = total + cute.math.exp2(exponent, fastmath=True)
+        factor = Float32(1.0) / divisor
+    empty = Boolean(total == Float32(0.0))
+    return [Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor)) for i in range(VECTOR)]
+
+
+def log_sum(maximum, total) -> Float32:
+    """lse of a row's state."""
+    return maximum + cute.math.log2(total, fastmath=True) * LN_2
 
 
 def finite(maximum) -> Float32:

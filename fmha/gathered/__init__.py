@@ -9,6 +9,7 @@ import torch
 from warpspec.common.backend import refuse_tangents
 from warpspec.fmha.gathered import ops
 from warpspec.fmha.gathered.problem import GatheredProblem, KeySet
+from warpspec.fmha.projection.float8 import Float8Tensor
 from warpspec.fmha.state import AttentionState
 
 __all__ = ["KeySet", "gathered_attention"]
@@ -24,16 +25,18 @@ def gathered_attention(
     return_lse: bool = False,
     rotate_back: tuple[torch.Tensor, torch.Tensor] | None = None,
     num_splits: int | None = None,
-    out: torch.Tensor | None = None,
+    out_format: str = "bf16",
+    out: torch.Tensor | Float8Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
+) -> torch.Tensor | Float8Tensor | tuple[torch.Tensor | Float8Tensor, torch.Tensor] | AttentionState:
     """Attention of each query over its own rows of one or more pools; keys and values are the same rows. One launch.
 
     q: bf16 [T, H, D], 1 to 128 heads, D that of the pools' rows (512; 576 for "v3.2-fp8", whose first 512 numbers are
     the values). key_sets: 1 to 3 ``KeySet`` of one row format, together the keys; a row given twice counts twice.
     scale: of logits, by default 512**-0.5. sink: [H] floating, one more logit per head without a value, in natural
     units. rotate_back: (cos_sin, positions), the table and int32 [T]: o's last 64 numbers are rotated by minus the
-    query's angles. num_splits: parts that each query's keys are cut into; None chooses. out: bf16 [T, H, 512].
+    query's angles. num_splits: parts that each query's keys are cut into; None chooses. out_format: "bf16", or "fp8": o
+    is a ``projection.Float8Tensor``, the bits that ``quantize_output`` makes of o in bf16. out: o, to be written to.
 
     Returns o bf16 [T, H, 512]; with return_lse also lse fp32 [H, T] = ln(sum over keys of exp(scale q.k)), the sink not
     counted; with normalize=False ``AttentionState`` of packed shapes, which ``merge`` combines with others. A query
@@ -48,7 +51,7 @@ def gathered_attention(
     refuse_tangents(q=q)
     problem = GatheredProblem.of(
         q, key_sets, scale=scale, sink=sink, normalize=normalize, return_lse=return_lse, rotate_back=rotate_back,
-        num_splits=num_splits, out=out,
+        num_splits=num_splits, out=out, out_format=out_format,
     )  # fmt: skip
     for name, tensor in (("q", q), ("sink", sink)):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():

@@ -29,7 +29,7 @@ class Gathers:
     """What a configuration adds whose keys are gathered.
 
     format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
-    depth: groups of eight keys that a producer warp has under way.
+    depth: groups of eight keys that a producer warp has under way. float8: of the result.
     """
 
     format: str = "v4-fp8"
@@ -37,12 +37,14 @@ class Gathers:
     lengths: tuple[bool, ...] = (True,)
     rotate_back: bool = False
     depth: int = 2
+    float8: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
+        assert self.normalize or not self.float8
 
     @classmethod
     def of(cls, **options):

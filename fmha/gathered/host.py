@@ -12,7 +12,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
 from warpspec.fmha.gathered.config import MAX_KEY_SETS, ROPE_DIM
-from warpspec.fmha.gathered.task import DeviceKeySet, Gathered, Units
+from warpspec.fmha.gathered.task import WORD_BYTES, DeviceKeySet, Gathered, Units
 
 
 class GatheredHost:
@@ -26,6 +26,7 @@ class GatheredHost:
         self,
         q: cute.Tensor,
         o: cute.Tensor,
+        scales: cute.Tensor | None,
         sink: cute.Tensor | None,
         lse: cute.Tensor | None,
         row_max: cute.Tensor | None,
@@ -57,7 +58,7 @@ class GatheredHost:
             DeviceKeySet(pool1, slots1, lengths1, page_size1),
             DeviceKeySet(pool2, slots2, lengths2, page_size2),
         )[: config.sets]
-        operands = Gathered(q, o, sink, lse, row_max, row_sum, cos_sin, positions, sets)
+        operands = Gathered(q, o, scales, sink, lse, row_max, row_sum, cos_sin, positions, sets)
         head_groups = cute.ceil_div(q.shape[2], config.pack)
         units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
         atom, coordinates = tma.make_load(q_view(config, q), config.q_box)
@@ -83,6 +84,12 @@ def gathered_arguments(host: type, config) -> tuple:
     def of(present, *arguments, **options):
         return fake_rows(*arguments, **options) if present else None
 
+    results = (rows(BFloat16 if config.normalize else Float32, 4 + partial), None)
+    if config.float8:
+        results = (
+            fake_rows(Uint32, 4, config.head_dim // WORD_BYTES, alignment=TMA_ALIGNMENT),
+            fake_rows(Float32, 4),
+        )
     sets = []
     for number in range(MAX_KEY_SETS):
         there = number < config.sets
@@ -95,7 +102,7 @@ def gathered_arguments(host: type, config) -> tuple:
     return (
         host(config),
         rows(BFloat16, 4),
-        rows(BFloat16 if config.normalize else Float32, 4 + partial),
+        *results,
         of(config.has_sink, Float32, 1),
         of(config.has_lse, Float32, 3),
         of(not config.normalize, Float32, 3 + partial),

@@ -15,7 +15,7 @@ from warpspec.fmha.gathered.config import (
     Gathers,
     Sm100GatheredConfig,
 )
-from warpspec.fmha.gathered.problem import MAX_KEY_SETS, GatheredProblem
+from warpspec.fmha.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
 from warpspec.fmha.launch import partial_results
 from warpspec.fmha.plan.splits import choose_splits
 
@@ -72,6 +72,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> Plan:
         normalize=of_kernel.normalize,
         rotate_back=problem.rotate_back,
         splits=splits > 1,
+        float8=of_kernel.float8,
     )
     combine = None
     if splits > 1:
@@ -98,11 +99,12 @@ def check_format(problem: GatheredProblem) -> None:
 def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 0):
     """Launch on the tensors' device and its current stream; no synchronisation.
 
-    tensors: q [T, H, D], o, sink, lse, row_max, row_sum, cos_sin, positions (None where there is none) and key_sets, as
-    (words, slots, lengths, page_size). Returns the simulator's report, natively None.
+    tensors: q [T, H, D], o (words of FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions (None where there is
+    none) and key_sets, as (words, slots, lengths, page_size). Returns the simulator's report, natively None.
     """
     plan = make_plan(problem, target)
-    q, o, sink = tensors["q"], tensors["o"], tensors["sink"]
+    q, o, scales, sink = (tensors[name] for name in ("q", "o", "scales", "sink"))
+    scales = None if scales is None else scales[None]
     row_stats = [
         None if t is None else t[None] for t in (tensors["lse"], tensors["row_max"], tensors["row_sum"])
     ]
@@ -113,11 +115,17 @@ def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 
     attention = GATHERED.launcher(plan.config, target, seed=seed)
     with target.current():
         if plan.combine is None:
-            return attention(q[None], o[None], sink, *row_stats, *angles, *flat, *numbers)
-        partial = partial_results(o[None], plan.splits)
-        first = attention(q[None], partial[0], None, None, *partial[1:], *angles, *flat, *numbers)
-        combine = COMBINE.launcher(plan.combine, target, seed=seed)
-        second = combine(*partial, sink, o[None], *row_stats, None)
+            return attention(q[None], o[None], scales, sink, *row_stats, *angles, *flat, *numbers)
+        partial = partial_results(q[None, ..., :VALUE_DIM], plan.splits)
+        first = attention(q[None], partial[0], None, None, None, *partial[1:], *angles, *flat, *numbers)
+        if problem.float8:
+            from warpspec.fmha.gathered.float8 import COMBINE_FLOAT8
+
+            combine = COMBINE_FLOAT8.launcher(plan.combine, target, seed=seed)
+            second = combine(*partial, sink, o[None], scales, row_stats[0])
+        else:
+            combine = COMBINE.launcher(plan.combine, target, seed=seed)
+            second = combine(*partial, sink, o[None], *row_stats, None)
     if first is None:
         return None
     from warpspec import sim

@@ -10,10 +10,12 @@ import torch
 from warpspec.cache.pools import LatentPool, check_page_size, has_memory, table_slots
 from warpspec.cache.problem import ROPE_DIM, check_range, check_tensor
 from warpspec.fmha.checks import SINK_DTYPES
+from warpspec.fmha.projection.float8 import BLOCK, Float8Tensor
 
 VALUE_DIM = 512  # of a row, the first numbers: what O is made of
 MAX_KEY_SETS = 3
 HEAD_LIMIT = 128
+OUT_FORMATS = ("bf16", "fp8")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +74,22 @@ class GatheredProblem:
     return_lse: bool = False
     rotate_back: bool = False
     num_splits: int | None = None
+    float8: bool = False
 
     @classmethod
     def of(
-        cls, q, key_sets, *, scale, sink, normalize, return_lse, rotate_back, num_splits, out
+        cls,
+        q,
+        key_sets,
+        *,
+        scale,
+        sink,
+        normalize,
+        return_lse,
+        rotate_back,
+        num_splits,
+        out,
+        out_format="bf16",
     ) -> GatheredProblem:
         """Check everything; TypeError or ValueError naming the argument."""
         check_key_sets(key_sets)
@@ -101,8 +115,12 @@ class GatheredProblem:
             raise ValueError(f"scale: must be a finite number above 0, got {scale!r}")
         if sink is not None:
             check_tensor("sink", sink, SINK_DTYPES, (heads,), device)
+        if out_format not in OUT_FORMATS:
+            raise ValueError(f"out_format: must be one of {', '.join(OUT_FORMATS)}, got {out_format!r}")
+        if out_format == "fp8" and not normalize:
+            raise ValueError("out_format: an un-normalised state is fp32")
         if out is not None:
-            check_tensor("out", out, (torch.bfloat16,), (tokens, heads, VALUE_DIM), device, aligned=True)
+            check_out(out, out_format, (tokens, heads, VALUE_DIM), device)
         if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
             raise ValueError(f"num_splits: must be None or an int of at least 1, got {num_splits!r}")
         if rotate_back is not None:
@@ -119,12 +137,13 @@ class GatheredProblem:
             return_lse,
             rotate_back is not None,
             num_splits,
+            out_format == "fp8",
         )
 
     @property
     def states(self) -> GatheredProblem:
         """The same, as un-normalised states of splits."""
-        return replace(self, has_sink=False, return_lse=False, normalize=False)
+        return replace(self, has_sink=False, return_lse=False, normalize=False, float8=False)
 
 
 def check_key_sets(key_sets) -> None:
@@ -145,6 +164,17 @@ def check_key_sets(key_sets) -> None:
             )
         if each.pool.device != first.device:
             raise ValueError(f"key_sets: must be on {first.device}, got {each.pool.device} in set {number}")
+
+
+def check_out(out, out_format: str, shape: tuple, device) -> None:
+    """A tensor or ``Float8Tensor`` of the results' shape."""
+    if out_format == "bf16":
+        check_tensor("out", out, (torch.bfloat16,), shape, device, aligned=True)
+        return
+    if not isinstance(out, Float8Tensor):
+        raise TypeError(f"out: must be a Float8Tensor, got {type(out).__name__}")
+    check_tensor("out data", out.data, (torch.float8_e4m3fn,), shape, device, aligned=True)
+    check_tensor("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // BLOCK), device)
 
 
 def check_rotation(rotate_back, tokens, fmt, device) -> None:

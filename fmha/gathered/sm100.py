@@ -16,6 +16,7 @@ from warpspec.common import tma
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.gathered.config import ROPE_DIM, Sm100GatheredConfig
+from warpspec.fmha.gathered.float8 import write_row
 from warpspec.fmha.gathered.gather import gather
 from warpspec.fmha.gathered.host import GatheredHost, gathered_arguments
 from warpspec.fmha.gathered.task import task_at
@@ -161,7 +162,8 @@ def attend(
             config, channels, row, task.span, columns, scale_log2, BFloat16, step, state, True
         )
     state = (reference, share(config, thread, maximum), share(config, thread, total))
-    epilogue(config, channels, row, task.place(row.index), task, state, columns, operands, scale_log2)
+    write = write_row if cutlass.const_expr(config.float8) else epilogue
+    write(config, channels, row, task.place(row.index), task, state, columns, operands, scale_log2)
 
 
 def host_and_arguments(config: Sm100GatheredConfig) -> tuple:

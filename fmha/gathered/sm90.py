@@ -24,6 +24,7 @@ from warpspec.common.wgmma import (
 )
 from warpspec.fmha.features import FP32_BYTES
 from warpspec.fmha.gathered.config import ROPE_DIM, GatheredConfig
+from warpspec.fmha.gathered.float8 import write_pair
 from warpspec.fmha.gathered.gather import gather
 from warpspec.fmha.gathered.host import GatheredHost, gathered_arguments
 from warpspec.fmha.gathered.task import task_at
@@ -159,10 +160,13 @@ def consume(
         use += count
         if cutlass.const_expr(config.rotate_back and part == config.column_parts - 1):
             turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
-        stage = None
-        if cutlass.const_expr(config.normalize):
-            stage = own_stage(config, shared, part)  # every P has been read
-        epilogue(work, state, operands, stage)
+        if cutlass.const_expr(config.float8):
+            write_pair(work, state, operands)
+        else:
+            stage = None
+            if cutlass.const_expr(config.normalize):
+                stage = own_stage(config, shared, part)  # every P has been read
+            epilogue(work, state, operands, stage)
 
 
 @cute.jit

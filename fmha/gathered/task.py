@@ -48,11 +48,13 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
 
 
 class Gathered(NamedTuple):
-    """Tensors of a launch. q, o: [1, T, H, D] (o with the splits in front, where there are). sink: [H]. lse, row_max,
-    row_sum: [1, H, T]. cos_sin: [N, R] fp32 and positions: int32 [T], or None. sets: ``DeviceKeySet``s."""
+    """Tensors of a launch. q, o: [1, T, H, D] (o with the splits in front, where there are; words of four
+    e4m3 with scales [1, T, H, 4] fp32, or None). sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: [N, R] fp32 and
+    positions: int32 [T], or None. sets: ``DeviceKeySet``s."""
 
     q: cute.Tensor
     o: cute.Tensor
+    scales: cute.Tensor | None
     sink: cute.Tensor | None
     lse: cute.Tensor | None
     row_max: cute.Tensor | None

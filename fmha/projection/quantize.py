@@ -45,17 +45,22 @@ class Quantize:
         lane, row = thread % WARP_THREADS, block * WARPS + thread // WARP_THREADS
         if row < rows.shape[0]:
             values = unpack(load_words(rows[row, None], lane * (LANE_NUMBERS // 2), LANE_NUMBERS // 2))
-            bits, finite = block_scale(FORMAT, values, BLOCK_LANES)
-            factor = Uint32((2 * FP32_BIAS << FP32_EXPONENT_BIT) - bits).bitcast(Float32)  # 1 / scale
-            scaled = [value * factor for value in values]
-            codes = [
-                Uint32(cutlass.select_(finite, to_e4m3(scaled[i : i + 4]), Uint32(E4M3_NAN * 0x01010101)))
-                for i in range(0, LANE_NUMBERS, 4)
-            ]
+            codes, scale = quantize_block(values, BLOCK_LANES)
             store_words(data[row, None], lane * len(codes), codes)
             if lane % BLOCK_LANES == 0:
-                scale = Uint32(cutlass.select_(finite, bits, Uint32(FP32_NAN)))
-                scales[row, lane // BLOCK_LANES] = scale.bitcast(Float32)
+                scales[row, lane // BLOCK_LANES] = scale
+
+
+def quantize_block(values: list, lanes: int) -> tuple[list, Float32]:
+    """(words of four e4m3, the scale) of a block's numbers, fp32 of bf16, that so many neighbouring lanes share."""
+    bits, finite = block_scale(FORMAT, values, lanes)
+    factor = Uint32((2 * FP32_BIAS << FP32_EXPONENT_BIT) - bits).bitcast(Float32)  # 1 / scale
+    scaled = [value * factor for value in values]
+    codes = [
+        Uint32(cutlass.select_(finite, to_e4m3(scaled[i : i + 4]), Uint32(E4M3_NAN * 0x01010101)))
+        for i in range(0, len(values), 4)
+    ]
+    return codes, Uint32(cutlass.select_(finite, bits, Uint32(FP32_NAN))).bitcast(Float32)
 
 
 def host_and_arguments(_: None) -> tuple:

@@ -31,11 +31,7 @@ def epilogue(
     tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
     reference, _, row_sum = state
-    if tile.span.count > 0:
-        channels["pv_done"].wait(tile.span.count - 1)
-        tmem.fence_after_wait()
-    empty = Boolean(row_sum == Float32(0.0))
-    factor = statistics(config, row, place, tile, state, operands, unit(config, scale_log2), empty)
+    factor, empty = finish_row(config, channels, row, place, tile, state, operands, scale_log2)
     for part in cutlass.range_constexpr(config.o_columns // BLOCK):
         values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
         if tile.span.count > 0:
@@ -53,6 +49,18 @@ def epilogue(
             converted = cute.make_rmem_tensor(BLOCK, target.element_type)  # (D block)
             converted.store(values.load().to(target.element_type))
             cute.autovec_copy(converted, target)
+
+
+@cute.jit
+def finish_row(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, row, place, tile, state, operands, scale_log2
+):
+    """(what O is multiplied with, whether no key was seen), once O is complete; the row's statistics are written."""
+    if tile.span.count > 0:
+        channels["pv_done"].wait(tile.span.count - 1)
+        tmem.fence_after_wait()
+    empty = Boolean(state[2] == Float32(0.0))
+    return statistics(config, row, place, tile, state, operands, unit(config, scale_log2), empty), empty
 
 
 def whole_row(row: cute.Tensor) -> cute.Tensor:

@@ -47,20 +47,11 @@ def epilogue(work, state, operands, stage):
 @cute.jit
 def write_results(work, state, operands, stage):
     """As ``epilogue``, of a whole tile, or of a split."""
-    config, tile, o = work.config, work.tile, flat(work.mma.o)
-    references, maxima, sums = state
-    score_unit = unit(config, work.scale_log2)
+    config, o = work.config, flat(work.mma.o)
     factors, empties = [], []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row = work.rows[r]
-        total = over_quad(sums[r], lambda a, b: a + b)
-        empty = Boolean(total == Float32(0.0))
-        place = tile.place(row.index, work.row_group)
-        row_state = (references[r], maxima[r], total)
-        # One thread of all that share the row writes its statistics.
-        teller = replace(row, member=row.member + work.part * QUAD)
-        factor = statistics(config, teller, place, tile, row_state, operands, score_unit, empty)
-        untaint(work, r, place, references[r], total, operands)
+        place, factor, empty = finish_row(work, r, state, operands)
         if cutlass.const_expr(stage is not None):
             factors.append(factor)
             empties.append(empty)
@@ -74,6 +65,24 @@ def write_results(work, state, operands, stage):
                 store_pairs(o, r, row.member, target, place.in_range)
     if cutlass.const_expr(stage is not None):
         store_tiles(work, factors, empties, operands, stage)
+
+
+@cute.jit
+def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
+    """(place, what O is multiplied with, whether no key was seen) of row r of the thread, whose statistics are written
+    and whose O is summed again where a hidden value reached it."""
+    config, row = work.config, work.rows[r]
+    references, maxima, sums = state
+    total = over_quad(sums[r], lambda a, b: a + b)
+    empty = Boolean(total == Float32(0.0))
+    place = work.tile.place(row.index, work.row_group)
+    row_state = (references[r], maxima[r], total)
+    # One thread of all that share the row writes its statistics.
+    teller = replace(row, member=row.member + work.part * QUAD)
+    score_unit = unit(config, work.scale_log2)
+    factor = statistics(config, teller, place, work.tile, row_state, operands, score_unit, empty)
+    untaint(work, r, place, references[r], total, operands)
+    return place, factor, empty
 
 
 @cute.jit

@@ -101,7 +101,7 @@ def run(options, console: Console, backend: str, stage) -> list[CacheResult]:
         hidden = torch.randn(shape, generator=generator).bfloat16().float().to(device)
         with stage("transformers' eager code, its own cache"):
             eager = layer_output(config, module, hidden, DynamicCache(config=config))
-        attach(module)
+        attach(module, options.cache)
         outputs = []
         for name in (backend, "reference"):
             cache = DeepseekV4Cache(

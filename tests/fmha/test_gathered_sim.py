@@ -13,6 +13,7 @@ from warpspec.common.launch import SIMULATED, Kernel
 from warpspec.fmha import merge
 from warpspec.fmha.gathered import gathered_attention, launch, ops
 from warpspec.fmha.gathered.convert import to_bf16
+from warpspec.fmha.projection import Float8Tensor
 
 TARGET = SIMULATED["sm_90a"]
 
@@ -74,6 +75,25 @@ def test_states_merge(simulated):
     ]
     wanted = gathered_attention(case.q, case.key_sets, backend="reference")
     assert judge(merge(states)[0], wanted) < O_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("simulated", "splits"),
+    [("sm_90a", 1), long("sm_90a", 3), long("sm_100a", 1), long("sm_100a", 3)],
+    indirect=["simulated"],
+)
+def test_float8(simulated, splits):
+    """The bits of quantising the result in bf16, in the epilogue and where splits are combined."""
+    case = random_case(3, 9, (100, 70), num_splits=splits)
+    rows = case.key_sets[0].pool
+    rows.write(numbers_slots(case, 0, 1), torch.full((1, 512), torch.nan).bfloat16())
+    wanted, lse = gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
+    got, its_lse = gathered_attention(case.q, case.key_sets, backend="sim", out_format="fp8", **case.options)
+    wanted = Float8Tensor.quantize(wanted)
+    assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    assert torch.equal(got.scales.view(torch.int32), wanted.scales.view(torch.int32))
+    assert wanted.scales[0].isnan().all() and wanted.scales[1].isfinite().all() and not wanted.values[2].any()
+    assert torch.equal(lse.view(torch.int32), its_lse.view(torch.int32))
 
 
 def test_budgets():

@@ -101,6 +101,21 @@ def test_quantised_rows(models, way):
     assert relative_error(got, prefill) < 1e-3
 
 
+def test_projection(models):
+    """wo_a by the grouped product: in bf16 as close as before, in FP8 with attention's output in FP8 too."""
+    eager = models[0]
+    ids = tokens(2, 40)
+    wanted, errors = eager_logits(eager, ids), {}
+    for projection in ("bf16", "fp8"):
+        ours = make_model(heads=8, kinds=KINDS, index_topk=512)
+        attach(ours, projection)
+        with torch.no_grad():
+            errors[projection] = relative_error(ours(ids, past_key_values=cache_for(ours)).logits, wanted)
+    assert errors["bf16"] < ATTENTION_TOLERANCE < errors["fp8"] < 0.03
+    with pytest.raises(ValueError, match="projection: must be one of model, bf16, fp8, got 'FP8'"):
+        attach(ours, "FP8")
+
+
 @torch.no_grad()
 def test_greedy_generation(models):
     """Token by token eager's, up to where eager's two best are closer than rounding: the weights are random."""
@@ -122,9 +137,9 @@ def test_greedy_generation(models):
 
 @pytest.mark.long
 def test_kernels_simulated():
-    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative."""
-    model = make_model(heads=8, kinds=KINDS, index_topk=512, index_n_heads=8)
-    attach(model)
+    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative; wo_a in FP8."""
+    model = make_model(heads=8, kinds=KINDS, index_topk=512, index_n_heads=8, o_lora_rank=128)
+    attach(model, "fp8")
     ids, results = tokens(1, 11), []
     for backend in ("sim", "reference"):
         cache, parts = cache_for(model, batch=1, **QUANTISED, backend=backend), []
