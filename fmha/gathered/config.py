@@ -21,7 +21,7 @@ MAX_KEY_SETS = 3
 GATHERED_FORMATS = ("v4-fp8", "bf16")
 ROPE_DIM = 64  # numbers of a row that are rotated, the last
 MASK_BYTES = 4
-GATHERED = Shape(2, 64, 2, 1, 200, 104, column_parts=2)
+GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class Gathers:
     """What a configuration adds whose keys are gathered.
 
     format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
-    depth: groups of eight keys that a producer warp has under way. float8: of the result.
+    depth: groups of eight keys that a producer warp has under way. prefetch: rows into L2, before that. float8: of the
+    result.
     """
 
     format: str = "v4-fp8"
@@ -38,6 +39,7 @@ class Gathers:
     rotate_back: bool = False
     depth: int = 2
     float8: bool = False
+    prefetch: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS

@@ -14,9 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from warpspec.cache.formats import BF16_BYTES
 from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.words import shuffle_address
+from warpspec.common.words import permute, shuffle_address
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.gathered.convert import to_bf16
 from warpspec.fmha.gathered.task import WORD_BYTES, Gathered, place_of, task_at
@@ -25,15 +26,21 @@ VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 MEMBERS = 4  # lanes that load a key together: 64 values of a byte are 16 bytes for each
 GROUP_KEYS = WARP_THREADS // MEMBERS  # keys that a warp loads at a time
 NO_SLOT = -1
+BYTE_ALONE = 0x4440  # prmt: one byte below three of zeros
+LINE_BYTES = 128  # that a prefetch brings
 
 
 @dataclass(frozen=True)
 class Loader:
-    """What a producer warp is: part: of the columns (a plain int); half: of a tile's keys. lane: of the warp."""
+    """What a producer warp is. part: of the columns; half: of a tile's keys. lane: of the warp.
+
+    All warps run the same instructions, of which there is one copy: the instruction cache holds little. So the parts
+    differ in numbers alone, but for the last block of FP8 rows' parts: e4m3 in the first, bf16 in the second.
+    """
 
     config: object
     operands: Gathered
-    part: int
+    part: Int32
     half: Int32
     lane: Int32
 
@@ -54,19 +61,18 @@ class Loader:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 64 columns of the part."""
+        """Blocks of 64 columns of a part."""
         return self.config.blocks // self.config.parts
 
-    def is_tail(self, block: int) -> bool:
-        """Whether a block of the part is bf16 in the pool."""
-        return (
-            self.part * self.blocks + block
-        ) * BLOCK >= self.config.fmt.values or self.config.format == "bf16"
+    @property
+    def converted(self) -> int:
+        """Blocks, the first, that are e4m3 in the pool in every part."""
+        return 0 if self.config.format == "bf16" else self.blocks - 1
 
     @property
     def vectors(self) -> int:
         """16-byte loads of a key by a lane."""
-        return sum(2 if self.is_tail(block) else 1 for block in range(self.blocks))
+        return self.converted + 2 * (self.blocks - self.converted)
 
 
 @cute.jit
@@ -80,57 +86,52 @@ def gather(
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-    for part in cutlass.range_constexpr(config.parts):
-        if warp // config.warps_of_part == part:
-            loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
-            gather_part(loader, channels, shared, units, (atom, coordinates), warp == 0)
-
-
-@cute.jit
-def gather_part(loader, channels: cutlass.Constexpr, shared, units, q_load, loads_q):
-    """As ``gather``, of a warp whose part is known."""
-    config, part = loader.config, loader.part
-    groups = loader.groups
+    part = warp // config.warps_of_part
+    loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
-    depth = config.depth
+    groups, depth = loader.groups, config.depth
     words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, depth), Uint32)
     scales = cute.make_rmem_tensor(depth, Uint32)
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
-        task = task_at(config, loader.operands, units, index)
+        task = task_at(config, operands, units, index)
         count = task.span.count
         if count > 0:
-            row, scale_at, here = locate(loader, task, look_up(loader, task, Int32(0)))
-            for group in cutlass.range_constexpr(depth):
-                load_group(loader, row, scale_at, here, group, words[None, None, group], scales)
-            if loads_q:
-                load_q(config, channels, shared, task, q_load, task_use)
+            row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
+            for own in cutlass.range_constexpr(depth):
+                load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
+            if warp == 0:
+                load_q(config, channels, shared, task, (atom, coordinates), task_use)
             slot = look_up(loader, task, Int32(1))
             for step in cutlass.range(count, unroll=1):
                 stage = (use + step) % config.kv_stages
-                mask = cute.arch.vote_ballot_sync(here)
+                mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
+                next_row, next_scale_at = locate(loader, task, slot)
+                if cutlass.const_expr(config.prefetch):
+                    prefetch(loader, next_row)
+                slot = look_up(loader, task, step + 2)
                 at = use + step
                 if cutlass.const_expr(config.barrier_parts > 1):
                     at = at * config.barrier_parts + part
                 channels["k_empty"].wait_previous(at)
-                if (loader.part == 0) & (loader.lane == 0):
+                if (part == 0) & (loader.lane == 0):
                     shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
                 base = shared.k.toint() + stage * config.kv_tile_bytes
                 base = base + part * (config.kv_tile_bytes // config.parts)
-                for group in cutlass.range_constexpr(groups):
-                    own = group % depth
-                    if cutlass.const_expr(group == groups - depth):  # from here on, loads are the next tile's
-                        row, scale_at, here = locate(loader, task, slot)
-                        slot = look_up(loader, task, step + 2)
-                    store_group(loader, base, group, words[None, None, own], scales[own])
-                    ahead = (group + depth) % groups
-                    load_group(loader, row, scale_at, here, ahead, words[None, None, own], scales)
+                for first in cutlass.range(0, groups, depth, unroll=1):
+                    last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
+                    row = Int64(cutlass.select_(last, next_row, row))
+                    scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
+                    for own in cutlass.range_constexpr(depth):
+                        store_group(loader, base, first + own, words[None, None, own], scales[own])
+                        ahead = (first + own + depth) % groups
+                        load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
                 cute.arch.fence_view_async_shared()
                 channels["k_full"].arrive_warp(at)
             use += count
             task_use += 1
-    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        at = last
+    for last_use in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
+        at = last_use
         if cutlass.const_expr(config.barrier_parts > 1):
             at = at * config.barrier_parts + part
         channels["k_empty"].wait(at)
@@ -177,35 +178,52 @@ def look_up(loader, task, step) -> tuple:
 
 @cute.jit
 def locate(loader, task, found) -> tuple:
-    """(address of the row, bytes from there to its scales, whether there is such a row) of this lane's slot."""
+    """(address of the row, bytes from there to its scales) of this lane's slot; address 0: there is no such row."""
     config, (slot, which) = loader.config, found
-    row, scale_at, here = Int64(0), Int32(0), Boolean(False)
+    row, scale_at = Int64(0), Int32(0)
     for number in cutlass.range_constexpr(config.sets):
         if which == number:
-            row, scale_at, here = place_of(config.fmt, loader.operands.sets[number], slot)
-    return row, scale_at, here
+            row, scale_at = place_of(config.fmt, loader.operands.sets[number], slot)
+    return row, scale_at
 
 
-def load_group(loader, row, scale_at, here, group: int, words: cute.Tensor, scales: cute.Tensor) -> None:
-    """Issue the loads of one group of keys: words (WORD, VECTOR) of the lane's key, and its scales."""
+@cute.jit
+def prefetch(loader, row):
+    """Have the part of the lane's row in L2: its loads begin half a tile later."""
+    fmt = loader.config.fmt
+    part_bytes = fmt.data_bytes // loader.config.parts
+    if row != 0:
+        at = row + Int64(loader.part * part_bytes)
+        for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):
+            cute.arch.inline_ptx(f"prefetch.global.L2 [{{$r0}}+{offset}];", read_only_args=[at])
+
+
+def load_group(loader, row, scale_at, own: int, group, words: cute.Tensor, scales: cute.Tensor) -> None:
+    """Issue the loads of one group of keys: words (WORD, VECTOR) of the lane's key, and its scales, the own-th."""
     source = group * GROUP_KEYS + loader.lane // MEMBERS  # the lane that looked the key up
     address = shuffle_address(row, source)
-    present = Int32(cute.arch.shuffle_sync(Int32(here), source))
-    fmt, vector = loader.config.fmt, 0
-    for block in range(loader.blocks):
-        column = (loader.part * loader.blocks + block) * BLOCK
-        if not loader.is_tail(block):
-            load_vector(words, vector, address + Int64(loader.member * VECTOR_BYTES), column, present)
-            vector += 1
-        else:
-            start = fmt.tail_offset + (column - fmt.values) * 2 if fmt.tail else column * 2
-            for i in range(2):
-                own = address + Int64(loader.plain_chunk(i) * VECTOR_BYTES)
-                load_vector(words, vector, own, start, present)
-                vector += 1
+    present = Int32(address != 0)
+    fmt = loader.config.fmt
+    part_bytes = loader.blocks * BLOCK * (1 if fmt.scale_bytes else BF16_BYTES)
     if fmt.scale_bytes:
+        begin = address + Int64(loader.part * part_bytes + loader.member * VECTOR_BYTES)
+        for block in range(loader.converted):
+            load_vector(words, block, begin, block * BLOCK, present)
+        # The last block: e4m3 of the first part, the tail of the second.
+        chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
+        value = loader.converted * BLOCK + loader.member * VECTOR_BYTES
+        second = Boolean(loader.part == 1)
+        offset = Int32(cutlass.select_(second, chunk, value))
+        load_vector(words, loader.converted, address + Int64(offset), 0, present)
+        chunk = address + Int64(loader.plain_chunk(1) * VECTOR_BYTES)
+        load_vector(words, loader.converted + 1, chunk, fmt.tail_offset, present * loader.part)
         at = Int32(cute.arch.shuffle_sync(scale_at, source)) + loader.part * loader.blocks
-        scales[group % loader.config.depth] = load_word(address + Int64(at), present)
+        scales[own] = load_word(address + Int64(at), present)
+    else:
+        for i in range(2):
+            begin = address + Int64(loader.part * part_bytes + loader.plain_chunk(i) * VECTOR_BYTES)
+            for block in range(loader.blocks):
+                load_vector(words, 2 * block + i, begin, block * BLOCK * BF16_BYTES, present)
 
 
 def load_vector(words: cute.Tensor, vector: int, address: Int64, offset: int, present) -> None:
@@ -236,28 +254,41 @@ def load_word(address: Int64, present) -> Uint32:
 
 
 @cute.jit
-def store_group(loader, base, group: cutlass.Constexpr, words: cute.Tensor, scales):
+def store_group(loader, base, group, words: cute.Tensor, scales):
     """The lane's part of one key, in bf16, into the tile's part at ``base``: where the 128-byte swizzle puts it."""
-    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.lane // MEMBERS
+    swizzle = loader.lane // MEMBERS  # of the key's row: its number in the group
+    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + swizzle
     row = base + key * tma.ROW_BYTES
-    # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
-    converted = row + ((key % 8) ^ (2 * loader.member)) * VECTOR_BYTES
-    plain = row + ((key % 8) ^ loader.plain_chunk(0)) * VECTOR_BYTES
-    vector = 0
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
-    for block in cutlass.range_constexpr(loader.blocks):
-        if cutlass.const_expr(loader.is_tail(block)):
-            halves = [[words[i, vector + half] for i in range(VECTOR_WORDS)] for half in range(2)]
-            at, apart = plain, MEMBERS * VECTOR_BYTES
-            vector += 2
+    # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
+    converted = row + (swizzle ^ (2 * loader.member)) * VECTOR_BYTES
+    plain = row + (swizzle ^ loader.plain_chunk(0)) * VECTOR_BYTES
+    if cutlass.const_expr(loader.config.format == "bf16"):
+        for block in cutlass.range_constexpr(loader.blocks):
+            store_plain(plain + block * block_bytes, words, 2 * block)
+    else:
+        for block in cutlass.range_constexpr(loader.converted):
+            store_converted(converted + block * block_bytes, words, block, scales)
+        at = loader.converted * block_bytes
+        if loader.part == 0:
+            store_converted(converted + at, words, loader.converted, scales)
         else:
-            scale = (scales >> (8 * block)) & Uint32(0xFF)
-            out = to_bf16([words[i, vector] for i in range(VECTOR_WORDS)], scale)
-            halves = [out[:VECTOR_WORDS], out[VECTOR_WORDS:]]
-            at, apart = converted, VECTOR_BYTES
-            vector += 1
-        for half in cutlass.range_constexpr(2):
-            store_vector((at ^ (half * apart)) + block * block_bytes, halves[half])
+            store_plain(plain + at, words, loader.converted)
+
+
+def store_converted(address, words: cute.Tensor, block: int, scales) -> None:
+    """16 numbers of the part's block, converted. address: of the first chunk."""
+    scale = permute(scales, BYTE_ALONE | block)
+    out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale)
+    store_vector(address, out[:VECTOR_WORDS])
+    store_vector(address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
+
+
+def store_plain(address, words: cute.Tensor, vector: int) -> None:
+    """Two vectors as they are. address: of the first chunk."""
+    for half in range(2):
+        at = address ^ (half * MEMBERS * VECTOR_BYTES)
+        store_vector(at, [words[i, vector + half] for i in range(VECTOR_WORDS)])
 
 
 def store_vector(address, words: list) -> None:

@@ -36,7 +36,7 @@ class DeviceKeySet(NamedTuple):
 
 @cute.jit
 def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
-    """(address of the row, bytes from there to its scales, whether there is such a row) of a slot."""
+    """(address of the row, bytes from there to its scales) of a slot; address 0: there is no such row."""
     address, scale_at = Int64(0), Int32(0)
     here = Boolean(slot >= 0) & Boolean(slot < key_set.pool.shape[0] * key_set.page_size)
     if here:
@@ -44,7 +44,7 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
         address = key_set.pool.iterator.toint() + Int64(page) * Int64(key_set.pool.stride[0] * WORD_BYTES)
         address = address + Int64(within * fmt.row_stride)
         scale_at = key_set.page_size * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
-    return address, scale_at, here
+    return address, scale_at
 
 
 class Gathered(NamedTuple):

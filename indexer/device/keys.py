@@ -59,25 +59,39 @@ def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor
     words[block_words] = query[config.heads * (fmt.data_bytes // WORD_BYTES) + head]
 
 
+def pages_of_tile(config) -> int:
+    """Pages that a thread's two keys of a tile may be of."""
+    return THREAD_ROWS if config.page_size % WARP_ROWS else 1
+
+
 @cute.jit
-def load_tile(config: cutlass.Constexpr, entries, key, member, words: cute.Tensor, here: cute.Tensor):
+def find_pages(config: cutlass.Constexpr, entries, key, found: cute.Tensor):
+    """found (PAGE): the pages of the thread's keys of a tile, -1 where there is none. A load before the tile's own, so
+    wanted a tile ahead. key: as for ``load_tile``."""
+    for r in cutlass.range_constexpr(pages_of_tile(config)):
+        index, page = key + r * ROW_DISTANCE, Int32(-1)
+        if index < entries.length:
+            page = Int32(entries.pages[divided(index, config.page_size)[0]])
+        found[r] = page
+
+
+@cute.jit
+def load_tile(
+    config: cutlass.Constexpr, entries, key, member, found: cute.Tensor, words: cute.Tensor, here: cute.Tensor
+):
     """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on, of WARP_ROWS that begin at a
-    multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is."""
+    multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is. found: from ``find_pages``."""
     fmt = config.fmt
-    pool, pages, length = entries
+    pool, _, length = entries
     block_words = loaded_words(config) - 1
     row_of_page, at, scale_at = Int32(0), Int64(0), Int64(0)
     there = Boolean(False)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         index = key + r * ROW_DISTANCE
-        if cutlass.const_expr(r == 0 or config.page_size % WARP_ROWS):  # else both are of one page
-            there, at = Boolean(False), Int64(0)
-            page_index, row_of_page = divided(index, config.page_size)
-            if index < length:
-                page = Int32(pages[page_index])
-                there = Boolean(page >= 0) & Boolean(page < pool.shape[0])
-                if there:
-                    at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
+        if cutlass.const_expr(r < pages_of_tile(config)):  # else both are of one page
+            page, row_of_page = found[r], divided(index, config.page_size)[1]
+            there = Boolean(page >= 0) & Boolean(page < pool.shape[0])
+            at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
             scale_at = at + Int64(config.page_size * fmt.data_bytes + row_of_page * fmt.scale_bytes)
             at = at + Int64(row_of_page * fmt.data_bytes + member * (block_words * WORD_BYTES))
         else:

@@ -20,9 +20,11 @@ from warpspec.indexer.device.keys import (
     WORDS,
     block_of,
     fill_table,
+    find_pages,
     load_query,
     load_tile,
     loaded_words,
+    pages_of_tile,
     scores_arguments,
     store_tile,
 )
@@ -88,12 +90,16 @@ def score(query, entries, first, end, step, sink):
     words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS), Uint32)
     here = cute.make_rmem_tensor(THREAD_ROWS, Int32)
     there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
-    load_tile(config, entries, first * WARP_ROWS + column, member, words, here)
+    pages = cute.make_rmem_tensor(pages_of_tile(config), Int32)
+    find_pages(config, entries, first * WARP_ROWS + column, pages)
+    load_tile(config, entries, first * WARP_ROWS + column, member, pages, words, here)
+    find_pages(config, entries, (first + step) * WARP_ROWS + column, pages)
     for tile in cutlass.range(first, end, step, unroll=1):
         rows = [block_of(config, words[None, r], query.table, member) for r in range(THREAD_ROWS)]
         for r in cutlass.range_constexpr(THREAD_ROWS):
             there[r] = here[r]
-        load_tile(config, entries, (tile + step) * WARP_ROWS + column, member, words, here)
+        load_tile(config, entries, (tile + step) * WARP_ROWS + column, member, pages, words, here)
+        find_pages(config, entries, (tile + 2 * step) * WARP_ROWS + column, pages)
         scores = cute.make_rmem_tensor(ACCUMULATORS * groups, Float32)
         for group in cutlass.range_constexpr(groups):
             total = [Float32(0.0)] * ACCUMULATORS

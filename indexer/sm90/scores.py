@@ -24,9 +24,11 @@ from warpspec.indexer.device.keys import (
     WORDS,
     block_of,
     fill_table,
+    find_pages,
     load_query,
     load_tile,
     loaded_words,
+    pages_of_tile,
     scores_arguments,
     store_tile,
 )
@@ -107,17 +109,22 @@ def score(query, entries, first, end, step, sink):
     words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
     here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
     there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+    pages = cute.make_rmem_tensor((pages_of_tile(config), config.depth), Int32)
+    lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
+    for i in cutlass.range_constexpr(config.depth):
+        find_pages(config, entries, (first + i * step) * TILE_KEYS + row, pages[None, i])
     for i in cutlass.range_constexpr(config.depth):
         key = (first + i * step) * TILE_KEYS + row
-        load_tile(config, entries, key, member, words[None, None, i], here[None, i])
+        load_tile(config, entries, key, member, pages[None, i], words[None, None, i], here[None, i])
+        find_pages(config, entries, key + lap, pages[None, i])
     for tile in cutlass.range(first, end, step * config.depth, unroll=1):
         for i in cutlass.range_constexpr(config.depth):
             key = (tile + i * step) * TILE_KEYS + row
             row_factors = convert(config, words[None, None, i], query.table, member, a)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 there[r] = here[r, i]
-            ahead = key + step * config.depth * TILE_KEYS
-            load_tile(config, entries, ahead, member, words[None, None, i], here[None, i])
+            load_tile(config, entries, key + lap, member, pages[None, i], words[None, None, i], here[None, i])
+            find_pages(config, entries, key + 2 * lap, pages[None, i])
             warpgroup.fence()
             for k in cutlass.range_constexpr(STEPS):
                 mma.set(warpgroup.Field.ACCUMULATE, k > 0)

@@ -466,9 +466,9 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what, lane, origin)
 
 
-@handler("cp.async.bulk.prefetch", family=Family.TMA, destinations=0)
+@handler("cp.async.bulk.prefetch", "prefetch.global", family=Family.TMA, destinations=0)
 def prefetch(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.bulk.prefetch changes nothing that a program can see."""
+    """cp.async.bulk.prefetch and prefetch change nothing that a program can see."""
 
 
 @handler("cp.async.bulk.prefetch.tensor", family=Family.TMA, destinations=0)
