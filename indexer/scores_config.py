@@ -15,6 +15,7 @@ MAX_HEADS = 64
 E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
 SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
 FORMATS = ("mxfp4", "fp8")
+MXF4_HEADS_STEP = 16  # N of tcgen05.mma is a multiple of it where M is 128
 MOST_PARTS = 256  # CTAs of a query
 BEGIN_TILES = 4  # what a CTA's begin takes, in tiles of a warpgroup
 

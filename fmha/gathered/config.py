@@ -29,8 +29,8 @@ class Gathers:
     """What a configuration adds whose keys are gathered.
 
     format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
-    depth: groups of eight keys that a producer warp has under way. prefetch: rows into L2, before that. float8: of the
-    result.
+    depth: groups of eight keys that a producer warp has under way. prefetch: rows into L2, before that. copies: rows
+    go from global to shared memory without registers (cp.async). float8: of the result.
     """
 
     format: str = "v4-fp8"
@@ -40,6 +40,7 @@ class Gathers:
     depth: int = 2
     float8: bool = False
     prefetch: bool = False
+    copies: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
@@ -47,6 +48,7 @@ class Gathers:
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
         assert self.normalize or not self.float8
+        assert self.format == "bf16" or not self.copies
 
     @classmethod
     def of(cls, **options):

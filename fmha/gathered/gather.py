@@ -98,8 +98,9 @@ def gather(
         count = task.span.count
         if count > 0:
             row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
-            for own in cutlass.range_constexpr(depth):
-                load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
+            if cutlass.const_expr(not config.copies):
+                for own in cutlass.range_constexpr(depth):
+                    load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
             if warp == 0:
                 load_q(config, channels, shared, task, (atom, coordinates), task_use)
             slot = look_up(loader, task, Int32(1))
@@ -118,14 +119,21 @@ def gather(
                     shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
                 base = shared.k.toint() + stage * config.kv_tile_bytes
                 base = base + part * (config.kv_tile_bytes // config.parts)
-                for first in cutlass.range(0, groups, depth, unroll=1):
-                    last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
-                    row = Int64(cutlass.select_(last, next_row, row))
-                    scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
-                    for own in cutlass.range_constexpr(depth):
-                        store_group(loader, base, first + own, words[None, None, own], scales[own])
-                        ahead = (first + own + depth) % groups
-                        load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
+                if cutlass.const_expr(config.copies):
+                    for group in cutlass.range(groups, unroll=1):
+                        copy_group(loader, base, row, group)
+                    row = next_row
+                    cute.arch.cp_async_commit_group()
+                    cute.arch.cp_async_wait_group(0)
+                else:
+                    for first in cutlass.range(0, groups, depth, unroll=1):
+                        last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
+                        row = Int64(cutlass.select_(last, next_row, row))
+                        scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
+                        for own in cutlass.range_constexpr(depth):
+                            store_group(loader, base, first + own, words[None, None, own], scales[own])
+                            ahead = (first + own + depth) % groups
+                            load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
                 cute.arch.fence_view_async_shared()
                 channels["k_full"].arrive_warp(at)
             use += count
@@ -224,6 +232,25 @@ def load_group(loader, row, scale_at, own: int, group, words: cute.Tensor, scale
             begin = address + Int64(loader.part * part_bytes + loader.plain_chunk(i) * VECTOR_BYTES)
             for block in range(loader.blocks):
                 load_vector(words, 2 * block + i, begin, block * BLOCK * BF16_BYTES, present)
+
+
+def copy_group(loader, base, row, group) -> None:
+    """Issue the copies of one group of keys, whose rows are bf16, into the tile's part at ``base``; zeros of keys that
+    are not there."""
+    swizzle = loader.lane // MEMBERS
+    address = shuffle_address(row, group * GROUP_KEYS + swizzle)
+    wanted = Int32(cutlass.select_(Boolean(address != 0), Int32(VECTOR_BYTES), Int32(0)))
+    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + swizzle
+    target, row_bytes = base + key * tma.ROW_BYTES, BLOCK * BF16_BYTES  # of a block
+    for i in range(2):
+        chunk = loader.plain_chunk(i)
+        source = address + Int64(loader.part * (loader.blocks * row_bytes) + chunk * VECTOR_BYTES)
+        at = target + (swizzle ^ chunk) * VECTOR_BYTES
+        for block in range(loader.blocks):
+            cute.arch.inline_ptx(
+                f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}+{block * row_bytes}], {VECTOR_BYTES}, {{$r2}};",
+                read_only_args=[at + block * loader.config.tile_n * tma.ROW_BYTES, source, wanted],
+            )
 
 
 def load_vector(words: cute.Tensor, vector: int, address: Int64, offset: int, present) -> None:

@@ -71,7 +71,8 @@ def test_scores(format):
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
-    ("format", "heads", "size"), [("mxfp4", 8, 80), long("fp8", 16, 20), long("mxfp4", 64, 32)]
+    ("format", "heads", "size"),
+    [("mxfp4", 16, 80), long("mxfp4", 8, 80), long("fp8", 16, 20), long("mxfp4", 64, 32)],
 )
 def test_scores_kernel(monkeypatch, format, heads, size, arch):
     """The kernels against the reference, on rows whose blocks differ by much; pages that are not there, rows

@@ -1,0 +1,1 @@
+"""The indexer's kernels for sm_100a only."""
