@@ -64,7 +64,7 @@ def run_scores(
     logits = torch.empty(tokens, columns, device=page_table.device)
     if logits.numel() == 0:
         return logits
-    config = ScoresConfig.of(name, heads, page_size)
+    config = ScoresConfig(name, heads, page_size)
     if target.major == 9:
         from warpspec.indexer.sm90.scores import SCORES as kernel
     elif name == "mxfp4" and heads % MXF4_HEADS_STEP == 0:

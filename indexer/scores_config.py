@@ -31,11 +31,6 @@ class ScoresConfig:
     warpgroups: int = 4
     depth: int = 2
 
-    @classmethod
-    def of(cls, format: str, heads: int, page_size: int) -> ScoresConfig:
-        """FP8 keys are twice the registers: fewer warpgroups have them."""
-        return cls(format, heads, page_size, warpgroups=4 if format == "mxfp4" else 3)
-
     def __post_init__(self):
         assert self.format in FORMATS
         assert self.heads % HEADS_STEP == 0 and HEADS_STEP <= self.heads <= MAX_HEADS

@@ -39,7 +39,7 @@ class Gathers:
     rotate_back: bool = False
     depth: int = 2
     float8: bool = False
-    prefetch: bool = False
+    prefetch: bool = True
     copies: bool = False
 
     def check(self) -> None:

@@ -98,19 +98,17 @@ def gather(
         count = task.span.count
         if count > 0:
             row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
+            next_row, next_scale_at = locate(loader, task, look_up(loader, task, Int32(1)))
+            prefetch(loader, next_row)
             if cutlass.const_expr(not config.copies):
                 for own in cutlass.range_constexpr(depth):
                     load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
             if warp == 0:
                 load_q(config, channels, shared, task, (atom, coordinates), task_use)
-            slot = look_up(loader, task, Int32(1))
+            slot = look_up(loader, task, Int32(2))
             for step in cutlass.range(count, unroll=1):
                 stage = (use + step) % config.kv_stages
                 mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
-                next_row, next_scale_at = locate(loader, task, slot)
-                if cutlass.const_expr(config.prefetch):
-                    prefetch(loader, next_row)
-                slot = look_up(loader, task, step + 2)
                 at = use + step
                 if cutlass.const_expr(config.barrier_parts > 1):
                     at = at * config.barrier_parts + part
@@ -123,13 +121,18 @@ def gather(
                     for group in cutlass.range(groups, unroll=1):
                         copy_group(loader, base, row, group)
                     row = next_row
+                    next_row, _ = locate(loader, task, slot)
+                    prefetch(loader, next_row)
+                    slot = look_up(loader, task, step + 3)
                     cute.arch.cp_async_commit_group()
                     cute.arch.cp_async_wait_group(0)
                 else:
                     for first in cutlass.range(0, groups, depth, unroll=1):
-                        last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
-                        row = Int64(cutlass.select_(last, next_row, row))
-                        scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
+                        if first == groups - depth:  # from here on, loads are the next tile's
+                            row, scale_at = next_row, next_scale_at
+                            next_row, next_scale_at = locate(loader, task, slot)
+                            prefetch(loader, next_row)
+                            slot = look_up(loader, task, step + 3)
                         for own in cutlass.range_constexpr(depth):
                             store_group(loader, base, first + own, words[None, None, own], scales[own])
                             ahead = (first + own + depth) % groups
@@ -197,13 +200,14 @@ def locate(loader, task, found) -> tuple:
 
 @cute.jit
 def prefetch(loader, row):
-    """Have the part of the lane's row in L2: its loads begin half a tile later."""
+    """Have the part of the lane's row in L2: its loads begin a tile later."""
     fmt = loader.config.fmt
     part_bytes = fmt.data_bytes // loader.config.parts
-    if row != 0:
-        at = row + Int64(loader.part * part_bytes)
-        for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):
-            cute.arch.inline_ptx(f"prefetch.global.L2 [{{$r0}}+{offset}];", read_only_args=[at])
+    if cutlass.const_expr(loader.config.prefetch):  # noqa: SIM102  (a run-time condition in a compile-time one)
+        if row != 0:
+            at = row + Int64(loader.part * part_bytes)
+            for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):
+                cute.arch.inline_ptx(f"prefetch.global.L2 [{{$r0}}+{offset}];", read_only_args=[at])
 
 
 def load_group(loader, row, scale_at, own: int, group, words: cute.Tensor, scales: cute.Tensor) -> None:

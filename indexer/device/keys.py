@@ -9,6 +9,7 @@ commutes with it. Exact while the scales of a row's blocks are at most 2**11 apa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -16,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.indexer.scores_config import BLOCKS, E4M3_SHIFT, SCALE_STEPS, ScoresConfig, e4m3_table
 
 WORD_BYTES = 4
@@ -75,12 +76,50 @@ def find_pages(config: cutlass.Constexpr, entries, key, found: cute.Tensor):
         found[r] = page
 
 
+@dataclass(frozen=True)
+class LanePages:
+    """Pages of a warp's tiles, where a tile's 16 keys of the warp are of one page: a lane looks one tile's up, once for
+    32 tiles and 32 tiles ahead. Looked up tile by tile, the warp would wait for these loads as it does for keys.
+
+    tile, step: the first tile, and from one to the next. tile_keys: of a tile; row: the warp's first.
+    """
+
+    config: ScoresConfig
+    entries: tuple
+    tile: Int32
+    step: Int32
+    tile_keys: int
+    row: Int32
+    lane: Int32
+
+    @cute.jit
+    def look_up(self, number) -> Int32:
+        """Of the tile that is the lane's, of those from the number-th on; -1 where there is none."""
+        page = Int32(-1)
+        index = (self.tile + (number + self.lane) * self.step) * self.tile_keys + self.row
+        if index < self.entries.length:
+            page = Int32(self.entries.pages[divided(index, self.config.page_size)[0]])
+        return page
+
+    def begin(self) -> tuple:
+        """What ``of`` keeps between calls."""
+        return self.look_up(Int32(0)), self.look_up(Int32(WARP_THREADS))
+
+    @cute.jit
+    def of(self, number, kept: tuple) -> tuple:
+        """(the page of the number-th tile, what is kept). By all lanes, for one number after another."""
+        current, ahead = kept
+        if (number % WARP_THREADS == 0) & (number > 0):
+            current = ahead
+            ahead = self.look_up(number + WARP_THREADS)
+        return Int32(cute.arch.shuffle_sync(current, number % WARP_THREADS)), (current, ahead)
+
+
 @cute.jit
-def load_tile(
-    config: cutlass.Constexpr, entries, key, member, found: cute.Tensor, words: cute.Tensor, here: cute.Tensor
-):
+def load_tile(config: cutlass.Constexpr, entries, key, member, found, words: cute.Tensor, here: cute.Tensor):
     """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on, of WARP_ROWS that begin at a
-    multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is. found: from ``find_pages``."""
+    multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is. found: (PAGE), as from
+    ``find_pages``."""
     fmt = config.fmt
     pool, _, length = entries
     block_words = loaded_words(config) - 1

@@ -22,6 +22,7 @@ from warpspec.indexer.device.keys import (
     WARP_ROWS,
     WORD_BYTES,
     WORDS,
+    LanePages,
     block_of,
     fill_table,
     find_pages,
@@ -109,22 +110,24 @@ def score(query, entries, first, end, step, sink):
     words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
     here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
     there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
-    pages = cute.make_rmem_tensor((pages_of_tile(config), config.depth), Int32)
+    warp_row = own // WARP_THREADS * WARP_ROWS
+    looked_up = LanePages(config, entries, Int32(first), Int32(step), TILE_KEYS, warp_row, lane)
+    kept = looked_up.begin()
     lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
     for i in cutlass.range_constexpr(config.depth):
-        find_pages(config, entries, (first + i * step) * TILE_KEYS + row, pages[None, i])
-    for i in cutlass.range_constexpr(config.depth):
         key = (first + i * step) * TILE_KEYS + row
-        load_tile(config, entries, key, member, pages[None, i], words[None, None, i], here[None, i])
-        find_pages(config, entries, key + lap, pages[None, i])
+        pages, kept = pages_at(looked_up, Int32(i), key, kept)
+        load_tile(config, entries, key, member, pages, words[None, None, i], here[None, i])
+    number = Int32(config.depth)
     for tile in cutlass.range(first, end, step * config.depth, unroll=1):
         for i in cutlass.range_constexpr(config.depth):
             key = (tile + i * step) * TILE_KEYS + row
             row_factors = convert(config, words[None, None, i], query.table, member, a)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 there[r] = here[r, i]
-            load_tile(config, entries, key + lap, member, pages[None, i], words[None, None, i], here[None, i])
-            find_pages(config, entries, key + 2 * lap, pages[None, i])
+            pages, kept = pages_at(looked_up, number, key + lap, kept)
+            load_tile(config, entries, key + lap, member, pages, words[None, None, i], here[None, i])
+            number += 1
             warpgroup.fence()
             for k in cutlass.range_constexpr(STEPS):
                 mma.set(warpgroup.Field.ACCUMULATE, k > 0)
@@ -132,6 +135,18 @@ def score(query, entries, first, end, step, sink):
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             store_tile(config, scores, query.weight, row_factors, there, sink, key, member)
+
+
+@cute.jit
+def pages_at(looked_up, number, key, kept) -> tuple:
+    """(pages of the thread's keys of the number-th tile, what is kept)."""
+    pages = cute.make_rmem_tensor(pages_of_tile(looked_up.config), Int32)
+    if cutlass.const_expr(pages_of_tile(looked_up.config) == 1):
+        page, kept = looked_up.of(number, kept)
+        pages[0] = page
+    else:
+        find_pages(looked_up.config, looked_up.entries, key, pages)
+    return pages, kept
 
 
 class Scores(ScoresHost):
