@@ -41,12 +41,12 @@ class Gathers:
     float8: bool = False
     prefetch: bool = True
     copies: bool = False
+    both_parts: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
-        assert self.warps_of_part * self.keys_of_warp == self.tile_n
-        assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
+        assert self.keys_of_warp <= WARP_THREADS, "a lane looks up a key"
         assert self.normalize or not self.float8
         assert self.format == "bf16" or not self.copies
 
@@ -81,7 +81,7 @@ class Gathers:
 
     @property
     def keys_of_warp(self) -> int:
-        return self.tile_n // self.warps_of_part
+        return self.tile_n // (2 * self.warps_of_part if self.both_parts else self.warps_of_part)
 
     @property
     def mask_words(self) -> int:
@@ -99,7 +99,9 @@ class Gathers:
         changed = {
             "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
             "k_full": {
-                "arrivals": WARPGROUP_THREADS // WARP_THREADS // self.barrier_parts,
+                "arrivals": WARPGROUP_THREADS
+                // WARP_THREADS
+                // (1 if self.both_parts else self.barrier_parts),
                 "producer": "the part's producer warps, one thread each",
                 "meaning": "the part of the gathered keys is in shared memory, in bf16",
             },

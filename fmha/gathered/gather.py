@@ -8,11 +8,11 @@ there (slots of no row, keys past the length) is zeros in shared memory and a bi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from warpspec.cache.formats import BF16_BYTES
 from warpspec.common import tma
@@ -32,7 +32,7 @@ LINE_BYTES = 128  # that a prefetch brings
 
 @dataclass(frozen=True)
 class Loader:
-    """What a producer warp is. part: of the columns; half: of a tile's keys. lane: of the warp.
+    """What a producer warp is. part: of the columns, its own or that it is at; first_key: of a tile. lane: of the warp.
 
     All warps run the same instructions, of which there is one copy: the instruction cache holds little. So the parts
     differ in numbers alone, but for the last block of FP8 rows' parts: e4m3 in the first, bf16 in the second.
@@ -41,8 +41,12 @@ class Loader:
     config: object
     operands: Gathered
     part: Int32
-    half: Int32
+    first_key: Int32
     lane: Int32
+
+    def at(self, part) -> Loader:
+        """The same, of another part."""
+        return replace(self, part=part)
 
     @property
     def member(self) -> Int32:
@@ -86,8 +90,10 @@ def gather(
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-    part = warp // config.warps_of_part
-    loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
+    part, first_key = Int32(0), warp * config.keys_of_warp
+    if cutlass.const_expr(not config.both_parts):
+        part, first_key = warp // config.warps_of_part, warp % config.warps_of_part * config.keys_of_warp
+    loader = Loader(config, operands, part, first_key, thread % WARP_THREADS)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
     groups, depth = loader.groups, config.depth
@@ -101,51 +107,87 @@ def gather(
             next_row, next_scale_at = locate(loader, task, look_up(loader, task, Int32(1)))
             prefetch(loader, next_row)
             if cutlass.const_expr(not config.copies):
+                begin = loader
+                if cutlass.const_expr(config.both_parts):
+                    begin = loader.at(use % config.parts)
                 for own in cutlass.range_constexpr(depth):
-                    load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
+                    load_group(begin, row, scale_at, own, own, words[None, None, own], scales)
             if warp == 0:
                 load_q(config, channels, shared, task, (atom, coordinates), task_use)
             slot = look_up(loader, task, Int32(2))
             for step in cutlass.range(count, unroll=1):
                 stage = (use + step) % config.kv_stages
                 mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
-                at = use + step
-                if cutlass.const_expr(config.barrier_parts > 1):
-                    at = at * config.barrier_parts + part
-                channels["k_empty"].wait_previous(at)
-                if (part == 0) & (loader.lane == 0):
-                    shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
-                base = shared.k.toint() + stage * config.kv_tile_bytes
-                base = base + part * (config.kv_tile_bytes // config.parts)
-                if cutlass.const_expr(config.copies):
-                    for group in cutlass.range(groups, unroll=1):
-                        copy_group(loader, base, row, group)
-                    row = next_row
-                    next_row, _ = locate(loader, task, slot)
-                    prefetch(loader, next_row)
-                    slot = look_up(loader, task, step + 3)
-                    cute.arch.cp_async_commit_group()
-                    cute.arch.cp_async_wait_group(0)
-                else:
-                    for first in cutlass.range(0, groups, depth, unroll=1):
-                        if first == groups - depth:  # from here on, loads are the next tile's
+                tile = shared.k.toint() + stage * config.kv_tile_bytes
+                if cutlass.const_expr(config.both_parts):
+                    for turn in cutlass.range(config.parts, unroll=1):
+                        here = (use + step + turn) % config.parts  # first what the tile's consumer releases
+                        at = use + step
+                        if cutlass.const_expr(config.barrier_parts > 1):
+                            at = at * config.barrier_parts + here
+                        channels["k_empty"].wait_previous(at)
+                        if (turn == 0) & (loader.lane == 0):
+                            halves = cute.recast_tensor(shared.masks, Uint16)
+                            halves[stage * (WARPGROUP_THREADS // WARP_THREADS) + warp] = Uint32(mask).to(
+                                Uint16
+                            )
+                        following = (use + step + 1) % config.parts  # part of the loads, either time
+                        base = tile + here * (config.kv_tile_bytes // config.parts)
+                        if turn == config.parts - 1:  # from here on, loads are the next tile's
                             row, scale_at = next_row, next_scale_at
                             next_row, next_scale_at = locate(loader, task, slot)
                             prefetch(loader, next_row)
                             slot = look_up(loader, task, step + 3)
                         for own in cutlass.range_constexpr(depth):
-                            store_group(loader, base, first + own, words[None, None, own], scales[own])
-                            ahead = (first + own + depth) % groups
-                            load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
-                cute.arch.fence_view_async_shared()
-                channels["k_full"].arrive_warp(at)
+                            store_group(
+                                loader.at(here), base, Int32(own), words[None, None, own], scales[own]
+                            )
+                            load_group(
+                                loader.at(following), row, scale_at, own, own, words[None, None, own], scales
+                            )
+                        cute.arch.fence_view_async_shared()
+                        if cutlass.const_expr(config.barrier_parts > 1) or turn == config.parts - 1:
+                            channels["k_full"].arrive_warp(at)
+                else:
+                    at = use + step
+                    if cutlass.const_expr(config.barrier_parts > 1):
+                        at = at * config.barrier_parts + part
+                    channels["k_empty"].wait_previous(at)
+                    if (part == 0) & (loader.lane == 0):
+                        shared.masks[stage * config.warps_of_part + first_key // WARP_THREADS] = Uint32(mask)
+                    base = tile + part * (config.kv_tile_bytes // config.parts)
+                    if cutlass.const_expr(config.copies):
+                        for group in cutlass.range(groups, unroll=1):
+                            copy_group(loader, base, row, group)
+                        row = next_row
+                        next_row, _ = locate(loader, task, slot)
+                        prefetch(loader, next_row)
+                        slot = look_up(loader, task, step + 3)
+                        cute.arch.cp_async_commit_group()
+                        cute.arch.cp_async_wait_group(0)
+                    else:
+                        for first in cutlass.range(0, groups, depth, unroll=1):
+                            if first == groups - depth:  # from here on, loads are the next tile's
+                                row, scale_at = next_row, next_scale_at
+                                next_row, next_scale_at = locate(loader, task, slot)
+                                prefetch(loader, next_row)
+                                slot = look_up(loader, task, step + 3)
+                            for own in cutlass.range_constexpr(depth):
+                                store_group(loader, base, first + own, words[None, None, own], scales[own])
+                                ahead = (first + own + depth) % groups
+                                load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
+                    cute.arch.fence_view_async_shared()
+                    channels["k_full"].arrive_warp(at)
             use += count
             task_use += 1
     for last_use in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        at = last_use
-        if cutlass.const_expr(config.barrier_parts > 1):
-            at = at * config.barrier_parts + part
-        channels["k_empty"].wait(at)
+        if cutlass.const_expr(config.barrier_parts == 1):
+            channels["k_empty"].wait(last_use)
+        elif cutlass.const_expr(config.both_parts):
+            for each in cutlass.range_constexpr(config.parts):
+                channels["k_empty"].wait(last_use * config.barrier_parts + each)
+        else:
+            channels["k_empty"].wait(last_use * config.barrier_parts + part)
 
 
 @cute.jit
@@ -180,7 +222,7 @@ def look_up(loader, task, step) -> tuple:
         for number in cutlass.range_constexpr(config.sets):
             if (tile >= begin) & (tile < task.ends[number]):
                 which = Int32(number)
-                at = (tile - begin) * config.tile_n + loader.half * config.keys_of_warp + loader.lane
+                at = (tile - begin) * config.tile_n + loader.first_key + loader.lane % config.keys_of_warp
                 if at < sets[number].length(task.token):
                     slot = Int32(sets[number].slots[task.token, at])
             begin = task.ends[number]
@@ -205,7 +247,10 @@ def prefetch(loader, row):
     part_bytes = fmt.data_bytes // loader.config.parts
     if cutlass.const_expr(loader.config.prefetch):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if row != 0:
-            at = row + Int64(loader.part * part_bytes)
+            part = loader.part
+            if cutlass.const_expr(loader.config.both_parts):
+                part = loader.lane // loader.config.keys_of_warp
+            at = row + Int64(part * part_bytes)
             for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):
                 cute.arch.inline_ptx(f"prefetch.global.L2 [{{$r0}}+{offset}];", read_only_args=[at])
 
@@ -244,7 +289,7 @@ def copy_group(loader, base, row, group) -> None:
     swizzle = loader.lane // MEMBERS
     address = shuffle_address(row, group * GROUP_KEYS + swizzle)
     wanted = Int32(cutlass.select_(Boolean(address != 0), Int32(VECTOR_BYTES), Int32(0)))
-    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + swizzle
+    key = loader.first_key + group * GROUP_KEYS + swizzle
     target, row_bytes = base + key * tma.ROW_BYTES, BLOCK * BF16_BYTES  # of a block
     for i in range(2):
         chunk = loader.plain_chunk(i)
@@ -288,7 +333,7 @@ def load_word(address: Int64, present) -> Uint32:
 def store_group(loader, base, group, words: cute.Tensor, scales):
     """The lane's part of one key, in bf16, into the tile's part at ``base``: where the 128-byte swizzle puts it."""
     swizzle = loader.lane // MEMBERS  # of the key's row: its number in the group
-    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + swizzle
+    key = loader.first_key + group * GROUP_KEYS + swizzle
     row = base + key * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
     # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
