@@ -261,6 +261,9 @@ CASES = {
     "a proxy fence before wgmma": (PROXY, dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "[[fence.proxy.async;]] bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
         + "wgmma.wait_group.sync.aligned 0;"),
+    "wgmma.wait_group before a write": ("a register of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA.replace("[[", "").replace("]]", "")
+        + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; mov.b32 %f0, 0; wgmma.wait_group.sync.aligned 0;"),
     "wgmma.wait_group": (UNORDERED, dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; @%p1 st.shared.u32 [%r10], 7;"
