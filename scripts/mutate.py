@@ -135,7 +135,7 @@ def _projection(arch: str) -> Callable[[], None]:
 
         target = replace(SIMULATED[arch], sm_count=1)
         with mock.patch.object(projection_ops, "target_of", lambda device: target):
-            output_projection(*case(70, 24, 2, 128, float8=arch == "sm_90a"), backend="sim")
+            output_projection(*case(70, 24, 2, 384, float8=arch == "sm_90a"), backend="sim")
 
     return run
 

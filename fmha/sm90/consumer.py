@@ -342,8 +342,9 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
             stage = work.v_base + use % config.kv_stages * config.kv_tile_bytes
             if cutlass.const_expr(config.paired):  # noqa: SIM114
                 unseen.clear(config, span, first_key, work.thread, stage)
+                cute.arch.fence_view_async_shared()
             elif work.consumer == 0:  # two writers of one place are a race, even of zeros
                 unseen.clear(config, span, first_key, work.thread, stage)
-            cute.arch.fence_view_async_shared()
+                cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]
