@@ -188,7 +188,7 @@ class Accesses:
             row = ASYNC_SHARED if memory is SHARED else ASYNC_GLOBAL
         else:
             row = BASE
-        if self.known(first, clock, row) or (first.strong and second.strong):
+        if self.known(first, clock, row) or findings.morally_strong(first, second):
             return
         missing = row if row != BASE and self.known(first, clock) else BASE
         if missing == TENSOR_OWN and self.known(first, clock, TENSOR):
@@ -213,7 +213,13 @@ class Accesses:
             raise findings.OrderError(list(self.found.values()), self.program.kernel.name)
 
     def generic(
-        self, w, ins: Instr, write: bool, strong: bool = False, mask: int = FULL_MASK, together: bool = False
+        self,
+        w,
+        ins: Instr,
+        write: bool,
+        strong: bool | str = False,
+        mask: int = FULL_MASK,
+        together: bool = False,
     ) -> Access:
         """An access of lanes of a warp by the generic proxy, at this moment. together: the warp makes it as one."""
         agent = w.order

@@ -16,7 +16,7 @@ class Access:
     """Accesses of one instruction, by one agent, at one count of a component.
 
     agent: who in words ("warp 3"). generic: by the generic proxy; else the async proxy, or tensor memory's
-    operations. strong: an atomic, volatile or ordered access, which does not race with another such one. queued:
+    operations. strong: the scope of an atomic, volatile or ordered access (True: the GPU), else False. queued:
     those of its component take place in order.
     """
 
@@ -41,6 +41,17 @@ class Access:
         return (
             f"CTA {self.cta} {self.agent} {what}{proxy}: PTX line {self.ins.line} `{self.ins.opcode}`{source}"
         )
+
+
+def morally_strong(first: Access, second: Access) -> bool:
+    """Whether two accesses do not race though nothing orders them (PTX ISA, "Morally strong operations"): both are
+    strong, and each one's scope includes the other."""
+    if not (first.strong and second.strong):
+        return False
+    scopes = (first.strong, second.strong)
+    if first.domain is not second.domain:
+        return "cta" not in scopes and "cluster" not in scopes
+    return first.cta == second.cta or "cta" not in scopes
 
 
 def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[str, str]:

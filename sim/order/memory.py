@@ -244,7 +244,7 @@ class MemoryAccesses(Accesses):
             self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses, mask)
 
     def lane_access(
-        self, w, ins: Instr, addresses: np.ndarray, mask: int = FULL_MASK, strong: bool = False
+        self, w, ins: Instr, addresses: np.ndarray, mask: int = FULL_MASK, strong: bool | str = False
     ) -> None:
         """Lanes (those of the mask) execute a load, a store or an atomic at these addresses."""
         form = self._forms.get(ins.index)
@@ -273,7 +273,7 @@ class MemoryAccesses(Accesses):
             )
 
     def _lane_shared(
-        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool, mask: int
+        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool | str, mask: int
     ) -> None:
         access = self.generic(w, ins, write, strong, mask)
         rank, unit, cta = addresses.item(0) >> CTA_RANK_SHIFT & 0xFF, self.units[False], w.cta

@@ -86,13 +86,13 @@ class Synchronisation(MemoryAccesses):
         space = space_of(ins)
         if space == "local":
             return
-        self.lane_access(w, ins, addresses, mask, strong=True)
         updates = ins.parts[0] in ("atom", "red")
         acquires = "acquire" in ins.parts or "acq_rel" in ins.parts
         releases = "release" in ins.parts or "acq_rel" in ins.parts
         scope = next((part for part in ins.parts if part in SCOPES), "gpu" if updates else "sys")
         if not updates and not acquires and not releases and "relaxed" not in ins.parts:
             scope = "sys"  # volatile
+        self.lane_access(w, ins, addresses, mask, strong=scope)
         for address in dict.fromkeys(addresses.tolist()):
             if space != "global" and (space != "generic" or address >> WINDOW_SHIFT):
                 cta = w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF]
