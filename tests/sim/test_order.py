@@ -256,7 +256,7 @@ CASES = {
         START + ALLOCATE + INIT_FENCED + FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + MMA + COMMIT_MMA
         + "[[" + wait(0, "A") + "]]" + FREE + wait(0, "B"),
     ),
-    "a scope of atomics": (UNORDERED, dict(grid=(2, 1, 1)), START + "red.relaxed.[[gpu||cta]].global.add.u32 [%rd1], 1;"),
+    "scope of atomics": (UNORDERED, dict(grid=(2, 1, 1)), START + "red.relaxed.[[gpu||cta]].global.add.u32 [%rd1], 1;"),
     "wgmma.fence": ("no wgmma.fence", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA + "wgmma.wait_group.sync.aligned 0;"),
     "a proxy fence before wgmma": (PROXY, dict(block=(128, 1, 1), target="sm_90a"),
