@@ -102,7 +102,13 @@ class NVFP4Tensor:
 def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
     """The recipe's global scale, fp32, for largest magnitudes `amax` (fp32 >= 0, NaN or Inf: NaN)."""
     amax = amax.float()
-    return (amax / AMAX_TO_GLOBAL).clamp(min=MIN_GLOBAL_SCALE) + amax * 0.0
+    return divided(amax, AMAX_TO_GLOBAL).clamp(min=MIN_GLOBAL_SCALE) + amax * 0.0
+
+
+def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, rounded once, fp32: on a GPU torch multiplies by a Python number's reciprocal, but divides by a
+    tensor. One last bit of a scale decides codes: bf16 values are ties of e2m1 often."""
+    return x / torch.full((), number, dtype=torch.float32, device=x.device)
 
 
 def quantize(
@@ -164,7 +170,8 @@ def quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch
 
 def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """The recipe's e4m3 scale of blocks with largest magnitudes `block_amax`, fp32, NaN and Inf included."""
-    scale = (block_amax / E2M1_MAX / global_scale).clamp(max=E4M3_MAX) + block_amax * 0.0  # Inf * 0: NaN
+    scale = divided(block_amax, E2M1_MAX) / global_scale
+    scale = scale.clamp(max=E4M3_MAX) + block_amax * 0.0  # Inf * 0: NaN
     return torch.where(scale.isnan(), torch.nan, scale).to(
         torch.float8_e4m3fn
     )  # a NaN's sign is the machine's

@@ -34,7 +34,11 @@ def logits(model, ids, way: str, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("projection", ["bf16", "fp8"])
 def test_kernels_are_their_references(model, monkeypatch, projection):
-    """Prefill, chunked, token by token: eager's logits within what FP8 and FP4 cost, the references' far closer."""
+    """Prefill, chunked, token by token: eager's logits within what FP8 and FP4 cost, the references' closer.
+
+    Rounded to FP8, outputs that differ by d of themselves (2.3e-3) differ by sqrt(0.8 * d * 0.09): the share of codes
+    that come out one step of about 0.09 apart, times the step.
+    """
     ids = tokens(2, 150).cuda()
     with torch.no_grad():
         eager = model(ids, use_cache=True).logits
@@ -43,5 +47,5 @@ def test_kernels_are_their_references(model, monkeypatch, projection):
     for way in SIZES:
         got = logits(model, ids, way)
         wanted = logits(model, ids, way, backend="reference")
-        assert relative_error(got, wanted) < 6e-3, way
+        assert relative_error(got, wanted) < {"bf16": 6e-3, "fp8": 1.6e-2}[projection], way
         assert relative_error(got, eager) < {"bf16": 0.03, "fp8": 0.04}[projection], way

@@ -5,6 +5,7 @@ import pytest
 import torch
 from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
 
+from warpspec.common import nvfp4
 from warpspec.moe import moe_ffn, ops, route
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.unpermute import unpermute
@@ -160,6 +161,16 @@ def test_w4a4_has_the_bits_of_sm_100a():
     got = moe_ffn(x, layer.for_backend("sm90").to("cuda"), *routing, **options).cpu()
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("global_dims", [0, 1])
+def test_quantiser_has_the_cpus_bits(global_dims):
+    """The definition in torch, which on a GPU would divide by a Python number inexactly."""
+    x = randn(300, 464).bfloat16()
+    got, expected = (nvfp4.quantize(t, global_dims=global_dims) for t in (x.cuda(), x))
+    assert torch.equal(got.global_scale.cpu(), expected.global_scale)
+    assert torch.equal(got.scale.cpu().float(), expected.scale.float())
+    assert torch.equal(got.data.cpu(), expected.data)
 
 
 @hopper
