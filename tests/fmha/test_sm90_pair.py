@@ -86,6 +86,7 @@ def test_as_exact_as_torch(monkeypatch, steps):
 PAGED = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
 
 
+@pytest.mark.long
 def test_split_keys_through_pages(monkeypatch):
     """Three parts of the keys, one of them empty in the shorter row."""
     simulate_as(monkeypatch, "sm_90a")

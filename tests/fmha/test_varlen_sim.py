@@ -35,7 +35,7 @@ DECODE = Packed(
 )  # fmt: skip
 LATENT = Packed(
     "latent", seq_q=(20, 1, 0, 4), seq_k=(70, 300, 5, 64), heads_q=16, heads_kv=1, head_dim=512, shared_kv=True,
-    causal=True,
+    causal=True, page_size=16, num_splits=2,
 )  # fmt: skip
 STATE = Packed("state", seq_q=(150, 2), seq_k=(150, 260), heads_q=2, heads_kv=1, causal=True, normalize=False)
 CASES = [MIXED, PAGED, DECODE, LATENT, STATE]
