@@ -79,7 +79,7 @@ def test_states_merge(simulated):
 
 @pytest.mark.parametrize(
     ("simulated", "splits"),
-    [("sm_90a", 1), long("sm_90a", 3), long("sm_100a", 1), long("sm_100a", 3)],
+    [("sm_100a", 1), long("sm_100a", 3), long("sm_90a", 1), long("sm_90a", 3)],
     indirect=["simulated"],
 )
 def test_float8(simulated, splits):

@@ -70,10 +70,8 @@ def run(batch: Packed):
 @pytest.mark.parametrize(
     "arch, batch, sms",
     [
-        *(("sm_90a", *case) for case in CASES),
-        ("sm_100a", *CASES[0]),
-        *(long("sm_100a", *case) for case in CASES[1:]),
-        *(long(arch, *case) for case in MORE for arch in ARCHS),
+        *((arch, *CASES[0]) for arch in ARCHS),
+        *(long(arch, *case) for case in [*CASES[1:], *MORE] for arch in ARCHS),
     ],
     ids=lambda x: getattr(x, "id", x),
 )

@@ -25,6 +25,7 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_layouts import PAGE_SIZES, paged
+from suites import long_but
 
 from warpspec.fmha import attention
 from warpspec.fmha.checks import HEAD_DIMS
@@ -225,7 +226,11 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: str(kernel.head_dim))
+@pytest.mark.parametrize(
+    "kernel",
+    long_but(KERNELS[:1], KERNELS),
+    ids=lambda kernel: str(kernel.head_dim),
+)
 @settings(max_examples=10)
 @given(data=st.data())
 def test_random_calls(kernel, data):

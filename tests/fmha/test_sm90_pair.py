@@ -60,6 +60,7 @@ def test_tiles_of_every_length(simulate, seed):
     simulate(LENGTHS, ctas=2, seed=seed, num_splits=1)
 
 
+@pytest.mark.long
 def test_two_head_tiles(simulate):
     """The same of 128 heads: both tiles of 64 heads load Q once, and KV tiles of their own."""
     for seed in range(3):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
+from suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -93,7 +94,7 @@ def mxfp4(rows, k, seed):
     ("shape", "counts", "classes"),
     [
         (Shape(1, 8, 3, 2, splits=2), (5, 8), (2,)),
-        (Shape(4, 64, 2, 1, 4, tall=2, steps=1), (50, 17, 9), (1, 1, 2, 3)),
+        long(Shape(4, 64, 2, 1, 4, tall=2, steps=1), (50, 17, 9), (1, 1, 2, 3)),
     ],
     ids=str,
 )

@@ -20,7 +20,15 @@ ABOUT, RESULTS = load()
 RECORDED = [case for case in CASES if case.name in ABOUT["cases"]]
 BY_NAME = {case.name: case for case in CASES}
 # Cases whose features others here have, at another head dimension.
-LONG = ("causal-128", "window-sink-64", "splits-128", "bias-bf16-64", "shared-kv-64", "shared-kv-prefill-512")
+LONG = (
+    "causal-128",
+    "window-sink-64",
+    "splits-128",
+    "bias-bf16-64",
+    "shared-kv-64",
+    "shared-kv-512",
+    "shared-kv-prefill-512",
+)
 JUDGED = ("splits-64", "state-128")  # cases on which the comparison itself is tried
 
 
