@@ -55,15 +55,7 @@ class Combine:
         batch, seq_q, heads, _ = o.shape
         parts = batch * seq_q * heads * self.config.chunks
         tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, cu_seqlens_q)
-        self.kernel(*tensors, parts).launch(
-            grid=(cute.ceil_div(parts, self.config.parts), 1, 1),
-            block=(THREADS, 1, 1),
-            smem=self.config.smem_bytes,
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            stream=stream,
-            use_pdl=True,
-        )
+        self.kernel(*tensors, parts).launch(stream=stream, **launch_options(self.config, parts))
 
     @cute.kernel
     def kernel(
@@ -73,6 +65,18 @@ class Combine:
         writes, place, column, maximum, total, values = found
         outputs = (sink, o, lse, row_max, row_sum)
         write_row(self.config, writes, place, column, maximum, total, values, outputs)
+
+
+def launch_options(config: CombineConfig, parts) -> dict:
+    """How a kernel that combines so many parts of rows is launched, but for the stream."""
+    return dict(
+        grid=(cute.ceil_div(parts, config.parts), 1, 1),
+        block=(THREADS, 1, 1),
+        smem=config.smem_bytes,
+        min_blocks_per_mp=CTAS_PER_SM,
+        preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+        use_pdl=True,
+    )
 
 
 @cute.jit

@@ -17,14 +17,8 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.common.wgmma import PAIR, THREAD_ROWS, elements, flat, transpose
-from warpspec.fmha.combine import THREADS, CombineConfig
-from warpspec.fmha.device.combine import (
-    CTAS_PER_SM,
-    SMEM_CARVEOUT_PERCENT,
-    combine_row,
-    divided,
-    log_sum,
-)
+from warpspec.fmha.combine import CombineConfig
+from warpspec.fmha.device.combine import combine_row, divided, launch_options, log_sum
 from warpspec.fmha.features import BLOCK as COLUMNS
 from warpspec.fmha.projection.float8 import BLOCK
 from warpspec.fmha.projection.quantize import quantize_block
@@ -140,13 +134,7 @@ class CombineFloat8:
         _, batch, seq_q, heads, _ = partial_o.shape
         parts = batch * seq_q * heads * self.config.chunks
         self.kernel(partial_o, partial_max, partial_sum, sink, o, scales, lse, parts).launch(
-            grid=(cute.ceil_div(parts, self.config.parts), 1, 1),
-            block=(THREADS, 1, 1),
-            smem=self.config.smem_bytes,
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            stream=stream,
-            use_pdl=True,
+            stream=stream, **launch_options(self.config, parts)
         )
 
     @cute.kernel
