@@ -3,6 +3,7 @@
     python scripts/bench_moe.py                                 # every model, T and routing
     python scripts/bench_moe.py --models gpt-oss-120b --tokens 1,16 --stages      # what the stages take
     python scripts/bench_moe.py --models flash --tokens 64 --shapes 1x8x4x3,2x16x3x2   # tiles, timed in turn
+    python scripts/bench_moe.py --tokens 512,4096 --stages --sorts 32x1,32x1x1,32x8x1x1024x1   # ways to sort, in turn
 
 Weights are random codes (their values do not matter to the time), one layer's, larger than the L2 except where few
 experts are taken: sets of tokens rotate in a CUDA graph, each with routing of its own. "floor": the weights of the
@@ -15,8 +16,9 @@ over ours. Results are compared with the FP32 reference first.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from shared import gpu_bench
@@ -29,6 +31,7 @@ from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import LayerProblem
 from warpspec.moe.sm90.config import Shape
 from warpspec.moe.sm90.layer import Layer
+from warpspec.moe.sort import SortShape, sort_choices
 from warpspec.moe.streamed import (
     CHUNK_BYTES,
     SCALE_BIAS,
@@ -44,6 +47,7 @@ from warpspec.moe.streamed import (
 TOKENS = (1, 2, 4, 16, 64, 256, 512, 2048, 4096)
 ZIPF = 1.1
 TOLERANCE = 6e-3
+DEFAULT_SORT = astuple(SortShape())
 SETS = 8  # of tokens, at most
 FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
 
@@ -161,20 +165,19 @@ def measure(
     sets = [random_tokens(model, tokens, routing, seed) for seed in range(count)]
     problem = problem_of(model, experts, *sets[0])
     target = target_of(sets[0][0].device)
-    shapes = options.shapes or [None]
     calls, wanted = {}, wanted_of(model, experts, *sets[0])
-    for shape in shapes:
-        layer = Layer(problem, experts.w13, experts.w2, target, shape)
+    for shape, way in itertools.product(options.shapes or [None], options.sorts or [None]):
+        layer = Layer(problem, experts.w13, experts.w2, target, shape, sort_shape=way)
 
         def call(x, ids, weights, out=None, layer=layer):
             layer.run(x, ids, weights, experts.w13, experts.w2, torch.empty_like(x) if out is None else out)
 
-        check(f"{name} T {tokens} {shape}", call, wanted, *sets[0])
-        called = str(shape or "chosen tiles")
+        called = ", ".join(str(choice) for choice in (shape, way) if choice) or "chosen tiles"
+        check(f"{name} T {tokens} {called}", call, wanted, *sets[0])
         calls[called] = call
         if options.stages:
             calls |= {f"{called}: {stage}": one for stage, one in stages_of(layer, experts, sets).items()}
-    if not options.shapes and not options.stages:
+    if not options.shapes and not options.sorts and not options.stages:
 
         def public(x, ids, weights):
             moe_ffn(x, experts, ids, weights, activation=model.activation, limit=model.limit)
@@ -192,7 +195,7 @@ def measure(
     for called, time in times.items():
         ratio = "" if best is None or called in peers else f", peers {best / time:4.2f}"
         print(
-            f"{name:13} T {tokens:4} {routing:8} {called:34} {time:8.1f} us, floor {floor:7.1f}, "
+            f"{name:13} T {tokens:4} {routing:8} {called:44} {time:8.1f} us, floor {floor:7.1f}, "
             f"share {floor / time * 100:3.0f}%, {read / time * 1e-6:5.2f} TB/s{ratio}",
             flush=True,
         )
@@ -204,12 +207,23 @@ def stages_of(layer: Layer, experts: NVFP4Experts, sets: list) -> dict:
     for x, ids, _ in sets:
         kept[id(ids)] = layer.sort(x, ids)
     h, y = layer.buffers(sets[0][0])
+    ids_alone = dict(widths=layer.gate_config.widths, shape=layer.sort_shape)
     return {
         "sort": lambda x, ids, weights: layer.sort(x, ids),
+        "sort, no activations": lambda x, ids, weights: sort_choices(ids, layer.experts, **ids_alone),
         "gemm 1": lambda x, ids, weights: layer.first(kept[id(ids)], experts.w13, h),
         "gemm 2": lambda x, ids, weights: layer.second(kept[id(ids)], h, experts.w2, y),
         "sum": lambda x, ids, weights: layer.sum(kept[id(ids)], y, weights, torch.empty_like(x)),
     }
+
+
+def parse_sort(text: str) -> SortShape:
+    """ "32x8x1x1024x1": warps, CTAs, counters padded, copy threads an SM, by rows."""
+    warps, ctas, padded, threads, by_rows, *_ = [
+        *map(int, text.split("x")),
+        *DEFAULT_SORT[text.count("x") + 1 :],
+    ]
+    return SortShape(warps, ctas, bool(padded), threads, bool(by_rows))
 
 
 def parse_shape(text: str) -> Shape:
@@ -225,12 +239,16 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--routing", default="uniform,zipf")
     parser.add_argument("--shapes", default="", help="row groups x tokens x stages x CTAs an SM, ...")
+    parser.add_argument(
+        "--sorts", default="", help="warps x CTAs x padded x copy threads an SM x by rows, ..."
+    )
     parser.add_argument("--stages", action="store_true", help="time every stage by itself, too")
     parser.add_argument("--peers", action="store_true", help="time those that are there, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=740.0, help="rate of the floor's products")
     options = parser.parse_args()
     options.shapes = [parse_shape(text) for text in options.shapes.split(",") if text]
+    options.sorts = [parse_sort(text) for text in options.sorts.split(",") if text]
     print(gpu_bench.header())
     bandwidth = gpu_bench.copy_bandwidth()
     print(f"copy {bandwidth:.2f} TB/s", flush=True)

@@ -16,7 +16,7 @@ from warpspec.moe.sm90 import grouped_gemm
 from warpspec.moe.sm90.config import Shape, StreamConfig
 from warpspec.moe.sm90.plan import choose_shape
 from warpspec.moe.sm90.round_rows import round_middle, round_tokens
-from warpspec.moe.sort import sort_choices
+from warpspec.moe.sort import SortShape, sort_choices
 from warpspec.moe.streamed import StreamedWeights, padded_k, reorder, restore
 from warpspec.moe.unpermute import unpermute
 
@@ -33,7 +33,8 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
 
 
 class Layer:
-    """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shape: instead of the chosen tiles.
+    """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shape: instead of the chosen tiles;
+    sort_shape: instead of the chosen way to sort.
 
     ``run`` does all of them, four launches (six of "w4a4") on the current stream; reports: the simulator's of its
     stages, natively Nones.
@@ -47,7 +48,9 @@ class Layer:
         target: Target,
         shape: Shape | None = None,
         precision: str = "w4a16",
+        sort_shape: SortShape | None = None,
     ):
+        self.sort_shape = sort_shape
         self.rounds = precision == "w4a4"
         self.problem, self.target, self.experts = problem, target, w13.experts
         first, second = (
@@ -76,6 +79,7 @@ class Layer:
             shared=self.problem.shared,
             widths=self.gate_config.widths,
             x=None if self.rounds else x,
+            shape=self.sort_shape,
             target=self.target,
         )
         self.reports.append(report)

@@ -5,31 +5,41 @@ import torch
 from moe_cases import randn
 
 from warpspec.common.launch import SIMULATED
-from warpspec.moe import streamed
+from warpspec.moe import sort, streamed
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.sm90.layer import list_work
-from warpspec.moe.sort import sort_choices
+from warpspec.moe.sort import (
+    CLUSTER,
+    FEW_CHOICES,
+    FEW_WARPS,
+    MANY_WARPS,
+    SortShape,
+    choose_sort,
+    sort_choices,
+)
 
 
 @pytest.mark.parametrize(
-    ("arch", "tokens", "choices", "experts", "shared", "widths"),
+    ("arch", "tokens", "choices", "experts", "shared", "widths", "shape"),
     [
-        ("sm_90a", 1, 1, 1, 0, (8,)),
-        ("sm_90a", 9, 3, 5, 0, (4,)),
-        ("sm_100a", 40, 6, 200, 2, (8,)),
-        ("sm_90a", 300, 4, 33, 1, (16, 12, 4)),  # more than a CTA of few warps takes
-        ("sm_100a", 5, 0, 3, 3, (8,)),  # shared experts alone
+        ("sm_90a", 1, 1, 1, 0, (8,), None),
+        ("sm_90a", 9, 3, 5, 0, (4,), SortShape(4, ctas=2, padded=True)),
+        ("sm_100a", 40, 6, 200, 2, (8,), SortShape(4, ctas=4, padded=True, by_rows=True)),
+        ("sm_90a", 300, 4, 33, 1, (16, 12, 4), None),  # more than a CTA of few warps takes
+        ("sm_100a", 5, 0, 3, 3, (8,), SortShape(2, padded=True)),  # shared experts alone
+        pytest.param("sm_90a", 2600, 6, 256, 0, (128, 96, 64, 32), CLUSTER, marks=pytest.mark.long),
+        pytest.param("sm_100a", 1300, 8, 513, 1, (8,), CLUSTER, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_as_torch_sorts(arch, tokens, choices, experts, shared, widths):
+def test_as_torch_sorts(arch, tokens, choices, experts, shared, widths, shape):
     generator = torch.Generator().manual_seed(tokens)
     routed = experts - shared
     ids = torch.randint(-2, routed + 1, (tokens, choices), generator=generator, dtype=torch.int32)
     ids[: 2 * tokens // 3, : choices // 2] = 0  # one expert has most
     x = randn(tokens, 80).bfloat16()
     got, work, activations, report = sort_choices(
-        ids, experts, shared=shared, widths=widths, x=x, target=SIMULATED[arch]
+        ids, experts, shared=shared, widths=widths, x=x, shape=shape, target=SIMULATED[arch]
     )
     every = torch.arange(routed, experts, dtype=torch.int32).expand(tokens, -1)
     wanted = sort_tokens(torch.cat([torch.where((ids >= 0) & (ids < routed), ids, -1), every], 1), experts)
@@ -51,3 +61,11 @@ def test_as_torch_sorts(arch, tokens, choices, experts, shared, widths):
     assert listed[0, : len(widths)].tolist() == ends and listed[1 : len(entries) + 1, :3].tolist() == entries
     assert torch.equal(activations, streamed.reorder(x))
     assert all(launch.local_bytes == 0 for launch in report.launches)
+
+
+def test_chosen(monkeypatch):
+    """One CTA, whatever the number of choices, unless the constant says otherwise."""
+    assert [choose_sort(n).warps for n in (FEW_CHOICES, FEW_CHOICES + 1)] == [FEW_WARPS, MANY_WARPS]
+    assert choose_sort(1 << 20).ctas == 1
+    monkeypatch.setattr(sort, "CLUSTER_CHOICES", 4096)
+    assert choose_sort(4096).ctas == 1 and choose_sort(4097) == CLUSTER

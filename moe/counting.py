@@ -1,0 +1,265 @@
+"""The counting sort on the device: one CTA's, or a cluster's whose CTAs have a stretch of the choices each.
+
+Every warp has a stretch of the choices, in order. It counts them by bin (expert); sums over (bin, warp) give the first
+row of each warp's choices of each bin; the warp then goes through its stretch again. Within 32 choices ``match.sync``
+finds who has the same bin. In a cluster every CTA counts its own, then reads the counts of all by distributed shared
+memory and adds up for itself what comes before its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.moe.permute import DROPPED
+
+BATCH = 4  # groups of 32 choices whose loads are issued together
+WHOLE_WARP = 0xFFFFFFFF
+
+
+class Shared(NamedTuple):
+    """counters: (BIN WARP), a bin's ``pitch`` apart. totals: (WARP, 2). Of a cluster, (BIN) each: counts, the CTA's
+    own; before, of the CTAs before it; starts, of bins."""
+
+    counters: cute.Tensor
+    totals: cute.Tensor
+    counts: cute.Tensor | None
+    before: cute.Tensor | None
+    starts: cute.Tensor | None
+
+
+def allocate(config) -> Shared:
+    smem = cutlass.memory.SmemAllocator()
+
+    def tensor(*shape):
+        layout = cute.make_layout(shape if len(shape) > 1 else shape[0])
+        return smem.allocate_tensor(Int32, layout, byte_alignment=VECTOR_BYTES)
+
+    return Shared(
+        tensor(config.counters),
+        tensor(config.shape.warps, 2),
+        *(tensor(config.bins) if config.shape.ctas > 1 else None for _ in range(3)),
+    )
+
+
+@cute.jit
+def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared, thread, rank):
+    """A CTA that sorts; rank: in the cluster of all that do."""
+    lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+    total = Int32(ids.shape[0]) * config.taken
+    stretch = cute.ceil_div(cute.ceil_div(total, config.shape.ctas * config.shape.warps), config.granule)
+    stretch = stretch * config.granule
+    begin = cutlass.min((rank * config.shape.warps + warp) * stretch, total)
+    end = cutlass.min(begin + stretch, total)
+    counters = shared.counters
+    for i in cutlass.range(thread, config.counters, config.threads):
+        counters[i] = Int32(0)
+    cute.arch.sync_threads()
+
+    # 1. How many choices of every expert each warp has.
+    group = WARP_THREADS * BATCH
+    for first in cutlass.range(begin, end, group, unroll=1):
+        bins = load_bins(config, ids, first + lane, end)
+        for i in cutlass.range_constexpr(BATCH):
+            if bins[i] >= 0:  # whichever lane adds first: a sum
+                at = bins[i] * config.pitch + warp
+                cute.arch.atomic_add(counters.iterator + at, Int32(1), sem="relaxed", scope="cta")
+    cute.arch.sync_threads()
+
+    # 2. The first row of each; the experts' ends; the list of work.
+    if cutlass.const_expr(config.shape.ctas > 1):
+        join(config, shared, thread, rank)
+        if rank == config.shape.ctas - 1:  # whose stretch is the shortest
+            tell(config, shared.starts, offsets, work, shared.totals, thread)
+    else:
+        scan(config, counters, config.counters, shared.totals[None, 0], thread)
+        starts = cute.make_tensor(counters.iterator, cute.make_layout(config.bins, stride=config.pitch))
+        tell(config, starts, offsets, work, shared.totals, thread)
+    cute.arch.sync_threads()
+
+    # 3. Every choice's row.
+    for first in cutlass.range(begin, end, group, unroll=1):
+        bins = load_bins(config, ids, first + lane, end)
+        for i in cutlass.range_constexpr(BATCH):
+            same, rank_of_lane = alike(bins[i], lane)
+            if bins[i] >= 0:
+                row = counters[bins[i] * config.pitch + warp] + rank_of_lane
+                if cutlass.const_expr(config.shape.ctas > 1):
+                    row += shared.before[bins[i]]
+                choice = first + i * WARP_THREADS + lane
+                source[row] = choice
+                kept = Int32(cutlass.select_(Boolean(bins[i] < config.experts), row, Int32(DROPPED)))
+                position[choice // config.taken, choice % config.taken] = kept
+            cute.arch.sync_warp()
+            count_bin(config, counters, bins[i], warp, same, lane)
+    if cutlass.const_expr(config.shape.ctas > 1):
+        cute.arch.cluster_wait()  # all have read this CTA's counts
+
+
+@cute.jit
+def join(config: cutlass.Constexpr, shared, thread, rank):
+    """counters become the rows of a bin that the CTA's earlier warps have, shared.starts the first row of each bin,
+    shared.before the CTA's first of each. Ends with an arrival at the cluster's barrier, which is to be waited for."""
+    ctas, counts, before, starts = config.shape.ctas, shared.counts, shared.before, shared.starts
+    for at in cutlass.range(thread, config.bins, config.threads, unroll=1):
+        running = Int32(0)
+        for warp in cutlass.range_constexpr(config.shape.warps):
+            place = at * config.pitch + warp
+            count = shared.counters[place]
+            shared.counters[place] = running
+            running += count
+        counts[at] = running
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    share = -(-config.bins // config.threads)
+    own = Int32(0)
+    for i in cutlass.range(share, unroll=1):
+        at = thread * share + i
+        if at < config.bins:
+            whole, earlier = Int32(0), Int32(0)
+            for other in cutlass.range_constexpr(ctas):
+                count = Int32(cute.arch.map_dsmem_ptr(counts.iterator + at, Int32(other)).load())
+                whole += count
+                earlier += Int32(cutlass.select_(Boolean(rank > other), count, Int32(0)))
+            starts[at], before[at] = whole, earlier
+            own += whole
+    cute.arch.cluster_arrive()
+    running = sum_before(config, own, shared.totals[None, 0], thread)
+    for i in cutlass.range(share, unroll=1):
+        at = thread * share + i
+        if at < config.bins:
+            whole = starts[at]
+            starts[at] = running
+            before[at] = before[at] + running
+            running += whole
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def tell(config: cutlass.Constexpr, starts, offsets, work, totals, thread):
+    """The experts' ends and the list of work, of the first row of each bin. By a CTA."""
+    for expert in cutlass.range(thread, config.experts, config.threads):
+        offsets[expert] = starts[expert + 1]
+    if cutlass.const_expr(len(config.widths) > 0):
+        list_work(config, starts, totals[None, 1], work, thread)
+
+
+@cute.jit
+def load_bins(config: cutlass.Constexpr, ids, first, end) -> cute.Tensor:
+    """(BATCH): the bins of choices first, first + 32, ...: an expert, or the last for none; -1 from ``end`` on."""
+    bins = cute.make_rmem_tensor(BATCH, Int32)
+    for i in cutlass.range_constexpr(BATCH):
+        choice = first + i * WARP_THREADS
+        found = Int32(-1)
+        if choice < end:
+            which = choice % config.taken
+            found = config.experts + which - config.taken  # of a shared expert
+            if which < config.choices:
+                found = Int32(ids[choice // config.taken, which])
+                if (found < 0) | (found >= (config.experts - config.shared) * config.each):
+                    found = Int32(config.experts)
+                elif cutlass.const_expr(config.each > 1):
+                    found = found // config.each
+        bins[i] = found
+    return bins
+
+
+def alike(value: Int32, lane) -> tuple:
+    """(mask of the lanes with this lane's value, how many of them come before it)."""
+    same = cute.arch.match_sync(WHOLE_WARP, value)
+    before = (Uint32(1) << Uint32(lane)) - Uint32(1)
+    return same, Int32(cute.arch.popc(same & before))
+
+
+@cute.jit
+def count_bin(config: cutlass.Constexpr, counters, value, warp, same, lane):
+    """The first lane of each value adds how many there are. By a whole warp."""
+    if (value >= 0) & ((same & ((Uint32(1) << Uint32(lane)) - Uint32(1))) == 0):
+        at = value * config.pitch + warp
+        counters[at] = counters[at] + Int32(cute.arch.popc(same))
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def scan(config: cutlass.Constexpr, values, size: cutlass.Constexpr, totals, thread):
+    """values (size) in shared memory become the sums of all before them. By the CTA, which is synchronised."""
+    share = -(-size // config.threads)
+    own = Int32(0)
+    for i in cutlass.range(share, unroll=1):
+        if thread * share + i < size:
+            own += values[thread * share + i]
+    running = sum_before(config, own, totals, thread)
+    for i in cutlass.range(share, unroll=1):
+        at = thread * share + i
+        if at < size:
+            value = values[at]
+            values[at] = running
+            running += value
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def sum_before(config: cutlass.Constexpr, own: Int32, totals, thread) -> Int32:
+    """The sum of ``own`` of all threads before this one. totals (WARP): shared memory. Synchronises the CTA."""
+    lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+    inclusive = own
+    for bit in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
+        got = Int32(cute.arch.shuffle_sync_up(inclusive, 1 << bit))
+        inclusive += Int32(cutlass.select_(Boolean(lane >= 1 << bit), got, Int32(0)))
+    if lane == WARP_THREADS - 1:
+        totals[warp] = inclusive
+    cute.arch.sync_threads()
+    before = inclusive - own
+    for other in cutlass.range_constexpr(config.shape.warps):
+        before += Int32(cutlass.select_(Boolean(warp > other), totals[other], Int32(0)))
+    return before
+
+
+@cute.jit
+def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
+    """work: (where each class ends), then (expert, first row, rows) of every expert's rows, cut by the widest class's
+    width; class by class, in each by expert."""
+    share = -(-config.experts // config.threads)
+    end = Int32(0)
+    for number in cutlass.range_constexpr(len(config.widths)):
+        own = Int32(0)
+        for i in cutlass.range(share, unroll=1):
+            expert = thread * share + i
+            if expert < config.experts:
+                own += entries_of(config, number, rows_of(starts, expert))
+        entry = end + sum_before(config, own, totals, thread)
+        for warp in cutlass.range_constexpr(config.shape.warps):
+            end += totals[warp]
+        for i in cutlass.range(share, unroll=1):
+            expert = thread * share + i
+            if expert < config.experts:
+                rows = rows_of(starts, expert)
+                begin = Int32(0)
+                if cutlass.const_expr(number > 0):
+                    begin = rows // config.widths[0] * config.widths[0]
+                for j in cutlass.range(entries_of(config, number, rows), unroll=1):
+                    entry += 1
+                    at = begin + j * config.widths[0]
+                    work[entry, 0] = expert
+                    work[entry, 1] = starts[expert] + at
+                    work[entry, 2] = cutlass.min(rows - at, config.widths[0])
+        if thread == 0:
+            work[0, number] = end
+        cute.arch.sync_threads()
+
+
+def entries_of(config, number: int, rows) -> Int32:
+    """Entries of a class that an expert of so many rows has."""
+    narrower = (*config.widths, 0)[number + 1]
+    left = rows % config.widths[0]
+    last = Int32((left > narrower) & (left <= config.widths[number]))
+    return last if number else rows // config.widths[0] + last
+
+
+def rows_of(starts, expert) -> Int32:
+    """Rows of an expert, from prefix sums."""
+    return Int32(starts[expert + 1]) - Int32(starts[expert])
