@@ -24,6 +24,7 @@ from warpspec.softmax.topk.config import CHUNKS, FETCHED
 from warpspec.softmax.topk.elements import exponentials, floats, largest_in
 from warpspec.softmax.topk.keys import candidate, key_of, lowest_candidate
 from warpspec.softmax.topk.select import before, keep_largest
+from warpspec.softmax.topk.tiles import load_tile
 from warpspec.softmax.vectors import PLAIN, WIDTHS, WORDS, RowSpan, edge_of, load_edge, load_vector
 
 LANE_BITS = WARP_THREADS.bit_length() - 1
@@ -65,22 +66,6 @@ def turns_of(config: cutlass.Constexpr, part: Part) -> Turns:
 
 
 @cute.jit
-def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Tensor):
-    """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end."""
-    span = config.tile_vectors // config.unroll
-    first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
-    last = (turn + 1) * config.tile_vectors - span + (part.warp + 1) * WARP_THREADS  # one past this warp's
-    address = part.row.first + Int64(first) * VECTOR_BYTES
-    if last <= part.row.vectors:
-        for u in cutlass.range_constexpr(config.unroll):
-            load_vector(words[None, u], address, u * span * VECTOR_BYTES, True, config.dtype, PLAIN)
-    else:
-        for u in cutlass.range_constexpr(config.unroll):
-            present = Boolean(first + u * span < part.row.vectors)
-            load_vector(words[None, u], address, u * span * VECTOR_BYTES, present, config.dtype, PLAIN)
-
-
-@cute.jit
 def edge_element(config: cutlass.Constexpr, part: Part):
     """(value, column) of the element of the row's ends that the lane has; -inf and below 0 where it has none."""
     edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
@@ -100,12 +85,12 @@ def stream(config: cutlass.Constexpr, part: Part):
     turns = turns_of(config, part)
     begins = (Int32(1) << turns.shift) - 1  # a chunk begins where a turn's number has none of these bits
     chunk_maximum = -Float32.inf
-    load_tile(config, part, Int32(0), ahead)
+    load_tile(config, part.row, part.warp, part.lane, Int32(0), ahead)
     for turn in cutlass.range(turns.count, unroll=1):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = ahead[i]
         if turn + 1 < turns.count:
-            load_tile(config, part, turn + 1, ahead)
+            load_tile(config, part.row, part.warp, part.lane, turn + 1, ahead)
         packed = [words[i, u] for u in range(config.unroll) for i in range(WORDS)]
         tile_maximum = largest_in(packed, config.dtype)
         chunk_maximum = cute.arch.fmax(chunk_maximum, tile_maximum, nan=True)
@@ -176,7 +161,7 @@ def collect(config: cutlass.Constexpr, part: Part, key: Int32) -> Int32:
     turns = turns_of(config, part)
     chunks = reaching_chunks(part, turns.chunks, key)
     each = Int32(config.unroll) << turns.shift  # vectors of a chunk
-    span = config.tile_vectors // config.unroll
+    span = config.lane_stride
     words = cute.make_rmem_tensor((WORDS, FETCHED), Int32)
     columns = cute.make_rmem_tensor(FETCHED, Int32)
     for first in cutlass.range(0, chunks * each, FETCHED * WARP_THREADS, unroll=1):

@@ -7,64 +7,18 @@ ranked by counting who is larger, which sorts them, and one warp turns the k fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint64
+from cutlass import Int32, Uint64
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.softmax.topk.again import Part, collect, stream
-from warpspec.softmax.topk.config import CHUNKS, FP32_BYTES, LEADER, RANK_BATCH, SAMPLES, TopkConfig
+from warpspec.softmax.topk.config import LEADER, RANK_BATCH
 from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
 from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
 from warpspec.softmax.topk.threshold import threshold_of
+from warpspec.softmax.topk.tiles import Shared, allocate
 from warpspec.softmax.vectors import row_span
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k."""
-
-    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
-    ranked: cute.Tensor  # (K, R) candidates of the row, in order
-    chunks: cute.Tensor  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read (``Part``)
-    samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
-    counts: cute.Tensor  # (W) candidates
-    maxima: cute.Tensor  # (W) maximum of a warp's elements
-    sums: cute.Tensor  # (W) their sum of exp(x - maximum)
-    cluster_samples: (
-        cute.Tensor | None
-    )  # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
-    # In the leader, written by every CTA of the cluster:
-    lists: cute.Tensor | None  # (K + RANK_BATCH, C) a CTA's candidates
-    list_counts: cute.Tensor | None  # (C)
-    list_maxima: cute.Tensor | None  # (C)
-    list_sums: cute.Tensor | None  # (C)
-
-
-def allocate(config: TopkConfig) -> Shared:
-    allocator = cutlass.memory.SmemAllocator()
-
-    def tensor(dtype, *shape):
-        size = VECTOR_BYTES if dtype is Uint64 else FP32_BYTES
-        return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
-
-    shared = config.cluster > 1
-    return Shared(
-        slots=tensor(Uint64, config.list_size, config.warps * config.rows),
-        ranked=tensor(Uint64, config.k_capacity, config.rows),
-        lists=tensor(Uint64, config.k_capacity + RANK_BATCH, config.cluster) if shared else None,
-        chunks=tensor(Int32, CHUNKS * WARP_THREADS, config.warps * config.rows),
-        samples=tensor(Int32, SAMPLES),
-        cluster_samples=tensor(Int32, SAMPLES) if shared else None,
-        counts=tensor(Int32, config.warps),
-        maxima=tensor(Float32, config.warps),
-        sums=tensor(Float32, config.warps),
-        list_counts=tensor(Int32, config.cluster) if shared else None,
-        list_maxima=tensor(Float32, config.cluster) if shared else None,
-        list_sums=tensor(Float32, config.cluster) if shared else None,
-    )
 
 
 @cute.jit
@@ -130,7 +84,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank
             others = shared.counts[part.lane]
         total_ = cute.arch.warp_redux_sync(others, "add")
         first = cute.arch.warp_redux_sync(Int32(cutlass.select_(part.lane < warp, others, Int32(0))), "add")
-        target = shared.lists.iterator + rank * (config.k_capacity + RANK_BATCH)
+        target = shared.lists.iterator + rank * config.cluster_list_size
         for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
             word, position = part.slots[i], first + i
             if total_ > config.k_capacity:

@@ -167,14 +167,24 @@ class TopkConfig:
         return self.slots + RANK_BATCH
 
     @property
+    def cluster_list_size(self) -> int:
+        """Words that a cluster's leader has for a CTA's candidates, and to close the list if nobody ranked it."""
+        return self.k_capacity + (RANK_BATCH if self.again else 0)
+
+    @property
     def capacity(self) -> int:
         """Vectors of the longest row that is held."""
         return self.unroll * self.lanes * self.warps
 
     @property
+    def lane_stride(self) -> int:
+        """Vectors from one that a lane has in flight to its next: every lane that shares the row has one between."""
+        return self.warps * self.cluster * WARP_THREADS
+
+    @property
     def tile_vectors(self) -> int:
         """Vectors of a row that its warps read at a time."""
-        return self.unroll * self.warps * self.cluster * WARP_THREADS
+        return self.unroll * self.lane_stride
 
     @property
     def smem_bytes(self) -> int:
@@ -186,11 +196,11 @@ class TopkConfig:
         candidates, words = warps * self.list_size, 4 * warps
         clusters = self.cluster if self.cluster > 1 else 0
         if self.again:
-            candidates += self.k_capacity * self.rows + (self.k_capacity + RANK_BATCH) * clusters
+            candidates += self.k_capacity * self.rows + self.cluster_list_size * clusters
             words = 3 * self.warps + CHUNKS * WARP_THREADS * warps + SAMPLES
             words += 3 * clusters + SAMPLES if clusters else 0
         elif not self.held:
-            candidates += self.k_capacity * (clusters + self.rows)
+            candidates += self.k_capacity * self.rows + self.cluster_list_size * clusters
             words = 3 * warps + SAMPLES + 1 + 3 * self.cluster
         size = CANDIDATE_BYTES * candidates + FP32_BYTES * words
         return -(-size // VECTOR_BYTES) * VECTOR_BYTES  # the compiler reads the last words as a vector

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
@@ -32,7 +32,8 @@ from warpspec.softmax.topk.keys import (
     passes,
 )
 from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
-from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, edge_of, forget, load_edge, load_vector
+from warpspec.softmax.topk.tiles import load_tile
+from warpspec.softmax.vectors import WORDS, RowSpan, edge_of, forget, load_edge
 
 JOINT_RANK = 16  # among the samples, at most
 
@@ -54,22 +55,6 @@ class Part:
     slots: cute.Tensor
     samples: cute.Tensor
     bound: cute.Tensor
-
-
-@cute.jit
-def load_tile(config: cutlass.Constexpr, part: Part, turn: Int32, words: cute.Tensor):
-    """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end."""
-    span = config.warps * config.cluster * WARP_THREADS
-    first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
-    last = (turn + 1) * config.tile_vectors - span + (part.warp + 1) * WARP_THREADS  # one past this warp's
-    address = part.row.first + Int64(first) * VECTOR_BYTES
-    if last <= part.row.vectors:
-        for u in cutlass.range_constexpr(config.unroll):
-            load_vector(words[None, u], address, u * span * VECTOR_BYTES, True, config.dtype, PLAIN)
-    else:
-        for u in cutlass.range_constexpr(config.unroll):
-            present = Boolean(first + u * span < part.row.vectors)
-            load_vector(words[None, u], address, u * span * VECTOR_BYTES, present, config.dtype, PLAIN)
 
 
 def read_shared(place: cute.Pointer) -> Int32:
@@ -141,7 +126,7 @@ def collect(
     lane so far. hits: lanes that have candidates. threshold: elements whose key is not above it are done with.
     since: lanes that have had candidates since thresholds were renewed.
     """
-    span = config.warps * config.cluster * WARP_THREADS
+    span = config.lane_stride
     since += hits
     if cutlass.const_expr(config.warps > 1):
         threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
@@ -188,7 +173,7 @@ def stream(config: cutlass.Constexpr, part: Part):
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     ahead = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     turns = cute.ceil_div(part.row.vectors, config.tile_vectors)
-    load_tile(config, part, Int32(0), ahead)
+    load_tile(config, part.row, part.warp, part.lane, Int32(0), ahead)
 
     maximum, sum_ = -Float32.inf, Float32(0.0)
     threshold, since, count = Int32(NOTHING_YET), Int32(0), Int32(0)
@@ -197,7 +182,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = ahead[i]
         if turn + 1 < turns:
-            load_tile(config, part, turn + 1, ahead)
+            load_tile(config, part.row, part.warp, part.lane, turn + 1, ahead)
         maxima = [largest_in([words[i, u] for i in range(WORDS)], config.dtype) for u in range(config.unroll)]
         tile_maximum = largest(maxima)
 

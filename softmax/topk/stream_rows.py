@@ -7,14 +7,12 @@ and one warp turns the k first into probabilities.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint64
+from cutlass import Int32
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.softmax.topk.config import FP32_BYTES, LEADER, SAMPLES, TopkConfig
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.softmax.topk.config import LEADER
 from warpspec.softmax.topk.keys import NOTHING_YET, key_of, lowest_candidate
 from warpspec.softmax.topk.select import (
     close_list,
@@ -26,48 +24,8 @@ from warpspec.softmax.topk.select import (
 )
 from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
 from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
+from warpspec.softmax.topk.tiles import Shared, allocate
 from warpspec.softmax.vectors import row_span
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k."""
-
-    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
-    ranked: cute.Tensor  # (K, R) candidates of the row, in order
-    samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
-    bound: cute.Tensor  # (1) key that the row's top k does not lie below
-    counts: cute.Tensor  # (W) candidates
-    maxima: cute.Tensor  # (W) maximum of a warp's elements
-    sums: cute.Tensor  # (W) their sum of exp(x - maximum)
-    # In the leader, written by every CTA of the cluster:
-    lists: cute.Tensor | None  # (K, C) a CTA's candidates, in order
-    list_counts: cute.Tensor | None  # (C)
-    list_maxima: cute.Tensor | None  # (C)
-    list_sums: cute.Tensor | None  # (C)
-
-
-def allocate(config: TopkConfig) -> Shared:
-    allocator = cutlass.memory.SmemAllocator()
-
-    def tensor(dtype, *shape):
-        size = VECTOR_BYTES if dtype is Uint64 else FP32_BYTES
-        return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
-
-    shared = config.cluster > 1
-    return Shared(
-        slots=tensor(Uint64, config.list_size, config.warps * config.rows),
-        ranked=tensor(Uint64, config.k_capacity, config.rows),
-        lists=tensor(Uint64, config.k_capacity, config.cluster) if shared else None,
-        samples=tensor(Int32, SAMPLES),
-        bound=tensor(Int32, 1),
-        counts=tensor(Int32, config.warps),
-        maxima=tensor(Float32, config.warps),
-        sums=tensor(Float32, config.warps),
-        list_counts=tensor(Int32, config.cluster) if shared else None,
-        list_maxima=tensor(Float32, config.cluster) if shared else None,
-        list_sums=tensor(Float32, config.cluster) if shared else None,
-    )
 
 
 @cute.jit
@@ -156,7 +114,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
             position += rank_in(shared.slots[None, w], shared.counts[w], word)
         if position < part.k:
             if cutlass.const_expr(config.cluster > 1):
-                place = shared.lists.iterator + (rank * config.k_capacity + position)
+                place = shared.lists.iterator + (rank * config.cluster_list_size + position)
                 cute.arch.map_dsmem_ptr(place, LEADER).store(word)
             else:
                 shared.ranked[position, 0] = word
