@@ -1,11 +1,11 @@
-"""Registers of wgmma.mma_async: wgmma.fence before it, wgmma.wait_group before they are written again (PTX ISA
-9.7.15.7.1, 9.7.15.7.3).
+"""Registers of wgmma.mma_async: wgmma.fence before it, wgmma.wait_group before its accumulators are read and any of
+them is written again (PTX ISA 9.7.15.7.1, 9.7.15.7.3).
 
 Static checks, along the blocks of a kernel. Between an instruction that writes a register and a wgmma.mma_async that
 has it as A or as an accumulator, and between one that reads a register and a wgmma.mma_async that accumulates in it,
 there must be a wgmma.fence on every path. A mov is no access: it hands on what it copies. Products that accumulate one
 after the other need no fence between them. Between a wgmma.mma_async and another instruction that writes one of its
-registers, there must be a wgmma.wait_group that covers its group. (Reads of accumulators are checked as they happen.)
+registers, or reads one of its accumulators or a copy of it, there must be a wgmma.wait_group that covers its group.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from warpspec.sim.registry import Family, find, row_of
 
 KIND = "no wgmma.fence between an access of a register and wgmma.mma_async"
 EARLY = "a register of wgmma.mma_async is written before wgmma.wait_group"
+READ_EARLY = "an accumulator of wgmma.mma_async is read before wgmma.wait_group"
 GROUPS = 8  # committed groups that are told apart by age
 
 
@@ -33,42 +34,90 @@ def check(program: Program) -> dict[tuple, Finding]:
     every = (1 << len(program.live.bit)) - 1  # at the kernel's start, no fence precedes any register
     found: dict[tuple, Finding] = {}
     along_blocks(program, every, lambda ins, unfenced: _after(program, ins, unfenced, found))
-    along_blocks(program, 0, lambda ins, under_way: _behind(program, ins, under_way, found))
+    along_blocks(program, 0, lambda ins, under_way: _written(program, ins, under_way, found))
+    along_blocks(program, 0, lambda ins, under_way: _read(program, ins, under_way, found))
     return found
 
 
-def _behind(program: Program, ins: Instr, under_way: int, found: dict) -> int:
-    """Behind an instruction: registers of products under way. A plane of bits a group: the lowest of products that no
-    group has yet, then by age."""
+def _written(program: Program, ins: Instr, under_way: int, found: dict) -> int:
+    """Behind an instruction: registers of products under way, a plane of bits a group (`_groups`)."""
     live = program.live
-    width = len(live.bit)
-    plane = (1 << width) - 1
-    if ins.opcode.startswith("wgmma.mma_async"):
-        return under_way | _bits(live, ins.operands[0]) | _bits(live, ins.operands[1])
-    if ins.opcode.startswith("wgmma.commit_group"):
-        oldest = under_way >> GROUPS * width
-        return (under_way << width & (1 << (GROUPS + 1) * width) - 1) | oldest << GROUPS * width
-    if ins.opcode.startswith("wgmma.wait_group"):
-        return under_way & (1 << (ins.operands[0].value + 1) * width) - 1
-    if not under_way or ins.opcode.startswith("wgmma."):
-        return under_way
-    written = live.bits(cfg.reads_writes(ins)[1])
-    if written:
-        early = 0
-        for group in range(GROUPS + 1):
-            early |= under_way >> group * width & plane
-        if early & written:
-            source = f" from {ins.source}" if ins.source else ""
-            found.setdefault(
-                (EARLY, (ins.line,)),
-                Finding(
-                    EARLY, f"registers {', '.join(live.names(early & written)[:4])}", "",
-                    f"PTX line {ins.line} `{ins.opcode}`{source}",
-                    "wgmma.wait_group that covers the product before the register is written, on every path",
-                    (ins.line,),
-                ),
+    if ins.opcode.startswith("wgmma."):
+        return _groups(live, ins, under_way, ins.operands[:2])
+    if under_way:
+        early = _any_group(live, under_way) & live.bits(cfg.reads_writes(ins)[1])
+        if early:
+            _report(
+                found, EARLY, live, early, ins,
+                "wgmma.wait_group that covers the product before the register is written, on every path",
             )  # fmt: skip
     return under_way
+
+
+def _read(program: Program, ins: Instr, under_way: int, found: dict) -> int:
+    """Behind an instruction: accumulators under way and copies of them, as `_written` has them."""
+    live = program.live
+    if ins.opcode.startswith("wgmma."):
+        return _groups(live, ins, under_way, ins.operands[:1])
+    if not under_way:
+        return 0
+    reads, writes = (live.bits(registers) for registers in cfg.reads_writes(ins))
+    copies = 0
+    early = _any_group(live, under_way) & reads
+    if early and row_of(ins.opcode).family is Family.MOVE:
+        width = len(live.bit)
+        for group in range(GROUPS + 1):
+            if under_way >> group * width & reads:
+                copies |= writes << group * width
+    elif early:
+        _report(
+            found, READ_EARLY, live, early, ins,
+            "wgmma.wait_group that covers the product before the register is read, on every path",
+        )  # fmt: skip
+    if ins.guard is None and writes:
+        under_way &= ~_in_all_groups(live, writes)
+    return under_way | copies
+
+
+def _groups(live, ins: Instr, under_way: int, operands) -> int:
+    """Behind an instruction of wgmma: the registers under way, with those of its operands. A plane of bits a group: the
+    lowest of products that no group has yet, then by age."""
+    width = len(live.bit)
+    if ins.opcode.startswith("wgmma.mma_async"):
+        for operand in operands:
+            under_way |= _bits(live, operand)
+    elif ins.opcode.startswith("wgmma.commit_group"):
+        oldest = under_way >> GROUPS * width
+        return (under_way << width & (1 << (GROUPS + 1) * width) - 1) | oldest << GROUPS * width
+    elif ins.opcode.startswith("wgmma.wait_group"):
+        return under_way & (1 << (ins.operands[0].value + 1) * width) - 1
+    return under_way
+
+
+def _any_group(live, under_way: int) -> int:
+    """The registers of any plane."""
+    width = len(live.bit)
+    found = 0
+    while under_way:
+        found |= under_way & (1 << width) - 1
+        under_way >>= width
+    return found
+
+
+def _in_all_groups(live, registers: int) -> int:
+    """The same registers in every plane."""
+    return sum(registers << group * len(live.bit) for group in range(GROUPS + 1))
+
+
+def _report(found: dict, kind: str, live, registers: int, ins: Instr, remedy: str) -> None:
+    source = f" from {ins.source}" if ins.source else ""
+    found.setdefault(
+        (kind, (ins.line,)),
+        Finding(
+            kind, f"registers {', '.join(live.names(registers)[:4])}", "", f"PTX line {ins.line} `{ins.opcode}`{source}",
+            remedy, (ins.line,),
+        ),
+    )  # fmt: skip
 
 
 def _after(program: Program, ins: Instr, unfenced: int, found: dict) -> int:
@@ -85,17 +134,10 @@ def _after(program: Program, ins: Instr, unfenced: int, found: dict) -> int:
         d, a = (_bits(live, operand) for operand in ins.operands[:2])
         bits = d | a | d << above
         if bits & unfenced:
-            names = ", ".join(
-                live.names((bits & unfenced | (bits & unfenced) >> above) & (1 << above) - 1)[:4]
-            )
-            source = f" from {ins.source}" if ins.source else ""
-            found.setdefault(
-                (KIND, (ins.line,)),
-                Finding(
-                    KIND, f"registers {names}", "", f"PTX line {ins.line} `{ins.opcode}`{source}",
-                    "wgmma.fence between the last access of these registers, on every path, and the instruction",
-                    (ins.line,),
-                ),
+            early = (bits & unfenced | (bits & unfenced) >> above) & (1 << above) - 1
+            _report(
+                found, KIND, live, early, ins,
+                "wgmma.fence between the last access of these registers, on every path, and the instruction",
             )  # fmt: skip
         return unfenced & ~bits  # said once
     written = live.bits(writes)

@@ -265,6 +265,14 @@ CASES = {
     "wgmma.wait_group before a write": ("a register of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA.replace("[[", "").replace("]]", "")
         + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; mov.b32 %f0, 0; wgmma.wait_group.sync.aligned 0;"),
+    "wgmma.wait_group before a use behind a move": ("an accumulator of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        + "[[wgmma.wait_group.sync.aligned 0;]] mov.b32 %r7, %f0; @!%p2 bra meet; meet: add.u32 %r8, %r7, 1;"
+        + "st.global.u32 [%rd2], %r8; wgmma.wait_group.sync.aligned 0;"),
+    "wgmma.wait_group for one of two groups": ("an accumulator of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        + re.sub(r"\[\[|\]\]|mov.b32 %f.*", "", WGMMA).replace("%f", "%r3") + "wgmma.wait_group.sync.aligned [[1||2]];"
+        + "mov.b32 %r7, %f0; add.u32 %r8, %r7, 1; st.global.u32 [%rd2], %r8; wgmma.wait_group.sync.aligned 0;"),
     "wgmma.wait_group": (UNORDERED, dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; @%p1 st.shared.u32 [%r10], 7;"
