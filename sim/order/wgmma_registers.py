@@ -111,13 +111,9 @@ def _in_all_groups(live, registers: int) -> int:
 
 def _report(found: dict, kind: str, live, registers: int, ins: Instr, remedy: str) -> None:
     source = f" from {ins.source}" if ins.source else ""
-    found.setdefault(
-        (kind, (ins.line,)),
-        Finding(
-            kind, f"registers {', '.join(live.names(registers)[:4])}", "", f"PTX line {ins.line} `{ins.opcode}`{source}",
-            remedy, (ins.line,),
-        ),
-    )  # fmt: skip
+    second = f"PTX line {ins.line} `{ins.opcode}`{source}"
+    place = f"registers {', '.join(live.names(registers)[:4])}"
+    found.setdefault((kind, (ins.line,)), Finding(kind, place, "", second, remedy, (ins.line,)))
 
 
 def _after(program: Program, ins: Instr, unfenced: int, found: dict) -> int:

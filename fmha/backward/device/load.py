@@ -29,17 +29,24 @@ def load(
     coordinates: cutlass.Constexpr,
     tile,
 ):
-    """Produces k_full, v_full, q_full and do_full; consumes q_empty and do_empty. Leaves only when every buffer has
-    been released. shared: pointers, statistics, k, v, q and do first."""
+    """Produces k_full, v_full, q_full and do_full; consumes q_empty and, where there is one, do_empty (else q_empty
+    says it of the dO that came with Q, in as many stages). Leaves only when every buffer has been released. shared:
+    pointers, statistics, k, v, q and do first."""
     if tile.steps > 0:
         load_keys(config, channels, shared, operands, atoms, coordinates, tile)
         head, query_tile = tile.kv_head * tile.group, tile.start
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
             head, query_tile = tile.following(head, query_tile)
-        for name, stages in (("q", config.q_stages), ("do", config.do_stages)):
+        for name, stages in released(config, channels):
             for last in cutlass.range(cutlass.max(tile.steps - stages, 0), tile.steps, unroll=1):
                 channels[name + "_empty"].wait(last)
+
+
+def released(config, channels) -> list:
+    """(name, stages) of the rings that are handed back."""
+    rings = (("q", config.q_stages), ("do", config.do_stages))
+    return [(name, stages) for name, stages in rings if name + "_empty" in channels]
 
 
 def load_keys(config, channels, shared, operands, atoms, coordinates, tile) -> None:
@@ -66,7 +73,7 @@ def load_step(
         full = channels[name + "_full"]
         queries = coordinates[i][None, None, None, head, tile.batch]
         ring = ring_of(config, atoms[i], queries, shared[i + 1], dtype, config.tile_m, stages, first)
-        if waits:
+        if waits and name + "_empty" in channels:
             channels[name + "_empty"].wait_previous(step)
         size = config.statistics_bytes if name == "q" else 0
         full.expect_bytes(step, config.query_tile_bytes + size)

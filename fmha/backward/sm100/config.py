@@ -107,14 +107,22 @@ class BackwardConfig(BackwardFeatures):
         load, filled = "load warp", "load warp, expect_tx + TMA bytes"
         mma, keys, every = "MMA warp", "key warps", WARPGROUP_THREADS
         both = "MMA and key warps"
+        reader = keys if self.scatters else mma
+        clean = Barrier("clean", 1, every, keys, mma, "the step's tiles are there, what nobody sees is zero")
+        dq_empty = Barrier("dq_empty", 1, every, keys, mma, "dQ has been read")
         return (
-            Barrier("k_full", 1, 1, filled, both, "K is in shared memory"),
-            Barrier("v_full", 1, 1, filled, both, "V is in shared memory"),
-            Barrier("q_full", self.q_stages, 1, filled, both, "Q and statistics are in shared memory"),
-            Barrier("q_empty", self.q_stages, 1, "MMA warp, commit", load, "S and dK have read Q"),
-            Barrier("do_full", self.do_stages, 1, filled, both, "dO is in shared memory"),
-            Barrier("do_empty", self.do_stages, 1, "MMA warp, commit", load, "dP and dV have read dO"),
-            Barrier("clean", 1, every, keys, mma, "what nobody sees of the step's tiles is zero"),
+            Barrier("k_full", 1, 1, filled, reader, "K is in shared memory"),
+            Barrier("v_full", 1, 1, filled, reader, "V is in shared memory"),
+            Barrier(
+                "q_full", self.q_stages, 1, filled, keys if self.scatters else both,
+                "Q and statistics are in shared memory",
+            ),
+            Barrier(
+                "q_empty", self.q_stages, 1, "MMA warp, commit", load,
+                "S and dK have read Q, dP and dV the dO that came with it",
+            ),
+            Barrier("do_full", self.do_stages, 1, filled, reader, "dO is in shared memory"),
+            clean if self.scatters else dq_empty,
             Barrier("s_full", 1, 1, "MMA warp, commit", keys, "S and dP are in tensor memory"),
             Barrier("ds_full", 1, every, keys, mma, "P and dS are where products read them"),
             Barrier(
@@ -123,5 +131,4 @@ class BackwardConfig(BackwardFeatures):
             Barrier(
                 "step_done", 1, 1, "MMA warp, commit", both, "dQ is in tensor memory, all products are done"
             ),
-            Barrier("dq_empty", 1, every, keys, mma, "dQ has been read"),
-        )
+        )  # fmt: skip

@@ -90,7 +90,7 @@ def work_on_keys(
     thread,
 ):
     """Consumes k_full, v_full, q_full, do_full where it clears; s_full; step_done before dQ is read, and at the end.
-    Produces clean, ds_full, dq_empty, an arrival a thread each."""
+    Produces clean, or dq_empty, and ds_full, an arrival a thread each."""
     bounds = tile.queries_of(tile.first_key + thread)
     work = Keys(config, channels, shared, operands, scales, tile, part, columns, thread, bounds)
     head, query_tile = tile.kv_head * tile.group, tile.start
@@ -119,7 +119,8 @@ def work_on_keys(
             tmem.fence_after_wait()
             add_queries(work, head, query_tile)
             tmem.fence_before_arrive()
-            channels["dq_empty"].arrive(step)
+            if cutlass.const_expr(not config.scatters):  # else the next step's clean says so
+                channels["dq_empty"].arrive(step)
         head, query_tile = tile.following(head, query_tile)
     if tile.steps > 0:
         channels["step_done"].wait(tile.steps - 1)

@@ -125,21 +125,24 @@ def mma(
     part,
     columns,
 ):
-    """Consumes k_full, v_full, q_full, do_full, or clean, which comes after them; step_done of the step before and
-    dq_empty before S, ds_full before the rest, dv_done before dQ: products of different accumulators may overtake each
-    other, and tensor memory is used again. Produces, by commits, s_full, dv_done, q_empty, do_empty and step_done."""
+    """Consumes k_full, v_full, q_full, do_full and dq_empty of the step before, or clean, for which the key warps wait
+    for all of these; step_done of the step before, too, before S, ds_full before the rest, dv_done before dQ: products
+    of different accumulators may overtake each other, and tensor memory is used again. Produces, by commits, s_full,
+    dv_done, q_empty and step_done."""
     f = fragments(config, dtype, shared, part, columns)
-    if tile.steps > 0:
-        channels["k_full"].wait(0)
-        channels["v_full"].wait(0)
+    if cutlass.const_expr(not config.scatters):  # noqa: SIM102
+        if tile.steps > 0:
+            channels["k_full"].wait(0)
+            channels["v_full"].wait(0)
     for step in cutlass.range(tile.steps, unroll=1):
-        channels["q_full"].wait(step)
-        channels["do_full"].wait(step)
         if cutlass.const_expr(config.scatters):
             channels["clean"].wait(step)
+        else:
+            channels["q_full"].wait(step)
+            channels["do_full"].wait(step)
+            if cutlass.const_expr(config.wants_q):
+                channels["dq_empty"].wait_previous(step)
         channels["step_done"].wait_previous(step)
-        if cutlass.const_expr(config.wants_q):
-            channels["dq_empty"].wait_previous(step)
         tmem.fence_after_wait()
         q_stage, do_stage = channels["q_full"].stage(step), channels["do_full"].stage(step)
         multiply(f.scores, f.s, f.k, f.q[None, None, None, q_stage], False)
@@ -150,7 +153,6 @@ def mma(
         tmem.fence_after_wait()
         if cutlass.const_expr(config.wants_v):
             multiply(f.rows, f.dv, f.p, f.do_columns[None, None, None, do_stage], step > 0)
-        channels["do_empty"].commit_mma(step)
         channels["dv_done"].commit_mma(step)
         if cutlass.const_expr(config.wants_k):
             multiply(f.rows, f.dk, f.ds, f.q_columns[None, None, None, q_stage], step > 0)
