@@ -119,8 +119,9 @@ def _gradients(arch: str, dim: int) -> Callable[[], None]:
 
         with pytest.MonkeyPatch.context() as patch:
             simulate_gradients_as(patch, arch)
-            for seq_q in (330, 256):  # rows that see nothing, or only keys that nobody sees
-                case = Case("", seq_q=seq_q, seq_k=200, head_dim=dim, causal=True)
+            # Rows that see nothing; only keys that nobody sees; every row sees every key.
+            for rows, keys, causal in ((330, 200, True), (256, 200, True), (256, 128, False)):
+                case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal)
                 case.gradients(case.tensors(), backend="reference")
 
     return run

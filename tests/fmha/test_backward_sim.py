@@ -53,6 +53,15 @@ def test_memory_order(arch, dim, monkeypatch, check_order):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_whole_tiles(arch, dim, monkeypatch, check_order):
+    """Where every row sees every key, nothing is cleared, and other barriers hand tiles on."""
+    simulate_gradients_as(monkeypatch, arch)
+    compare(Case("whole", seq_q=256, seq_k=128, heads_q=1, head_dim=dim))
+
+
+@pytest.mark.long
 def test_memory_order_of_a_bias_by_tma(monkeypatch, check_order):
     simulate_gradients_as(monkeypatch, "sm_90a", seed=1)
     compare(
