@@ -60,7 +60,8 @@ class Accesses:
                         self.units[is_global] = min(self.units[is_global], nbytes)
         self.log = program.new_log()
         self._globals: dict[int, GlobalShadow] = {}
-        self._synchronised: dict[object, dict] = {}  # place -> CTA -> (scope, rows by domain)
+        self._synchronised: dict[object, dict] = {}  # place -> CTA -> `Release`
+        self._orders: dict[int, object] = {}  # instruction -> `Ordered`
         self.suspected: list[dict] = []
         self._holding = False
         self._tags = 0

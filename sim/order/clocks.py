@@ -141,7 +141,9 @@ class Agent(Clock):
         "lanes",
         "loose",
         "parts",
+        "relaxed",
         "seen_foreign",
+        "seen_releases",
         "tag",
     )
 
@@ -151,9 +153,11 @@ class Agent(Clock):
         self.loose: list[Part] = []  # parts with accesses since the last warp barrier
         self.epoch = 0  # grows with every publication: accesses behind it have a new count
         self.frozen: dict[int, Snapshot] = {}  # by lanes, until the clock changes
+        self.relaxed: dict[int, np.ndarray] = {}  # what lanes publish relaxed, until it changes
         self.accesses: dict = {}  # accesses at this count, by instruction, kind and lanes
         self.fence_scope = ""
         self.seen_foreign: Foreign = {}
+        self.seen_releases: dict[tuple[int, bool], object] = {}  # see `Synchronisation.acquire_places`
         self.lanes = {"write": -1, "read": -1}  # `tag` at the last access of each kind to shared memory
         self.tag = 0  # names the time since the last warp barrier, among all warps
 
@@ -184,13 +188,17 @@ class Agent(Clock):
         for part in self.loose:
             part.synced = int(self.rows[BASE, part.component])
         self.loose = []
-        self.frozen = {}
+        self._changed()
         self.tag = tag
+
+    def _changed(self) -> None:
+        self.frozen = {}
+        self.relaxed = {}
 
     def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
         """Know what a synchronisation object published."""
         self.join(rows, foreign)
-        self.frozen = {}
+        self._changed()
 
     def known_to(self, mask: int) -> np.ndarray:
         """The rows as some of the lanes know them: without what other lanes have accessed since they met."""
@@ -208,14 +216,16 @@ class Agent(Clock):
         into.join(self.published(mask, relaxed), self.foreign)
 
     def published(self, mask: int, relaxed: bool = False) -> np.ndarray:
-        """The rows that lanes publish now; later accesses are not among them."""
-        rows = self.known_to(mask)
-        self.epoch += 1
+        """The rows that lanes publish now; later accesses are not among them. Of a relaxed publication, accesses since
+        the last fence are not, so that it begins no new count; its rows are not changed later."""
         if not relaxed:
+            rows = self.known_to(mask)
+            self.epoch += 1
             return rows
-        rows = rows[:PUBLISHED].copy()
-        fenced = self.rows[FENCED]
-        np.minimum(rows[: ASYNC_GLOBAL + 1], fenced, out=rows[: ASYNC_GLOBAL + 1])
+        rows = self.relaxed.get(mask)
+        if rows is None:
+            rows = self.relaxed[mask] = self.known_to(mask)[:PUBLISHED].copy()
+            np.minimum(rows[: ASYNC_GLOBAL + 1], self.rows[FENCED], out=rows[: ASYNC_GLOBAL + 1])
         return rows
 
     def freeze(self, mask: int) -> Snapshot:
@@ -233,12 +243,12 @@ class Agent(Clock):
         rows = self.known_to(mask)
         np.maximum(self.rows[target], rows[source], out=self.rows[target])
         self.epoch += 1
-        self.frozen = {}
+        self._changed()
 
     def passed(self, row: int, component: int, count: int) -> None:
         """This thread has waited for a component's events."""
         self.raise_to(row, component, count)
-        self.frozen = {}
+        self._changed()
 
     def see(self, rows: np.ndarray) -> None:
         """A relaxed read: what was published is known from the next fence on."""
@@ -248,7 +258,7 @@ class Agent(Clock):
             mine = self.rows = wider(mine, width)
         np.maximum(mine[SEEN, :width], rows[BASE], out=mine[SEEN, :width])
         np.maximum(mine[1:PUBLISHED, :width], rows[1:PUBLISHED], out=mine[1:PUBLISHED, :width])
-        self.frozen = {}
+        self._changed()
 
     def foreign_seen(self, domain: int, rows: np.ndarray, relaxed: bool) -> None:
         """The same of another cluster's clock, or, unless `relaxed`, an acquire."""
@@ -256,10 +266,10 @@ class Agent(Clock):
             self.seen_foreign = merged(self.seen_foreign, {domain: rows})
         else:
             self.foreign = merged(self.foreign, {domain: rows})
-        self.frozen = {}
+        self._changed()
 
     def acquire_seen(self) -> None:
         """A fence: relaxed reads before it count as acquires."""
         np.maximum(self.rows[BASE], self.rows[SEEN], out=self.rows[BASE])
         self.foreign = merged(self.foreign, self.seen_foreign)
-        self.frozen = {}
+        self._changed()

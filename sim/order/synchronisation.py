@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from warpspec.sim.codegen.memory import space_of
-from warpspec.sim.instruction import Instr
+from warpspec.sim.instruction import Instr, Operand
 from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import (
     CTA_RANK_SHIFT,
@@ -30,7 +32,61 @@ from warpspec.sim.order.memory import OFFSET_MASK, MemoryAccesses
 from warpspec.sim.order.places import shared_place
 from warpspec.sim.order.state import BarrierOrder, Operation, Queue
 
-SCOPES = ("cta", "cluster", "gpu", "sys", "gl")
+SCOPES = ("cta", "cluster", "gpu", "gl", "sys")  # membar's .gl is .gpu
+MOST_SEEN = 4096  # releases that a thread remembers to know of
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What an access says that synchronises: its address, scope and order."""
+
+    operand: Operand
+    space: str
+    scope: str
+    reads: bool
+    writes: bool
+    acquires: bool
+    releases: bool
+
+    @classmethod
+    def of(cls, ins: Instr) -> Ordered:
+        kind, parts = ins.parts[0], ins.parts
+        updates = kind in ("atom", "red")
+        acquires = "acquire" in parts or "acq_rel" in parts
+        releases = "release" in parts or "acq_rel" in parts
+        scope = next((part for part in parts if part in SCOPES), "gpu" if updates else "sys")
+        if not updates and not acquires and not releases and "relaxed" not in parts:
+            scope = "sys"  # volatile
+        return cls(
+            ins.operands[1] if kind in ("ld", "atom") else ins.operands[0], space_of(ins), scope,
+            updates or kind == "ld", updates or kind == "st", acquires, releases,
+        )  # fmt: skip
+
+
+class Release:
+    """What a CTA's threads have released at a place. clock: rows by domain. Never changed."""
+
+    __slots__ = ("clock", "cluster", "scope")
+
+    def __init__(self, scope: str, clock: dict[int, np.ndarray], cluster: int):
+        self.scope, self.clock, self.cluster = scope, clock, cluster
+
+    def joined(self, before: Release) -> Release:
+        """This release with what an earlier one at its place says; the earlier one itself where this adds nothing."""
+        clock, adds = dict(self.clock), self.scope != before.scope
+        for domain, old in before.clock.items():
+            mine = clock.get(domain)
+            if mine is not None and mine is not old:
+                width = min(mine.shape[1], old.shape[1])
+                if (mine[:, :width] <= old[:, :width]).all() and not mine[:, width:].any():
+                    clock[domain] = old
+                else:
+                    clock[domain], adds = _larger(old, mine), True
+            else:
+                clock[domain] = old
+        if not adds and len(clock) == len(before.clock):
+            return before
+        return Release(self.scope, clock, self.cluster)
 
 
 class Synchronisation(MemoryAccesses):
@@ -81,64 +137,74 @@ class Synchronisation(MemoryAccesses):
 
     def ordered(self, w, ins: Instr, mask: int) -> None:
         """ld, st, atom and red that are atomic, volatile or say their order: they synchronise, place by place."""
-        operand = ins.operands[1] if ins.parts[0] in ("ld", "atom") else ins.operands[0]
-        addresses = w.address(operand)[lanes(mask)]
-        space = space_of(ins)
-        if space == "local":
+        form = self._orders.get(ins.index)
+        if form is None:
+            form = self._orders[ins.index] = Ordered.of(ins)
+        if form.space == "local":
             return
-        updates = ins.parts[0] in ("atom", "red")
-        acquires = "acquire" in ins.parts or "acq_rel" in ins.parts
-        releases = "release" in ins.parts or "acq_rel" in ins.parts
-        scope = next((part for part in ins.parts if part in SCOPES), "gpu" if updates else "sys")
-        if not updates and not acquires and not releases and "relaxed" not in ins.parts:
-            scope = "sys"  # volatile
-        self.lane_access(w, ins, addresses, mask, strong=scope)
+        addresses = w.address(form.operand)[lanes(mask)]
+        self.lane_access(w, ins, addresses, mask, strong=form.scope)
+        places = []
         for address in dict.fromkeys(addresses.tolist()):
-            if space != "global" and (space != "generic" or address >> WINDOW_SHIFT):
+            if form.space != "global" and (form.space != "generic" or address >> WINDOW_SHIFT):
                 cta = w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF]
-                place: object = (cta.number, address & OFFSET_MASK)
+                places.append((cta.number, address & OFFSET_MASK))
             else:
-                place = address
-            if updates or ins.parts[0] == "ld":
-                self.acquire_place(w, place, scope, relaxed=not acquires)
-            if updates or ins.parts[0] == "st":
-                self.release_place(w, mask, place, scope, relaxed=not releases, replaces=not updates)
+                places.append(address)
+        if form.reads:
+            self.acquire_places(w, places, form.scope, relaxed=not form.acquires)
+        if form.writes:
+            updates = form.reads
+            self.release_places(w, mask, places, form.scope, relaxed=not form.releases, replaces=not updates)
 
-    def acquire_place(self, w, place, scope: str, relaxed: bool) -> None:
-        """Know what others released at a place of memory, as far as both scopes reach."""
+    def acquire_places(self, w, places: list, scope: str, relaxed: bool) -> None:
+        """Know what others released at places of memory, as far as both scopes reach. What a thread knows of a release
+        it need not look at again."""
         agent, cta = w.order, w.cta
-        for number, (their_scope, clock, cluster) in self._synchronised.get(place, {}).items():
-            for reach in (scope, their_scope):
-                if (reach == "cta" and number != cta.number) or (
-                    reach == "cluster" and cluster != cta.cluster.number
-                ):
-                    break
-            else:
-                for domain, rows in clock.items():
-                    if domain != agent.domain.number:
-                        agent.foreign_seen(domain, rows, relaxed)
-                    elif relaxed:
-                        agent.see(rows)
-                    else:
-                        agent.acquire(rows, {})
+        seen = agent.seen_releases
+        for place in places:
+            for number, release in self._synchronised.get(place, {}).items():
+                if (id(release), relaxed) in seen:
+                    continue
+                for reach in (scope, release.scope):
+                    if (reach == "cta" and number != cta.number) or (
+                        reach == "cluster" and release.cluster != cta.cluster.number
+                    ):
+                        break
+                else:
+                    if len(seen) >= MOST_SEEN:
+                        seen.clear()
+                    seen[id(release), relaxed] = release
+                    for domain, rows in release.clock.items():
+                        if domain != agent.domain.number:
+                            agent.foreign_seen(domain, rows, relaxed)
+                        elif relaxed:
+                            agent.see(rows)
+                        else:
+                            agent.acquire(rows, {})
 
-    def release_place(self, w, mask: int, place, scope: str, relaxed: bool, replaces: bool) -> None:
-        """Publish at a place of memory. replaces: a store ends what earlier ones released there."""
+    def release_places(self, w, mask: int, places: list, scope: str, relaxed: bool, replaces: bool) -> None:
+        """Publish at places of memory. replaces: a store ends what earlier ones released there."""
         agent, cta = w.order, w.cta
-        entries = self._synchronised.setdefault(place, {})
-        if relaxed:
-            scope = min(
-                scope, agent.fence_scope or "sys", key=lambda s: SCOPES.index("gpu" if s == "gl" else s)
-            )
-        rows = agent.published(mask, relaxed)[:PUBLISHED].copy()
-        clock = {agent.domain.number: rows, **agent.foreign}
-        if replaces:
-            entries.clear()
-        elif cta.number in entries:
-            _, before, _ = entries[cta.number]
-            for domain, old in before.items():
-                clock[domain] = _larger(old, clock[domain]) if domain in clock else old
-        entries[cta.number] = (scope, clock, cta.cluster.number)
+        if relaxed and agent.fence_scope and SCOPES.index(agent.fence_scope) < SCOPES.index(scope):
+            scope = agent.fence_scope
+        rows = agent.published(mask, relaxed)
+        if not relaxed:
+            rows = rows[:PUBLISHED].copy()
+        fresh = Release(scope, {agent.domain.number: rows, **agent.foreign}, cta.cluster.number)
+        joined: dict[int, tuple[Release, Release]] = {}  # by the earlier release's id
+        for place in places:
+            entries = self._synchronised.setdefault(place, {})
+            before = None if replaces else entries.get(cta.number)
+            if replaces:
+                entries.clear()
+            if before is None:
+                entries[cta.number] = fresh
+                continue
+            found = joined.get(id(before))
+            if found is None:
+                found = joined[id(before)] = before, fresh.joined(before)
+            entries[cta.number] = found[1]
 
     # ---- mbarriers --------------------------------------------------------------------------------------------
 
