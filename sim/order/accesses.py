@@ -60,6 +60,7 @@ class Accesses:
                         self.units[is_global] = min(self.units[is_global], nbytes)
         self.log = program.new_log()
         self._globals: dict[int, GlobalShadow] = {}
+        self._recent: GlobalShadow | None = None  # the one that lanes accessed last
         self._synchronised: dict[object, dict] = {}  # place -> CTA -> `Release`
         self._orders: dict[int, object] = {}  # instruction -> `Ordered`
         self.suspected: list[dict] = []
@@ -159,16 +160,29 @@ class Accesses:
         if cta is not None:
             if cta.live_warps == 0:
                 self.too_late(access, place())
-            self.check_started(access, clocks[0], cta, place)
-        for first in self.ledger.touch(shadow, where, access, clocks[0]):
-            for clock in clocks:
-                self.compare(first, access, clock, memory, place)
+            if access.cta != cta.coords:
+                self.check_started(access, clocks[0], cta, place)
+        for kind in self.ledger.note(shadow, where, access, clocks[0]):
+            if kind:
+                asked = (kind, memory, access.write, access.generic, access.component)
+                for clock in clocks:
+                    if asked not in clock.known_kinds:
+                        self.check(kind, asked, access, clock, memory, place)
+
+    def check(self, kind: int, asked: tuple, access: Access, clock, memory: str, place) -> None:
+        """Compare an access with those that a kind of cell stands for. What a clock knows it knows for good, so that it
+        is not asked again: asked names the question."""
+        ordered = not access.strong
+        for first in self.ledger.of(kind, access.write):
+            ordered &= self.compare(first, access, clock, memory, place)
+        if ordered:
+            clock.known_kinds.add(asked)
 
     def check_started(self, access: Access, clock, cta, place) -> None:
         """Another CTA of the cluster must have started before its shared memory is accessed."""
         started = cta.order.start
         rows = clock.rows
-        if access.cta == cta.coords or (started < rows.shape[1] and rows[BARRIERS, started]):
+        if started < rows.shape[1] and rows[BARRIERS, started]:
             return
         self.report(
             "shared memory of a CTA that may not have started", place() if callable(place) else place,
@@ -177,10 +191,10 @@ class Accesses:
             (access.ins.line,),
         )  # fmt: skip
 
-    def compare(self, first: Access, second: Access, clock, memory: str, place) -> None:
-        """Report two accesses to one place unless the first is ordered before the second."""
+    def compare(self, first: Access, second: Access, clock, memory: str, place) -> bool:
+        """Whether the first of two accesses to one place is ordered before the second; reports them if they race."""
         if first.component == second.component and first.domain is second.domain and first.queued:
-            return
+            return True
         if memory is TENSOR_MEMORY:
             row = TENSOR_OWN
         elif memory is TENSOR_MAPS:
@@ -189,8 +203,10 @@ class Accesses:
             row = ASYNC_SHARED if memory is SHARED else ASYNC_GLOBAL
         else:
             row = BASE
-        if self.known(first, clock, row) or findings.morally_strong(first, second):
-            return
+        if self.known(first, clock, row):
+            return True
+        if findings.morally_strong(first, second):
+            return False
         missing = row if row != BASE and self.known(first, clock) else BASE
         if missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
@@ -206,6 +222,7 @@ class Accesses:
             (first.ins.line, second.ins.line),
             findings.is_tolerated(first, missing),
         )
+        return False
 
     def report(self, kind, place, first, second, remedy, lines, tolerated: bool = False) -> None:
         """Add a finding, once for each pair of instructions."""

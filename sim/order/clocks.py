@@ -81,10 +81,11 @@ def merged(mine: Foreign, others: Foreign) -> Foreign:
 class Clock:
     """Rows of one domain and what is known of others."""
 
-    __slots__ = ("domain", "foreign", "rows")
+    __slots__ = ("domain", "foreign", "known_kinds", "rows")
 
     def __init__(self, domain: Domain, count: int = PUBLISHED):
         self.domain = domain
+        self.known_kinds: set[tuple] = set()  # see `Accesses.check`
         self.rows = np.zeros((count, domain.capacity), np.int32)
         self.foreign: Foreign = {}
 
@@ -110,10 +111,11 @@ class Clock:
 class Snapshot:
     """A clock as it was when an asynchronous operation was issued. Never changed."""
 
-    __slots__ = ("domain", "foreign", "rows")
+    __slots__ = ("domain", "foreign", "known_kinds", "rows")
 
     def __init__(self, domain: Domain, rows: np.ndarray, foreign: Foreign):
         self.domain, self.rows, self.foreign = domain, rows, foreign
+        self.known_kinds: set[tuple] = set()  # see `Accesses.check`
 
 
 class Part:

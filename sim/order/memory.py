@@ -25,9 +25,10 @@ from warpspec.sim.order.launches import EARLIER
 from warpspec.sim.order.places import (
     GLOBAL,
     SHARED,
-    consecutive,
     global_place,
     lane_numbers,
+    lane_shape,
+    of_lanes,
     part,
     runs,
     shared_place,
@@ -40,6 +41,8 @@ from warpspec.sim.registry import row_of
 
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
 TAG, LANE = 8, 255  # an earlier access of lanes: when (`Agent.tag`) << TAG | lane
+BOTH, WRITES = ("write", "read"), ("write",)
+LOG_COUNT = int(Ctx.LOG_COUNT)
 SEVERAL, EACH = 64, 255  # instead of a lane: several have read; every lane has written the same place
 
 
@@ -73,7 +76,13 @@ class MemoryAccesses(Accesses):
 
     def shared_lanes(self, cta, offsets: np.ndarray, nbytes: int, access: Access, clock) -> None:
         """Lanes access `nbytes` each at these offsets."""
-        self._shared_units(cta, self.lane_units(offsets, nbytes)[0], access, clock)
+        unit = self.units[False]
+        shape = lane_shape(offsets.astype(np.int64), nbytes, unit, 0)
+        if shape is None:
+            where, _ = self.lane_units(offsets, nbytes)
+        else:
+            where = shape.at(offsets.item(0) // unit)
+        self._shared_units(cta, where, access, clock)
 
     def _shared_units(self, cta, where: slice | np.ndarray, access: Access, clock) -> None:
         def place() -> str:
@@ -85,13 +94,10 @@ class MemoryAccesses(Accesses):
 
         self.touch(cta.order.shared, where, access, (clock,), SHARED, place)
 
-    def lane_units(self, offsets: np.ndarray, nbytes: int) -> tuple[slice | np.ndarray, int]:
-        """(units of shared memory that lanes access, as an index; units of each lane), lane by lane."""
+    def lane_units(self, offsets: np.ndarray, nbytes: int) -> tuple[np.ndarray, int]:
+        """(units of shared memory that lanes access, units of each lane), lane by lane."""
         unit = self.units[False]
         per = max(nbytes // unit, 1)
-        first = offsets.item(0)
-        if nbytes % unit == first % unit == 0 and consecutive(offsets, nbytes):
-            return slice(first // unit, first // unit + len(offsets) * per), per
         where = offsets.astype(np.intp) // unit
         if per > 1:
             where = (where[:, None] + np.arange(per)).reshape(-1)
@@ -132,7 +138,12 @@ class MemoryAccesses(Accesses):
         if self._behind_wait is not None and EARLIER.number not in clock.foreign:
             self._note_early(memory, where, access, views)
         if not access.write and memory.shadow is None:
-            memory.pending.append((where, views, access, clock if isinstance(clock, Snapshot) else None))
+            if isinstance(clock, Snapshot):
+                memory.pending.append((where, views, access, clock))
+            elif not isinstance(where, slice) or (where.start, where.stop, access) not in memory.listed:
+                memory.pending.append((where, views, access, None))
+                if isinstance(where, slice):
+                    memory.listed.add((where.start, where.stop, access))
             return
         self._note_pending(memory)
         shadow = memory.shadow if views is None else part(memory.shadow, views)
@@ -144,7 +155,7 @@ class MemoryAccesses(Accesses):
             memory.shadow = Shadow(memory.size)
             for old_where, old_views, old, old_clock in memory.pending:
                 shadow = memory.shadow if old_views is None else part(memory.shadow, old_views)
-                self.ledger.touch(shadow, old_where, old, old_clock or Clock(old.domain))
+                self.ledger.note(shadow, old_where, old, old_clock or Clock(old.domain))
             memory.pending = []
 
     def global_range(self, address: int, nbytes: int, access: Access, clock) -> None:
@@ -155,27 +166,30 @@ class MemoryAccesses(Accesses):
 
     def global_rows(self, addresses: np.ndarray, nbytes: int, access: Access, clock) -> None:
         """Lanes access `nbytes` each."""
-        dense = consecutive(addresses, nbytes)
-        if dense:
-            low = addresses.item(0)
-            high = low + len(addresses) * nbytes
+        unit, first = self.units[True], addresses.item(0)
+        shape = lane_shape(addresses, nbytes, unit, 0)
+        if shape is not None:
+            low = first + shape.low * unit
+            high = low + shape.span * unit
         else:
             low, high = int(addresses.min()), int(addresses.max()) + nbytes
-        memory = self._global(low)
-        if memory is None or high > memory.allocation.end:
+        memory = self._recent
+        if memory is None or not memory.base <= low < memory.end:
+            memory = self._recent = self._global(low)
+        if memory is None or high > memory.end:
             if len(addresses) > 1:
                 for i in range(len(addresses)):
                     self.global_rows(addresses[i : i + 1], nbytes, access, clock)
             return
         if not memory.allocation.writable:
             return
-        unit = memory.unit
-        if dense and nbytes >= unit:
-            where: object = memory.units(low, high)
-        else:
+        where: object
+        if shape is None:
             where = ((addresses - np.uint64(memory.base)) // np.uint64(unit)).astype(np.intp)
             if nbytes > unit:
                 where = (where[:, None] + np.arange(nbytes // unit)).reshape(-1)
+        else:
+            where = shape.at((first - memory.base) // unit)
         self._touch_global(memory, where, access, clock, low)
 
     @contextmanager
@@ -230,28 +244,31 @@ class MemoryAccesses(Accesses):
 
     def native(self, w) -> None:
         """The accesses of native blocks that a warp has just run."""
-        n = int(w.ctx[Ctx.LOG_COUNT])
-        w.ctx[Ctx.LOG_COUNT] = 0
-        log, instrs = self.log[:n], self.program.kernel.instrs
-        heads = log[:, 0].tolist()
-        for i, head in enumerate(heads):
+        n = w.context[LOG_COUNT]
+        w.context[LOG_COUNT] = 0
+        log, instrs = self.log, self.program.kernel.instrs
+        for i, head in enumerate(log[:n, 0].tolist()):
             mask = head >> 32
-            if not mask:
-                continue
-            addresses = log[i, 1:]
-            if mask != FULL_MASK:
-                addresses = addresses[lanes(mask)]
-            self.lane_access(w, instrs[head & 0xFFFFFFFF], addresses, mask)
+            if mask:
+                self.lane_access(w, instrs[head & 0xFFFFFFFF], of_lanes(log[i, 1:], mask), mask)
+
+    def _form(self, ins: Instr) -> tuple:
+        """(space, whether it writes, (first byte, bytes) of each part that it accesses)."""
+        parts = [(0, access_bytes(ins))] if ins.used_bytes is None else runs(ins.used_bytes)
+        form = self._forms[ins.index] = (space_of(ins), not row_of(ins.opcode).loads, parts)
+        return form
 
     def lane_access(
         self, w, ins: Instr, addresses: np.ndarray, mask: int = FULL_MASK, strong: bool | str = False
     ) -> None:
         """Lanes (those of the mask) execute a load, a store or an atomic at these addresses."""
-        form = self._forms.get(ins.index)
-        if form is None:
-            row = row_of(ins.opcode)
-            form = self._forms[ins.index] = (space_of(ins), access_bytes(ins), not row.loads)
-        space, nbytes, write = form
+        space, write, parts = self._forms.get(ins.index) or self._form(ins)
+        together = False
+        if len(addresses) > 1:
+            address = addresses.item(0)
+            together = address == addresses.item(-1) and bool((addresses == addresses[0]).all())
+            if together:
+                addresses = addresses[:1]
         if space == "generic":
             windows = (addresses >> np.uint64(WINDOW_SHIFT)).tolist()
             if windows.count(windows[0]) != len(windows):
@@ -261,49 +278,47 @@ class MemoryAccesses(Accesses):
             if windows[0] > 1:
                 return  # local memory
             space = "cluster" if windows[0] else "global"
-        parts = [(0, nbytes)] if ins.used_bytes is None else runs(ins.used_bytes)
-        if space == "global":
-            for first, count in parts:
-                access = self.generic(w, ins, write, strong, mask)
-                self.global_rows(addresses + np.uint64(first) if first else addresses, count, access, w.order)
-            return
+        access = self.generic(w, ins, write, strong, mask)
         for first, count in parts:
-            self._lane_shared(
-                w, ins, addresses + np.uint64(first) if first else addresses, count, write, strong, mask
-            )
+            places = addresses + np.uint64(first) if first else addresses
+            if space == "global":
+                self.global_rows(places, count, access, w.order)
+            else:
+                self._lane_shared(w, places, count, access, mask, together)
 
     def _lane_shared(
-        self, w, ins: Instr, addresses: np.ndarray, nbytes: int, write: bool, strong: bool | str, mask: int
+        self, w, addresses: np.ndarray, nbytes: int, access: Access, mask: int, together: bool
     ) -> None:
-        access = self.generic(w, ins, write, strong, mask)
-        rank, unit, cta = addresses.item(0) >> CTA_RANK_SHIFT & 0xFF, self.units[False], w.cta
-        first = addresses.item(0) & OFFSET_MASK
-        if rank == cta.rank and nbytes % unit == first % unit == 0 and consecutive(addresses, nbytes):
-            per = nbytes // unit
-            where = slice(first // unit, first // unit + len(addresses) * per)
-            self._shared_units(cta, where, access, w.order)
-            if not strong:
-                self._between_lanes(w, access, cta, where, lane_numbers(mask, per), False)
-            return
+        """together: all lanes of the mask access the one address."""
+        cta, unit = w.cta, self.units[False]
+        first = addresses.item(0)
+        shape = lane_shape(addresses, nbytes, unit, mask & -mask if together else mask)
+        if (
+            shape is not None
+            and first >> CTA_RANK_SHIFT & 0xFF == cta.rank
+            and shape.reach < 1 << CTA_RANK_SHIFT
+        ):
+            at = (first & OFFSET_MASK) // unit
+            if at + shape.low >= 0 and at + shape.low + shape.span <= cta.order.shared.cells.size:
+                where = shape.at(at)
+                self._shared_units(cta, where, access, w.order)
+                if not access.strong:
+                    self._between_lanes(w, access, cta, where, shape.lanes, together)
+                return
         offsets = addresses & np.uint64(OFFSET_MASK)
         ranks = (addresses >> np.uint64(CTA_RANK_SHIFT)).tolist()
-        groups = dict.fromkeys(ranks)
-        for rank in groups:
+        for rank in dict.fromkeys(ranks):
             cta = w.cta.cluster.ctas[rank & 0xFF]
             if cta is not w.cta:
                 self.check_started(access, w.order, cta, f"{SHARED} of CTA {cta.coords}")
-            picked = None if len(groups) == 1 else [other == rank for other in ranks]
-            chosen = offsets if picked is None else offsets[picked]
+            picked = [other == rank for other in ranks]
+            chosen = offsets[picked]
             where, per = self.lane_units(chosen, nbytes)
             self._shared_units(cta, where, access, w.order)
-            if not strong:
-                executing = lane_numbers(mask, per)
-                if picked is not None:
-                    executing = executing[np.repeat(picked, per)]
-                together = (
-                    len(chosen) > 1 and chosen.item(0) == chosen.item(-1) and (chosen == chosen[0]).all()
-                )
-                self._between_lanes(w, access, cta, where, executing, together)
+            if not access.strong:
+                executing = lane_numbers(mask & -mask if together else mask, per)[np.repeat(picked, per)]
+                same = len(chosen) > 1 and bool((chosen == chosen[0]).all())
+                self._between_lanes(w, access, cta, where, executing, together or same)
 
     def _between_lanes(
         self, w, access: Access, cta, where: slice | np.ndarray, executing: np.ndarray, together: bool
@@ -312,15 +327,19 @@ class MemoryAccesses(Accesses):
 
         executing: the lane of each unit. together: all lanes access the same bytes.
         """
-        lanes_of, tag = cta.order.lanes, w.order.tag
-        for kind in ("write", "read") if access.write else ("write",):
-            if w.order.lanes[kind] != tag:  # none since the warp's last barrier
+        lanes_of, agent = cta.order.lanes, w.order
+        tag = agent.tag
+        now = tag << TAG
+        for kind in BOTH if access.write else WRITES:
+            if together or agent.lanes[kind] != tag:  # none since the warp's last barrier
                 continue
             earlier, accesses = lanes_of[kind]
             before = earlier[where]
+            if before.max() < now:
+                continue
             other = before & LANE
             strange = (before >> TAG == tag) & (other != executing) & (other != EACH)
-            if strange.any() and not together:
+            if strange.any():
                 at = int(np.argmax(strange))
                 first = self.ledger.accesses[accesses[where].item(at)]
                 unit = self.units[False]
@@ -334,14 +353,12 @@ class MemoryAccesses(Accesses):
                 )  # fmt: skip
         kind = "write" if access.write else "read"
         earlier, accesses = lanes_of[kind]
-        now = tag << TAG
         if together:
             earlier[where] = now | (EACH if access.write else SEVERAL)
-        elif access.write or w.order.lanes[kind] != tag:
+        elif access.write or agent.lanes[kind] != tag or (before := earlier[where]).max() < now:
             earlier[where] = executing | now
         else:
-            before = earlier[where]
             several = (before >> TAG == tag) & (before & LANE != executing)
             earlier[where] = np.where(several, now | SEVERAL, executing | now)
-        accesses[where] = self.ledger.number(access)
-        w.order.lanes[kind] = tag
+        accesses[where] = access.key
+        agent.lanes[kind] = tag

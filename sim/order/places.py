@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -41,17 +42,55 @@ def units_of(chunks: np.ndarray, per: int) -> tuple[slice | np.ndarray, int, int
     return held[1:]
 
 
-@cache
-def _steps(count: int, nbytes: int) -> bytes:
-    return (np.arange(count, dtype=np.uint64) * np.uint64(nbytes)).tobytes()
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """The units that lanes access, from the unit of the first lane's address on. low: the lowest, counted from that
+    one; span: units from the lowest to the highest; units: each lane's units counted from the lowest, None where they
+    are all of the span, each once; lanes: the lane of each of them, or of each of the span. reach: the bytes between
+    any two are fewer."""
+
+    low: int
+    span: int
+    units: np.ndarray | None
+    lanes: np.ndarray
+    reach: int
+
+    def at(self, first: int) -> slice | np.ndarray:
+        """The units as an index, where the first lane's begin with `first`."""
+        low = first + self.low
+        return slice(low, low + self.span) if self.units is None else self.units + low
 
 
-def consecutive(addresses: np.ndarray, nbytes: int) -> bool:
-    """Whether lanes access `nbytes` each one behind the other. addresses: of 64 bits."""
-    count = len(addresses)
-    if addresses.item(-1) - addresses.item(0) != (count - 1) * nbytes:
-        return False
-    return count < 3 or (addresses - addresses[0]).tobytes() == _steps(count, nbytes)
+def lane_shape(addresses: np.ndarray, nbytes: int, unit: int, mask: int) -> LaneShape | None:
+    """The units that lanes (those of the mask, 0: it does not matter) access `nbytes` each at; None where these are no
+    whole units. addresses: of 64 bits, of the first lane first."""
+    if nbytes % unit or addresses.item(0) % unit:
+        return None
+    return _lane_shape((addresses - addresses[0]).tobytes(), nbytes, unit, mask)
+
+
+@lru_cache(maxsize=1 << 12)
+def _lane_shape(steps: bytes, nbytes: int, unit: int, mask: int) -> LaneShape | None:
+    behind_first = np.frombuffer(steps, np.int64)
+    if (behind_first % unit).any():
+        return None
+    per = nbytes // unit
+    units = (behind_first[:, None] // unit + np.arange(per)).reshape(-1)
+    executing = lane_numbers(mask, per) if mask else np.zeros(units.size, np.int64)
+    low = int(units.min())
+    span = int(units.max()) + 1 - low
+    if units.size == span and np.unique(units).size == span:
+        return LaneShape(low, span, None, executing[np.argsort(units)], span * unit)
+    return LaneShape(low, span, units - low, executing, span * unit)
+
+
+def of_lanes(values: np.ndarray, mask: int) -> np.ndarray:
+    """Those of 32 values that belong to lanes of a mask."""
+    first = (mask & -mask).bit_length() - 1
+    run = mask >> first
+    if run & run + 1 == 0:
+        return values[first : first + run.bit_length()]
+    return values[lanes(mask)]
 
 
 def runs(mask: int) -> list[tuple[int, int]]:

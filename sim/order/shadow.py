@@ -8,16 +8,19 @@ a tile looks at a few numbers however large the tile is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
 from warpspec.sim.order.clocks import Clock, Snapshot
 from warpspec.sim.order.findings import Access
+from warpspec.sim.tcgen05.memory import COLUMNS, LANES
 
 READS = 32  # bit of a cell from which on the write's number stands
 SET = (1 << READS) - 1
 SMALL = 128  # units that are looked at one by one
 RUNS = 4096  # runs of one number that are looked at one by one
+GRAIN = 8  # lanes that tensor memory's numbers stand for
 FEW = 8  # kinds of cells that are replaced one after the other
 
 
@@ -42,6 +45,51 @@ class Shadow:
     def reads(self) -> np.ndarray:
         """The numbers of sets of reads, a view."""
         return self.cells.view(np.int32).reshape(*self.cells.shape, 2)[..., 0]
+
+
+class TensorShadow(Shadow):
+    """Numbers of tensor memory [rows, columns]: a row is `GRAIN` lanes as long as every access is to whole rows, as
+    those of nearly all kernels are, and one lane from the first other access on."""
+
+    __slots__ = ("grain",)
+
+    def __init__(self):
+        super().__init__((LANES // GRAIN, COLUMNS))
+        self.grain = GRAIN
+
+    def index(self, where: tuple) -> tuple:
+        """An index of lanes and columns as one of `cells`."""
+        if self.grain > 1:
+            rows = _whole_rows(where)
+            if rows is not None:
+                return rows
+            self.cells = np.repeat(self.cells, self.grain, axis=0)
+            self.grain = 1
+        return where
+
+
+def _whole_rows(where: tuple) -> tuple | None:
+    """An index of lanes and columns as one of rows of `GRAIN` lanes and columns; None where it has parts of rows."""
+    lanes, columns = where
+    if isinstance(lanes, slice) and isinstance(columns, slice):
+        start, stop = lanes.start or 0, LANES if lanes.stop is None else lanes.stop
+        if start % GRAIN or stop % GRAIN:
+            return None
+        return slice(start // GRAIN, stop // GRAIN), columns
+    lanes, columns = np.asarray(lanes), np.asarray(columns)
+    return _rows_of_arrays(lanes.tobytes(), lanes.shape, columns.tobytes(), columns.shape)
+
+
+@lru_cache(maxsize=1 << 10)
+def _rows_of_arrays(lanes: bytes, lanes_shape: tuple, columns: bytes, columns_shape: tuple) -> tuple | None:
+    touched = np.zeros((LANES, COLUMNS), bool)
+    touched[
+        np.frombuffer(lanes, np.intp).reshape(lanes_shape),
+        np.frombuffer(columns, np.intp).reshape(columns_shape),
+    ] = True
+    parts = touched.reshape(-1, GRAIN, COLUMNS)
+    rows = parts.any(axis=1)
+    return np.nonzero(rows) if (rows == parts.all(axis=1)).all() else None
 
 
 def distinct(numbers: np.ndarray) -> list[int]:
@@ -98,18 +146,14 @@ class Ledger:
             self._joined[key] = joined
         return joined
 
-    def touch(self, shadow: Shadow, where, access: Access, clock: Clock | Snapshot) -> list[Access]:
-        """Note an access to the units `where` (any index); returns the earlier accesses that it may conflict with."""
-        shadow.touched.add(self.number(access))
+    def note(self, shadow: Shadow, where, access: Access, clock: Clock | Snapshot) -> list[int]:
+        """Note an access to the units `where` (any index); returns the kinds of cells that were there."""
+        key = access.key or self.number(access)
+        shadow.touched.add(key)
         cells = shadow.cells[where]
         kinds = distinct(cells)
-        conflicts = [
-            self.accesses[number] for number in dict.fromkeys(kind >> READS for kind in kinds) if number
-        ]
         if access.write:
-            for number in dict.fromkeys(kind & SET for kind in kinds):
-                conflicts.extend(self.sets[number])
-            shadow.cells[where] = access.key << READS
+            shadow.cells[where] = key << READS
         elif len(kinds) == 1:
             (kind,) = kinds
             new = kind & ~SET | self.with_reader(kind & SET, access, clock)
@@ -124,4 +168,9 @@ class Ledger:
             found, which = np.unique(cells, return_inverse=True)
             sets = [kind & ~SET | self.with_reader(kind & SET, access, clock) for kind in found.tolist()]
             shadow.cells[where] = np.array(sets, np.int64)[which].reshape(cells.shape)
-        return conflicts
+        return kinds
+
+    def of(self, kind: int, write: bool) -> list[Access]:
+        """The accesses that a kind of cell stands for, as far as they may conflict with a write, or with a read."""
+        found = [self.accesses[kind >> READS]] if kind >> READS else []
+        return [*found, *self.sets[kind & SET]] if write else found

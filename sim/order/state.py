@@ -17,8 +17,7 @@ from warpspec.sim.order.clocks import (
     Snapshot,
 )
 from warpspec.sim.order.findings import Access
-from warpspec.sim.order.shadow import Shadow
-from warpspec.sim.tcgen05.memory import COLUMNS, LANES
+from warpspec.sim.order.shadow import Shadow, TensorShadow
 
 
 class CtaOrder:
@@ -30,7 +29,7 @@ class CtaOrder:
         self.start = (
             domain.component()
         )  # known by its warps from the start, in row BARRIERS, and by whom they meet
-        self._tensor: Shadow | None = None
+        self._tensor: TensorShadow | None = None
         self.suspects: np.ndarray | None = (
             None  # of tensor memory: number of the findings if it is read, or 0
         )
@@ -43,9 +42,9 @@ class CtaOrder:
         return {kind: (np.zeros(units, np.int64), np.zeros(units, np.int32)) for kind in ("write", "read")}
 
     @property
-    def tensor(self) -> Shadow:
+    def tensor(self) -> TensorShadow:
         if self._tensor is None:
-            self._tensor = Shadow((LANES, COLUMNS))
+            self._tensor = TensorShadow()
         return self._tensor
 
 
@@ -82,20 +81,24 @@ class BarrierOrder:
 class GlobalShadow:
     """Shadow of an allocation. While nothing writes it, its reads are only listed."""
 
-    __slots__ = ("allocation", "base", "early", "pending", "shadow", "unit")
+    __slots__ = ("allocation", "base", "early", "end", "listed", "pending", "shadow", "unit")
 
     def __init__(self, allocation: Allocation, unit: int):
         self.allocation = allocation
         self.unit = unit
         self.base = allocation.address // unit * unit
+        self.end = allocation.end
         self.shadow: Shadow | None = None
         self.early: Shadow | None = None  # accesses that may take place beside the launch before
         self.pending: list[tuple] = []
+        self.listed: set[tuple] = (
+            set()
+        )  # (first unit, end, access) of those in it by a warp to units in a row
 
     @property
     def size(self) -> int:
         """Units of the allocation."""
-        return -(-(self.allocation.end - self.base) // self.unit)
+        return -(-(self.end - self.base) // self.unit)
 
     def units(self, low: int, high: int) -> slice:
         """The units of the bytes low to high."""

@@ -20,7 +20,9 @@ class TensorAccesses(Synchronisation):
 
     def tensor_access(self, cta, where, access: Access, clock) -> None:
         """An access to lanes and columns of tensor memory; where: an index of [128, 512]."""
-        self.touch(cta.order.tensor, where, access, (clock,), TENSOR_MEMORY, lambda: tensor_place(cta, where))
+        shadow = cta.order.tensor
+        place = lambda: tensor_place(cta, where)  # noqa: E731
+        self.touch(shadow, shadow.index(where), access, (clock,), TENSOR_MEMORY, place)
         suspects = cta.order.suspects
         if suspects is not None:
             if access.write:
