@@ -39,37 +39,46 @@ def storage_of(compiled: object) -> Storage:
     return getattr(compiled, STORAGE_ATTRIBUTE, {})
 
 
-def _operations(operation):
-    """All operations inside one, in order."""
+def _own_operations(operation):
+    """The operations of one's regions, in order, not those inside them."""
     for region in operation.regions:
         for block in region.blocks:
             for op in block.operations:
                 yield op.operation
-                yield from _operations(op.operation)
+
+
+def _operations(operation):
+    """All operations inside one, in order."""
+    for op in _own_operations(operation):
+        yield op
+        yield from _operations(op)
 
 
 def _storage(module) -> Storage:
     """What the kernels of a module, before lowering, allocate in shared memory in one piece after the other."""
-    found: Storage = {}
-    for op in _operations(module.operation):
-        if op.name == "cuda.kernel":
-            fields, end = [], 0
-            for inner in _operations(op):
-                if inner.name != "cute.memref.alloca" or ", smem," not in (
-                    kind := str(inner.results[0].type)
-                ):
-                    continue
-                allocation = SHARED_ALLOCATION.fullmatch(kind)
-                if allocation is None:  # where the next one begins is not known
-                    break
-                start = -(-end // int(allocation["align"])) * int(allocation["align"])
-                end = start + int(allocation["bytes"])
-                if "smem.struct_fields" in inner.attributes:
-                    for field in inner.attributes["smem.struct_fields"]:
-                        name, size, offset = field.value.rsplit(":", 2)
-                        fields.append((name, int(size), start + int(offset)))
-            found[op.attributes["sym_name"].value] = tuple(fields)
-    return found
+    return {
+        op.attributes["sym_name"].value: tuple(_fields(op))
+        for gpu_module in _own_operations(module.operation)
+        for op in _own_operations(gpu_module)
+        if op.name == "cuda.kernel"
+    }
+
+
+def _fields(kernel):
+    """Name, bytes and offset of each field of the storage structs that a kernel allocates."""
+    end = 0
+    for op in _operations(kernel):
+        if op.name != "cute.memref.alloca" or ", smem," not in (kind := str(op.results[0].type)):
+            continue
+        allocation = SHARED_ALLOCATION.fullmatch(kind)
+        if allocation is None:  # where the next one begins is not known
+            return
+        start = -(-end // int(allocation["align"])) * int(allocation["align"])
+        end = start + int(allocation["bytes"])
+        if "smem.struct_fields" in op.attributes:
+            for field in op.attributes["smem.struct_fields"]:
+                name, size, offset = field.value.rsplit(":", 2)
+                yield name, int(size), start + int(offset)
 
 
 def record_argument_types() -> None:

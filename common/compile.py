@@ -96,9 +96,10 @@ def compile_host(host, *arguments, arch: str, options: str = ""):
     import cutlass.cute as cute  # here, so that importing warpspec does not load the DSL
 
     import warpspec.common.argument_types  # noqa: F401  (remembers argument types, which the simulator needs)
+    from warpspec.common import locations
 
     # The DSL writes the artifacts it keeps to this folder and has read them back when compile returns.
-    with _lock, tempfile.TemporaryDirectory(prefix="warpspec-") as folder:
+    with _lock, locations.remembered(), tempfile.TemporaryDirectory(prefix="warpspec-") as folder:
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir {folder}"
         return cute.compile(host, *arguments, options=f"--gpu-arch {arch} {keep} {options}".rstrip())
 

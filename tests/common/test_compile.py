@@ -1,5 +1,6 @@
 """Compile cache and what a cubin says: no GPU, nothing left behind."""
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -10,9 +11,11 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
+from cutlass._mlir_helpers import op
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from warpspec import sim
+from warpspec.common import locations
 from warpspec.common.compile import compile_cached, compile_host, compile_kernel, fake_rows, resources
 
 THREADS = 128
@@ -90,6 +93,18 @@ def test_spills_show():
     roomy = only(compile_host(crowded, fake(), fake(), THREADS, arch="sm_100a"))
     assert roomy.local_bytes == 0
     assert REGISTERS // MAX_THREADS_THAT_SPILLS < roomy.registers <= REGISTERS // THREADS
+
+
+def test_locations_are_worked_out_once_a_call_site(monkeypatch):
+    """They and the code are the same as the DSL makes them operation by operation."""
+    frames, describe = [], op._fast_frameinfo
+    monkeypatch.setattr(op, "_fast_frameinfo", lambda frame: frames.append(frame.f_code) or describe(frame))
+    once = compile_host(crowded, fake(), fake(), THREADS, arch="sm_100a")
+    call_sites = len(frames)
+    monkeypatch.setattr(locations, "remembered", contextlib.nullcontext)
+    each = compile_host(crowded, fake(), fake(), THREADS, arch="sm_100a")
+    assert each.artifacts.PTX == once.artifacts.PTX
+    assert 0 < 3 * call_sites < len(frames) - call_sites
 
 
 def test_hopper(doubled):
