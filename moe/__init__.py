@@ -108,6 +108,7 @@ def moe_ffn(
     activation: str = "swiglu",
     precision: str = "auto",
     group: torch.distributed.ProcessGroup | None = None,
+    capacity: int | None = None,
     check: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -130,6 +131,10 @@ def moe_ffn(
         group: experts are spread over its ranks (`NVFP4Experts.shard`): `experts` are this rank's, as many as every
             other's, and id rank * E + e is the rank's e-th. A collective call: each rank brings its own tokens, or
             none. The host waits once, for the numbers of rows that NCCL is told; the bits are those of one GPU.
+        capacity: with a group, how many choices each rank can have for each one; the same for all ranks. Buffers are of
+            that size whatever the routing, so the host waits for nothing and the call can be captured in a CUDA graph.
+            A token with a choice beyond it is NaN; with ``check`` it is a ValueError, after the exchange. T * k of the
+            rank with the most tokens is enough for any routing.
         check: raise ValueError for ids out of range, which on CUDA makes the host wait. Unchecked, they count as -1.
 
     Returns:
@@ -154,9 +159,12 @@ def moe_ffn(
             *(experts.intermediate_scale, experts.shared, activation, limit, check, precision, backend),
         )
 
+    parallel.check_capacity(capacity, group)
     if group is None:
         return run(x, experts, topk_ids, topk_weights)
-    return parallel.moe_ffn(x, experts, topk_ids, topk_weights, group, run, check=check, backend=backend)
+    return parallel.moe_ffn(
+        *(x, experts, topk_ids, topk_weights, group, run), capacity=capacity, check=check, backend=backend
+    )
 
 
 def _check_kinds(*, tensors, check, backend) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 DROPPED = -1  # as an id: no expert; as a position: no row
+UNSENT = -2  # as a position: no row, for want of room (``parallel``)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The order is fixed and no one else writes the token's result: bitwise repeatable
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -16,6 +17,7 @@ from cutlass import BFloat16, Float32, Int32
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.moe.permute import UNSENT
 
 THREADS = 128
 VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
@@ -23,11 +25,13 @@ VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
 
 @dataclass(frozen=True)
 class UnpermuteConfig:
-    """choices: of a token. shared: the last so many of them weigh 1. dependent: a programmatic dependent launch."""
+    """choices: of a token. shared: the last so many of them weigh 1. dependent: a programmatic dependent launch.
+    unsent: positions may be ``UNSENT``, and the token is NaN then."""
 
     choices: int
     shared: int = 0
     dependent: bool = False
+    unsent: bool = False
 
 
 class Unpermute:
@@ -76,6 +80,10 @@ class Unpermute:
                         weight = Float32(weights[token, choice])
                     for i in cutlass.range_constexpr(VECTOR):
                         total[i] += weight * loaded[i, choice].to(Float32)
+            if cutlass.const_expr(config.unsent):
+                for choice in cutlass.range_constexpr(config.choices):
+                    if taken[choice] == UNSENT:
+                        total.fill(math.nan)
             rounded = cute.make_rmem_tensor(VECTOR, BFloat16)
             for i in cutlass.range_constexpr(VECTOR):
                 rounded[i] = total[i].to(BFloat16)
@@ -103,15 +111,16 @@ def unpermute(
     out: torch.Tensor,
     *,
     dependent: bool = False,
+    unsent: bool = False,
     target: Target | None = None,
 ):
     """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
 
     rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous;
     weights of fewer columns: the others' are 1. out: bf16. H a multiple of 8; rows and out contiguous along H, aligned
-    to 16 bytes. dependent: start while the kernel before, which makes rows, ends. On the tensors' device and its
-    current stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target: instead of
-    the tensors' own, another architecture to simulate.
+    to 16 bytes. dependent: start while the kernel before, which makes rows, ends. unsent: ``UNSENT`` as a position
+    makes the token NaN. On the tensors' device and its current stream; CPU tensors run in the simulator, and its
+    SimReport is returned, otherwise None. target: instead of the tensors' own, another architecture to simulate.
     """
     if out.numel() == 0:
         return None
@@ -120,5 +129,5 @@ def unpermute(
         out.zero_()
         return None
     target = target or target_of(out.device)
-    config = UnpermuteConfig(choices, choices - weights.shape[1], dependent)
+    config = UnpermuteConfig(choices, choices - weights.shape[1], dependent, unsent)
     return unpermute_kernel.run(config, target, rows.detach(), position, weights.detach(), out)

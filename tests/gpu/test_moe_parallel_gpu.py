@@ -1,4 +1,4 @@
-"""Experts spread over two GPUs by NCCL: the bits of one."""
+"""Experts spread over two GPUs by NCCL: the bits of one, with buffers of fixed size also in a CUDA graph."""
 
 import multiprocessing
 import os
@@ -42,9 +42,21 @@ def as_rank(rank, port, results):
         layer, found = layer_on(device), []
         for seed, tokens in enumerate(TOKENS):
             arguments = case(tokens[rank], layer.experts, 10 * seed + rank, device)
-            x, *routing = arguments
-            got = moe_ffn(x, layer.shard(rank, RANKS), *routing, **OPTIONS, group=dist.group.WORLD)
-            found.append(torch.equal(got, moe_ffn(x, layer, *routing, **OPTIONS)))
+            alone = moe_ffn(arguments[0], layer, *arguments[1:], **OPTIONS)
+            own = layer.shard(rank, RANKS)
+
+            def call(arguments=arguments, own=own, **capacity):
+                x, *routing = arguments
+                return moe_ffn(x, own, *routing, **OPTIONS, group=dist.group.WORLD, **capacity)
+
+            enough = dict(capacity=max(tokens) * CHOICES)
+            found += [torch.equal(call(**capacity), alone) for capacity in ({}, enough)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = call(**enough)
+            out.fill_(torch.nan)
+            graph.replay()
+            found.append(torch.equal(out, alone))
         dist.destroy_process_group()
         results.put(found)
     except Exception as error:
@@ -60,4 +72,4 @@ def test_the_bits_of_one():
     found = [results.get(timeout=200) for _ in processes]
     for process in processes:
         process.join(timeout=60)
-    assert found == [[True] * len(TOKENS)] * RANKS
+    assert found == [[True] * 3 * len(TOKENS)] * RANKS

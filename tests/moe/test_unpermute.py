@@ -5,7 +5,7 @@ import torch
 
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
-from warpspec.moe.permute import sort_tokens
+from warpspec.moe.permute import UNSENT, sort_tokens
 from warpspec.moe.unpermute import UnpermuteConfig, unpermute, unpermute_kernel
 
 ARCHS = ("sm_100a", "sm_90a")
@@ -33,27 +33,34 @@ def expected(rows, s, weights):
 
 
 @pytest.mark.parametrize(
-    ("arch", "tokens", "width", "choices"),
+    ("arch", "tokens", "width", "choices", "unsent"),
     [
-        ("sm_100a", 1, 8, 1),
-        ("sm_100a", 5, 2880, 4),
-        ("sm_100a", 3, 1032, 7),
-        ("sm_90a", 40, 64, 8),
-        ("sm_90a", 2, 16, 9),
+        ("sm_100a", 1, 8, 1, False),
+        ("sm_100a", 5, 2880, 4, False),
+        ("sm_100a", 3, 1032, 7, False),
+        ("sm_90a", 40, 64, 8, False),
+        ("sm_90a", 3, 16, 9, True),
     ],
 )
-def test_against_definition(arch, tokens, width, choices):
+def test_against_definition(arch, tokens, width, choices, unsent):
+    """unsent: one token's choice had no room."""
     rows, s, weights = case(tokens, width, choices, 6)
     out = torch.full((tokens, width), torch.nan, dtype=torch.bfloat16)
-    report = unpermute(rows, s.position, weights, out, target=SIMULATED[arch])
     exact = expected(rows, s, weights)
+    if unsent:
+        s.position[0, choices - 2], exact[0] = UNSENT, 0.0
+    options = dict(unsent=unsent, target=SIMULATED[arch])
+    report = unpermute(rows, s.position, weights, out, **options)
+    if unsent:
+        assert out[0].isnan().all()
+        out[0] = 0.0
     # fp32 sums, then one rounding to bf16
     assert (out.double() - exact).abs().le(exact.abs() * 2**-8 * 1.01 + 1e-5).all()
     assert not out[tokens // 2].any()
     assert all(launch.local_bytes == 0 for launch in report.launches)
     again = torch.full_like(out, torch.nan)
-    unpermute(rows, s.position, weights, again, target=SIMULATED[arch])
-    assert torch.equal(again, out)
+    unpermute(rows, s.position, weights, again, **options)
+    assert torch.equal(again[unsent:], out[unsent:])
 
 
 def test_order_is_that_of_the_choices():
