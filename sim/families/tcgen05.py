@@ -171,6 +171,7 @@ def note_mmas(order, mmas: list[Mma], ops: list, ctas) -> None:
             stop += 1
         op = ops[stop - 1]  # its completion is that of those before it
         read, written = order.of(op, False, queued=True), order.of(op, True, queued=True)
+        read.pipe = written.pipe = mmas[start].pipe
         for cta, chunks, cells, accumulator in mma.footprint(mmas[start:stop], ctas):
             for where in chunks:
                 order.shared_chunks(cta, where, CHUNK_BYTES, read, op.clock)

@@ -164,7 +164,7 @@ class Accesses:
                 self.check_started(access, clocks[0], cta, place)
         for kind in self.ledger.note(shadow, where, access, clocks[0]):
             if kind:
-                asked = (kind, memory, access.write, access.generic, access.component)
+                asked = (kind, memory, access.write, access.generic, access.component, access.pipe)
                 for clock in clocks:
                     if asked not in clock.known_kinds:
                         self.check(kind, asked, access, clock, memory, place)
@@ -193,7 +193,7 @@ class Accesses:
 
     def compare(self, first: Access, second: Access, clock, memory: str, place) -> bool:
         """Whether the first of two accesses to one place is ordered before the second; reports them if they race."""
-        if first.component == second.component and first.domain is second.domain and first.queued:
+        if findings.of_one_queue(first, second) and findings.pipelined(first, second):
             return True
         if memory is TENSOR_MEMORY:
             row = TENSOR_OWN
@@ -220,7 +220,7 @@ class Accesses:
             second.describe(),
             remedy,
             (first.ins.line, second.ins.line),
-            findings.is_tolerated(first, missing),
+            findings.is_tolerated(first, second, missing),
         )
         return False
 

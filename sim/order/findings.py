@@ -21,7 +21,7 @@ class Access:
     """
 
     __slots__ = (
-        "agent", "component", "count", "cta", "domain", "generic", "ins", "key", "queued", "strong", "write",
+        "agent", "component", "count", "cta", "domain", "generic", "ins", "key", "pipe", "queued", "strong", "write",
     )  # fmt: skip
 
     def __init__(
@@ -32,6 +32,7 @@ class Access:
         self.agent, self.cta = agent, cta
         self.write, self.generic, self.strong = write, generic, strong
         self.queued = queued
+        self.pipe: tuple | None = None  # of tcgen05.mma: see `pipelined`
         self.key = 0  # its number among the checker's accesses, once it is kept in shadow memory
 
     def describe(self) -> str:
@@ -41,6 +42,18 @@ class Access:
         return (
             f"CTA {self.cta} {self.agent} {what}{proxy}: PTX line {self.ins.line} `{self.ins.opcode}`{source}"
         )
+
+
+def of_one_queue(first: Access, second: Access) -> bool:
+    """Whether both are of one component, the earlier one's accesses in the order of issue."""
+    return first.component == second.component and first.domain is second.domain and first.queued
+
+
+def pipelined(first: Access, second: Access) -> bool:
+    """Whether operations of one queue take effect as they were issued: MMAs if they have one accumulator and shape (PTX
+    ISA, "Pipelined tcgen05 instructions"), `pipe` of their accesses. By that text a tcgen05.cp may overtake the MMA
+    whose scales it replaces; NVIDIA's own examples do without a wait there."""
+    return None in (first.pipe, second.pipe) or first.pipe == second.pipe
 
 
 def morally_strong(first: Access, second: Access) -> bool:
@@ -56,6 +69,11 @@ def morally_strong(first: Access, second: Access) -> bool:
 
 def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[str, str]:
     """(class of defect, what would order them). missing: the row of the second's clock that lacks the first."""
+    if of_one_queue(first, second):
+        return (
+            "a tcgen05.mma that may overtake another",
+            f"{wait_for(first)}, and tcgen05.fence::after_thread_sync, before the second is issued",
+        )
     if missing in (ASYNC_SHARED, ASYNC_GLOBAL):
         space = "shared::cta" if missing == ASYNC_SHARED else "global"
         return (
@@ -82,12 +100,15 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
     return "accesses that nothing orders", wait_for(first) + ", then a barrier that the second waits for"
 
 
-def is_tolerated(first: Access, missing: int, freed: bool = False) -> bool:
+def is_tolerated(first: Access, second: Access, missing: int, freed: bool = False) -> bool:
     """Whether hardware is known to do without: NVIDIA's own examples read an accumulator behind tcgen05.commit and its
-    mbarrier without a fence, and free tensor memory behind loads whose registers they have used, not waited for."""
+    mbarrier without a fence, free tensor memory behind loads whose registers they have used, not waited for, and issue
+    MMAs that write what those before them, of other accumulators, read."""
     name = first.ins.opcode
-    return (missing == TENSOR and name.startswith(("tcgen05.mma", "tcgen05.cp"))) or (
-        freed and name.startswith("tcgen05.ld")
+    return (
+        of_one_queue(first, second)
+        or (missing == TENSOR and name.startswith(("tcgen05.mma", "tcgen05.cp")))
+        or (freed and name.startswith("tcgen05.ld"))
     )
 
 

@@ -68,7 +68,7 @@ class TensorAccesses(Synchronisation):
                 self.report(
                     "tensor memory is freed while it is in use", tensor_place(w.cta, where), first.describe(),
                     access.describe().replace(" writes:", " frees it:"), remedy,
-                    (first.ins.line, ins.line), findings.is_tolerated(first, BASE, freed=True),
+                    (first.ins.line, ins.line), findings.is_tolerated(first, access, BASE, freed=True),
                 )  # fmt: skip
         shadow.writes[where] = 0
         shadow.reads[where] = 0

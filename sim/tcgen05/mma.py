@@ -46,6 +46,11 @@ class Mma:
     scale_b: int = 0
 
     @property
+    def pipe(self) -> tuple:
+        """What MMAs that take effect in the order of issue share: the accumulator and its shape."""
+        return self.cta_group, self.d, self.descriptor.m, self.descriptor.n
+
+    @property
     def flops(self) -> int:
         return 2 * self.descriptor.m * self.descriptor.n * self.descriptor.k
 

@@ -250,6 +250,13 @@ CASES = {
         START + ALLOCATE + INIT_FENCED + FILL + "[[fence.proxy.async.shared::cta;]] bar.sync 0;" + MMA + COMMIT_MMA
         + wait(0, "A") + FREE,
     ),
+    "tcgen05.fence::after_thread_sync between MMAs of two accumulators": (
+        "may overtake",
+        dict(block=(128, 1, 1)),
+        START + ALLOCATE + INIT_FENCED + FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + MMA + COMMIT_MMA
+        + wait(0, "A") + "[[tcgen05.fence::after_thread_sync;]] add.u32 %r20, %r20, 4;" + MMA
+        + "sub.u32 %r20, %r20, 4;" + COMMIT_MMA + wait(1, "B") + FREE,
+    ),
     "tcgen05.commit before tensor memory is freed": (
         "tensor memory is freed",
         dict(block=(128, 1, 1)),
@@ -287,6 +294,7 @@ def run(body: str, seed: int = 0, **options):
 
 
 TOLERATED = (  # by hardware: a warning
+    "tcgen05.fence::after_thread_sync between MMAs of two accumulators",
     "tcgen05.wait::ld before tensor memory is freed",
     "tcgen05.wait::ld before a use",
     "tcgen05.wait::ld before a use behind a move",
