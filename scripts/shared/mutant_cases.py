@@ -1,0 +1,417 @@
+"""The kernels whose mutants `scripts/mutate.py` scores: each a call at a small size that makes them work.
+
+An input that lets an ordering instruction do its work has several tiles a CTA, rings that are filled again, parts that
+nobody sees. A case may call several times: a mutant that one of the calls finds is found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention, ops
+from warpspec.fmha import launch as attention_launch
+
+TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
+sys.path[:0] = [str(TESTS / name) for name in ("helpers", "fmha", "indexer", "moe", "softmax")]
+
+
+def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
+    """sms: SMs that it is planned for; few of them, and a CTA has several tiles."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        batch, sq, sk, heads, dim = (shape[n] for n in ("batch", "sq", "sk", "heads", "dim"))
+        q = torch.randn(batch, sq, heads, dim).bfloat16()
+        k, v = (torch.randn(batch, sk, 1, dim).bfloat16() for _ in range(2))
+        k *= torch.linspace(4, 0.1, sk).bfloat16()[:, None, None]  # maxima rise: O is rescaled
+        options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
+        if "lengths" in shape:
+            options["kv_lengths"] = torch.tensor(shape["lengths"], dtype=torch.int32)
+        target = SIMULATED[arch] if sms is None else replace(SIMULATED[arch], sm_count=sms)
+
+        def prepare(problem, _):
+            return attention_launch.prepare(problem, target, 0)
+
+        with mock.patch.object(ops, "prepare", prepare):
+            attention(q, k, None if shape.get("latent") else v, **options, backend="sim")
+
+    return run
+
+
+def _bias(arch: str) -> Callable[[], None]:
+    def run() -> None:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, bias = (
+            torch.randn(*shape, generator=generator).bfloat16()
+            for shape in ((1, 140, 2, 64), (1, 520, 1, 64), (1, 520, 1, 64), (1, 2, 140, 520))
+        )
+        target = replace(SIMULATED[arch], sm_count=1)
+        prepare = lambda problem, _: attention_launch.prepare(problem, target, 0)  # noqa: E731
+        with mock.patch.object(ops, "prepare", prepare):
+            attention(q, k, v, bias=bias, num_splits=1, backend="sim")
+
+    return run
+
+
+def _pages(arch: str) -> Callable[[], None]:
+    def run() -> None:
+        from test_paged_sim import inputs
+
+        options = dict(seq_q=70, heads_q=2, head_dim=128, causal=True)
+        _, arguments = inputs((300, 170), 16, **options)
+        target = replace(SIMULATED[arch], sm_count=1)
+        prepare = lambda problem, _: attention_launch.prepare(problem, target, 0)  # noqa: E731
+        with mock.patch.object(ops, "prepare", prepare):
+            attention(**arguments, backend="sim")
+
+    return run
+
+
+def _gathered(arch: str, **options) -> Callable[[], None]:
+    def run() -> None:
+        from gathered_cases import random_case
+
+        from warpspec.fmha.gathered import gathered_attention
+        from warpspec.fmha.gathered import ops as gathered_ops
+
+        case = random_case(4, 8, (130, 70), **{"num_splits": 1, **options})
+        target = replace(SIMULATED[arch], sm_count=1)
+        with mock.patch.object(gathered_ops, "target_of", lambda device: target):
+            gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
+
+    return run
+
+
+def _quantize_output() -> None:
+    from warpspec.fmha.projection import ops as projection_ops
+    from warpspec.fmha.projection import quantize_output
+
+    with mock.patch.object(projection_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
+        quantize_output(torch.randn(3, 7, 512).bfloat16(), backend="sim")
+
+
+def _insert(arch: str) -> Callable[[], None]:
+    """Queries and keys into rows; rows into a pool."""
+
+    def run() -> None:
+        from warpspec.cache import IndexPool, LatentPool, insert_window, rope_table, store_rows
+        from warpspec.cache import ops as cache_ops
+
+        torch.manual_seed(0)
+        table = rope_table(1e4 ** (-torch.arange(32) / 32), 512)
+        q, kv = torch.randn(5, 3, 512).bfloat16(), torch.randn(5, 512).bfloat16()
+        positions, slots = (
+            torch.tensor(x, dtype=torch.int32) for x in ((0, 7, 511, 30, 31), (4, -1, 9, 8, 0))
+        )
+        pool = LatentPool.empty(2, 5, "v4-fp8")
+        with mock.patch.object(cache_ops, "target_of", lambda device: SIMULATED[arch]):
+            weight = torch.rand(512).bfloat16()
+            insert_window(q, kv, table, positions, pool=pool, weight=weight, slots=slots, backend="sim")
+            for kind, name, dim in ((LatentPool, "v4-fp8", 512), (IndexPool, "mxfp4", 128)):
+                store_rows(torch.randn(5, dim).bfloat16(), kind.empty(2, 5, name), slots, backend="sim")
+
+    return run
+
+
+def _compress(kind: str, arch: str) -> Callable[[], None]:
+    def run() -> None:
+        from cache_cases import Compressor, Run, grow
+
+        from warpspec.cache import ops as cache_ops
+
+        tokens = 26 if kind == "csa" else 260
+        with mock.patch.object(cache_ops, "target_of", lambda device: SIMULATED[arch]):
+            compressor = Compressor.random(kind, 2, tokens, dim=512)
+            grow(Run.start(compressor, "v4-fp8", 3), tokens, "chunked", backend="sim")
+
+    return run
+
+
+def _index_queries() -> None:
+    from test_queries_scores import queries
+
+    from warpspec.indexer import ops as index_ops
+
+    with mock.patch.object(index_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
+        queries(backend="sim")
+
+
+def _index(arch: str, sms: int, streams: bool = False) -> Callable[[], None]:
+    """Scores; streams: and the selection, in one launch."""
+
+    def run() -> None:
+        from test_queries_scores import queries
+
+        from warpspec.cache import IndexPool
+        from warpspec.indexer import index_scores, select_entries
+        from warpspec.indexer import ops as index_ops
+
+        asked = queries(heads=8)
+        pool = IndexPool.empty(10, 64, "mxfp4")
+        pool.write(torch.arange(pool.capacity), torch.randn(pool.capacity, 128).bfloat16())
+        table = torch.randperm(10).view(2, 5).to(torch.int32)
+        requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ((0, 1, 1), (311, 320, 200)))
+        target = replace(SIMULATED[arch], sm_count=sms)
+        with mock.patch.object(index_ops, "target_of", lambda device: target):
+            if streams:
+                select_entries(asked, pool, table, requests, lengths, 40, workspace_bytes=0, backend="sim")
+            else:
+                index_scores(asked, pool, table, requests, lengths, backend="sim")
+
+    return run
+
+
+def _index_topk(length: int, k: int) -> Callable[[], None]:
+    def run() -> None:
+        from warpspec.indexer import index_topk
+        from warpspec.indexer import ops as index_ops
+
+        torch.manual_seed(0)
+        with mock.patch.object(index_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
+            index_topk(torch.randn(2, length), k, backend="sim")
+
+    return run
+
+
+def _swap_chain(arch: str) -> Callable[[], None]:
+    """A chain of kernels, each of which begins as the one before ends."""
+
+    def run() -> None:
+        from swap_cases import make_plan, run, small
+
+        x, state, weights = small(1, cores=9, d_ff=300)
+        plan = make_plan(arch, ctas=2)
+        run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED[arch])
+
+    return run
+
+
+def _swap() -> None:
+    from swap_cases import make_plan, run, small
+
+    # Two clusters: phases wait for other clusters' counts. One, with more weights: rings are filled again and again.
+    for ctas, d_ff in ((4, 8), (2, 300)):
+        x, state, weights = small(1, cores=9, d_ff=d_ff)
+        plan = make_plan("sm_90a", fused=True, ctas=ctas)
+        run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED["sm_90a"])
+
+
+def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
+    def run() -> None:
+        from gemm_cases import GemmCase, inputs_of, poisoned_out
+
+        from warpspec.moe.sm100 import config, grouped_gemm
+
+        tiles = {"single": config.SINGLE, "pair": config.PAIR, "swapped": config.SWAPPED[16]}[shape]
+        sizes = dict(counts=(5, 0, 130, 1), k=600, width=264, dropped=3)
+        case = GemmCase("", **sizes, **epilogue)
+        inputs, out = inputs_of(case, 0), poisoned_out(case)
+        options = dict(epilogue=case.epilogue, limit=case.limit, out_scale=inputs.out_scale)
+        grouped_gemm(inputs.a, inputs.w, inputs.offsets, out, **options, shape=tiles, groups=groups, seed=0)
+
+    return run
+
+
+def _streamed_moe() -> None:
+    from moe_cases import make_experts, randn
+
+    from warpspec.moe import moe_ffn, route
+
+    layer = make_experts(5, 400, 120, biases=True)[0].for_backend("sm90")
+    tokens = randn(12, 400, seed=7).bfloat16()
+    moe_ffn(
+        tokens, layer, *route(randn(12, 5, seed=50), 3), activation="swiglu_oai", limit=1.0, backend="sim"
+    )
+
+
+def _sort() -> None:
+    """Many warps; a list of work in two classes, tokens in the kernel's order."""
+    from warpspec.moe.sort import sort_choices
+
+    ids = torch.randint(-1, 9, (400, 3), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = torch.randn(400, 72).bfloat16()
+    sort_choices(ids, 10, shared=1, widths=(64, 16), x=x, target=SIMULATED["sm_90a"])
+
+
+def _quantize_rows() -> None:
+    from test_quantize_rows import check, random_case
+
+    check(*random_case(9, 528, 3, 4), 4)
+
+
+def _unpermute() -> None:
+    from test_unpermute import case
+
+    from warpspec.moe.unpermute import unpermute
+
+    rows, found, weights = case(5, 1032, 4, 6)
+    out = torch.empty(5, 1032, dtype=torch.bfloat16)
+    unpermute(rows, found.position, weights, out, dependent=True, target=SIMULATED["sm_90a"])
+
+
+def _streamed_shape(shape: tuple, **options) -> Callable[[], None]:
+    """Hopper's grouped GEMM of several consumers; few CTAs, so that rings are filled again."""
+
+    def run() -> None:
+        from moe_cases import make_experts, randn
+
+        from warpspec.moe import sm90, streamed
+        from warpspec.moe.sm90.config import Shape, StreamConfig
+
+        w = make_experts(3, 448, 160)[0].for_backend("sm90").w2
+        config = StreamConfig(shape=Shape(*shape, **options), block=w.block, early=True)
+        most = min(config.widths)
+        counts = (most, most - 3, 5)
+        h = randn(sum(counts), w.k).bfloat16()
+        work = torch.full((len(counts) + 2, 4), -1, dtype=torch.int32)
+        work[0, : len(config.widths)] = torch.tensor([3] * len(config.widths))
+        for i, count in enumerate(counts):
+            work[i + 1, :3] = torch.tensor([i, sum(counts[:i]), count])
+        out = torch.empty(sum(counts), w.n, dtype=torch.bfloat16)
+        target = SIMULATED["sm_90a"]
+        sm90.grouped_gemm(config, streamed.reorder(h), None, w, work, out, ctas=2, target=target, seed=1)
+
+    return run
+
+
+def _rounded_moe() -> None:
+    """w4a4: with the launches that round."""
+    from moe_cases import make_experts, randn
+
+    from warpspec.moe import moe_ffn, route
+
+    layer = make_experts(5, 400, 120)[0].for_backend("sm90")
+    tokens = randn(12, 400, seed=7).bfloat16()
+    moe_ffn(tokens, layer, *route(randn(12, 5, seed=50), 3), precision="w4a4", backend="sim")
+
+
+def _gradients(arch: str, dim: int) -> Callable[[], None]:
+    def run() -> None:
+        from gradient_cases import Case
+        from simulate import simulate_gradients_as
+
+        with pytest.MonkeyPatch.context() as patch:
+            simulate_gradients_as(patch, arch)
+            # Rows that see nothing; only keys that nobody sees; every row sees every key.
+            for rows, keys, causal in ((330, 200, True), (256, 200, True), (256, 128, False)):
+                case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal)
+                case.gradients(case.tensors(), backend="reference")
+
+    return run
+
+
+def _projection(arch: str) -> Callable[[], None]:
+    def run() -> None:
+        from projection_cases import case
+
+        from warpspec.fmha.projection import ops as projection_ops
+        from warpspec.fmha.projection import output_projection
+
+        target = replace(SIMULATED[arch], sm_count=1)
+        with mock.patch.object(projection_ops, "target_of", lambda device: target):
+            output_projection(*case(70, 24, 2, 384, float8=arch == "sm_90a"), backend="sim")
+
+    return run
+
+
+def _softmax(name: str, arch: str) -> Callable[[], None]:
+    def run() -> None:
+        import test_softmax_sim as cases
+
+        x, _, out = cases.case(name, torch.bfloat16, aligned=True)
+        cases.run(name, x, out, arch)
+
+    return run
+
+
+def _softmax_once() -> None:
+    import test_softmax_sim as cases
+
+    config = cases.StagedConfig("float32", 64, 2, 2, False, 4, once=True)
+    x = torch.randn(6, 4 * (96 * 2 - 8))
+    cases.launch.run_sim(x, torch.empty_like(x), cases.Plan("staged", config, 0, 0, 0.0), SIMULATED["sm_90a"])
+
+
+def _topk(arch: str, **fields) -> Callable[[], None]:
+    def run() -> None:
+        import test_topk_sim as cases
+
+        torch.manual_seed(0)
+        length = 1000 if "held" in fields else 3000
+        cases.run(cases.config_of(torch.float32, 4, **fields), torch.randn(3, length), 4, arch)
+
+    return run
+
+
+CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, num_splits=1)
+FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
+DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
+KERNELS: dict[str, Callable[[], None]] = {
+    "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
+    "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
+    "fmha-sm100-d256": _attention("sm_100a", **CAUSAL, dim=256),
+    "fmha-sm100-d512": _attention("sm_100a", **CAUSAL, dim=512),
+    "fmha-sm100-latent": _attention("sm_100a", **CAUSAL, dim=512, latent=True),
+    "fmha-sm100-decode": _attention("sm_100a", **DECODE, dim=128),
+    "fmha-sm90": _attention("sm_90a", 1, **CAUSAL, window=(250, 0), dim=128),
+    "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
+    "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
+    "fmha-sm90-d512": _attention("sm_90a", 1, **CAUSAL, dim=512),
+    "fmha-sm90-latent": _attention(
+        "sm_90a", 1, **CAUSAL | dict(sq=70, sk=300, lengths=(300, 170)), dim=512, latent=True
+    ),
+    "fmha-sm90-decode": _attention("sm_90a", 1, **DECODE, dim=128),
+    "fmha-sm100-bias": _bias("sm_100a"),
+    "fmha-sm90-bias": _bias("sm_90a"),
+    "fmha-sm100-pages": _pages("sm_100a"),
+    "fmha-sm90-pages": _pages("sm_90a"),
+    "gathered": _gathered("sm_90a"),
+    "gathered-splits": _gathered("sm_90a", num_splits=2),
+    "gathered-sm100": _gathered("sm_100a", num_splits=2),
+    "quantize-output": _quantize_output,
+    "cache-insert": _insert("sm_90a"),
+    "cache-csa": _compress("csa", "sm_90a"),
+    "cache-hca": _compress("hca", "sm_90a"),
+    "index-queries": _index_queries,
+    "index-scores-sm90": _index("sm_90a", 1),
+    "index-scores-sm100": _index("sm_100a", 1),
+    "index-stream": _index("sm_90a", 2, streams=True),
+    "index-topk": _index_topk(4000, 512),
+    "index-topk-parts": _index_topk(70000, 512),
+    "swap": _swap,
+    "swap-chain-sm90": _swap_chain("sm_90a"),
+    "swap-chain-sm100": _swap_chain("sm_100a"),
+    "gradients-sm90": _gradients("sm_90a", 128),
+    "gradients-sm100": _gradients("sm_100a", 128),
+    "projection-sm90": _projection("sm_90a"),
+    "projection-sm100": _projection("sm_100a"),
+    "moe-sm90": _streamed_moe,
+    "moe-single": _moe("single", 1, epilogue="linear"),
+    "moe-single-nvfp4": _moe("single", epilogue="swiglu", limit=3.0, out="nvfp4"),
+    "moe-pair": _moe("pair", epilogue="swiglu"),
+    "moe-swapped": _moe("swapped", epilogue="swiglu"),
+    "moe-sm90-splits": _streamed_shape((1, 8, 3, 2), splits=2),
+    "moe-sm90-tall": _streamed_shape((4, 64, 2, 1, 4), tall=2, steps=1),
+    "moe-sm90-w4a4": _rounded_moe,
+    "moe-sort": _sort,
+    "moe-quantize": _quantize_rows,
+    "moe-unpermute": _unpermute,
+    "softmax-resident": _softmax("resident", "sm_90a"),
+    "softmax-split": _softmax("split", "sm_90a"),
+    "softmax-staged": _softmax("staged cluster", "sm_90a"),
+    "softmax-two-pass": _softmax("two-pass cluster", "sm_90a"),
+    "softmax-cluster": _softmax("cluster", "sm_90a"),
+    "softmax-once": _softmax_once,
+    "topk-again": _topk("sm_90a", again=True, warps=4, cluster=2, unroll=2),
+    "topk-held": _topk("sm_90a", held=True, warps=4, unroll=2),
+    "topk": _topk("sm_90a", warps=4, unroll=2),
+    "topk-cluster": _topk("sm_90a", warps=2, cluster=4, unroll=1),
+}
