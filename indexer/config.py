@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS
-from warpspec.indexer.scores_config import TILE_KEYS, ScoresConfig
+from warpspec.indexer.scores_config import ScoresConfig
+from warpspec.indexer.sm100.config import SCORE_BARRIER, Sm100ScoresConfig
 
 WORD_BYTES = 4
 K_LIMIT = 2048
@@ -17,7 +18,8 @@ TILE_ROOM = 1024  # bytes: the query in shared memory is aligned to them
 class SelectConfig:
     """The kernel of ``index_topk``: a CTA a row. lengths, table: whether those are given. parts: a row has several
     CTAs, which each write the largest of their part, logits and indices; mapped: logits are such ones. threads: of a
-    CTA. chunk: logits that it has in shared memory at a time. slots: of the list of candidates."""
+    CTA that select. chunk: logits in shared memory at a time. slots: of the list of candidates. barrier: a named one of
+    these threads; 0: the CTA has no others."""
 
     lengths: bool
     table: bool
@@ -26,6 +28,7 @@ class SelectConfig:
     threads: int = 1024
     chunk: int = 32768
     slots: int = 4096
+    barrier: int = 0
 
     def __post_init__(self):
         assert not (self.parts and (self.table or self.mapped))
@@ -72,6 +75,7 @@ class SelectConfig:
 
 
 STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
+SPARE_ACCUMULATORS = 1  # beside one for each warpgroup
 MOST_PARTS = 16  # of a row: with K_LIMIT of each, a chunk
 PART_LOGITS = 16384  # that a part has at least
 
@@ -85,20 +89,30 @@ def choose_parts(rows: int, logits: int, sm_count: int) -> int:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """The kernel of scores and selection in one launch: a CTA a query. scores, select: how it does each."""
+    """The kernel of scores and selection in one launch: a CTA a query. scores, select: how it does each, by the same
+    threads."""
 
-    scores: ScoresConfig
+    scores: ScoresConfig | Sm100ScoresConfig
     select: SelectConfig
 
     def __post_init__(self):
-        assert self.scores.threads == self.select.threads
-        assert self.select.chunk % TILE_KEYS == 0 and self.select.table
+        assert self.scores.score_threads == self.select.threads and self.select.table
+        assert self.select.chunk % (self.scores.tile_keys * self.scores.warpgroups) == 0
         assert self.select.smem_bytes + self.scores.smem_bytes + TILE_ROOM <= MAX_SMEM_PER_CTA
 
     @classmethod
     def of(cls, major: int, format: str, heads: int, page_size: int) -> StreamConfig:
-        """major: 9 for sm_90a; elsewhere a warp has the whole query in registers, and fewer warps have room for it."""
-        warpgroups = STREAM_WARPGROUPS if major == 9 else STREAM_WARPGROUPS // 2
-        depth = 2 if format == "mxfp4" else 1
-        scores = ScoresConfig(format, heads, page_size, warpgroups, depth)
-        return cls(scores, SelectConfig(True, True, threads=scores.threads, chunk=STREAM_CHUNK))
+        """major: 9 for sm_90a, where all warps select."""
+        if major == 9:
+            depth = 2 if format == "mxfp4" else 1
+            scores = ScoresConfig(format, heads, page_size, STREAM_WARPGROUPS, depth)
+        else:
+            accumulators = STREAM_WARPGROUPS + SPARE_ACCUMULATORS
+            scores = Sm100ScoresConfig(format, heads, page_size, STREAM_WARPGROUPS, accumulators)
+        barrier = 0 if scores.threads == scores.score_threads else SCORE_BARRIER
+        select = SelectConfig(True, True, threads=scores.score_threads, chunk=STREAM_CHUNK, barrier=barrier)
+        return cls(scores, select)
+
+    @property
+    def threads(self) -> int:
+        return self.scores.threads

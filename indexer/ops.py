@@ -13,7 +13,8 @@ from warpspec.common.repeated import watched
 from warpspec.indexer import reference
 from warpspec.indexer.config import SelectConfig, StreamConfig, choose_parts
 from warpspec.indexer.problem import IndexQueries
-from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, MXF4_HEADS_STEP, ScoresConfig
+from warpspec.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, ScoresConfig
+from warpspec.indexer.sm100.config import Sm100ScoresConfig
 
 
 def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> IndexQueries:
@@ -64,16 +65,14 @@ def run_scores(
     logits = torch.empty(tokens, columns, device=page_table.device)
     if logits.numel() == 0:
         return logits
-    config = ScoresConfig(name, heads, page_size)
     if target.major == 9:
         from warpspec.indexer.sm90.scores import SCORES as kernel
-    elif name == "mxfp4" and heads % MXF4_HEADS_STEP == 0:
-        from warpspec.indexer.sm100.config import Mxf4Config
-        from warpspec.indexer.sm100.scores import MXF4_SCORES as kernel
 
-        config = Mxf4Config(heads, page_size)
+        config = ScoresConfig(name, heads, page_size)
     else:
-        from warpspec.indexer.device.scores import WARP_SCORES as kernel
+        from warpspec.indexer.sm100.scores import SCORES as kernel
+
+        config = Sm100ScoresConfig(name, heads, page_size)
     batch = (page_table, requests, lengths, logits)
     parts = config.choose_parts(tokens, columns, target.sm_count)
     kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)
@@ -100,9 +99,10 @@ def stream_entries(queries: IndexQueries, pool: IndexPool, page_table, requests,
     slots, counts = new_outputs(queries.weights, k)
     if len(slots) == 0:
         return slots, counts
-    from warpspec.indexer.device.stream import STREAM, STREAM_SM90
-
-    kernel = STREAM_SM90 if target.major == 9 else STREAM
+    if target.major == 9:
+        from warpspec.indexer.sm90.stream import STREAM as kernel
+    else:
+        from warpspec.indexer.sm100.stream import STREAM as kernel
     config = StreamConfig.of(target.major, pool.format, asked.page_size, pool.page_size)
     batch = (page_table, requests, lengths, slots, counts)
     kernel.run(config, target, asked.words, queries.weights.detach(), pool.words, *batch)

@@ -1,4 +1,4 @@
-"""What a scores kernel is compiled for. Plain Python."""
+"""What a scores kernel for sm_90a is compiled for; what all of them take. Plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ MAX_HEADS = 64
 E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
 SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
 FORMATS = ("mxfp4", "fp8")
-MXF4_HEADS_STEP = 16  # N of tcgen05.mma is a multiple of it where M is 128
 MOST_PARTS = 256  # CTAs of a query
 BEGIN_TILES = 4  # what a CTA's begin takes, in tiles of a warpgroup
 
@@ -31,6 +30,8 @@ class ScoresConfig:
     page_size: int
     warpgroups: int = 4
     depth: int = 2
+
+    tile_keys = TILE_KEYS
 
     def __post_init__(self):
         assert self.format in FORMATS
@@ -51,6 +52,11 @@ class ScoresConfig:
     @property
     def threads(self) -> int:
         return self.warpgroups * WARPGROUP_THREADS
+
+    @property
+    def score_threads(self) -> int:
+        """All make scores."""
+        return self.threads
 
     def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
         """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin

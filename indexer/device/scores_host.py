@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32
+from cutlass import Float32, Int32, Uint32
 
-from warpspec.indexer.device.keys import LogitsRow, entries_of
-from warpspec.indexer.scores_config import ScoresConfig
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import VECTOR_BYTES
+
+
+class LogitsRow(NamedTuple):
+    """Where scores go: a row of logits (N). limit: keys from here on go nowhere."""
+
+    row: cute.Tensor
+
+    @property
+    def limit(self):
+        return self.row.shape[0]
+
+    def put(self, index, value) -> None:
+        self.row[index] = value
 
 
 class ScoresHost:
-    """``Scores(config)(...)`` is the host function. An architecture's class adds ``scorer``, which prepares a query,
-    and ``score``, by which a group of threads goes along its tiles of keys."""
+    """``Scores(config)(...)`` is the host function; an architecture's class adds ``kernel``."""
 
-    def __init__(self, config: ScoresConfig):
+    def __init__(self, config):
         self.config = config
 
     @cute.jit
@@ -38,14 +52,33 @@ class ScoresHost:
             grid=(parts, queries.shape[0], 1), block=(self.config.threads, 1, 1), stream=stream
         )
 
-    @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
-        config = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        part, token, _ = cute.arch.block_idx()
-        smem = cutlass.memory.SmemAllocator()
-        query = self.scorer(config, smem, queries[token, None], weights[token, None], thread)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
-        tiles = cute.ceil_div(logits.shape[1], query.tile_keys)
-        first, step = part * query.groups + query.group, parts * query.groups
-        self.score(query, entries, first, tiles, step, LogitsRow(logits[token, None]))
+
+@cute.jit
+def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts):
+    """Scores of a CTA's tiles of keys, every ``parts``-th, to a row of logits (N).
+
+    query: the architecture's scorer, of the threads that call. They are ``groups``, each with tiles of ``tile_keys``
+    keys of its own; ``group`` is the thread's. ``score(entries, first, end, step, sink)``: scores of the group's tiles
+    first, first + step, ... below end, to ``sink``, which has ``limit`` and ``put`` as ``LogitsRow``.
+    """
+    tiles = cute.ceil_div(row.shape[0], query.tile_keys)
+    first, step = part * query.groups + query.group, parts * query.groups
+    query.score(entries, first, tiles, step, LogitsRow(row))
+
+
+def scores_arguments() -> tuple:
+    """Arguments of a scores kernel's host function but the stream."""
+
+    def words():
+        return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
+
+    return (
+        words(),
+        fake_rows(Float32, 2),
+        words(),
+        fake_rows(Int32, 2),
+        fake_rows(Int32, 1),
+        fake_rows(Int32, 1),
+        fake_rows(Float32, 2),
+        Int32(1),
+    )

@@ -1,6 +1,6 @@
 """Scores and selection in one launch: a CTA a query, whose logits are in shared memory only, a chunk at a time.
 
-Scores are those of the architecture's scores kernel, selection that of ``select``: the same slots as theirs, one after
+Scores are those of the architecture's scores kernel, selection that of ``choose``: the same slots as theirs, one after
 the other. For prefill, where logits would take gigabytes.
 """
 
@@ -15,10 +15,9 @@ from cutlass import Float32, Int32, Uint32
 
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.common.launch import Kernel
 from warpspec.indexer.config import StreamConfig
-from warpspec.indexer.device.keys import entries_of
-from warpspec.indexer.device.select import NOTHING, allocate, begin, choose, finish, key_of, larger
+from warpspec.indexer.device.choose import NOTHING, begin, choose, key_of, larger, meet
+from warpspec.indexer.device.select import finish
 
 
 class ChunkKeys(NamedTuple):
@@ -33,11 +32,11 @@ class ChunkKeys(NamedTuple):
         self.keys[index - self.first] = key_of(value)
 
 
-class Stream:
-    """``Stream(config, kind)(...)`` is the host function. kind: the architecture's ``ScoresHost``."""
+class StreamHost:
+    """``Stream(config)(...)`` is the host function; an architecture's class adds ``kernel``."""
 
-    def __init__(self, config: StreamConfig, kind: type):
-        self.config, self.kind = config, kind
+    def __init__(self, config: StreamConfig):
+        self.config = config
 
     @cute.jit
     def __call__(
@@ -57,42 +56,50 @@ class Stream:
         arguments = (queries, weights, pool, page_table, requests, lengths, slots, counts)
         self.kernel(*arguments).launch(
             grid=(queries.shape[0], 1, 1),
-            block=(self.config.select.threads, 1, 1),
+            block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
-    @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, slots, counts):
-        config, select = self.config.scores, self.config.select
-        thread, _, _ = cute.arch.thread_idx()
-        token, _, _ = cute.arch.block_idx()
-        shared = allocate(select)
-        smem = cutlass.memory.SmemAllocator()
-        query = self.kind.scorer(config, smem, queries[token, None], weights[token, None], thread)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
-        k = Int32(slots.shape[1])
-        kept, turn, step = Int32(0), Int32(0), Int32(0)
-        begin(shared)
-        for chunk in cutlass.range(cute.ceil_div(entries.length, select.chunk), unroll=1):
-            first = chunk * select.chunk
-            count = cutlass.min(entries.length - first, select.chunk)
-            tile, tiles = first // query.tile_keys, cute.ceil_div(count, query.tile_keys)
-            sink = ChunkKeys(shared.keys, first, first + tiles * query.tile_keys)
-            self.kind.score(query, entries, tile + query.group, tile + tiles, Int32(query.groups), sink)
-            for i in cutlass.range(tiles * query.tile_keys + thread, select.chunk, select.threads, unroll=1):
-                shared.keys[i] = Uint32(NOTHING)
-            cute.arch.sync_threads()
-            maxima = cute.make_rmem_tensor(select.groups + select.kept, Uint32)
-            largest_of_groups(select, shared, maxima)
-            kept, turn, step = choose(select, shared, maxima, first, kept, turn, step, k)
-        size = Int32(config.page_size)
-        finish(select, shared, page_table, requests, slots[token, None], counts, size, token, kept, turn, k)
+
+@cute.jit
+def select_entries(
+    config: cutlass.Constexpr,
+    query: cutlass.Constexpr,
+    shared,
+    entries,
+    page_table,
+    requests,
+    slots,
+    counts,
+    token,
+):
+    """A thread that scores and selects: all chunks of a query's entries, then the slots. query: the architecture's
+    scorer (``scores_host.score_part``), whose groups are all threads that select. shared: ``choose.Shared``."""
+    select = config.select
+    thread, _, _ = cute.arch.thread_idx()
+    k = Int32(slots.shape[1])
+    kept, turn, step = Int32(0), Int32(0), Int32(0)
+    begin(select, shared)
+    for chunk in cutlass.range(cute.ceil_div(entries.length, select.chunk), unroll=1):
+        first = chunk * select.chunk
+        count = cutlass.min(entries.length - first, select.chunk)
+        tile, tiles = first // query.tile_keys, cute.ceil_div(count, query.tile_keys)
+        sink = ChunkKeys(shared.keys, first, first + tiles * query.tile_keys)
+        query.score(entries, tile + query.group, tile + tiles, Int32(query.groups), sink)
+        for i in cutlass.range(tiles * query.tile_keys + thread, select.chunk, select.threads, unroll=1):
+            shared.keys[i] = Uint32(NOTHING)
+        meet(select)
+        maxima = cute.make_rmem_tensor(select.groups + select.kept, Uint32)
+        largest_of_groups(select, shared, maxima)
+        kept, turn, step = choose(select, shared, maxima, first, kept, turn, step, k)
+    size = Int32(config.scores.page_size)
+    finish(select, shared, page_table, requests, slots[token, None], counts, size, token, kept, turn, k)
 
 
 @cute.jit
 def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
-    """As ``select.load_keys`` leaves it, of keys that stand in shared memory."""
+    """maxima as ``select.load_keys`` leaves them, of keys that stand in shared memory."""
     thread, _, _ = cute.arch.thread_idx()
     for group in cutlass.range_constexpr(config.groups):
         largest = Uint32(NOTHING)
@@ -102,14 +109,13 @@ def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
         maxima[group] = largest
 
 
-def host_and_arguments(kind: type, config: StreamConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+def stream_arguments() -> tuple:
+    """Arguments of a stream kernel's host function but the stream."""
 
     def words():
         return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
 
     return (
-        Stream(config, kind),
         words(),
         fake_rows(Float32, 2),
         words(),
@@ -119,21 +125,3 @@ def host_and_arguments(kind: type, config: StreamConfig) -> tuple:
         fake_rows(Int32, 2),
         fake_rows(Int32, 1),
     )
-
-
-def warp_arguments(config: StreamConfig) -> tuple:
-    """The same, with the products of any architecture."""
-    from warpspec.indexer.device.scores import WarpScores
-
-    return host_and_arguments(WarpScores, config)
-
-
-def sm90_arguments(config: StreamConfig) -> tuple:
-    """The same, with wgmma."""
-    from warpspec.indexer.sm90.scores import Scores
-
-    return host_and_arguments(Scores, config)
-
-
-STREAM = Kernel("indexer.stream", warp_arguments)  # by StreamConfig
-STREAM_SM90 = Kernel("indexer.sm90.stream", sm90_arguments)  # by StreamConfig

@@ -1,7 +1,7 @@
 """Scores of index keys on sm_90a: S = K Q^T by wgmma on e4m3, then a weighted sum of ReLUs over the heads.
 
 A warpgroup takes 64 keys at a time as rows of A, straight from memory into registers. The queries lie in shared memory
-in the order in which lanes have the keys' numbers (``device.keys``).
+in the order in which lanes have the keys' numbers (``keys``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
-from warpspec.indexer.device.keys import (
+from warpspec.indexer.device.entries import WORD_BYTES, entries_of
+from warpspec.indexer.device.scores_host import ScoresHost, score_part, scores_arguments
+from warpspec.indexer.scores_config import BLOCKS, SCALE_STEPS, TILE_KEYS, WARP_ROWS, ScoresConfig
+from warpspec.indexer.sm90.keys import (
     THREAD_ROWS,
-    WARP_ROWS,
-    WORD_BYTES,
     WORDS,
     LanePages,
     block_of,
@@ -30,11 +31,8 @@ from warpspec.indexer.device.keys import (
     load_tile,
     loaded_words,
     pages_of_tile,
-    scores_arguments,
     store_tile,
 )
-from warpspec.indexer.device.scores_host import ScoresHost
-from warpspec.indexer.scores_config import BLOCKS, SCALE_STEPS, TILE_KEYS, ScoresConfig
 
 E4M3 = cutlass.Float8E4M3FN
 ROW_BYTES = 128  # of a query in shared memory: one span of the swizzle
@@ -43,9 +41,9 @@ STEPS = 4  # of 32 numbers, of a product
 
 @dataclass(frozen=True)
 class Scorer:
-    """One query, prepared, as a thread has it. mma: of 64 keys and all heads. b: the query's descriptors (MMA, MMA_N,
-    MMA_K). table: ``keys.fill_table``. weight: of the heads in the thread's columns. tile_keys: of a group of threads;
-    groups: of them in a CTA; group: the thread's."""
+    """One query, prepared, as a thread has it; see ``scores_host.score_part``. mma: of 64 keys and all heads. b: the
+    query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``. weight: of the heads in the thread's
+    columns."""
 
     config: ScoresConfig
     mma: cute.TiledMma
@@ -63,6 +61,9 @@ class Scorer:
     @property
     def group(self) -> Int32:
         return self.thread // WARPGROUP_THREADS
+
+    def score(self, entries, first, end, step, sink) -> None:
+        score_tiles(self, entries, first, end, step, sink)
 
 
 def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
@@ -97,7 +98,7 @@ def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
 
 
 @cute.jit
-def score(query, entries, first, end, step, sink):
+def score_tiles(query, entries, first, end, step, sink):
     """Scores of tiles first, first + step, ... below ``end``, by one warpgroup, to ``sink``: ``depth`` tiles' loads
     under way. query: ``Scorer``."""
     config, mma = query.config, query.mma
@@ -148,9 +149,17 @@ def score(query, entries, first, end, step, sink):
 
 
 class Scores(ScoresHost):
-    """Tensor cores by wgmma."""
+    """The kernel of one ``ScoresConfig``."""
 
-    scorer, score = staticmethod(scorer), staticmethod(score)
+    @cute.kernel
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        part, token, _ = cute.arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        query = scorer(config, smem, queries[token, None], weights[token, None], thread)
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        score_part(query, entries, logits[token, None], part, parts)
 
 
 @cute.jit
@@ -186,7 +195,7 @@ def convert(config: cutlass.Constexpr, words: cute.Tensor, table, member, a: cut
 
 def host_and_arguments(config: ScoresConfig) -> tuple:
     """The host function and its arguments but the stream."""
-    return (Scores(config), *scores_arguments(config))
+    return (Scores(config), *scores_arguments())
 
 
 SCORES = Kernel("indexer.sm90.scores", host_and_arguments)  # by ScoresConfig

@@ -6,10 +6,10 @@ import pytest
 import torch
 from suites import long
 
-from warpspec.cache import IndexPool, rope_table
+from warpspec.cache import IndexPool, rope_table, table_slots
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
-from warpspec.indexer import index_queries, index_scores, ops, select_entries
+from warpspec.indexer import IndexQueries, index_queries, index_scores, ops, select_entries
 
 TABLE = rope_table(1e4 ** (-torch.arange(32) / 32), 256)
 
@@ -100,32 +100,62 @@ def test_scores_kernel(monkeypatch, format, heads, size, arch):
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", long("sm_100a")])
-@pytest.mark.parametrize(
-    ("format", "heads", "pages"),
-    [("mxfp4", 8, 5), long("fp8", 16, 5), long("mxfp4", 64, 3), long("mxfp4", 8, 260)],
-)
-def test_stream(check_order, monkeypatch, format, heads, pages, arch):
-    """Scores and selection in one launch select what two do: entries that end within a tile and a chunk, more than a
-    chunk of them, none, pages that are not there, many equal scores, k above and below the entries."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+def exact_case(format, heads, pages, equal):
+    """(queries, pool, table, requests, lengths) whose scores are exact in any order, and often equal; all keys alike,
+    ``equal``. Scores that are NaN, infinite or of no page; NaN behind every length."""
     generator = torch.Generator().manual_seed(5)
-    asked = queries(heads=heads, format=format)
+    tokens, entries = 7, 64 * pages
+    values = torch.tensor([0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0])
+
+    def rows(count):
+        found = values[torch.randint(0, 8, (count, 128), generator=generator)]
+        found[:, ::32] = 6.0  # a block's scale is 1, in FP4
+        return found.bfloat16()
+
+    asked = IndexPool.empty(tokens, heads, format)
+    asked.write(torch.arange(tokens * heads), rows(tokens * heads))
+    weights = torch.randint(-2, 4, (tokens, heads), generator=generator).float()
+    weights[5, 0] = -torch.inf
     pool = IndexPool.empty(2 * pages, 64, format)
-    rows = torch.randn(pool.capacity, 128, generator=generator).bfloat16()
-    rows[::3] = rows[0]
-    pool.write(torch.arange(pool.capacity), rows)
+    pool.data.fill_(0xFF)
     table = torch.randperm(2 * pages, generator=generator).view(2, pages).to(torch.int32)
-    table[1, 1] = -1
-    requests, lengths = (
-        torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1], [64 * pages - 9, 64 * pages, 0])
-    )
-    arguments = (asked, pool, table, requests, lengths)
-    for k in (40, 2048):
+    keys = rows(1).expand(entries, -1).clone() if equal else rows(entries)
+    keys[1, 7] = torch.nan
+    pool.write(table_slots(table[:1], torch.arange(entries - 9)[None], 64)[0], keys[: entries - 9])
+    pool.write(table_slots(table[1:], torch.arange(entries)[None], 64)[0], keys.flip(0))
+    table[1, 1], table[1, -1] = -1, 2 * pages
+    lengths = [entries - 9, entries, 0, 1, 128, entries - 9, 193]
+    requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 0, 1, 0, 0, 0], lengths))
+    return IndexQueries(asked, weights), pool, table, requests, lengths
+
+
+@pytest.mark.parametrize(
+    ("arch", "format", "heads", "pages", "equal", "counts"),
+    [
+        ("sm_90a", "mxfp4", 8, 5, False, (40,)),
+        ("sm_100a", "mxfp4", 8, 13, False, (40, 2048)),
+        *(
+            long(arch, *case, (40, 2048))
+            for arch in ("sm_90a", "sm_100a")
+            for case in (
+                ("fp8", 24, 13, False),
+                ("mxfp4", 64, 4, False),
+                ("mxfp4", 8, 280, False),
+                ("fp8", 8, 260, True),
+            )
+        ),
+    ],
+)
+def test_stream(check_order, monkeypatch, arch, format, heads, pages, equal, counts):
+    """Scores and selection in one launch select what the reference does: entries that end within a tile and a chunk,
+    one, none, more than a chunk; k below and above their number."""
+    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    arguments = exact_case(format, heads, pages, equal)
+    for k in counts:
         got = select_entries(*arguments, k, workspace_bytes=0, backend="sim")
-        wanted = select_entries(*arguments, k, backend="sim")
+        wanted = select_entries(*arguments, k, backend="reference")
         assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
-        assert got[1][0] == min(k, 64 * pages - 9) and got[1][2] == 0
+        assert got[1][0] == min(k, 64 * pages - 9) and got[1][2:4].tolist() == [0, 1]
 
 
 def test_workspace_does_not_matter():

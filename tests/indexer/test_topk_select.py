@@ -8,8 +8,9 @@ from suites import long, long_but
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.indexer import index_topk, ops
-from warpspec.indexer.config import SelectConfig
+from warpspec.indexer.config import SelectConfig, StreamConfig
 from warpspec.indexer.device.select import SELECT
+from warpspec.indexer.sm100.stream import STREAM
 
 
 @pytest.fixture(params=["sm_100a", long("sm_90a")])
@@ -75,10 +76,18 @@ def test_pages(simulated):
     both(rows("normal", 0, 320), 100, page_table=table, requests=requests[:0], page_size=32)
 
 
-def test_nothing_spills():
-    for arch in ("sm_100a", "sm_90a"):
-        for found in resources(SELECT.compiled(SelectConfig(True, False), arch)).values():
-            assert found.local_bytes == 0
+@pytest.mark.parametrize(
+    ("kernel", "config", "arch"),
+    [
+        (SELECT, SelectConfig(True, False), "sm_100a"),
+        (STREAM, StreamConfig.of(10, "mxfp4", 8, 64), "sm_100a"),
+        long(SELECT, SelectConfig(True, False), "sm_90a"),
+        long(STREAM, StreamConfig.of(10, "fp8", 64, 64), "sm_100a"),
+    ],
+)
+def test_nothing_spills(kernel, config, arch):
+    for found in resources(kernel.compiled(config, arch)).values():
+        assert found.local_bytes == 0
 
 
 @pytest.mark.parametrize(

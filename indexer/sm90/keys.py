@@ -10,14 +10,13 @@ commutes with it. Exact while the scales of a row's blocks are at most 2**11 apa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.indexer.device.entries import WORD_BYTES, divided, find_page, load_global
 from warpspec.indexer.scores_config import (
     BLOCKS,
     E4M3_SHIFT,
@@ -27,7 +26,6 @@ from warpspec.indexer.scores_config import (
     e4m3_table,
 )
 
-WORD_BYTES = 4
 WORDS = 8  # of e4m3, of a block
 THREAD_ROWS, ROW_DISTANCE = 2, 8  # keys of a thread
 SCALE_NAN = 255
@@ -74,13 +72,9 @@ def pages_of_tile(config) -> int:
 
 @cute.jit
 def find_pages(config: cutlass.Constexpr, entries, key, found: cute.Tensor):
-    """found (PAGE): the pages of the thread's keys of a tile, -1 where there is none. A load before the tile's own, so
-    wanted a tile ahead. key: as for ``load_tile``."""
+    """found (PAGE): the pages of the thread's keys of a tile, wanted a tile ahead. key: as for ``load_tile``."""
     for r in cutlass.range_constexpr(pages_of_tile(config)):
-        index, page = key + r * ROW_DISTANCE, Int32(-1)
-        if index < entries.length:
-            page = Int32(entries.pages[divided(index, config.page_size)[0]])
-        found[r] = page
+        found[r] = find_page(config, entries, key + r * ROW_DISTANCE)
 
 
 @dataclass(frozen=True)
@@ -99,14 +93,10 @@ class LanePages:
     row: Int32
     lane: Int32
 
-    @cute.jit
     def look_up(self, number) -> Int32:
         """Of the tile that is the lane's, of those from the number-th on; -1 where there is none."""
-        page = Int32(-1)
         index = (self.tile + (number + self.lane) * self.step) * self.tile_keys + self.row
-        if index < self.entries.length:
-            page = Int32(self.entries.pages[divided(index, self.config.page_size)[0]])
-        return page
+        return find_page(self.config, self.entries, index)
 
     def begin(self) -> tuple:
         """What ``of`` keeps between calls."""
@@ -151,29 +141,6 @@ def load_tile(
                 words[first + i, r] = loaded[i]
         words[block_words, r] = load_global(scale_at, present, 1)[0]
         here[r] = present
-
-
-def divided(index: Int32, size: int) -> tuple:
-    """(index // size, index % size) of an index of at least 0."""
-    if size & (size - 1) == 0:
-        return index >> (size.bit_length() - 1), index & (size - 1)
-    quotient = Int32(Uint32(index) // size)
-    return quotient, index - quotient * size
-
-
-def load_global(address: Int64, present: Int32, count: int) -> list:
-    """``count`` words at address, zeros where not present."""
-    outputs = [f"{{$w{i}}}" for i in range(count)]
-    vector = f".v{count}" if count > 1 else ""
-    target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]
-    zeros = " ".join(f"mov.b32 {output}, 0;" for output in outputs)
-    loaded = cute.arch.inline_ptx(
-        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
-        f"{zeros} @here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [at]; }}",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address, present],
-    )
-    return [loaded] if count == 1 else list(loaded)
 
 
 @cute.jit
@@ -234,49 +201,3 @@ def store_tile(
         index = key + r * ROW_DISTANCE
         if (member == r) & (index < sink.limit):
             sink.put(index, total)
-
-
-class LogitsRow(NamedTuple):
-    """Where scores go: a row of logits (N). limit: keys from here on go nowhere."""
-
-    row: cute.Tensor
-
-    @property
-    def limit(self):
-        return self.row.shape[0]
-
-    def put(self, index, value) -> None:
-        self.row[index] = value
-
-
-class Entries(NamedTuple):
-    """Keys of a query. pool: [pages, words]. pages: the request's row of the page table. length: those that count."""
-
-    pool: cute.Tensor
-    pages: cute.Tensor
-    length: Int32
-
-
-def entries_of(config: ScoresConfig, pool, page_table, requests, lengths, token) -> Entries:
-    """The entries that a query sees; a request out of range is the nearest, a length within 0 and the table's."""
-    request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
-    length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
-    return Entries(pool, page_table[request, None], length)
-
-
-def scores_arguments(config: ScoresConfig) -> tuple:
-    """Arguments of a scores kernel's host function but the stream."""
-
-    def words():
-        return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
-
-    return (
-        words(),
-        fake_rows(Float32, 2),
-        words(),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 1),
-        fake_rows(Float32, 2),
-        Int32(1),
-    )
