@@ -5,12 +5,16 @@
     python scripts/bench_moe.py --models flash --tokens 64 --shapes 1x8x4x3,2x16x3x2   # tiles, timed in turn
     python scripts/bench_moe.py --tokens 512,4096 --stages --sorts 32x1,32x1x1,32x8x1x1024x1   # ways to sort, in turn
 
+    python scripts/bench_moe.py --peers --rows FILE --minutes 9    # the whole table in parts: again until it is there
+    python scripts/bench_moe.py --peers --dry --rows FILE          # small layers in the simulator: all but the times
+
 Weights are random codes (their values do not matter to the time), one layer's, larger than the L2 except where few
 experts are taken: sets of tokens rotate in a CUDA graph, each with routing of its own. "floor": the weights of the
 experts that have tokens, read once at the speed of a copy (measured here), or the products' FLOPs at --tflops,
 whichever is longer. "uniform" routing draws k different experts; "zipf" draws them by weights 1 / rank**1.1. Peers
 (shared/moe_peers.py: both GEMMs, rows sorted beforehand) are timed in turn with ours; "peers": the fastest one's time
-over ours. Results are compared with the FP32 reference first.
+over ours. Results are compared with the FP32 reference first. A table of --rows is printed at the end; a row that the
+file has is not measured again.
 """
 
 from __future__ import annotations
@@ -18,104 +22,38 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from dataclasses import astuple, dataclass, replace
+import time
+from dataclasses import astuple
+from pathlib import Path
 
 import torch
-from shared import gpu_bench
+from shared import gpu_bench, kept_rows
 from shared.moe_peers import peers_of
+from shared.moe_random import (
+    DEVICE,
+    MODELS,
+    SMALL_MODELS,
+    Model,
+    bytes_read,
+    flops,
+    pick,
+    random_experts,
+    random_tokens,
+)
 
-from warpspec.common.hardware import WARPGROUP_ROWS
-from warpspec.common.launch import target_of
+from warpspec.common.launch import SIMULATED, target_of
 from warpspec.moe import NVFP4Experts, moe_ffn, reference
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import LayerProblem
 from warpspec.moe.sm90.config import Shape
 from warpspec.moe.sm90.layer import Layer
 from warpspec.moe.sort import SortShape, sort_choices
-from warpspec.moe.streamed import (
-    CHUNK_BYTES,
-    SCALE_BIAS,
-    SCALE_MANTISSA_BITS,
-    STEP_CHUNKS,
-    StreamedWeights,
-    row_order,
-    scale_bytes,
-    steps_of,
-    tile_bytes,
-)
 
 TOKENS = (1, 2, 4, 16, 64, 256, 512, 2048, 4096)
-ZIPF = 1.1
 TOLERANCE = 6e-3
 DEFAULT_SORT = astuple(SortShape())
 SETS = 8  # of tokens, at most
 FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a layer. block: values to a scale."""
-
-    experts: int
-    hidden: int
-    width: int
-    choices: int
-    block: int
-    activation: str
-    limit: float
-    biases: bool
-
-
-MODELS = {
-    "gpt-oss-20b": Model(32, 2880, 2880, 4, 32, "swiglu_oai", 7.0, True),
-    "gpt-oss-120b": Model(128, 2880, 2880, 4, 32, "swiglu_oai", 7.0, True),
-    "flash": Model(256, 4096, 2048, 6, 16, "swiglu", 10.0, False),
-    "pro-48": Model(48, 7168, 3072, 6, 16, "swiglu", 10.0, False),
-}
-
-
-def random_weights(model: Model, n: int, k: int, parts: int, generator) -> StreamedWeights:
-    """Random codes, scales of 1 to 2, a global scale that keeps the results' size that of the tokens."""
-    rows = len(row_order(n, parts == 2))
-    tiles = rows // WARPGROUP_ROWS
-    data = torch.empty(model.experts, tiles, tile_bytes(k, model.block), dtype=torch.uint8, device="cuda")
-    data.view(torch.int64).random_(generator=generator)
-    size = scale_bytes(model.block)
-    low = (1 << SCALE_MANTISSA_BITS) - 1 if model.block == 16 else 0
-    for step in range(steps_of(k)):
-        at = step * (size + STEP_CHUNKS * CHUNK_BYTES)
-        scales = data[:, :, at : at + size]
-        scales.bitwise_and_(low).add_(SCALE_BIAS << SCALE_MANTISSA_BITS)
-    scale = torch.full((model.experts, parts), 0.4 / k**0.5, device="cuda")
-    bias = torch.randn(model.experts, rows, device="cuda", generator=generator) / 4 if model.biases else None
-    return StreamedWeights(data, scale, n, k, model.block, bias)
-
-
-def random_experts(model: Model) -> NVFP4Experts:
-    generator = torch.Generator("cuda").manual_seed(0)
-    w13 = random_weights(model, 2 * model.width, model.hidden, 2, generator)
-    w2 = random_weights(model, model.hidden, model.width, 1, generator)
-    return NVFP4Experts(w13, w2, torch.ones(model.experts, device="cuda"))
-
-
-def random_tokens(model: Model, tokens: int, routing: str, seed: int) -> tuple:
-    """(x, ids, weights)."""
-    generator = torch.Generator().manual_seed(seed)
-    likely = torch.arange(1, model.experts + 1) ** (-ZIPF if routing == "zipf" else 0.0)
-    ids = torch.multinomial(likely.expand(tokens, -1), model.choices, generator=generator).int()
-    x = torch.randn(tokens, model.hidden, generator=generator).bfloat16()
-    weights = torch.rand(tokens, model.choices, generator=generator)
-    return x.cuda(), ids.cuda(), (weights / weights.sum(1, keepdim=True)).cuda()
-
-
-def bytes_read(experts: NVFP4Experts, ids: torch.Tensor) -> int:
-    """Weights of the experts that have tokens."""
-    each = sum(w.data[0].numel() for w in (experts.w13, experts.w2))
-    return each * len(torch.unique(ids))
-
-
-def flops(model: Model, tokens: int) -> float:
-    return 6.0 * tokens * model.choices * model.hidden * model.width
 
 
 def problem_of(model: Model, experts: NVFP4Experts, x, ids, weights) -> LayerProblem:
@@ -134,7 +72,7 @@ def wanted_of(model: Model, experts: NVFP4Experts, x, ids, weights) -> dict[int,
     for t in {0, len(x) - 1}:
         own = sorted(set(ids[t].tolist()))
         few = [pick(w, own) for w in (experts.w13, experts.w2)]
-        renamed = torch.tensor([[own.index(e) for e in ids[t].tolist()]], dtype=torch.int32, device="cuda")
+        renamed = torch.tensor([[own.index(e) for e in ids[t].tolist()]], dtype=torch.int32, device=DEVICE)
         options = (experts.intermediate_scale[own], model.activation, model.limit, "w4a16")
         tokens = sort_tokens(renamed, len(own))
         found[t] = reference.layer(x[t : t + 1], tokens, weights[t : t + 1], *few, *options)[0]
@@ -151,20 +89,14 @@ def check(called: str, call, wanted: dict, x, ids, weights) -> None:
         sys.exit(f"{called}: error {worst}, same bits twice: {torch.equal(*results)}")
 
 
-def pick(w: StreamedWeights, experts: list[int]) -> StreamedWeights:
-    bias = None if w.bias is None else w.bias[experts]
-    return replace(w, data=w.data[experts], global_scale=w.global_scale[experts], bias=bias)
-
-
 def measure(
-    name: str, experts: NVFP4Experts, peers: dict, tokens: int, routing: str, options, bandwidth: float
-) -> None:
-    """Print the rows of one model, number of tokens and routing."""
-    model = MODELS[name]
+    model: Model, name: str, experts: NVFP4Experts, peers: dict, tokens: int, routing: str, options, bandwidth
+) -> dict:
+    """Print the rows of one model, number of tokens and routing; microseconds by name, and the floor's."""
     count = SETS if tokens < 64 else 2
     sets = [random_tokens(model, tokens, routing, seed) for seed in range(count)]
     problem = problem_of(model, experts, *sets[0])
-    target = target_of(sets[0][0].device)
+    target = target_of(sets[0][0].device) if DEVICE == "cuda" else SIMULATED["sm_90a"]
     calls, wanted = {}, wanted_of(model, experts, *sets[0])
     for shape, way in itertools.product(options.shapes or [None], options.sorts or [None]):
         layer = Layer(problem, experts.w13, experts.w2, target, shape, sort_shape=way)
@@ -188,17 +120,47 @@ def measure(
             calls[called] = bind(sets)
         except Exception as error:  # others' code: one that fails is no peer
             print(f"{called}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    times = gpu_bench.graph_times(calls, sets, rounds=options.rounds)
+    times = (
+        dry_times(calls, sets) if options.dry else gpu_bench.graph_times(calls, sets, rounds=options.rounds)
+    )
     read = sum(bytes_read(experts, ids) for _, ids, _ in sets) / len(sets)
     floor = max(read / bandwidth, flops(model, tokens) / options.tflops) * 1e-6
     best = min((times[called] for called in times if called in peers), default=None)
-    for called, time in times.items():
-        ratio = "" if best is None or called in peers else f", peers {best / time:4.2f}"
+    for called, us in times.items():
+        ratio = "" if best is None or called in peers else f", peers {best / us:4.2f}"
         print(
-            f"{name:13} T {tokens:4} {routing:8} {called:44} {time:8.1f} us, floor {floor:7.1f}, "
-            f"share {floor / time * 100:3.0f}%, {read / time * 1e-6:5.2f} TB/s{ratio}",
+            f"{name:13} T {tokens:4} {routing:8} {called:44} {us:8.1f} us, floor {floor:7.1f}, "
+            f"share {floor / us * 100:3.0f}%, {read / us * 1e-6:5.2f} TB/s{ratio}",
             flush=True,
         )
+    return {"floor": floor, "ours": [called for called in times if called not in peers], "times": times}
+
+
+def dry_times(calls: dict, sets: list) -> dict[str, float]:
+    """Of one call each, which says that it runs, and nothing else."""
+    times = {}
+    for called, call in calls.items():
+        start = time.perf_counter()
+        call(*sets[0])
+        times[called] = (time.perf_counter() - start) * 1e6
+    return times
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: a line for each of our rows, a column for each peer."""
+    peers = sorted({called for row in rows for called in row["times"] if called not in row["ours"]})
+    lines = []
+    for row in rows:
+        times = row["times"]
+        best = min((times[peer] for peer in peers if peer in times), default=None)
+        for called in row["ours"]:
+            us = times[called]
+            ratio = None if best is None else best / us
+            share = f"{row['floor'] / us * 100:.0f}%"
+            about = row["model"], row["routing"], row["tokens"], called
+            lines.append((*about, us, row["floor"], share, *(times.get(peer) for peer in peers), ratio))
+    columns = ("model", "routing", "T", "", "us", "floor", "share", *peers, "best peer / ours")
+    return gpu_bench.table(columns, lines, markdown=True)
 
 
 def stages_of(layer: Layer, experts: NVFP4Experts, sets: list) -> dict:
@@ -246,18 +208,43 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="time those that are there, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tflops", type=float, default=740.0, help="rate of the floor's products")
+    parser.add_argument("--rows", type=Path, help="file of results, JSON lines, which grows")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no row is begun")
+    parser.add_argument("--dry", action="store_true", help="small layers on the CPU, one call each")
     options = parser.parse_args()
+    begun = time.monotonic()
+    if options.dry:
+        options.models, options.tokens = ",".join(SMALL_MODELS), "1,5"
+    about = [options.shapes, options.sorts, options.stages]
     options.shapes = [parse_shape(text) for text in options.shapes.split(",") if text]
     options.sorts = [parse_sort(text) for text in options.sorts.split(",") if text]
-    print(gpu_bench.header())
-    bandwidth = gpu_bench.copy_bandwidth()
-    print(f"copy {bandwidth:.2f} TB/s", flush=True)
+    header, bandwidth = "dry run", 1.0
+    if not options.dry:
+        header, bandwidth = gpu_bench.header(), gpu_bench.copy_bandwidth()
+    print(f"{header}\ncopy {bandwidth:.2f} TB/s", flush=True)
+    kept, left = kept_rows.KeptRows(options.rows), 0
     for name in options.models.split(","):
-        experts = random_experts(MODELS[name])
-        peers = peers_of(MODELS[name]) if options.peers else {}
-        for tokens in map(int, options.tokens.split(",")):
-            for routing in options.routing.split(","):
-                measure(name, experts, peers, tokens, routing, options, bandwidth)
+        model = (SMALL_MODELS if options.dry else MODELS)[name]
+        wanted = [
+            dict(model=name, tokens=tokens, routing=routing, about=about)
+            for tokens in map(int, options.tokens.split(","))
+            for routing in options.routing.split(",")
+        ]
+        missing = [key for key in wanted if key not in kept]
+        if missing and time.monotonic() - begun < options.minutes * 60:
+            experts = random_experts(model)
+            peers = peers_of(model) if options.peers else {}
+            while missing and time.monotonic() - begun < options.minutes * 60:
+                key = missing.pop(0)
+                found = measure(
+                    model, name, experts, peers, key["tokens"], key["routing"], options, bandwidth
+                )
+                kept.add(key | found | {"header": header})
+            del experts, peers
+        left += len(missing)
+    if options.rows:
+        print(table(kept.rows))
+    print(f"{left} rows left" if left else "all rows measured")
 
 
 if __name__ == "__main__":

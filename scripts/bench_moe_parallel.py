@@ -22,8 +22,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from bench_moe import MODELS, random_experts, random_tokens
 from shared import gpu_bench
+from shared.moe_random import MODELS, random_experts, random_tokens
 
 from warpspec.moe import moe_ffn
 

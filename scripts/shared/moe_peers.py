@@ -1,9 +1,9 @@
 """Peers of the experts' layer on Hopper: both GEMMs of a layer of random weights, tokens sorted beforehand.
 
-The environment variable WARPSPEC_MOE_PEERS names a folder with their Python packages (triton_kernels, humming, sglang);
-those that are not there are no peers; ``peers_of`` has them all. Every expert of a peer has the same codes in memory of
-its own, so that one product is a check for all. A peer's weights are made once a model; its function of sets of tokens
-sorts them, checks a result and returns what is timed, a function of (x, ids, weights).
+The environment variable WARPSPEC_MOE_PEERS names the folder that ``fetch_moe_peers.py`` makes (triton_kernels,
+humming, marlin); those that are not there are no peers; ``peers_of`` has them all. Every expert of a peer has the same
+codes in memory of its own, so that one product is a check for all. A peer's weights are made once a model; its function
+of sets of tokens sorts them, checks a result and returns what is timed, a function of (x, ids, weights).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from shared.moe_random import DEVICE
 from warpspec.common import nvfp4
 from warpspec.moe.permute import sort_tokens
 
@@ -26,6 +27,12 @@ SCALE_POWER = -7  # of the random weights: results are of the tokens' size
 TOLERANCE = 2e-2
 BF16_BYTES = 40 << 30  # of weights, at most
 ALPHA = {"swiglu_oai": 1.702, "swiglu": 1.0}
+E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49  # Marlin's number of the type: exponent, mantissa, signed, finite
+MARLIN_K_TILE, MARLIN_N_PER_WORKSPACE, MARLIN_BLOCKS = (
+    16,
+    64,
+    (8, 16, 32, 48, 64),
+)  # rows of K; features; rows
 
 
 def has(package: str) -> bool:
@@ -40,7 +47,7 @@ def has(package: str) -> bool:
 
 def random_codes(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed e2m1 codes uint8 [n, k/2], lower half first; their values fp32 [n, k], scales included)."""
-    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
     return packed, nvfp4.e2m1_values(nvfp4.unpack(packed)) * 2.0**SCALE_POWER
 
 
@@ -77,10 +84,10 @@ def triton_kernels(model, num_warps: int) -> Callable | None:
 
     def weights(n, k):
         codes, values = random_codes(n, k)
-        scales = torch.full((1, n, k // MX_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device="cuda")
+        scales = torch.full((1, n, k // MX_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device=DEVICE)
         w = convert_layout(wrap_torch_tensor(codes[None].mT, dtype=FP4), HopperMXValueLayout, mx_axis=1)
         s = convert_layout(wrap_torch_tensor(scales.mT), HopperMXScaleLayout, mx_axis=1, num_warps=num_warps)
-        bias = torch.zeros(model.experts, n, device="cuda") if model.biases else None
+        bias = torch.zeros(model.experts, n, device=DEVICE) if model.biases else None
         return repeated(w), bias, ogs.PrecisionConfig(weight_scale=repeated(s)), values
 
     w13, b13, precision13, values13 = weights(2 * model.width, model.hidden)
@@ -150,7 +157,7 @@ def humming(model) -> Callable | None:
         flat = ids.flatten()
         order = torch.argsort(flat, stable=True)
         ends = torch.bincount(flat, minlength=model.experts).cumsum(0)
-        h = torch.randn(len(flat), model.width, device="cuda").bfloat16()
+        h = torch.randn(len(flat), model.width, device=DEVICE).bfloat16()
         return x[order // model.choices].contiguous(), h, torch.nn.functional.pad(ends, (1, 0))
 
     def bind(sets):
@@ -167,6 +174,89 @@ def humming(model) -> Callable | None:
     return bind
 
 
+def marlin(model) -> Callable | None:
+    """Marlin on rows sorted beforehand, NVFP4 or MXFP4 as the model has it, with the options that sglang gives it; the
+    second GEMM multiplies by the choices' weights; no activation, no sum."""
+    if not has("marlin"):
+        return None
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(str(Path(os.environ[FOLDER_VARIABLE]) / "marlin" / "marlin.so"))
+    nvfp4_blocks = model.block == nvfp4.BLOCK
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    multiple = 128 if model.hidden % 128 else 64
+    width = -(-model.width // multiple) * multiple
+    none = {dtype: torch.empty(0, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int32)}
+    workspace = torch.zeros(4 * sms, dtype=torch.int32, device=DEVICE)
+
+    def layer(n, k):
+        """(codes as Marlin has them, scales, global scales, n, k, the values of the weights)."""
+        codes, values = random_codes(n, k)
+        packed = torch.empty(k // MARLIN_K_TILE, 2 * n, dtype=torch.int32, device=DEVICE)
+        module.repack(codes.view(torch.int32).T.contiguous(), none[torch.int32], packed, k, n, 4)
+        shape = model.experts, k // model.block, n
+        if nvfp4_blocks:  # e4m3 as the upper byte of a half's bits, shifted by its sign
+            scale = (torch.tensor([2.0**7]).half().view(torch.int16) << 1).view(torch.uint8)[1].item()
+            global_scale = torch.full(
+                (model.experts,), 2.0 ** (SCALE_POWER + 126 - 7), device=DEVICE
+            ).bfloat16()
+        else:
+            scale, global_scale = E8M0_ONE + SCALE_POWER, none[torch.bfloat16]
+        scales = torch.full(shape, scale, dtype=torch.uint8, device=DEVICE)
+        scales = scales.view(torch.float8_e4m3fn if nvfp4_blocks else torch.float8_e8m0fnu)
+        return packed.expand(model.experts, -1, -1).contiguous(), scales, global_scale, n, k, values
+
+    w13, w2 = layer(2 * width, model.hidden), layer(model.hidden, width)
+
+    def product(rows, out, weights, blocks, block, top, weigh, by):
+        packed, scales, global_scale, n, k, _ = weights
+        order, experts, padded = blocks
+        partial = min(n * len(order), 4 * sms * block * 256) * (2 if block == 8 else 1)
+        module.gemm(
+            *(rows, out, packed, none[torch.bfloat16], scales, global_scale, none[torch.bfloat16]),
+            *(none[torch.int32], none[torch.int32], workspace, order, experts, padded, by),
+            *(none[torch.bfloat16], torch.empty(0 if nvfp4_blocks else partial, device=DEVICE)),
+            *(block, top, weigh, False, E2M1, len(rows), n, k, False, False, True, False),
+            *(k // model.block, model.block, nvfp4_blocks, True, False),
+        )
+        return out
+
+    def sort(ids):
+        """(choices by expert, padded to whole blocks; the blocks' experts; (rows, blocks of none)), rows of a block."""
+        mean = ids.numel() / model.experts
+        block = next((block for block in MARLIN_BLOCKS if mean / block < 0.9), MARLIN_BLOCKS[-1])
+        flat = ids.flatten().long()
+        counts = torch.bincount(flat, minlength=model.experts)
+        padded = -(-counts // block) * block
+        order = torch.full((int(padded.sum()),), flat.numel(), dtype=torch.int32, device=DEVICE)
+        choices = torch.argsort(flat, stable=True)
+        first = (padded.cumsum(0) - padded)[flat[choices]] - (counts.cumsum(0) - counts)[flat[choices]]
+        order[first + torch.arange(flat.numel(), device=DEVICE)] = choices.int()
+        experts = torch.arange(model.experts, device=DEVICE).repeat_interleave(padded // block).int()
+        return (order, experts, torch.tensor([len(order), 0], dtype=torch.int32, device=DEVICE)), block
+
+    def bind(sets):
+        kept = {id(ids): sort(ids) for _, ids, _ in sets}
+        rows = sets[0][1].numel()
+        h = torch.randn(rows, width, device=DEVICE).bfloat16()
+        outs = [torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE) for n in (2 * width, model.hidden)]
+
+        def call(x, ids, weights):
+            blocks, block = kept[id(ids)]
+            first = product(x, outs[0], w13, blocks, block, model.choices, False, weights)
+            product(h, outs[1], w2, blocks, block, 1, True, weights)
+            return first
+
+        x, _, weights = sets[0]
+        first = (x[:1].float() @ w13[-1].T).expand(model.choices, -1)
+        check("marlin, first", call(*sets[0])[: model.choices], first)
+        second = h[: model.choices].float() @ w2[-1].T * weights[0, :, None]
+        check("marlin, second", outs[1][: model.choices], second)
+        return call
+
+    return bind
+
+
 def of_bf16(model, product: Callable) -> Callable | None:
     """A grouped GEMM on bf16 weights, rows sorted beforehand; no activation, no sum. product(rows, weights [E, K, N],
     ends of the experts' rows)."""
@@ -174,12 +264,12 @@ def of_bf16(model, product: Callable) -> Callable | None:
         return None
     shapes = ((2 * model.width, model.hidden), (model.hidden, model.width))
     w13, w2 = (
-        torch.randn(model.experts, *s, device="cuda", dtype=torch.bfloat16).mul_(0.02).mT for s in shapes
+        torch.randn(model.experts, *s, device=DEVICE, dtype=torch.bfloat16).mul_(0.02).mT for s in shapes
     )
 
     def bind(sets):
         rows = sets[0][1].numel()
-        a, h = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes)
+        a, h = (torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16) for _, k in shapes)
         offsets = {id(ids): sort_tokens(ids, model.experts).offsets for _, ids, _ in sets}
 
         def call(x, ids, weights):
@@ -218,6 +308,7 @@ def peers_of(model) -> dict[str, Callable]:
         "triton_kernels, 4 warps": lambda: triton_kernels(model, 4),
         "triton_kernels, 8 warps": lambda: triton_kernels(model, 8),
         "humming": lambda: humming(model),
+        "marlin": lambda: marlin(model),
         "QuACK bf16": lambda: quack(model),
         "grouped_mm bf16": lambda: grouped_mm(model),
     }
