@@ -130,7 +130,8 @@ def _compress(kind: str, arch: str) -> Callable[[], None]:
         tokens = 26 if kind == "csa" else 260
         with mock.patch.object(cache_ops, "target_of", lambda device: SIMULATED[arch]):
             compressor = Compressor.random(kind, 2, tokens, dim=512)
-            grow(Run.start(compressor, "v4-fp8", 3), tokens, "chunked", backend="sim")
+            for count, way in ((tokens, "chunked"), (6, "tokens")):
+                grow(Run.start(compressor, "v4-fp8", 3), count, way, backend="sim")
 
     return run
 
@@ -233,11 +234,11 @@ def _streamed_moe() -> None:
 
 
 def _sort() -> None:
-    """Many warps; a list of work in two classes, tokens in the kernel's order."""
+    """Several groups of choices a warp; a list of work in two classes, tokens in the kernel's order."""
     from warpspec.moe.sort import sort_choices
 
-    ids = torch.randint(-1, 9, (400, 3), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    x = torch.randn(400, 72).bfloat16()
+    ids = torch.randint(-1, 9, (250, 3), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = torch.randn(250, 72).bfloat16()
     sort_choices(ids, 10, shared=1, widths=(64, 16), x=x, target=SIMULATED["sm_90a"])
 
 
@@ -245,16 +246,6 @@ def _quantize_rows() -> None:
     from test_quantize_rows import check, random_case
 
     check(*random_case(9, 528, 3, 4), 4)
-
-
-def _unpermute() -> None:
-    from test_unpermute import case
-
-    from warpspec.moe.unpermute import unpermute
-
-    rows, found, weights = case(5, 1032, 4, 6)
-    out = torch.empty(5, 1032, dtype=torch.bfloat16)
-    unpermute(rows, found.position, weights, out, dependent=True, target=SIMULATED["sm_90a"])
 
 
 def _streamed_shape(shape: tuple, **options) -> Callable[[], None]:
@@ -403,7 +394,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "moe-sm90-w4a4": _rounded_moe,
     "moe-sort": _sort,
     "moe-quantize": _quantize_rows,
-    "moe-unpermute": _unpermute,
     "softmax-resident": _softmax("resident", "sm_90a"),
     "softmax-split": _softmax("split", "sm_90a"),
     "softmax-staged": _softmax("staged cluster", "sm_90a"),

@@ -331,14 +331,16 @@ class MemoryAccesses(Accesses):
         tag = agent.tag
         now = tag << TAG
         for kind in BOTH if access.write else WRITES:
-            if together or agent.lanes[kind] != tag:  # none since the warp's last barrier
+            if agent.lanes[kind] != tag:  # none since the warp's last barrier
                 continue
             earlier, accesses = lanes_of[kind]
             before = earlier[where]
             if before.max() < now:
                 continue
             other = before & LANE
-            strange = (before >> TAG == tag) & (other != executing) & (other != EACH)
+            strange = (before >> TAG == tag) & (other != EACH)
+            if not together:  # else one lane's is strange to the others
+                strange &= other != executing
             if strange.any():
                 at = int(np.argmax(strange))
                 first = self.ledger.accesses[accesses[where].item(at)]

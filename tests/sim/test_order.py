@@ -263,6 +263,14 @@ CASES = {
         START + ALLOCATE + INIT_FENCED + FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + MMA + COMMIT_MMA
         + "[[" + wait(0, "A") + "]]" + FREE + wait(0, "B"),
     ),
+    "a warp barrier between lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
+        START + "st.shared.u32 [%r12], %r1; [[bar.warp.sync -1;]] xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12];"
+        + "st.global.u32 [%rd2], %r4;"),
+    "a warp barrier before a read by all lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
+        START + "@%p1 st.shared.u32 [%r10], 7; [[bar.warp.sync -1;]] ld.shared.u32 %r4, [%r10];"
+        + "st.global.u32 [%rd2], %r4;"),
+    "a warp barrier before a write by all lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
+        START + "@%p1 ld.shared.u32 %r4, [%r10]; [[bar.warp.sync -1;]] st.shared.u32 [%r10], 7;"),
     "scope of atomics": (UNORDERED, dict(grid=(2, 1, 1)), START + "red.relaxed.[[gpu||cta]].global.add.u32 [%rd1], 1;"),
     "wgmma.fence": ("no wgmma.fence", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA + "wgmma.wait_group.sync.aligned 0;"),
