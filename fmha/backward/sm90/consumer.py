@@ -364,10 +364,12 @@ def go_through(work):
                 if step + config.ahead < tile.steps:
                     fetch(work, step + config.ahead, (head_ahead, tile_ahead))
                 head_ahead, tile_ahead = tile.following(head_ahead, tile_ahead)
-            warpgroup.wait_group((ends and config.wants_q) + config.wants_k)  # all before dQ: the next S
+            makes_dq = ends and config.wants_q
+            if cutlass.const_expr(config.weighs_early or not makes_dq):
+                warpgroup.wait_group(makes_dq + config.wants_k)  # the next S
             if cutlass.const_expr(config.weighs_early):
                 make_p(work, following, next_block, (head, query_tile))
-            if cutlass.const_expr(ends and config.wants_q):
+            if cutlass.const_expr(makes_dq):
                 warpgroup.wait_group(1 if config.wants_k else 0)
                 results.take_queries(work, step, place)
     warpgroup.wait_group(0)
