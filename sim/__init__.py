@@ -75,7 +75,7 @@ def run(
     tensor of at most 65,536 elements (grouped kernels' pointer arrays), stands for the live CPU tensor or NumPy
     array whose storage holds it: that storage is staged too.
     seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
-    same run bit for bit. Odd seeds starve (sim/starving.py).
+    same run bit for bit. All but multiples of 8 starve (sim/starving.py).
     seeds: runs so many schedules, of seed, seed + 1 and so on, each on the tensors as they were; the tensors then hold
     the last one's results. Raises what the first bad one raises, with a note that names the seed, and
     ScheduleDependence if a tensor argument comes out different.

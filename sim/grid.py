@@ -22,6 +22,7 @@ from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import StorageNames
 from warpspec.sim.report import LaunchStats
+from warpspec.sim.starving import Starved
 from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
 
 Dim3 = tuple[int, int, int]
@@ -41,7 +42,7 @@ class Launch:
     registers: int | None = None  # of a thread, as compiled; None: not known
     names: StorageNames = field(default_factory=StorageNames)  # of shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
-    starve: bool = False  # the schedule is one by priorities
+    starved: Starved | None = None  # what the schedule starves; None: it is uniformly random
     fuse: bool = True  # MMAs that are pending together may be summed together
 
     @property

@@ -21,7 +21,7 @@ from warpspec.sim.operation import Op, Wait
 from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
-from warpspec.sim.starving import Starving
+from warpspec.sim.starving import GIVES_UP, Starving
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
 BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler looks at others
@@ -30,6 +30,7 @@ LAG_TURNS = 32  # turns of a diverged warp after which a random group goes first
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
 PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
+TIMEOUT_CHANCE = 1 / 32  # that a wait which the hardware bounds in time gives up instead of waiting
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
 PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
 COLLECTIVE = int(Stop.COLLECTIVE)
@@ -50,7 +51,8 @@ class Machine:
         self.stats = stats
         self.rng = random.Random(seed)
         self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
-        self.starving = Starving(self.rng) if launch.starve else None
+        self.starving = Starving(self.rng, launch.starved) if launch.starved else None
+        self.timeout_chance = GIVES_UP if launch.starved else TIMEOUT_CHANCE
         self.clock = 0
         self.executing: tuple[Warp, Instr] | None = (
             None  # who executes, or issued the operation that takes effect

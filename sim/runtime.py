@@ -31,7 +31,7 @@ from warpspec.sim.order.launches import Overlap, with_itself
 from warpspec.sim.order.shares import conflicts
 from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
-from warpspec.sim.starving import starves
+from warpspec.sim.starving import starved
 
 SHARES = 2  # parts an independent grid is cut into; fixed, so that a seed means the same run on every machine
 SHARE_MIN_CLUSTERS = 4  # smaller grids run in one part
@@ -188,7 +188,7 @@ def execute(
             registers,
             StorageNames(storage, program.tables.dynamic_shared),
             (share, shares),
-            starves(seed),
+            starved(seed),
             fuse,
         )
 

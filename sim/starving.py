@@ -5,6 +5,9 @@ behind the others stays hidden. Here the one of highest priority always goes fir
 and the operations that one instruction issues have a priority each, drawn from the seed; so the lowest does something
 only when nothing else can. At first, and now and then later, one goes below all others. After Burckhardt et al., "A
 Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010).
+
+Of eight seeds one is uniformly random, four starve warps, and one each copies into shared memory, copies out of it, and
+the operations of half of all instructions: what waits for nothing goes as far as it can before they take effect.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
 
 from warpspec.sim.operation import Op
 from warpspec.sim.warp import Warp
@@ -20,20 +24,57 @@ CHANGE_RATES = (
     1 / 2048,
     1 / 256,
 )  # chance at each step that another one is starved; one is drawn for each run
-WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction
+WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction, where warps are starved
+LATE = (
+    1 / 2
+)  # chance that an instruction's operations are below all others from the first on, where operations are
+GIVES_UP = (
+    1 / 2
+)  # chance that a bounded wait gives up at once in these schedules: a retry that is missing shows
 IDLE_TURNS = 16  # turns in a row without any event after which a warp, which spins, goes behind all others
 
 
-def starves(seed: int) -> bool:
-    """Whether a seed's schedule is one of these: every other one is."""
-    return seed % 2 == 1
+class Starved(Enum):
+    """What a schedule starves."""
+
+    WARPS = "warps"
+    LOADS = "copies into shared memory"
+    STORES = "copies out of shared memory"
+    OPERATIONS = "asynchronous operations"
+
+
+# By seed modulo their number.
+SCHEDULES = (
+    None,
+    Starved.WARPS,
+    Starved.LOADS,
+    Starved.WARPS,
+    Starved.OPERATIONS,
+    Starved.WARPS,
+    Starved.STORES,
+    Starved.WARPS,
+)
+
+
+def starved(seed: int) -> Starved | None:
+    """What a seed's schedule starves; None: it is uniformly random."""
+    return SCHEDULES[seed % len(SCHEDULES)]
+
+
+def _direction(opcode: str) -> Starved | None:
+    """Whether an instruction copies into shared memory or out of it, asynchronously; None: neither."""
+    if not opcode.startswith("cp."):
+        return None
+    to = next((part for part in opcode.split(".") if part.startswith(("shared", "global"))), "")
+    return Starved.STORES if to == "global" else Starved.LOADS if to else None
 
 
 class Starving:
-    """The priorities of one run."""
+    """The priorities of one run. what: is starved."""
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: random.Random, what: Starved = Starved.WARPS):
         self._rng = rng
+        self._what = what
         self._by_index = rng.random() < 0.5  # warps of one index share a priority in all CTAs
         self._rate = rng.choice(CHANGE_RATES)
         self._warps: dict[Hashable, float] = {}
@@ -53,11 +94,25 @@ class Starving:
         w, ins = op.origin
         return self._warp_key(w), ins.index
 
-    def _priority(self, of: dict[Hashable, float], key: Hashable) -> float:
-        found = of.get(key)
+    def _of_warp(self, w: Warp) -> float:
+        key = self._warp_key(w)
+        found = self._warps.get(key)
         if found is None:
-            found = of[key] = self._rng.random()
+            found = self._warps[key] = self._rng.random()
         return found
+
+    def _of_op(self, op: Op) -> float:
+        key = self._op_key(op)
+        found = self._ops.get(key)
+        if found is None:
+            found = self._ops[key] = self._lowest() if self._late(op) else self._rng.random()
+        return found
+
+    def _late(self, op: Op) -> bool:
+        """Whether operations of an instruction are below all others from the first on."""
+        if self._what is Starved.OPERATIONS:
+            return self._rng.random() < LATE
+        return op.origin is not None and _direction(op.origin[1].opcode) is self._what
 
     def choose(
         self, ready: Sequence[Warp], queues: Mapping[Hashable, deque[Op]], keys: Sequence[Hashable]
@@ -67,11 +122,11 @@ class Starving:
         for position, w in enumerate(ready):
             priority = self._spinning.get(w)
             if priority is None:
-                priority = self._priority(self._warps, self._warp_key(w))
+                priority = self._of_warp(w)
             if priority > best:
                 best, chosen = priority, (False, position)
         for position, key in enumerate(keys):
-            priority = self._priority(self._ops, self._op_key(queues[key][0]))
+            priority = self._of_op(queues[key][0])
             if priority > best:
                 best, chosen = priority, (True, position)
         if self._floor == 0 or self._rng.random() < self._rate:
@@ -79,7 +134,8 @@ class Starving:
         return chosen
 
     def _starve_another(self) -> None:
-        of = self._warps if self._rng.random() < WARPS or not self._ops else self._ops
+        warps = self._what is Starved.WARPS and (self._rng.random() < WARPS or not self._ops)
+        of = self._warps if warps else self._ops
         if of:
             of[self._rng.choice(list(of))] = self._lowest()
 

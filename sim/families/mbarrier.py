@@ -25,7 +25,6 @@ MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
 SIZE = 8  # bytes, and the alignment
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
-TIMEOUT_CHANCE = 1 / 32  # that try_wait gives up instead of waiting
 STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
 ARRIVED_BEFORE = np.arange(WARP_SIZE, dtype=np.uint64) << np.uint64(
     STATE_PENDING
@@ -376,7 +375,7 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
     else:
         barrier = None
         done, missing = _wait_state(m, w, ins, mask)
-    if missing is not None and not w.current.timed_out and m.rng.random() >= TIMEOUT_CHANCE:
+    if missing is not None and not w.current.timed_out and m.rng.random() >= m.timeout_chance:
         return Wait(on=missing, text=lambda: describe_wait(m, w, ins, mask), poll=True)
     if m.order is not None:
         if barrier is not None:

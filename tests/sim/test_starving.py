@@ -11,30 +11,68 @@ from warpspec import sim
 from warpspec.moe.sm100 import grouped_gemm
 from warpspec.moe.sm100.config import SINGLE
 from warpspec.sim import runtime
-from warpspec.sim.starving import starves
+from warpspec.sim.starving import starved
 
-ORDINARY = [seed for seed in range(16) if not starves(seed)]
+ORDINARY = [seed for seed in range(64) if starved(seed) is None]
+POISON = 0xFFFFFFFF
+BEGIN = """
+  mov.b32 %r10, sm; mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [out];
+  mov.u32 %r2, %ctaid.x; mul.wide.u32 %rd3, %r2, 16; add.u64 %rd2, %rd2, %rd3;
+"""
 LATE = """
-  mov.b32 %r10, sm; mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [out]; shr.u32 %r2, %r1, 5; setp.eq.u32 %p1, %r2, 0;
-  @%p1 bra FIRST;
+  shr.u32 %r2, %r1, 5; setp.eq.u32 %p1, %r2, 0; @%p1 bra FIRST;
   mov.b32 %r3, 0;
 AGAIN: bar.sync 1, 32; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 300; @%p2 bra AGAIN;
-  ld.shared.u32 %r4, [%r10]; st.global.u32 [%rd1], %r4; bra END;
+  ld.shared.u32 %r4, [%r10]; st.global.u32 [%rd2], %r4; bra END;
 FIRST: mov.b32 %r4, 7; st.shared.u32 [%r10], %r4;
 END:
 """
 
 
-def late_reader(seed: int) -> int:
-    """A warp reads what another one has written long before, unless that one does not get a turn."""
-    out = np.zeros(1, np.uint32)
-    launch(LATE, {"out": out}, block=(64, 1, 1), seed=seed)
-    return int(out[0])
+WHILE = "mov.b32 %r3, 0;\nAGAIN: bar.sync 1, 32; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 300; @%p2 bra AGAIN;\n"
+LOAD = """
+  setp.ne.u32 %p1, %r1, 0; @%p1 bra ALL;
+  mbarrier.init.shared.b64 [%r10+64], 1; fence.proxy.async.shared::cta;
+  mbarrier.arrive.expect_tx.shared.b64 _, [%r10+64], 16;
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r10], [%rd1], 16, [%r10+64];
+ALL: bar.sync 0;
+"""
+READ = "ld.shared.u32 %r4, [%r10]; st.global.u32 [%rd2], %r4;\n"
+UNTIL = "WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r10+64], 0;"
+STORE = """
+  setp.ne.u32 %p1, %r1, 0; st.shared.u32 [%r10], 7; fence.proxy.async.shared::cta; bar.sync 0; @%p1 bra ALL;
+  cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r10], 16; cp.async.bulk.commit_group;
+ALL:
+"""
+# What a CTA does, its threads, CTAs, what comes of it with luck, what comes of it without.
+DEFECTS = {
+    "a warp reads what another one has written long before": (LATE, 64, 1, 7, POISON),
+    "a load is not waited for, and used long after": (f"{LOAD} {WHILE} {READ}", 32, 1, 7, POISON),
+    "a wait is not tried again": (f"{LOAD} {UNTIL} {READ}", 32, 4, 7, POISON),
+    "a buffer is written long after its store, which is not waited for": (
+        f"{STORE} {WHILE} st.shared.u32 [%r10], 9; cp.async.bulk.wait_group 0;",
+        32,
+        1,
+        7,
+        9,
+    ),
+}
 
 
-def test_a_reader_that_happens_to_be_late_is_found_among_eight_seeds():
-    assert {late_reader(seed) for seed in ORDINARY} == {7}
-    assert {late_reader(seed) for seed in range(8)} == {7, 0xFFFFFFFF}
+@pytest.mark.parametrize("name", DEFECTS)
+def test_what_goes_well_by_luck_is_found_among_eight_seeds(name: str):
+    body, threads, ctas, lucky, unlucky = DEFECTS[name]
+
+    def results(seeds) -> set[int]:
+        found = set()
+        for seed in seeds:
+            memory = {"x": np.full(4, 7, np.uint32), "out": np.zeros((ctas, 4), np.uint32)}
+            launch(BEGIN + body, memory, grid=(ctas, 1, 1), block=(threads, 1, 1), seed=seed)
+            found |= {int(value) for value in memory["out"][:, 0]}
+        return found
+
+    assert results(ORDINARY) == {lucky}
+    assert results(range(8)) == {lucky, unlucky}
 
 
 def test_a_warp_that_spins_lets_the_one_go_that_it_waits_for():
