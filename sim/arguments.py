@@ -19,6 +19,7 @@ import cuda.bindings.driver as cuda_driver
 import cuda.bindings.runtime as cuda_runtime
 import numpy as np
 import torch
+from cutlass import cute
 from cutlass.base_dsl.runtime.jit_arg_adapters import is_constexpr_field
 from cutlass.base_dsl.typing import Numeric, NumericMeta
 from cutlass.cute import runtime as cute_runtime
@@ -43,8 +44,10 @@ class Value:
     value: object
 
 
-def flatten(name: str, value: object, annotation: object = None) -> Iterator[Value]:
-    """The slots that `value` fills, in order."""
+def flatten(
+    name: str, value: object, annotation: object = None, *, by_field: bool = False
+) -> Iterator[Value]:
+    """The slots that `value` fills, in order. by_field: what `_of_fields` says of a NamedTuple's Python numbers."""
     annotation = _strip_optional(annotation)
     if takes_stream(annotation):
         yield Value(name, _Stream(value, name))
@@ -62,7 +65,9 @@ def flatten(name: str, value: object, annotation: object = None) -> Iterator[Val
         yield Value(name, value)
     elif type(value) in (list, tuple):
         for i, element in enumerate(value):
-            yield from flatten(f"{name}[{i}]", element)
+            yield from flatten(f"{name}[{i}]", element, by_field=by_field)
+    elif isinstance(value, tuple) and by_field:
+        yield from _of_fields(name, value)
     elif isinstance(value, tuple):
         yield from _flatten_static_numbers(name, value)
     elif isinstance(value, type):
@@ -73,7 +78,8 @@ def flatten(name: str, value: object, annotation: object = None) -> Iterator[Val
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             if not is_constexpr_field(field, value):
-                yield from flatten(f"{name}.{field.name}", getattr(value, field.name), field.type)
+                of_field = getattr(value, field.name)
+                yield from flatten(f"{name}.{field.name}", of_field, field.type, by_field=by_field)
     else:
         raise HostError(f"argument `{name}`: {type(value).__name__} is not a type the simulator can pass")
 
@@ -88,6 +94,23 @@ def _flatten_static_numbers(name: str, value: object) -> Iterator[Value]:
             yield from _flatten_static_numbers(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", element)
     else:
         yield from flatten(name, value)
+
+
+def _of_fields(name: str, value: tuple) -> Iterator[Value]:
+    """A NamedTuple in which a Python number fills a slot where its field is typed as a DSL number or a pointer."""
+    try:
+        hints = typing.get_type_hints(type(value))
+    except (NameError, TypeError):  # annotations that cannot be resolved here
+        hints = {}
+    for field, element in zip(type(value)._fields, value, strict=True):
+        of_field = _strip_optional(hints.get(field))
+        typed = isinstance(of_field, NumericMeta) or of_field is cute.Pointer
+        if isinstance(element, (bool, int, float)) and typed:
+            yield Value(f"{name}.{field}", element)
+        elif hasattr(type(element), "_fields"):
+            yield from _of_fields(f"{name}.{field}", element)
+        else:
+            yield from _flatten_static_numbers(f"{name}.{field}", element)
 
 
 @dataclass(frozen=True)

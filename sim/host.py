@@ -174,6 +174,13 @@ class HostModule:
                 reason = "given twice" if name in bound else "not an argument of the compiled function"
                 raise HostError(f"argument `{name}`: {reason}")
             bound[name] = value
+        values = self._flatten(bound)
+        if len(values) != len(self.slots):  # compiled through TVM-FFI, a NamedTuple's numbers may fill slots
+            by_field = self._flatten(bound, by_field=True)
+            values = by_field if len(by_field) == len(self.slots) else values
+        return values
+
+    def _flatten(self, bound: dict[str, object], by_field: bool = False) -> list[Value]:
         values: list[Value] = []
         for parameter in self.host.parameters:
             value = bound.get(parameter.name, parameter.default)
@@ -183,7 +190,7 @@ class HostModule:
                 raise HostError(f"argument `{parameter.name}` is missing")
             if parameter.was_none is True and value is not None:
                 raise HostError(f"argument `{parameter.name}`: {plain(value)}; it was None when compiled")
-            found = list(flatten(parameter.name, value, parameter.annotation))
+            found = list(flatten(parameter.name, value, parameter.annotation, by_field=by_field))
             if parameter.was_none is False and value is None and not found:
                 raise HostError(f"argument `{parameter.name}`: None; it was not None when compiled")
             values += found
