@@ -29,6 +29,21 @@ class SortedTokens:
         return self.position.shape[1]
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Rows that are the choices as they come: choice c of token t is row t * (choices + shared) + c, of the expert that
+    its id names, one of ``experts``; the last ``shared`` choices are the experts behind those."""
+
+    experts: int
+    choices: int
+    shared: int = 0
+
+    @property
+    def taken(self) -> int:
+        """Choices of a token, with the shared experts."""
+        return self.choices + self.shared
+
+
 def sort_tokens(topk_ids: torch.Tensor, experts: int) -> SortedTokens:
     """Sorts the choices topk_ids [T, k] (int32) by expert. Ids outside 0..experts-1, -1 among them, are dropped."""
     flat = topk_ids.reshape(-1)

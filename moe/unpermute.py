@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float32, Int32
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.moe.permute import UNSENT
+from warpspec.moe.permute import DROPPED, UNSENT, Routing
 
 THREADS = 128
 VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
@@ -26,12 +26,15 @@ VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
 @dataclass(frozen=True)
 class UnpermuteConfig:
     """choices: of a token. shared: the last so many of them weigh 1. dependent: a programmatic dependent launch.
-    unsent: positions may be ``UNSENT``, and the token is NaN then."""
+    unsent: positions may be ``UNSENT``, and the token is NaN then. routing: rows are not sorted, and ids stand where
+    positions would.
+    """
 
     choices: int
     shared: int = 0
     dependent: bool = False
     unsent: bool = False
+    routing: Routing | None = None
 
 
 class Unpermute:
@@ -65,7 +68,7 @@ class Unpermute:
         if cutlass.const_expr(config.dependent):
             cute.arch.griddepcontrol_wait()
         if column * VECTOR < out.shape[1]:
-            taken = [Int32(position[token, choice]) for choice in range(config.choices)]
+            taken = [row_of(config, position, token, choice) for choice in range(config.choices)]
             loaded = cute.make_rmem_tensor((VECTOR, config.choices), BFloat16)
             for choice in cutlass.range_constexpr(config.choices):  # all loads first: they overlap
                 if taken[choice] >= 0:
@@ -90,6 +93,21 @@ class Unpermute:
             cute.autovec_copy(rounded, cute.local_tile(out[token, None], (VECTOR,), (column,)))
 
 
+@cute.jit
+def row_of(
+    config: cutlass.Constexpr, position: cute.Tensor, token: Int32, choice: cutlass.Constexpr
+) -> Int32:
+    """The row of a token's choice; below 0: none."""
+    row = Int32(token * config.choices + choice)
+    if cutlass.const_expr(config.routing is None):
+        row = Int32(position[token, choice])
+    elif cutlass.const_expr(choice < config.routing.choices):
+        expert = Int32(position[token, choice])
+        if (expert < 0) | (expert >= config.routing.experts):
+            row = Int32(DROPPED)
+    return row
+
+
 def _host_and_arguments(config: UnpermuteConfig) -> tuple:
     """The host function and its arguments but the stream."""
     return (
@@ -112,6 +130,7 @@ def unpermute(
     *,
     dependent: bool = False,
     unsent: bool = False,
+    routing: Routing | None = None,
     target: Target | None = None,
 ):
     """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
@@ -119,15 +138,16 @@ def unpermute(
     rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous;
     weights of fewer columns: the others' are 1. out: bf16. H a multiple of 8; rows and out contiguous along H, aligned
     to 16 bytes. dependent: start while the kernel before, which makes rows, ends. unsent: ``UNSENT`` as a position
-    makes the token NaN. On the tensors' device and its current stream; CPU tensors run in the simulator, and its
-    SimReport is returned, otherwise None. target: instead of the tensors' own, another architecture to simulate.
+    makes the token NaN. routing: rows are the choices as they come, and position is topk_ids. On the tensors' device
+    and its current stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target:
+    instead of the tensors' own, another architecture to simulate.
     """
     if out.numel() == 0:
         return None
-    choices = position.shape[1]
+    choices = routing.taken if routing else position.shape[1]
     if choices == 0:
         out.zero_()
         return None
     target = target or target_of(out.device)
-    config = UnpermuteConfig(choices, choices - weights.shape[1], dependent, unsent)
+    config = UnpermuteConfig(choices, choices - weights.shape[1], dependent, unsent, routing)
     return unpermute_kernel.run(config, target, rows.detach(), position, weights.detach(), out)

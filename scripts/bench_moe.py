@@ -5,6 +5,7 @@
     python scripts/bench_moe.py --models flash --tokens 64 --shapes 1x8x4x3,2x16x3x2   # tiles, timed in turn
     python scripts/bench_moe.py --tokens 512,4096 --stages --sorts 32x1,32x1x1,32x8x1x1024x1   # ways to sort, in turn
 
+    python scripts/bench_moe.py --tokens 1,2 --ways plain,ahead,unsorted    # ways through the layer (sm90/plan.py)
     python scripts/bench_moe.py --peers --rows FILE --minutes 9    # the whole table in parts: again until it is there
     python scripts/bench_moe.py --peers --dry --rows FILE          # small layers in the simulator: all but the times
 
@@ -47,6 +48,7 @@ from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import LayerProblem
 from warpspec.moe.sm90.config import Shape
 from warpspec.moe.sm90.layer import Layer
+from warpspec.moe.sm90.plan import WAY, WAYS
 from warpspec.moe.sort import SortShape, sort_choices
 
 TOKENS = (1, 2, 4, 16, 64, 256, 512, 2048, 4096)
@@ -98,18 +100,23 @@ def measure(
     problem = problem_of(model, experts, *sets[0])
     target = target_of(sets[0][0].device) if DEVICE == "cuda" else SIMULATED["sm_90a"]
     calls, wanted = {}, wanted_of(model, experts, *sets[0])
-    for shape, way in itertools.product(options.shapes or [None], options.sorts or [None]):
-        layer = Layer(problem, experts.w13, experts.w2, target, shape, sort_shape=way)
+    for shape, sort_shape, way in itertools.product(
+        options.shapes or [None], options.sorts or [None], options.ways or [WAY]
+    ):
+        layer = Layer(problem, experts.w13, experts.w2, target, shape, sort_shape=sort_shape, way=way)
 
         def call(x, ids, weights, out=None, layer=layer):
             layer.run(x, ids, weights, experts.w13, experts.w2, torch.empty_like(x) if out is None else out)
 
-        called = ", ".join(str(choice) for choice in (shape, way) if choice) or "chosen tiles"
+        called = ", ".join(
+            str(choice) for choice in (shape, sort_shape, way if options.ways else None) if choice
+        )
+        called = called or "chosen tiles"
         check(f"{name} T {tokens} {called}", call, wanted, *sets[0])
         calls[called] = call
         if options.stages:
             calls |= {f"{called}: {stage}": one for stage, one in stages_of(layer, experts, sets).items()}
-    if not options.shapes and not options.sorts and not options.stages:
+    if not (options.shapes or options.sorts or options.ways or options.stages):
 
         def public(x, ids, weights):
             moe_ffn(x, experts, ids, weights, activation=model.activation, limit=model.limit)
@@ -170,9 +177,11 @@ def stages_of(layer: Layer, experts: NVFP4Experts, sets: list) -> dict:
         kept[id(ids)] = layer.sort(x, ids)
     h, y = layer.buffers(sets[0][0])
     ids_alone = dict(widths=layer.gate_config.widths, shape=layer.sort_shape)
-    return {
+    sorts = {
         "sort": lambda x, ids, weights: layer.sort(x, ids),
         "sort, no activations": lambda x, ids, weights: sort_choices(ids, layer.experts, **ids_alone),
+    }
+    return (sorts if kept[id(sets[0][1])][0] else {}) | {
         "gemm 1": lambda x, ids, weights: layer.first(kept[id(ids)], experts.w13, h),
         "gemm 2": lambda x, ids, weights: layer.second(kept[id(ids)], h, experts.w2, y),
         "sum": lambda x, ids, weights: layer.sum(kept[id(ids)], y, weights, torch.empty_like(x)),
@@ -204,6 +213,7 @@ def main() -> None:
     parser.add_argument(
         "--sorts", default="", help="warps x CTAs x padded x copy threads an SM x by rows, ..."
     )
+    parser.add_argument("--ways", default="", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--stages", action="store_true", help="time every stage by itself, too")
     parser.add_argument("--peers", action="store_true", help="time those that are there, too")
     parser.add_argument("--rounds", type=int, default=5)
@@ -215,7 +225,8 @@ def main() -> None:
     begun = time.monotonic()
     if options.dry:
         options.models, options.tokens = ",".join(SMALL_MODELS), "1,5"
-    about = [options.shapes, options.sorts, options.stages]
+    about = [options.shapes, options.sorts, options.ways, options.stages]
+    options.ways = [way for way in options.ways.split(",") if way]
     options.shapes = [parse_shape(text) for text in options.shapes.split(",") if text]
     options.sorts = [parse_sort(text) for text in options.sorts.split(",") if text]
     header, bandwidth = "dry run", 1.0

@@ -27,12 +27,13 @@ def _host_and_arguments(config: StreamConfig) -> tuple:
     return (
         StreamedGemm(config),
         rows(cutlass.BFloat16, 2),
-        fake_rows(cutlass.Int32, 1) if config.gathers else None,
+        fake_rows(cutlass.Int32, 1) if config.gathers and not config.routing else None,
         fake_rows(cutlass.Float32, 1) if config.rounds else None,
         rows(cutlass.Uint8, 3),
         fake_rows(cutlass.Float32, 2, 2 if config.gated else 1),
         fake_rows(cutlass.Float32, 2) if config.has_bias else None,
-        fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
+        None if config.routing else fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
+        fake_rows(cutlass.Int32, 2) if config.routing else None,
         rows(cutlass.Float32 if config.rounds else cutlass.BFloat16, 2),
         *(1, 1, 0.0, 1),  # choices, chunks, limit, ctas
     )
@@ -65,20 +66,23 @@ def grouped_gemm(
 
     tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
     source[r] // choices; None: tokens are the rows. work: int32 [entries + 1, 4]: (number of entries), then (expert,
-    first row, rows up to the configuration's). row_scale: fp32 [T] where the configuration rounds. out: [R, columns],
-    bf16, fp32 where it rounds; of w13 columns in the order of the next GEMM's activations. ctas: instead of the chosen
-    number. CPU tensors run in the simulator; its SimReport is returned, otherwise None.
+    first row, rows up to the configuration's); of a configuration with ``Routing`` topk_ids, int32 [T, k], and source
+    None, and tokens in their own order, [T, K], where they are looked up. row_scale: fp32 [T] where the configuration
+    rounds. out: [R, columns], bf16, fp32 where it rounds; of w13 columns in the order of the next GEMM's activations.
+    ctas: instead of the chosen number. CPU tensors run in the simulator; its SimReport is returned, otherwise None.
     """
     target = target or target_of(out.device)
     if target.major != WGMMA_MAJOR:
         raise UnsupportedProblem(f"grouped_gemm: {target.arch} does not have the wgmma of sm_90a")
     shape = config.shape
-    tiles = (work.shape[0] - 1) * -(-w.row_tiles // shape.row_groups)
+    entries = len(work) * config.routing.taken if config.routing else len(work) - 1
+    lists = (None, work) if config.routing else (work, None)
+    tiles = entries * -(-w.row_tiles // shape.row_groups)
     ctas = ctas or max(1, min(tiles, target.sm_count * shape.ctas_per_sm))
     return stream_kernel.run(
         config,
         target,
-        *(tokens, source, row_scale, w.data, w.global_scale, w.bias, work, out),
+        *(tokens, source, row_scale, w.data, w.global_scale, w.bias, *lists, out),
         *(choices, chunks_of(w.k), float(limit or 0.0), ctas),
         seed=seed,
     )

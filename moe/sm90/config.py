@@ -18,6 +18,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
 from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.moe.permute import Routing
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
 ELEMENT_BYTES = 2  # bf16
@@ -70,7 +71,10 @@ class StreamConfig:
 
     block: values that share a scale. gathers: the rows' tokens are looked up. early: the launch before the last has
     made all but the activations: weights are loaded at once. rounds: of "w4a4", whose tokens have a scale each, and
-    results are rounded after the launch: they stay fp32.
+    results are rounded after the launch: they stay fp32. ahead: a tile's first weights are loaded before its rows are
+    looked up (as with ``early``), and the launch before is waited for behind that. choices: of a token, of which rows
+    are looked up; 0: the launch says. routing: rows are not sorted; a tile has one, and tokens that are looked up are
+    put in the kernel's order as they are loaded.
     """
 
     shape: Shape = Shape()
@@ -81,11 +85,15 @@ class StreamConfig:
     gathers: bool = False
     early: bool = False
     rounds: bool = False
+    ahead: bool = False
+    choices: int = 0
+    routing: Routing | None = None
 
     def __post_init__(self):
         shape = self.shape
         assert self.epilogue in EPILOGUES and self.block in (BLOCK, MX_BLOCK)
         assert shape.tokens in TOKENS and shape.row_groups in (1, 2, 4)
+        assert self.routing is None or not self.rounds
         assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)
         assert shape.tokens <= WARP_THREADS * shape.load_warps
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
@@ -100,6 +108,11 @@ class StreamConfig:
             assert self.registers <= self.role_registers[0]
         else:
             assert shape.ctas_per_sm * self.threads * self.registers <= REGISTERS_PER_SM
+
+    @property
+    def first(self) -> bool:
+        """Whether no launch of the layer comes before."""
+        return self.routing is not None and self.gathers
 
     @property
     def gated(self) -> bool:

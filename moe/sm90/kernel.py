@@ -47,7 +47,8 @@ class StreamedGemm:
         data: cute.Tensor,
         global_scale: cute.Tensor,
         bias: cute.Tensor | None,
-        work: cute.Tensor,
+        work: cute.Tensor | None,
+        ids: cute.Tensor | None,
         out: cute.Tensor,
         choices: Int32,
         chunks: Int32,
@@ -56,13 +57,14 @@ class StreamedGemm:
         stream: CUstream,
     ):
         """Tensors as in ``tiles.Operands``. choices: rows of a token. chunks: of K. ctas: persistent."""
-        ops = Operands(tokens, source, row_scale, data, global_scale, bias, work, out, choices, chunks, limit)
+        read = tokens, source, row_scale, data, global_scale, bias, work, ids
+        ops = Operands(*read, out, choices, chunks, limit)
         self.kernel(ops).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            use_pdl=True,
+            use_pdl=not self.config.first,
             stream=stream,
         )
 

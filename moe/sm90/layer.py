@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 
 from warpspec.common.launch import Target
-from warpspec.moe.permute import SortedTokens
+from warpspec.moe.permute import Routing, SortedTokens
 from warpspec.moe.problem import GroupedProblem, LayerProblem
 from warpspec.moe.sm90 import grouped_gemm
 from warpspec.moe.sm90.config import Shape, StreamConfig
-from warpspec.moe.sm90.plan import choose_shape
+from warpspec.moe.sm90.plan import WAY, choose_shape, is_unsorted
 from warpspec.moe.sm90.round_rows import round_middle, round_tokens
 from warpspec.moe.sort import SortShape, sort_choices
 from warpspec.moe.streamed import StreamedWeights, padded_k, reorder, restore
@@ -34,10 +34,10 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
 
 class Layer:
     """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shape: instead of the chosen tiles;
-    sort_shape: instead of the chosen way to sort.
+    sort_shape: instead of the chosen way to sort; way: one of ``plan.WAYS``.
 
-    ``run`` does all of them, four launches (six of "w4a4") on the current stream; reports: the simulator's of its
-    stages, natively Nones.
+    ``run`` does all of them, four launches (six of "w4a4", three unsorted) on the current stream; reports: the
+    simulator's of its stages, natively Nones.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Layer:
         shape: Shape | None = None,
         precision: str = "w4a16",
         sort_shape: SortShape | None = None,
+        way: str = WAY,
     ):
         self.sort_shape = sort_shape
         self.rounds = precision == "w4a4"
@@ -56,9 +57,20 @@ class Layer:
         first, second = (
             shape or choose_shape(problem.rows, w.experts, w.row_tiles, target.sm_count) for w in (w13, w2)
         )
-        self.gate_config = gated_config(w13, first, problem, gathers=True, rounds=self.rounds)
+        experts, choices, shared = problem.experts, problem.choices, problem.shared
+        unsorted = is_unsorted(way, problem.rows, choices, self.rounds)
+        self.routing = Routing(experts, choices, shared) if unsorted else None
+        found = dict(ahead=way != "plain", choices=0 if way == "plain" else choices + shared)
+        self.gate_config = gated_config(
+            w13, first, problem, gathers=True, rounds=self.rounds, **found, routing=self.routing
+        )
         self.down_config = StreamConfig(
-            shape=second, block=w2.block, has_bias=w2.bias is not None, early=True
+            shape=second,
+            block=w2.block,
+            has_bias=w2.bias is not None,
+            early=True,
+            ahead=way != "plain",
+            routing=self.routing,
         )
         self.reports = []
 
@@ -70,9 +82,11 @@ class Layer:
         return x.new_empty(rows, padded_k(self.problem.width), dtype=middle), x.new_empty(rows, hidden)
 
     def sort(self, x: torch.Tensor, topk_ids: torch.Tensor) -> tuple:
-        """(sorted tokens, list of work, activations, their scales or None)."""
+        """(sorted tokens, list of work, activations, their scales or None); unsorted: (None, topk_ids, x, None)."""
         if x.shape[0] == 1:
             x = x[0][None]  # a stride that means nothing need not be even
+        if self.routing:
+            return None, topk_ids.contiguous(), x, None
         *found, report = sort_choices(
             topk_ids.contiguous(),
             self.experts,
@@ -92,10 +106,11 @@ class Layer:
     def first(self, found: tuple, w13: StreamedWeights, h: torch.Tensor) -> None:
         """GEMM 1 and the activation. found: what ``sort`` returned."""
         tokens, work, activations, scale = found
-        options = dict(choices=tokens.choices, row_scale=scale, limit=self.problem.limit, target=self.target)
-        self.reports.append(
-            grouped_gemm(self.gate_config, activations, tokens.source, w13, work, h, **options)
-        )
+        options = dict(row_scale=scale, limit=self.problem.limit, target=self.target)
+        if tokens:
+            options["choices"] = tokens.choices
+        source = tokens.source if tokens else None
+        self.reports.append(grouped_gemm(self.gate_config, activations, source, w13, work, h, **options))
 
     def second(self, found: tuple, h: torch.Tensor, w2: StreamedWeights, y: torch.Tensor) -> None:
         """GEMM 2."""
@@ -103,8 +118,9 @@ class Layer:
 
     def sum(self, found: tuple, y: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
         """Every token's weighted sum."""
-        weights = topk_weights.contiguous()
-        self.reports.append(unpermute(y, found[0].position, weights, out, dependent=True, target=self.target))
+        position = found[1] if self.routing else found[0].position
+        options = dict(dependent=True, routing=self.routing, target=self.target)
+        self.reports.append(unpermute(y, position, topk_weights.contiguous(), out, **options))
 
     def round(self, found: tuple, h: torch.Tensor, intermediate_scale: torch.Tensor) -> torch.Tensor:
         """Of "w4a4": GEMM 2's activations."""

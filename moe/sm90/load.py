@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Int32, Int64, Uint32
 
 from warpspec.common import tma
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import QUAD, VECTOR_BYTES, WARP_THREADS
 from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
 
 CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte pieces of a token in a chunk: a span of the swizzle
 SWIZZLE_ROWS = 8  # after which it repeats
+WORD_BYTES = 4
+WORD_ELEMENTS = WORD_BYTES // ELEMENT_BYTES
 
 
 @cute.jit
@@ -28,25 +30,33 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
     stages, use, ahead = stage_count(config, ops), Int32(0), Int32(0)
     next_tile = tile_at(config, ops, cta)  # read before it is known whether there is one: one wait, not two
     total = tile_count(config, ops)
-    if cutlass.const_expr(config.early):
+    if cutlass.const_expr(config.early or config.ahead):  # noqa: SIM102  (one is of the compiler, one of the device)
         if (cta < total) & (warp == 0):
             ahead = cutlass.min(stages, config.shape.stages)
             for number in cutlass.range(ahead, unroll=1):
                 load_weights(config, channels, shared, ops, next_tile, number, number)
+    if cutlass.const_expr(config.early and not config.ahead):
         cute.arch.griddepcontrol_wait()
     for index in cutlass.range(cta, total, ctas, unroll=1):
         tile = next_tile
         if index + ctas < total:
             next_tile = tile_at(config, ops, index + ctas)
         rows = find_rows(config, ops, tile, warp, lane)
+        if cutlass.const_expr(config.early and config.ahead):
+            cute.arch.griddepcontrol_wait()  # as late as can be: tokens are next
         for number in cutlass.range(stages, unroll=1):
             if use >= ahead:
                 channels["empty"].wait_previous(use)
                 if warp == 0:
                     load_weights(config, channels, shared, ops, tile, number, use)
-            load_tokens(config, shared, ops, tile, number, use, warp, lane, rows)
+            if cutlass.const_expr(config.first):
+                load_words(config, shared, ops, tile, number, use, warp, lane, rows)
+            else:
+                load_tokens(config, shared, ops, tile, number, use, warp, lane, rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
             use += 1
+    if cutlass.const_expr(config.early and config.ahead):
+        cute.arch.griddepcontrol_wait()  # without tiles, too: what comes next in the stream waits for this launch alone
     for last in cutlass.range(cutlass.max(use - config.shape.stages, 0), use, unroll=1):
         channels["empty"].wait(last)
 
@@ -82,8 +92,10 @@ def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane) -> cute.Tensor:
         row = tile.first + cutlass.min(
             first_row(config, warp, lane) + i * rows_of_all(config), tile.count - 1
         )
-        if cutlass.const_expr(config.gathers):
-            row = Int32(ops.source[row]) // ops.choices
+        if cutlass.const_expr(config.first):
+            row = tile.first // config.routing.taken  # the tile's only one
+        elif cutlass.const_expr(config.gathers):
+            row = Int32(ops.source[row]) // (config.choices or ops.choices)
         found[i] = Uint32(row) * pitch
     return found
 
@@ -121,6 +133,35 @@ def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp,
             swizzled = base ^ (i * step % SWIZZLE_ROWS * VECTOR_BYTES)
             if first + i * step < tile.count:
                 copy_vector(swizzled + i * step * tma.ROW_BYTES, rows[i], address)
+
+
+@cute.jit
+def load_words(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, rows: cute.Tensor):
+    """A stage of the tile's only row, of a token as it is: four words for each 16 bytes of the kernel's order, which
+    lie a block apart; 0 behind the token's end."""
+    vector = lane % (WARP_THREADS // rows_at_once(config))
+    chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
+    target = Int32(shared.tokens.toint()) + use % config.shape.stages * config.token_bytes
+    target += chunk * (config.token_bytes // config.stage_chunks) + piece * VECTOR_BYTES
+    words = ops.tokens.shape[1] // WORD_ELEMENTS
+    first = (number * config.stage_chunks + chunk) * CHUNK_VECTORS * QUAD + piece
+    address = ops.tokens.iterator.toint() + Int64(rows[0]) * VECTOR_BYTES
+    behind = number * config.stage_chunks + chunk >= ops.chunks
+    if (first_row(config, warp, lane) == 0) & (tile.count > 0) & (not behind):
+        for q in cutlass.range_constexpr(QUAD):
+            word = first + q * CHUNK_VECTORS
+            present = Int32(cutlass.select_(Boolean(word < words), Int32(WORD_BYTES), Int32(0)))
+            source = address + Int64(cutlass.min(word, words - 1)) * WORD_BYTES
+            copy_word(target + q * WORD_BYTES, source, present)
+
+
+def copy_word(target, address, present) -> None:
+    """4 bytes to shared memory, of which ``present``, 4 or 0, are read and the others 0. A later arrival of the thread
+    waits for them."""
+    cute.arch.inline_ptx(
+        f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {WORD_BYTES}, {{$r2}};",
+        read_only_args=[Int32(target), address, present],
+    )
 
 
 def copy_vector(target, vectors: Uint32, address) -> None:

@@ -1,5 +1,9 @@
 """Which tiles, from shapes alone: how the rows fall on the experts only the device knows.
 
+Ways ("plain", "ahead", "unsorted") leave the same bits. "ahead": a GEMM's first weights are loaded before rows are
+looked up, which GEMM 2 does before it waits for GEMM 1. "unsorted": of few rows, so are they, and nothing is sorted:
+every choice is a tile's only row, in their order, and GEMM 1 reads the tokens themselves.
+
 Tokens of a tile are about twice as many as an expert has on average, so that few experts have more than one tile. Two
 or four row groups share a tile's tokens where there are many tiles; where rows are few, single ones spread over more
 SMs, and where there are not even tiles for all SMs' CTAs, consumers take turns at one. Beyond 32 tokens the products
@@ -10,6 +14,8 @@ from __future__ import annotations
 
 from warpspec.moe.sm90.config import TOKENS, Shape
 
+WAYS = ("plain", "ahead", "unsorted")
+WAY = "plain"  # of all problems: no GPU has timed the others
 FEW_ROWS = 8  # of a call: row groups stand alone
 FEW = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=3)
 FEWEST = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=2, splits=2)
@@ -30,3 +36,9 @@ def choose_shape(rows: int, experts: int, row_tiles: int, sm_count: int) -> Shap
     if tokens > FEW.tokens or rows > FEW_ROWS:
         return SHAPES[tokens]
     return FEWEST if rows * row_tiles <= FEWEST.ctas_per_sm * sm_count else FEW
+
+
+def is_unsorted(way: str, rows: int, choices: int, rounds: bool) -> bool:
+    """Whether a layer of so many rows goes unsorted where that is its way; if it does not, it goes "ahead". choices: of
+    a token, without the shared experts. rounds: of "w4a4"."""
+    return way == "unsorted" and rows <= FEW_ROWS and choices > 0 and not rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
@@ -14,8 +15,8 @@ EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 class Operands(NamedTuple):
     """tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None, source[r] // choices is row r's
     token. row_scale: fp32 [T], a token's, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias:
-    [E, rows] or None. work: int32 [entries + 1, 4]: (ends of classes), then (expert, first row, rows). out: [R,
-    columns]."""
+    [E, rows] or None. work: int32 [entries + 1, 4]: (ends of classes), then (expert, first row, rows); ids: int32
+    [T, k], of ``Routing``: one of both. out: [R, columns]."""
 
     tokens: cute.Tensor
     source: cute.Tensor | None
@@ -23,7 +24,8 @@ class Operands(NamedTuple):
     data: cute.Tensor
     global_scale: cute.Tensor
     bias: cute.Tensor | None
-    work: cute.Tensor
+    work: cute.Tensor | None
+    ids: cute.Tensor | None
     out: cute.Tensor
     choices: Int32
     chunks: Int32
@@ -41,6 +43,8 @@ class Tile(NamedTuple):
 
 def tile_count(config, ops, number: int = -1) -> Int32:
     """Tiles of the launch up to the end of a class; of all."""
+    if config.routing:
+        return Int32(ops.ids.shape[0]) * config.routing.taken * groups(config, ops)
     return Int32(ops.work[HEAD, number % len(config.widths)]) * groups(config, ops)
 
 
@@ -57,6 +61,10 @@ def groups(config, ops) -> Int32:
 def tile_at(config, ops, index) -> Tile:
     """The tile of that number: an entry's tiles follow each other."""
     of_entry = groups(config, ops)
+    if config.routing:
+        row = index // of_entry
+        expert, count = choice_at(config.routing, ops.ids, row)
+        return Tile(expert, row, count, (index % of_entry) * config.shape.row_groups)
     entry = index // of_entry + 1
     return Tile(
         Int32(ops.work[entry, EXPERT]),
@@ -64,6 +72,18 @@ def tile_at(config, ops, index) -> Tile:
         Int32(ops.work[entry, COUNT]),
         (index % of_entry) * config.shape.row_groups,
     )
+
+
+@cute.jit
+def choice_at(routing: cutlass.Constexpr, ids, row) -> tuple:
+    """(expert, 1) of a row of ``Routing``; (any, 0) of one whose id names none."""
+    which = row % routing.taken
+    expert, count = routing.experts + which - routing.choices, Int32(1)
+    if which < routing.choices:
+        expert = Int32(ids[row // routing.taken, which])
+        if (expert < 0) | (expert >= routing.experts):
+            expert, count = Int32(0), Int32(0)
+    return expert, count
 
 
 def has_rows(ops, tile: Tile, group) -> Boolean:

@@ -10,8 +10,10 @@ from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.common.nvfp4 import from_mxfp4
 from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm90, streamed
+from warpspec.moe.problem import LayerProblem
 from warpspec.moe.sm90 import plan
 from warpspec.moe.sm90.config import Shape, StreamConfig
+from warpspec.moe.sm90.layer import Layer
 
 STAGES = ("SortChoices", "StreamedGemm", "StreamedGemm", "Unpermute")
 EXPERTS, HIDDEN, WIDTH = (
@@ -72,6 +74,29 @@ def test_no_token_depends_on_others(layer):
     assert got[4:6].isnan().all() and torch.equal(got[other], together[other])
     none = torch.full_like(ids[:0], -1)
     assert run(layer, x[:0], none, weights[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("tokens", "k", "launches"), [(2, 3, 3), (1, 1, 3), (5, 3, 4)])
+@pytest.mark.usefixtures("check_order")
+def test_ways_have_the_same_bits(layer, tokens, k, launches):
+    """A choice of none, an expert twice; launches: of the unsorted way, where rows are few enough for it."""
+    x, ids, weights = case(tokens, k)
+    ids[0, k - 1] = -1
+    ids[-1, 0] = ids[-1, k // 2]
+    prepared = layer.w13, layer.w2, layer.intermediate_scale
+    problem = LayerProblem.check(
+        x, ids, weights, *prepared, shared=1, activation="swiglu_oai", limit=1.0, values=False
+    )
+    outs, counts = [], []
+    for way in plan.WAYS:
+        stages = Layer(problem, *prepared[:2], SIMULATED["sm_90a"], way=way)
+        outs.append(torch.full_like(x, torch.nan))
+        stages.run(x, ids, weights, *prepared[:2], outs[-1])
+        counts.append(len(stages.reports))
+        assert all(launch.local_bytes == 0 for report in stages.reports for launch in report.launches)
+    assert counts == [4, 4, launches] and outs[0].any()
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_grouped_swiglu(layer):
