@@ -21,9 +21,10 @@ from warpspec.sim.errors import HostError
 from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import StorageNames
+from warpspec.sim.register_memory import POISON, RegisterMemory, aligned_bytes
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.starving import Starved
-from warpspec.sim.warp import LANE_NUMBERS, POISON, Cluster, Cta, Warp, aligned_bytes
+from warpspec.sim.warp import LANE_NUMBERS, Cluster, Cta, Warp
 
 Dim3 = tuple[int, int, int]
 
@@ -92,6 +93,8 @@ class ClusterFactory:
         self.capacity = max(1, launch.sm_count * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
         self._free_smem: list[np.ndarray] = []
+        self._free_registers: list[RegisterMemory] = []
+        self._free_tmem: list[np.ndarray] = []
         self.ranges = np.ascontiguousarray(gmem.ranges)
         self._local_size = program.tables.local_size
         self._by_warp: dict[int, dict[str, object]] = {}
@@ -121,7 +124,10 @@ class ClusterFactory:
         """Take back a finished cluster's memory."""
         for cta in cluster.ctas:
             self._free_smem.append(cta.smem)
-            cta.warps.clear()
+            self._free_registers += [w.memory for w in cta.warps]
+            cta.retire()
+        cluster.ctas.clear()
+        cluster.barrier = None
 
     def _make(self, number: int) -> Cluster:
         launch = self.launch
@@ -131,7 +137,9 @@ class ClusterFactory:
             inside = unravel(rank, launch.cluster)
             coords = tuple(f * c + i for f, c, i in zip(first, launch.cluster, inside, strict=True))
             linear = coords[0] + launch.grid[0] * (coords[1] + launch.grid[1] * coords[2])
-            cluster.ctas.append(Cta(cluster, rank, coords, linear, self._shared_memory(), launch.names))
+            cta = Cta(cluster, rank, coords, linear, self._shared_memory(), launch.names)
+            cta.spare_tmem = self._free_tmem
+            cluster.ctas.append(cta)
         cluster.live_ctas = len(cluster.ctas)
         cluster.smem_table = np.array([cta.smem.ctypes.data for cta in cluster.ctas], np.uint64)
         for cta in cluster.ctas:
@@ -151,13 +159,15 @@ class ClusterFactory:
         context = self._context(cta)
         for index in range(count):
             threads = min(WARP_SIZE, launch.threads - index * WARP_SIZE)
-            w = Warp(program, launch.symbol_addresses, cta, index, threads, special | self._of_warp(index))
+            memory = self._free_registers.pop() if self._free_registers else None
+            own = special | self._of_warp(index)
+            w = Warp(program, launch.symbol_addresses, cta, index, threads, own, memory)
             w.counters = self.stats.counters(index, len(program.blocks))
             w.executed = memoryview(w.counters)
             w.ctx[:] = context
             w.ctx[Ctx.COUNTERS] = w.counters.ctypes.data
             w.ctx[Ctx.ALIVE] = w.alive
-            w.ctx[Ctx.REGISTERS] = w.regs.ctypes.data
+            w.ctx[Ctx.REGISTERS] = w.memory.address
             if self._local_size:
                 w.local = aligned_bytes(self._local_size * WARP_SIZE, 64, POISON)
                 w.ctx[Ctx.LOCAL_BASE] = w.local.ctypes.data

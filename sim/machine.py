@@ -34,7 +34,7 @@ TIMEOUT_CHANCE = 1 / 32  # that a wait which the hardware bounds in time gives u
 STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
 PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
 COLLECTIVE = int(Stop.COLLECTIVE)
-LOG_COUNT, FORCE, TAKEN = (int(field) for field in (Ctx.LOG_COUNT, Ctx.FORCE, Ctx.TAKEN))
+LOG_COUNT, FORCE, TAKEN, TARGET = (int(field) for field in (Ctx.LOG_COUNT, Ctx.FORCE, Ctx.TAKEN, Ctx.TARGET))
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
 
@@ -234,8 +234,10 @@ class Machine:
                 group, forced = forced, None
             elif single:
                 group = groups[0]
+            elif favoured is not None and favoured in groups and favoured.free:
+                group = favoured
             else:
-                group = favoured if favoured in groups and favoured.free else w.runnable()
+                group = w.runnable()
             if group is None or group.wait is not None or group.converge:
                 return False
             block = group.block
@@ -305,9 +307,13 @@ class Machine:
         taken = w.context[TAKEN]
         target, others = self.program.split(block)
         if target is None:
-            target = int(w.ctx[Ctx.TARGET])
-        w.groups.remove(group)
-        w.groups += [Group(target, taken), Group(others, group.mask & ~taken)]
+            target = w.context[TARGET]
+        if len(w.groups) > 1:
+            w.groups.remove(group)
+            w.groups += [Group(target, taken), Group(others, group.mask & ~taken)]
+        else:
+            group.block, group.mask, group.timed_out = others, group.mask & ~taken, None
+            w.groups.append(Group(target, taken))
         w.merge()
 
     def exit(self, w: Warp, group: Group) -> None:

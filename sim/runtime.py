@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import pickle
@@ -10,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -238,6 +240,19 @@ def execute(
     )
 
 
+@contextmanager
+def _collector_paused():
+    """Without the garbage collector meanwhile, if it is on: a run makes many objects, and clusters that are over cut
+    their cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _run_share(
     program: Program, launch: Launch, gmem: GlobalMemory, seed: int, overlap: Overlap, progress=None
 ) -> LaunchStats:
@@ -246,7 +261,8 @@ def _run_share(
     machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats, order)
     machine.on_cluster_done = progress
     try:
-        machine.run()
+        with _collector_paused():
+            machine.run()
     except SimError as error:
         for text in stats.warnings.values():
             error.add_note(f"warning: {text}")

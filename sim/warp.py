@@ -16,22 +16,12 @@ from warpspec.sim.lanes import FULL_MASK, WARP_SIZE, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, in_shared_window
 from warpspec.sim.names import StorageNames
 from warpspec.sim.operation import Wait
+from warpspec.sim.register_memory import POISON, RegisterMemory
 from warpspec.sim.tcgen05.memory import Tmem
 
 LANE_NUMBERS = np.arange(WARP_SIZE, dtype=np.uint32)
 _DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-POISON = 0xFF
 BLOCK_OF = attrgetter("block")
-
-
-def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.ndarray:
-    """A uint8 array whose first byte is aligned."""
-    raw = np.empty(size + align, np.uint8)
-    start = -raw.__array_interface__["data"][0] % align
-    out = raw[start : start + size]
-    if fill is not None:
-        out.fill(fill)
-    return out
 
 
 class InFlight(NamedTuple):
@@ -97,12 +87,24 @@ class Cta:
         self.warpgroups: dict[int, object] = {}  # owned by the wgmma family
         self.named_barriers: dict[int, ThreadBarrier] = {}
         self._tmem: Tmem | None = None
+        self.spare_tmem: list[np.ndarray] = []  # tensor memories that nothing uses
 
     @property
     def tmem(self) -> Tmem:
         if self._tmem is None:
-            self._tmem = Tmem()
+            self._tmem = Tmem(self.spare_tmem.pop() if self.spare_tmem else None)
         return self._tmem
+
+    def retire(self) -> None:
+        """Its cluster is over: what it refers to may go, cycles of references are cut, and its tensor memory is spare
+        again."""
+        if self._tmem is not None:
+            self.spare_tmem.append(self._tmem.data)
+            self._tmem = None
+        self.warps.clear()
+        self.mbarriers.clear()
+        self.warpgroups.clear()
+        self.named_barriers.clear()
 
     @property
     def exited(self) -> bool:
@@ -129,6 +131,7 @@ class Cluster:
 class Warp:
     """A warp: register file, context of the native code, groups of lanes.
 
+    memory: of its registers, which another warp of the program may have had before; None: new.
     Operand access for handlers: `u32`, `u64`, `u16`, `pred`, `scalar`, `address`, `read_vec` read;
     `set_u32`, `set_u64`, `set_u16`, `set_pred`, `write_vec` write the lanes of a mask.
     """
@@ -141,6 +144,7 @@ class Warp:
         index: int,
         threads: int,
         special: dict[str, object],
+        memory: RegisterMemory | None = None,
     ):
         self.program = program
         self.symbol_addresses = symbol_addresses
@@ -148,17 +152,12 @@ class Warp:
         self.index = index
         registers = self.program.registers
         self._offset, self._bits = registers.offset, registers.bits
-        self.regs = aligned_bytes(registers.end)
-        self._homes = self.regs[: registers.size]
+        self.memory = memory = memory or RegisterMemory(registers)
+        self.regs, self._homes = memory.regs, memory.homes
         self._homes.fill(POISON)
-        self._u16, self._u32, self._u64 = (self.regs.view(t) for t in (np.uint16, np.uint32, np.uint64))
-        self._u8 = self.regs
-        self._rows = self._u32[: len(self._u32) // WARP_SIZE * WARP_SIZE].reshape(-1, WARP_SIZE)
-        # The same words as Python integers, which are read faster one by one.
-        raw = self._bytes = memoryview(self.regs)
-        self._words = {bits: raw.cast(code) for bits, code in ((8, "B"), (16, "H"), (32, "I"), (64, "Q"))}
-        # Of registers that have been read so: their lanes as integers, and the bytes of all lanes.
-        self._lanes: dict[str, tuple[memoryview, memoryview]] = {}
+        self._u8, self._u16, self._u32, self._u64 = memory.regs, memory.u16, memory.u32, memory.u64
+        self._rows, self._bytes, self._words = memory.rows, memory.bytes, memory.words
+        self._lanes = memory.lanes
         self.ctx = np.zeros(Ctx.COUNT, np.uint64)
         self.context = memoryview(self.ctx)  # the same, read faster
         self.ctx_ptr = self.ctx.ctypes.data
@@ -429,6 +428,13 @@ class Warp:
         groups = self.groups
         if len(groups) < 2:
             return
+        if len(groups) == 2:
+            first, second = groups
+            if first.block < second.block:
+                return
+            if first.block > second.block:
+                groups.reverse()
+                return
         groups.sort(key=BLOCK_OF)
         last = groups[0]
         merged = [last]
@@ -444,9 +450,10 @@ class Warp:
 
     def alone(self, group: Group) -> bool:
         """Whether no other group can run."""
-        return not any(
-            other.wait is None and not other.converge for other in self.groups if other is not group
-        )
+        groups = self.groups
+        if len(groups) == 2:
+            return not groups[groups[0] is group].free
+        return not any(other.free for other in groups if other is not group)
 
     def runnable(self) -> Group | None:
         """The group to run: the one furthest behind that is not blocked; None when all are."""

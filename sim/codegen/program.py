@@ -119,6 +119,7 @@ class Program:
         self.registers = RegisterFile(kernel)
         self._native: dict[str, bool] = {}
         self._vectors: dict[int, VectorPlace] = {}  # by the operand's id
+        self._ignored: dict[str, bool] = {}  # by a register's name
         self.blocks = cfg.cut(kernel, self.is_uninterrupted)
         self.live = cfg.liveness(kernel, self.blocks)
         self.registers.place(self.live.names(self.live.homes))
@@ -230,7 +231,11 @@ class Program:
 
     def is_ignored(self, result: Reg) -> bool:
         """Whether nothing reads a register that a system instruction writes."""
-        return not self.live.bits((result.name,)) & self._read_behind_their_block
+        found = self._ignored.get(result.name)
+        if found is None:
+            found = not self.live.bits((result.name,)) & self._read_behind_their_block
+            self._ignored[result.name] = found
+        return found
 
     def through(self, block: int) -> int:
         """The block behind one in the text."""

@@ -365,9 +365,11 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
     The instruction's time limit may pass at any time, so that a kernel must try again; one that does not is wrong
     under some seed.
     """
+    if ins.plan is None:
+        ins.plan = "parity" in ins.parts
     barrier = _common(w, ins.operands[1], mask)
     parity = None
-    if barrier is not None and "parity" in ins.parts:
+    if barrier is not None and ins.plan:
         parity = w.uniform(ins.operands[2], mask)
     if parity == 0 or parity == 1:
         complete = parity != barrier.phase & 1

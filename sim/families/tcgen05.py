@@ -293,8 +293,8 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
 
 @dataclass(frozen=True, slots=True)
 class MmaPlan:
-    """A tcgen05.mma's operands by name. scales: of A and B; disabled: words of lanes that keep D; scale_input: None or
-    scale-input-d."""
+    """A tcgen05.mma's operands by name. scales: of A and B; disabled: words of lanes that keep D, each with what it is
+    multiplied by (one register for all words is read once); scale_input: None or scale-input-d."""
 
     form: MmaForm
     text: str
@@ -303,7 +303,7 @@ class MmaPlan:
     b: Operand
     descriptor: Operand
     scales: tuple[Operand, ...]
-    disabled: tuple[Operand, ...]
+    disabled: tuple[tuple[Operand, int], ...]
     enable: Operand
     scale_input: Operand | None
 
@@ -312,11 +312,11 @@ class MmaPlan:
         form = mma_form(ins.parts)
         d, a, b, descriptor, *rest = ins.operands
         scales: tuple[Operand, ...] = ()
-        disabled: tuple[Operand, ...] = ()
+        disabled: tuple[tuple[Operand, int], ...] = ()
         if form.scales_per_row:
             scales = rest.pop(0), rest.pop(0)
         elif rest and isinstance(rest[0], Vec):
-            disabled = rest.pop(0).items
+            disabled = cls._words(rest.pop(0).items)
         enable = rest.pop(0)
         scale_input = None
         if rest and form.weight_stationary:
@@ -326,6 +326,12 @@ class MmaPlan:
             scale_input = rest[0]
         text = f"tcgen05.mma.kind::{form.kind}"
         return cls(form, text, d, a, b, descriptor, scales, disabled, enable, scale_input)
+
+    @staticmethod
+    def _words(items: tuple[Operand, ...]) -> tuple[tuple[Operand, int], ...]:
+        if all(item == items[0] for item in items):
+            return ((items[0], sum(1 << 32 * position for position in range(len(items)))),)
+        return tuple((item, 1) for item in items)
 
 
 @handler("tcgen05.mma", family=Family.TCGEN05, destinations=0)
@@ -356,8 +362,8 @@ def read_mma(w: Warp, plan: MmaPlan, lane: int) -> Mma:
     if plan.scales:
         scale_a, scale_b = (w.address_scalar(scale, lane) for scale in plan.scales)
     elif plan.disabled:
-        words = (scalar(item, lane) & 0xFFFFFFFF for item in plan.disabled)
-        disabled = sum(word << 32 * position for position, word in enumerate(words))
+        for position, (item, times) in enumerate(plan.disabled):
+            disabled |= (scalar(item, lane) & 0xFFFFFFFF) * times << 32 * position
     if plan.scale_input is not None:
         scale_input_d = scalar(plan.scale_input, lane)
         if form.kind not in ("f16", "tf32") or not 0 <= scale_input_d <= 15:
@@ -432,11 +438,15 @@ def commit(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
     With .multicast::cluster, on the mbarrier at the same offset in every CTA of the mask.
     """
-    group_ctas(w, cta_group_of(ins.parts))
+    plan = ins.plan
+    if plan is None:
+        plan = ins.plan = cta_group_of(ins.parts), ins.has("multicast::cluster")
+    cta_group, multicast = plan
+    group_ctas(w, cta_group)
     for lane in lanes(mask):
         cta, offset = m.cta_at(w, w.shared_address(ins.operands[0], 1 << lane))
         targets = [(cta, offset)]
-        if ins.has("multicast::cluster"):
+        if multicast:
             chosen = w.scalar(ins.operands[1], 1 << lane) & 0xFFFF
             ctas = w.cta.cluster.ctas
             if chosen >> len(ctas):
@@ -479,9 +489,12 @@ def place(
     w: Warp, ins: Instr, address: Mem, split: Imm | None, mask: int
 ) -> tuple[TransferMap, bool, int, int]:
     """(map, packed, lane, column) of a tcgen05.ld or .st."""
-    shape, repeat, packed = transfer_form(ins.parts)
-    tmap = transfer.transfer_map(shape, repeat, packed, split.value if split is not None else 0)
-    what = f"tcgen05.{ins.parts[1]}"
+    plan = ins.plan
+    if plan is None:
+        shape, repeat, packed = transfer_form(ins.parts)
+        tmap = transfer.transfer_map(shape, repeat, packed, split.value if split is not None else 0)
+        plan = ins.plan = tmap, packed, f"tcgen05.{ins.parts[1]}"
+    tmap, packed, what = plan
     lane, column = transfer.place(w.cta.tmem, w.address_scalar(address, mask), w.index, tmap, what)
     return tmap, packed, lane, column
 

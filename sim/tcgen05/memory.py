@@ -35,10 +35,10 @@ def _by(who: Who) -> str:
 
 
 class Tmem:
-    """`data` is uint32[128, 512]. Columns outside an allocation may not be touched."""
+    """`data` is uint32[128, 512]. Columns outside an allocation may not be touched. data: an array to use for it."""
 
-    def __init__(self):
-        self.data = np.full((LANES, COLUMNS), POISON, np.uint32)
+    def __init__(self, data: np.ndarray | None = None):
+        self.data = np.full((LANES, COLUMNS), POISON, np.uint32) if data is None else data
         self.blocks: dict[int, int] = {}  # first column -> columns
         self._allocated_by: dict[int, Who] = {}  # by first column
         self._freed: dict[int, tuple[int, Who]] = {}  # first column -> columns, who: of what is free again

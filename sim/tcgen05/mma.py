@@ -225,6 +225,17 @@ class Accumulator:
     def accumulate(self, product: np.ndarray, mma: Mma, disabled: int) -> None:
         """Add float32 [rows, N] to D (or replace D), lanes set in `disabled` excepted."""
         d = mma.descriptor
+        if (
+            self.groups == 1
+            and not (self.half_lanes or disabled or mma.scale_input_d)
+            and d.d_format == "f32"
+        ):
+            values = self.words.view(np.float32)
+            if mma.enable_input_d:
+                np.add(values, product, out=values)
+            else:
+                values[...] = product
+            return
         span = slice(self.column, self.column + self.columns)
         if self.half_lanes:
             shape, moved = (4, 16, d.n), product.reshape(4, 16, d.n)
