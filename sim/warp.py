@@ -154,7 +154,11 @@ class Warp:
         self._offset, self._bits = registers.offset, registers.bits
         self.memory = memory = memory or RegisterMemory(registers)
         self.regs, self._homes = memory.regs, memory.homes
-        self._homes.fill(POISON)
+        if program.unwritten is None:
+            self._homes.fill(POISON)
+        else:
+            for place in program.unwritten:
+                self._homes[place] = POISON
         self._u8, self._u16, self._u32, self._u64 = memory.regs, memory.u16, memory.u32, memory.u64
         self._rows, self._bytes, self._words = memory.rows, memory.bytes, memory.words
         self._lanes = memory.lanes
@@ -266,8 +270,11 @@ class Warp:
         """The operand's unsigned value in the lowest lane of the mask."""
         kind = type(operand)
         if kind is Reg:
-            found = self._lanes.get(operand.name) or self._lanes_of(operand.name)
-            return found[0][(mask & -mask).bit_length() - 1]
+            try:
+                values = self._lanes[operand.name][0]
+            except KeyError:
+                values = self._lanes_of(operand.name)[0]
+            return values[(mask & -mask).bit_length() - 1]
         if kind is Imm:
             return operand.value
         if kind is Sym:
@@ -434,7 +441,12 @@ class Warp:
                 return
             if first.block > second.block:
                 groups.reverse()
-                return
+            elif first.wait is None and second.wait is None:
+                first.mask |= second.mask
+                first.converge = False
+                first.timed_out = first.timed_out and second.timed_out
+                groups.pop()
+            return
         groups.sort(key=BLOCK_OF)
         last = groups[0]
         merged = [last]

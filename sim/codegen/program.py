@@ -31,6 +31,7 @@ from warpspec.sim.memory import SHARED_BASE_OFFSET
 from warpspec.sim.names import kernel_name
 from warpspec.sim.registry import Control, Family, find, row_of
 
+MOST_UNWRITTEN = 64  # registers that are poisoned one by one
 LOG_ENTRIES = 2048  # that a program's log holds beside those of one block
 
 
@@ -228,6 +229,15 @@ class Program:
         for bits in self.live.uses:
             used |= bits
         return used
+
+    @cached_property
+    def unwritten(self) -> list[slice] | None:
+        """Bytes of the register file that a warp may read before it has written them; None: as good as all."""
+        names = self.live.names(self.live.live_in[0])
+        if len(names) > MOST_UNWRITTEN:
+            return None
+        offset, bits = self.registers.offset, self.registers.bits
+        return [slice(offset[name], offset[name] + register_bytes(bits[name])) for name in names]
 
     def is_ignored(self, result: Reg) -> bool:
         """Whether nothing reads a register that a system instruction writes."""
