@@ -367,6 +367,8 @@ class Machine:
         cluster.live_ctas -= 1
         if cluster.live_ctas == 0:
             self.resident.remove(cluster)
+            if self.order is not None:
+                self.order.retire(cluster)
             self.factory.retire(cluster)
             self.done += 1
             if self.on_cluster_done is not None:

@@ -59,9 +59,10 @@ class Accesses:
                     if space_of(ins) in ("generic", "global" if is_global else "shared", "cluster"):
                         self.units[is_global] = min(self.units[is_global], nbytes)
         self.log = program.new_log()
+        self._spare: list[CtaOrder] = []  # of CTAs that are over
         self._globals: dict[int, GlobalShadow] = {}
         self._recent: GlobalShadow | None = None  # the one that lanes accessed last
-        self._synchronised: dict[object, dict] = {}  # place -> CTA -> `Release`
+        self._synchronised: dict[object, object] = {}  # place -> `Releases`
         self._orders: dict[int, object] = {}  # instruction -> `Ordered`
         self.suspected: list[dict] = []
         self._holding = False
@@ -76,13 +77,18 @@ class Accesses:
         """A cluster becomes resident."""
         domain = Domain(cluster.number)
         for cta in cluster.ctas:
-            cta.order = CtaOrder(domain, -(-len(cta.smem) // self.units[False]))
+            cta.order = self._spare.pop() if self._spare else CtaOrder(-(-len(cta.smem) // self.units[False]))
+            cta.order.begin(domain)
             for w in cta.warps:
                 w.order = Agent(domain)
                 w.order.raise_to(BARRIERS, cta.order.start, 1)
                 self.lanes_meet(w)
                 w.ctx[Ctx.LOG] = self.log.ctypes.data
                 w.ctx[Ctx.LOG_LIMIT] = self.program.log_limit
+
+    def retire(self, cluster) -> None:
+        """A cluster is over: what was kept of its CTAs serves others."""
+        self._spare += [cta.order for cta in cluster.ctas]
 
     @staticmethod
     def queue(w, name: str) -> Queue:

@@ -159,7 +159,7 @@ class Agent(Clock):
         self.accesses: dict = {}  # accesses at this count, by instruction, kind and lanes
         self.fence_scope = ""
         self.seen_foreign: Foreign = {}
-        self.seen_releases: dict[tuple[int, bool], object] = {}  # see `Synchronisation.acquire_places`
+        self.seen_releases: set[tuple] = set()  # see `Synchronisation.acquire_places`
         self.lanes = {"write": -1, "read": -1}  # `tag` at the last access of each kind to shared memory
         self.tag = 0  # names the time since the last warp barrier, among all warps
 

@@ -41,6 +41,7 @@ from warpspec.sim.registry import row_of
 
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
 TAG, LANE = 8, 255  # an earlier access of lanes: when (`Agent.tag`) << TAG | lane
+latest = np.maximum.reduce
 BOTH, WRITES = ("write", "read"), ("write",)
 LOG_COUNT = int(Ctx.LOG_COUNT)
 SEVERAL, EACH = 64, 255  # instead of a lane: several have read; every lane has written the same place
@@ -265,8 +266,9 @@ class MemoryAccesses(Accesses):
         space, write, parts = self._forms.get(ins.index) or self._form(ins)
         together = False
         if len(addresses) > 1:
-            address = addresses.item(0)
-            together = address == addresses.item(-1) and bool((addresses == addresses[0]).all())
+            if addresses.item(0) == addresses.item(-1):
+                raw = addresses.tobytes()
+                together = raw == raw[: addresses.itemsize] * len(addresses)
             if together:
                 addresses = addresses[:1]
         if space == "generic":
@@ -335,7 +337,7 @@ class MemoryAccesses(Accesses):
                 continue
             earlier, accesses = lanes_of[kind]
             before = earlier[where]
-            if before.max() < now:
+            if latest(before) < now:
                 continue
             other = before & LANE
             strange = (before >> TAG == tag) & (other != EACH)
@@ -357,7 +359,7 @@ class MemoryAccesses(Accesses):
         earlier, accesses = lanes_of[kind]
         if together:
             earlier[where] = now | (EACH if access.write else SEVERAL)
-        elif access.write or agent.lanes[kind] != tag or (before := earlier[where]).max() < now:
+        elif access.write or agent.lanes[kind] != tag or latest(before := earlier[where]) < now:
             earlier[where] = executing | now
         else:
             several = (before >> TAG == tag) & (before & LANE != executing)

@@ -36,6 +36,12 @@ class Shadow:
         self.cells = np.zeros(shape, np.int64)
         self.touched: set[int] = set()
 
+    def clear(self) -> None:
+        """Forget all accesses."""
+        if self.touched:
+            self.cells.fill(0)
+            self.touched = set()
+
     @property
     def writes(self) -> np.ndarray:
         """The numbers of writes, a view."""
@@ -97,7 +103,7 @@ def distinct(numbers: np.ndarray) -> list[int]:
     if numbers.size <= SMALL:
         return list(dict.fromkeys(numbers.reshape(-1).tolist()))
     first = numbers.item(0)
-    if not (numbers != first).any():
+    if not np.count_nonzero(numbers != first):
         return [first]
     flat = numbers.reshape(-1)
     changed = flat[1:][flat[1:] != flat[:-1]]  # accesses leave long runs of one number

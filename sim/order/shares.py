@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpspec.sim.order.findings import Access, Finding
-from warpspec.sim.order.shadow import Ledger, Shadow
+from warpspec.sim.order.shadow import Ledger, Shadow, distinct
 
 RACE = "accesses that nothing orders"
 REMEDY = "another place for one of them: CTAs of a launch are ordered by atomics or by the launch's end only"
@@ -47,11 +47,17 @@ def touched(name: str, unit: int, shadow: Shadow, early: Shadow | None, ledger: 
 
     def of(numbers: np.ndarray, access_of) -> Units:
         at = np.flatnonzero(numbers)
-        kinds, which = np.unique(numbers[at], return_inverse=True)
-        accesses = [access_of(kind) for kind in kinds.tolist()]
-        names = np.array([named(access) if mine(access) else 0 for access in accesses], np.int32)
-        found = names[which] if len(names) else which.astype(np.int32)
-        return at[found != 0], found[found != 0]
+        if not at.size:
+            return nothing
+        found = numbers[at]
+        kinds = distinct(found)
+        names = np.zeros(max(kinds) + 1, np.int32)
+        for kind in kinds:
+            access = access_of(kind)
+            if mine(access):
+                names[kind] = named(access)
+        found = names[found]
+        return (at, found) if found.all() else (at[found != 0], found[found != 0])
 
     nothing = (np.zeros(0, np.intp), np.zeros(0, np.int32))
     return Touched(

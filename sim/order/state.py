@@ -23,13 +23,19 @@ from warpspec.sim.order.shadow import Shadow, TensorShadow
 class CtaOrder:
     """What the checker keeps of a CTA."""
 
-    def __init__(self, domain: Domain, units: int):
-        self.domain = domain
+    def __init__(self, units: int):
         self.shared = Shadow(units)
+        self._tensor: TensorShadow | None = None
+
+    def begin(self, domain: Domain) -> None:
+        """Keep it of a CTA that becomes resident; nothing has touched its memory."""
+        self.domain = domain
+        self.shared.clear()
+        if self._tensor is not None:
+            self._tensor.clear()
         self.start = (
             domain.component()
         )  # known by its warps from the start, in row BARRIERS, and by whom they meet
-        self._tensor: TensorShadow | None = None
         self.suspects: np.ndarray | None = (
             None  # of tensor memory: number of the findings if it is read, or 0
         )

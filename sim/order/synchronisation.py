@@ -63,6 +63,24 @@ class Ordered:
         )  # fmt: skip
 
 
+class Releases:
+    """What has been released at a place, by CTA; places share it that the same instructions release. Never changed."""
+
+    __slots__ = ("by_cta",)
+
+    def __init__(self, by_cta: dict[int, Release]):
+        self.by_cta = by_cta
+
+    def joined(self, cta: int, release: Release) -> Releases:
+        """These and one more; itself where that adds nothing."""
+        before = self.by_cta.get(cta)
+        if before is not None:
+            release = release.joined(before)
+            if release is before:
+                return self
+        return Releases({**self.by_cta, cta: release})
+
+
 class Release:
     """What a CTA's threads have released at a place. clock: rows by domain. Never changed."""
 
@@ -144,37 +162,40 @@ class Synchronisation(MemoryAccesses):
             return
         addresses = w.address(form.operand)[lanes(mask)]
         self.lane_access(w, ins, addresses, mask, strong=form.scope)
-        places = []
-        for address in dict.fromkeys(addresses.tolist()):
-            if form.space != "global" and (form.space != "generic" or address >> WINDOW_SHIFT):
-                cta = w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF]
-                places.append((cta.number, address & OFFSET_MASK))
-            else:
-                places.append(address)
+        places: list = list(dict.fromkeys(addresses.tolist()))
+        if form.space != "global":
+            places = [self._place(w, address, form.space) for address in places]
         if form.reads:
             self.acquire_places(w, places, form.scope, relaxed=not form.acquires)
         if form.writes:
             updates = form.reads
             self.release_places(w, mask, places, form.scope, relaxed=not form.releases, replaces=not updates)
 
+    @staticmethod
+    def _place(w, address: int, space: str):
+        """A place of memory by name: a global address, or (CTA, offset)."""
+        if space == "generic" and not address >> WINDOW_SHIFT:
+            return address
+        return w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF].number, address & OFFSET_MASK
+
     def acquire_places(self, w, places: list, scope: str, relaxed: bool) -> None:
-        """Know what others released at places of memory, as far as both scopes reach. What a thread knows of a release
+        """Know what others released at places of memory, as far as both scopes reach. What a thread knows of releases
         it need not look at again."""
         agent, cta = w.order, w.cta
         seen = agent.seen_releases
-        for place in places:
-            for number, release in self._synchronised.get(place, {}).items():
-                if (id(release), relaxed) in seen:
-                    continue
+        for releases in dict.fromkeys(map(self._synchronised.get, places)):
+            if releases is None or (releases, scope, relaxed) in seen:
+                continue
+            if len(seen) >= MOST_SEEN:
+                seen.clear()
+            seen.add((releases, scope, relaxed))
+            for number, release in releases.by_cta.items():
                 for reach in (scope, release.scope):
                     if (reach == "cta" and number != cta.number) or (
                         reach == "cluster" and release.cluster != cta.cluster.number
                     ):
                         break
                 else:
-                    if len(seen) >= MOST_SEEN:
-                        seen.clear()
-                    seen[id(release), relaxed] = release
                     for domain, rows in release.clock.items():
                         if domain != agent.domain.number:
                             agent.foreign_seen(domain, rows, relaxed)
@@ -191,20 +212,14 @@ class Synchronisation(MemoryAccesses):
         rows = agent.published(mask, relaxed)
         if not relaxed:
             rows = rows[:PUBLISHED].copy()
-        fresh = Release(scope, {agent.domain.number: rows, **agent.foreign}, cta.cluster.number)
-        joined: dict[int, tuple[Release, Release]] = {}  # by the earlier release's id
-        for place in places:
-            entries = self._synchronised.setdefault(place, {})
-            before = None if replaces else entries.get(cta.number)
-            if replaces:
-                entries.clear()
-            if before is None:
-                entries[cta.number] = fresh
-                continue
-            found = joined.get(id(before))
-            if found is None:
-                found = joined[id(before)] = before, fresh.joined(before)
-            entries[cta.number] = found[1]
+        release = Release(scope, {agent.domain.number: rows, **agent.foreign}, cta.cluster.number)
+        alone = Releases({cta.number: release})
+        known = self._synchronised
+        before = [None] * len(places) if replaces else list(map(known.get, places))
+        behind = {
+            old: alone if old is None else old.joined(cta.number, release) for old in dict.fromkeys(before)
+        }
+        known.update(zip(places, map(behind.__getitem__, before), strict=True))
 
     # ---- mbarriers --------------------------------------------------------------------------------------------
 
