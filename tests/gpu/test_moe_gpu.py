@@ -6,8 +6,14 @@ import torch
 from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
 
 from warpspec.common import nvfp4
+from warpspec.common.launch import target_of
 from warpspec.moe import moe_ffn, ops, route
 from warpspec.moe.permute import sort_tokens
+from warpspec.moe.problem import LayerProblem
+from warpspec.moe.sm90 import plan
+from warpspec.moe.sm90.layer import Layer, list_work
+from warpspec.moe.sort import CLUSTER, SortShape, sort_choices
+from warpspec.moe.streamed import reorder
 from warpspec.moe.unpermute import unpermute
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +87,23 @@ def test_under_graph_capture():
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("shape", [None, SortShape(32, padded=True), CLUSTER], ids=str)
+@pytest.mark.parametrize(("tokens", "experts"), [(5000, 256), (40000, 512)])
+def test_sorts_of_many_choices(shape, tokens, experts):
+    """As torch sorts, twice."""
+    ids = (randn(tokens, CHOICES).abs() * experts / 3).int().cuda()  # some of no expert, some of many choices
+    x = randn(tokens, 464).bfloat16().cuda()
+    expected = sort_tokens(ids, experts)
+    for _ in range(2):
+        got, work, activations, _ = sort_choices(ids, experts, widths=(128, 64), x=x, shape=shape)
+        for name in ("source", "position", "offsets"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        listed = list_work(expected.offsets, (128, 64), ids.numel())
+        entries = slice(1, int(work[0, 1]) + 1)
+        assert torch.equal(work[0, :2], listed[0, :2]) and torch.equal(work[entries, :3], listed[entries, :3])
+        assert torch.equal(activations, reorder(x))
+
+
 def test_reference_on_the_gpu():
     layer, _ = make_experts(5, 64, 40, biases=True, shared=1)
     x = randn(30, 64).bfloat16()
@@ -125,6 +148,30 @@ def test_layer(streamed_layer, tokens):
         assert torch.equal(moe_ffn(x, streamed_layer, ids, weights, **options), got)
     last = slice(tokens - 1, tokens)
     assert torch.equal(moe_ffn(x[last], streamed_layer, ids[last], weights[last], **options), got[last])
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+def test_ways_have_the_same_bits(streamed_layer, tokens):
+    """Also in a graph, after other ids have been put in."""
+    w13, w2, middle = streamed_layer.w13, streamed_layer.w2, streamed_layer.intermediate_scale
+    x, ids, weights = layer_case(tokens)
+    problem = LayerProblem.check(
+        x, ids, weights, w13, w2, middle, shared=1, activation="swiglu", limit=None, values=False
+    )
+    for way in plan.WAYS:
+        layer, out = Layer(problem, w13, w2, target_of(x.device), way=way), torch.empty_like(x)
+        layer.run(x, ids, weights, w13, w2, out)
+        assert torch.equal(out, moe_ffn(x, streamed_layer, ids, weights)), way
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                layer.run(x, ids, weights, w13, w2, out)
+        for seed in (3, 4):
+            for old, new in zip((x, ids, weights), layer_case(tokens, seed=seed), strict=True):
+                old.copy_(new)
+            graph.replay()
+            assert torch.equal(out, moe_ffn(x, streamed_layer, ids, weights)), way
 
 
 @hopper
