@@ -65,17 +65,21 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
     seen = visible(problem, operands.kv_lengths, operands.q_start)  # [B, Sq, Sk]
     if operands.page_table is not None:
         k, v = (gather_pages(pages, operands.page_table) for pages in (k, v))  # [B, Sk, Hkv, D]
+    # So many query heads after one another have the same keys, values and mask.
+    alike = 1 if bias is not None and bias.shape[1] > 1 else problem.group
     for b in range(problem.batch):
         for h in range(problem.heads_q):
-            head = seen[b]  # [Sq, Sk]
-            if bias is not None:
-                head_bias = bias.expand(problem.batch, problem.heads_q, -1, -1)[b, h].float()
-                head = head & (head_bias != -torch.inf)
-            keys = head.any(dim=0).nonzero()[:, 0]  # keys that no row sees take no part
+            if h % alike == 0:
+                head = seen[b]  # [Sq, Sk]
+                if bias is not None:
+                    head_bias = bias.expand(problem.batch, problem.heads_q, -1, -1)[b, h].float()
+                    head = head & (head_bias != -torch.inf)
+                keys = head.any(dim=0).nonzero()[:, 0]  # keys that no row sees take no part
+                head = head[:, keys]
+                head_k, head_v = (t[b, keys, h // problem.group].float() for t in (k, v))  # [keys, D]
+                finite = head_v.isfinite().all(dim=1)
             if len(keys) == 0:
                 continue
-            head = head[:, keys]
-            head_k, head_v = (t[b, keys, h // problem.group].float() for t in (k, v))  # [keys, D]
             logits = problem.scale * (q[b, :, h].float() @ head_k.T)  # [Sq, keys]
             if bias is not None:
                 logits = logits + head_bias[:, keys]
@@ -83,17 +87,20 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
             row_max[b, h] = logits.amax(dim=1)
             weights = torch.where(head, torch.exp(logits - row_max[b, h, :, None]), 0.0)
             row_sum[b, h] = weights.sum(dim=1)
-            o[b, :, h] = weighted_sum(weights, head, head_v)
+            o[b, :, h] = weighted_sum(weights, head, head_v, finite)
     return state
 
 
-def weighted_sum(weights, seen, values) -> torch.Tensor:
+def weighted_sum(weights, seen, values, finite=None) -> torch.Tensor:
     """[Sq, D]: sum over the keys a row sees of weight * value; [Sq, keys], [Sq, keys], [keys, D].
 
     A matrix product, except for keys that store NaN or Inf: 0 * NaN would bring them to rows that do not see
-    them.
+    them. finite [keys]: those that store neither; None: not known.
     """
-    finite = values.isfinite().all(dim=1)
+    if finite is None:
+        finite = values.isfinite().all(dim=1)
+    if finite.all():
+        return weights @ values
     terms = weights[:, ~finite, None] * values[~finite]  # [Sq, keys with NaN or Inf, D]
     return weights[:, finite] @ values[finite] + torch.where(seen[:, ~finite, None], terms, 0.0).sum(dim=1)
 

@@ -17,9 +17,7 @@ VOCABULARY = 512
 
 def with_attention(model, name: str, dtype=torch.float32):
     """A copy of the model in `dtype` that uses the attention implementation `name`."""
-    copy = type(model)(deepcopy(model.config))  # the implementation's name is kept in it
-    copy.load_state_dict(model.state_dict())
-    copy = copy.to(dtype).eval()
+    copy = deepcopy(model).to(dtype).eval()  # its configuration too, which keeps the implementation's name
     copy.set_attn_implementation(name)
     return copy
 

@@ -7,6 +7,8 @@ bias, and two key sets merged. Weights are seeded and large enough that attentio
 sinks and compressed keys take a good part of it.
 """
 
+import functools
+
 import pytest
 import torch
 from deepseek_v4_model import HEAVY, KINDS, SELECTED, SLIDING, make_model
@@ -40,6 +42,9 @@ def attention_name(backend: str, way: str) -> str:
     return name
 
 
+shared_model = functools.cache(make_model)  # for those that change nothing in it
+
+
 def pair(model: DeepseekV4ForCausalLM, backend: str = "reference", way: str = "bias"):
     """(the model with our attention in bf16, the model with eager attention), FP32 otherwise."""
     return with_attention(model, attention_name(backend, way)), with_attention(model, "eager")
@@ -54,6 +59,18 @@ def logits_in_steps(model, ids: torch.Tensor, *ends: int) -> torch.Tensor:
             cache = output.past_key_values
             results.append(output.logits)
     return torch.cat(results, dim=1)
+
+
+@functools.cache
+def exact_logits(heads: int, batch: int, length: int, *ends: int) -> torch.Tensor:
+    """Logits of the model with eager attention, the prompt in steps."""
+    return logits_in_steps(with_attention(shared_model(heads), "eager"), tokens(batch, length), *ends)
+
+
+def our_logits(heads: int, batch: int, length: int, *ends: int, way: str) -> torch.Tensor:
+    """The same with our attention."""
+    model = with_attention(shared_model(heads), attention_name("reference", way))
+    return logits_in_steps(model, tokens(batch, length), *ends)
 
 
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -71,16 +88,14 @@ one_layer_simulated_in_long_suite = pytest.mark.parametrize(
 ])  # fmt: skip
 def test_prefill(heads, length, way):
     """300 positions: two heavily compressed keys, 75 of the other kind."""
-    ids = tokens(1, length)
-    with torch.no_grad():
-        ours, exact = (model(ids).logits for model in pair(make_model(heads), way=way))
-    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+    ours = our_logits(heads, 1, length, way=way)
+    assert relative_error(ours, exact_logits(heads, 1, length)) <= ATTENTION_TOLERANCE
 
 
 @one_layer
 def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     """One compressed key for 4 positions, none for 128."""
-    model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, length)
+    model, ids = shared_model(64, (kind,), head_dim=head_dim), tokens(1, length)
     ours, exact = (logits_in_steps(one, ids) for one in pair(model, backend, way))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
@@ -94,7 +109,7 @@ def test_prefill_of_one_layer_past_the_window(backend, way, kind, head_dim):
 @one_layer_simulated_in_long_suite
 def test_decode_of_one_layer(backend, way, kind, head_dim):
     """The window fills and the first key compressed from 128 appears. The prompt is the reference's."""
-    model, ids = make_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
+    model, ids = shared_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
     ours, exact = pair(model, "reference", way)
     caches, steps = [], []
     with torch.no_grad():
@@ -113,22 +128,16 @@ def test_decode_of_one_layer(backend, way, kind, head_dim):
 ])  # fmt: skip
 def test_decode_with_cache(heads, batch, start, end, way):
     """Single tokens against the cache; within the steps the window fills and compressed keys appear."""
-    ids = tokens(batch, end)
-    ours, exact = (
-        logits_in_steps(model, ids, *range(start, end))[:, start:]
-        for model in pair(make_model(heads), way=way)
-    )
+    case = (heads, batch, end, *range(start, end))
+    ours, exact = our_logits(*case, way=way)[:, start:], exact_logits(*case)[:, start:]
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
 @every_way
 def test_steps_of_several_tokens(way):
     """As in multi-token prediction and chunked prefill: queries whose compressed keys differ, on a cache."""
-    ids = tokens(1, 300)
-    ours, exact = (
-        logits_in_steps(model, ids, 100, 126, 131, 253, 258) for model in pair(make_model(), way=way)
-    )
-    assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
+    case = (64, 1, 300, 100, 126, 131, 253, 258)
+    assert relative_error(our_logits(*case, way=way), exact_logits(*case)) <= ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize("ends", [
@@ -139,15 +148,14 @@ def test_selection_by_the_indexer(ends):
 
     The layer comes first, so that the choice is made from the same hidden states in both models.
     """
-    model, ids = make_model(index_topk=16), tokens(1, 300)
+    model, ids = shared_model(64, index_topk=16), tokens(1, 300)
     ours, exact = (logits_in_steps(one, ids, *ends) for one in pair(model))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
-    everything = with_attention(make_model(), "eager")
-    assert relative_error(logits_in_steps(everything, ids, *ends), exact) >= SENSITIVITY * ATTENTION_TOLERANCE
+    assert relative_error(exact_logits(64, 1, 300, *ends), exact) >= SENSITIVITY * ATTENTION_TOLERANCE
 
 
 def test_selection_is_refused_as_key_sets():
-    model = with_attention(make_model(index_topk=16), attention_name("reference", "key_sets"))
+    model = with_attention(shared_model(64, index_topk=16), attention_name("reference", "key_sets"))
     with pytest.raises(UnsupportedProblem, match="indexer"):
         model(tokens(1, 100))
 
@@ -156,13 +164,15 @@ def test_selection_is_refused_as_key_sets():
 def test_padded_batch(side):
     ids, mask = padded(side, (150, 97))
     with torch.no_grad():
-        ours, exact = (model(ids, attention_mask=mask).logits[mask.bool()] for model in pair(make_model()))
+        ours, exact = (
+            model(ids, attention_mask=mask).logits[mask.bool()] for model in pair(shared_model(64))
+        )
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
 def test_padding_is_refused_as_key_sets():
     ids, mask = padded("left", (150, 97))
-    model = with_attention(make_model(), attention_name("reference", "key_sets"))
+    model = with_attention(shared_model(64), attention_name("reference", "key_sets"))
     with pytest.raises(UnsupportedProblem, match="padding"):
         model(ids, attention_mask=mask)
 
@@ -171,7 +181,7 @@ def test_padding_is_refused_as_key_sets():
 def test_generate(way):
     """generate() makes masks and caches its own way; it picks the tokens it picks with eager attention."""
     options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(make_model(), way=way))
+    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(shared_model(64), way=way))
     assert torch.equal(ours.sequences, exact.sequences)
     assert relative_error(torch.stack(ours.logits), torch.stack(exact.logits)) <= ATTENTION_TOLERANCE
 
@@ -181,7 +191,7 @@ def test_bf16_model(way):
     """As a user has it: the whole model in bf16, our attention registered by its public name."""
     name = f"warpspec_reference_{way}"
     warpspec.engines.transformers.register(name, backend="reference", compressed=way)
-    model, ids = make_model(), tokens(1, 200)
+    model, ids = shared_model(64), tokens(1, 200)
     with torch.no_grad():
         ours, eager, exact = (
             with_attention(model, implementation, dtype)(ids).logits
@@ -197,7 +207,6 @@ def test_bf16_model(way):
 @pytest.mark.parametrize("without", ["sinks", "window", SELECTED, HEAVY])
 def test_logits_depend_on_what_is_compared(without):
     """Agreement says something of sinks, window and compressed keys: without them logits are far off."""
-    model, ids = make_model(), tokens(1, 300)
     changed = make_model(sliding_window=1024) if without == "window" else make_model()
     for attention in (layer.self_attn for layer in changed.model.layers):
         if without == "sinks":
@@ -207,5 +216,6 @@ def test_logits_depend_on_what_is_compared(without):
                 if hasattr(part, "compress_rate"):
                     part.compress_rate = 512  # so many positions make the first compressed key
     with torch.no_grad():
-        difference = relative_error(changed(ids, use_cache=False).logits, model(ids).logits)
+        logits_of_changed = changed(tokens(1, 300), use_cache=False).logits
+    difference = relative_error(logits_of_changed, exact_logits(64, 1, 300))
     assert difference >= SENSITIVITY * ATTENTION_TOLERANCE
