@@ -14,10 +14,9 @@ from warpspec.cache.models import (
     bytes_per_token,
 )
 from warpspec.cache.pools import NO_SLOT, IndexPool, LatentPool, table_slots
-from warpspec.cache.problem import check_compress, check_insert, check_store
+from warpspec.cache.problem import check_compress, check_insert, check_store, refuse_gradients
 from warpspec.cache.reference import rope_table
 from warpspec.cache.state import StateCache, Tail
-from warpspec.common.backend import refuse_tangents
 
 __all__ = [
     "DEEPSEEK_V4_FLASH",
@@ -59,8 +58,8 @@ def insert_window(
     q: bf16 [T, H, 512], each head's projection, or None. kv: bf16 [T, 512], the keys' projection. cos_sin: fp32
     [N, 64], for each position 32 cosines and 32 sines (``rope_table``), which the last 64 numbers are rotated by, in
     neighbouring pairs. positions: int32 [T]. weight: of the keys' norm, fp32 or bf16 [512]; queries have none. slots:
-    int32 [T], where keys are stored in ``pool``; a slot below 0 or beyond it stores nothing, one given twice keeps any
-    of its rows. eps: of the norms. out: where rotated queries go, as q, q itself for example.
+    int32 [T], where keys are stored in ``pool``; a slot below 0 or beyond it stores nothing, one given twice may end up
+    with a mixture, on the CPU ValueError. eps: of the norms. out: where rotated queries go, as q, q itself for example.
 
     A row x becomes x / sqrt(mean(x**2) + eps) (times weight), in fp32, then bf16; rotated in fp32, then bf16; keys are
     quantised then (``quantize``). Returns the queries, bf16 [T, H, 512], None without q. A position beyond the table
@@ -69,7 +68,7 @@ def insert_window(
     Raises TypeError or ValueError naming the argument, UnsupportedProblem for a pool that kernels do not write
     ("v3.2-fp8") or a backend that does not run on the device. Forward only.
     """
-    _refuse_gradients(q=q, kv=kv, weight=weight)
+    refuse_gradients(q=q, kv=kv, weight=weight)
     check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out)
     if q is not None and out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -82,10 +81,10 @@ def store_rows(
 ) -> None:
     """Quantise rows and store them in a pool.
 
-    rows: bf16 [T, dim], dim the pool's. slots: int32 [T]; one below 0 or beyond the pool stores nothing. Bits are those
-    of ``quantize.quantize_rows``. Raises as ``insert_window``.
+    rows: bf16 [T, dim], dim the pool's. slots: as in ``insert_window``. Bits are those of
+    ``quantize.quantize_rows``. Raises as ``insert_window``.
     """
-    _refuse_gradients(rows=rows)
+    refuse_gradients(rows=rows)
     check_store(rows, pool, slots)
     ops.insert(None, rows, None, None, None, 0.0, pool, slots, None, backend)
 
@@ -127,7 +126,7 @@ def compress(
 
     Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``. Forward only.
     """
-    _refuse_gradients(content_gate=content_gate, ape=ape, weight=weight)
+    refuse_gradients(content_gate=content_gate, ape=ape, weight=weight)
     check_compress(
         content_gate, ape, weight, cos_sin, tail=tail, requests=requests, starts=starts, cu_seqlens=cu_seqlens,
         pool=pool, slots=slots, eps=eps, rotated=rotated,
@@ -147,12 +146,3 @@ def compress(
         rotated,
         backend,
     )
-
-
-def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
-    refuse_tangents(**tensors)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name}: gradients are not implemented (forward only); detach it, or call under torch.no_grad()"
-            )

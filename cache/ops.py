@@ -94,7 +94,7 @@ def insert(q, kv, cos_sin, positions, weight, eps, pool: Pool, slots, out, backe
     if watched(*tensors):
         insert_operator(*arguments)
     else:
-        check_insert_values(positions, cos_sin)
+        check_insert_values(positions, cos_sin, slots, pool.capacity)
         run_insert(*arguments)
 
 
@@ -138,7 +138,7 @@ def insert_operator(
     q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend
 ) -> None:
     """``insert_window`` and ``store_rows``."""
-    check_insert_values(positions, cos_sin)
+    check_insert_values(positions, cos_sin, slots, len(data) * page_size)
     run_insert(q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend)
 
 

@@ -19,7 +19,7 @@ from warpspec.cache.formats import (
 from warpspec.cache.quantize import dequantize_rows, quantize_rows
 
 SLOT_LIMIT = 2**31  # slots are int32
-NO_SLOT = -1
+NO_SLOT = NO_PAGE = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ def table_slots(page_table: torch.Tensor, rows: torch.Tensor, page_size: int) ->
     """int32 slots of a request's rows by its page table.
 
     page_table: integer [R, pages]. rows: integer [R, ...], numbers of rows from the request's first on; those below 0
-    or past its pages get NO_SLOT, and so do those of pages below 0.
+    or past its pages get NO_SLOT, and so do those of pages below 0 or beyond all slots.
     """
     pages = page_table.shape[1]
     flat = rows.reshape(len(rows), -1).long()
@@ -161,8 +161,17 @@ def table_slots(page_table: torch.Tensor, rows: torch.Tensor, page_size: int) ->
         return torch.full(rows.shape, NO_SLOT, dtype=torch.int32, device=rows.device)
     safe = torch.where(inside, flat, 0)
     page = page_table.long().gather(1, safe // page_size)
-    slots = torch.where(inside & (page >= 0), page * page_size + safe % page_size, NO_SLOT)
+    known = (page >= 0) & (page < (SLOT_LIMIT - 1) // page_size)
+    slots = torch.where(inside & known, page * page_size + safe % page_size, NO_SLOT)
     return slots.to(torch.int32).reshape(rows.shape)
+
+
+def pages_of(page_table: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+    """[T, pages]: rows ``requests`` [T] of a page table [R, pages]; NO_PAGE throughout for those that there are not."""
+    known = (requests >= 0) & (requests < len(page_table))
+    if len(page_table) == 0:
+        return torch.full((len(requests), page_table.shape[1]), NO_PAGE, device=page_table.device)
+    return torch.where(known[:, None], page_table[torch.where(known, requests, 0).long()], NO_PAGE)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

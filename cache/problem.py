@@ -14,6 +14,7 @@ import torch
 from warpspec.cache.models import CONTENT_AND_GATE
 from warpspec.cache.pools import IndexPool, LatentPool, Pool, has_memory
 from warpspec.cache.state import Tail
+from warpspec.common.backend import refuse_tangents
 from warpspec.common.hardware import VECTOR_BYTES
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -97,10 +98,16 @@ def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> No
     check_eps(eps)
 
 
-def check_insert_values(positions, cos_sin) -> None:
-    """What ``insert_window``'s small tensors hold, on the CPU."""
-    if positions is not None and positions.device.type == "cpu":
+def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
+    """What the small tensors of ``insert_window`` and ``store_rows`` hold, on the CPU. capacity: of the pool."""
+    if slots.device.type != "cpu":
+        return
+    if positions is not None:
         check_range("positions", positions, 0, len(cos_sin) - 1, "rows of cos_sin")
+    if not torch.compiler.is_compiling():
+        found, counts = slots[(slots >= 0) & (slots < capacity)].unique(return_counts=True)
+        for slot in found[counts > 1][:1].tolist():
+            raise ValueError(f"slots: each may be given once, got {slot} twice")
 
 
 def check_projection(cos_sin, weight, dim, device) -> None:
@@ -182,3 +189,13 @@ def check_range(name, tensor, low, high, what) -> None:
 def check_count(name, rows) -> None:
     if rows > ROW_LIMIT:
         raise ValueError(f"{name}: at most {ROW_LIMIT} rows at a time, got {rows}")
+
+
+def refuse_gradients(**tensors: torch.Tensor | None) -> None:
+    """Raise NotImplementedError naming the first argument that carries a derivative, or of which one is wanted."""
+    refuse_tangents(**tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name}: gradients are not implemented (forward only); detach it, or call under torch.no_grad()"
+            )

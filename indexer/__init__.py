@@ -6,6 +6,7 @@ import torch
 
 from warpspec.cache.formats import INDEX_FORMATS, format_named
 from warpspec.cache.pools import IndexPool
+from warpspec.cache.problem import refuse_gradients
 from warpspec.common.backend import refuse_tangents, resolve_backend
 from warpspec.indexer import ops
 from warpspec.indexer.config import K_LIMIT
@@ -30,9 +31,10 @@ def index_queries(
     factors. cos_sin: fp32 [N, 64] and positions: int32 [T], as in ``cache.insert_window``; the last 64 numbers of a
     head are rotated. rotated: through the Hadamard transform then, as the keys have been (``cache.compress``). format:
     of an ``IndexPool``. Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``.
+    Forward only.
     """
     format_named(INDEX_FORMATS, format)
-    refuse_tangents(q=q, weights=weights)
+    refuse_gradients(q=q, weights=weights)
     check_queries(q, weights, cos_sin, positions, rotated)
     return ops.index_queries(q, weights, cos_sin, positions, format, rotated, backend)
 
@@ -50,8 +52,9 @@ def index_scores(
 
     A score is sum over heads of weight * ReLU(q . k), on the quantised queries and keys. page_table: int32 [R, pages].
     requests: int32 [T], whose queries these are. lengths: int32 [T], entries that a query sees, from the first. Pages
-    that there are not give -inf, too. Kernels take rows of "mxfp4" or "fp8", the queries alike, and a multiple of 8
-    heads up to 64. Raises TypeError or ValueError naming the argument, UnsupportedProblem.
+    that there are not give -inf; so do requests, and lengths are clamped, on a GPU: on the CPU ValueError. Kernels take
+    rows of "mxfp4" or "fp8", the queries alike, and a multiple of 8 heads up to 64. Raises TypeError or ValueError
+    naming the argument, UnsupportedProblem.
     """
     check_scores(queries, pool, page_table, requests, lengths)
     return ops.index_scores(queries, pool, page_table, requests, lengths, backend)
@@ -74,7 +77,8 @@ def index_topk(
     clamped to 0..N on a GPU, on the CPU ValueError beyond. Exact: of equal logits the lower indices are taken, NaN is
     above all numbers, and -inf is never taken. counts: how many there are; slots behind are -1. page_table: int32
     [R, pages], with requests: int32 [T] and page_size: index i becomes the slot page_table[request, i // page_size] *
-    page_size + i % page_size; -1 where there is no such page. Raises TypeError or ValueError naming the argument.
+    page_size + i % page_size; -1 where there is no such page or request. Raises TypeError or ValueError naming
+    the argument.
     """
     refuse_tangents(logits=logits)
     check_topk(logits, k, lengths, page_table, requests, page_size)

@@ -1,11 +1,11 @@
-"""What runs the indexer's operations: backend choice, outputs, launches; the torch operator of ``index_topk``."""
+"""The torch operators behind the indexer's functions: backend choice, outputs, launches."""
 
 from __future__ import annotations
 
 import torch
 
 from warpspec.cache.config import InsertConfig
-from warpspec.cache.pools import IndexPool, table_slots
+from warpspec.cache.pools import IndexPool, pages_of, table_slots
 from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
@@ -18,10 +18,18 @@ from warpspec.indexer.sm100.config import Sm100ScoresConfig
 
 
 def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> IndexQueries:
-    """K3 of checked arguments."""
+    """K3 of checked arguments, through the operator where somebody watches."""
     tokens, heads = q.shape[:2]
     pool = IndexPool.empty(tokens, heads, format, device=q.device)
-    backend = resolve_backend(backend, q.device)
+    arguments = (q, cos_sin, positions, pool.data, format, rotated, backend)
+    (queries_operator if watched(q, cos_sin, positions) else run_queries)(*arguments)
+    return IndexQueries(pool, weights)
+
+
+def run_queries(q, cos_sin, positions, data, format, rotated, backend) -> None:
+    """K3, into the pages ``data``."""
+    tokens, heads = q.shape[:2]
+    pool, backend = IndexPool(data, heads, format), resolve_backend(backend, q.device)
     if backend == "reference":
         rows = reference.query_rows(q, cos_sin, positions, rotated)
         pool.write(torch.arange(tokens * heads, device=q.device), rows.flatten(0, 1))
@@ -33,7 +41,21 @@ def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> I
         words = q.detach().flatten(0, 1).view(torch.uint32)
         arguments = (None, None, words, None, cos_sin, positions, slots, pool.words, heads, 0.0)
         INSERT.run(config, target_of(q.device), *arguments)
-    return IndexQueries(pool, weights)
+
+
+@torch.library.custom_op(
+    "warpspec::index_queries",
+    mutates_args=("data",),
+    schema="(Tensor q, Tensor cos_sin, Tensor positions, Tensor(a!) data, str format, bool rotated, str backend) -> ()",
+)
+def queries_operator(q, cos_sin, positions, data, format, rotated, backend) -> None:
+    """``index_queries``."""
+    run_queries(q, cos_sin, positions, data, format, rotated, backend)
+
+
+@queries_operator.register_fake
+def _(q, cos_sin, positions, data, format, rotated, backend):
+    return None
 
 
 def index_scores(
@@ -93,20 +115,46 @@ def check_scores_kernels(name: str, asked_format: str, heads: int) -> None:
 
 
 def stream_entries(queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, k: int) -> tuple:
-    """K4 and K5 in one launch, of checked arguments: (slots, counts)."""
-    asked, target = queries.pool, target_of(page_table.device)
+    """K4 and K5 in one launch, of checked arguments, through the operator where somebody watches: (slots, counts)."""
+    asked = queries.pool
     check_scores_kernels(pool.format, asked.format, asked.page_size)
-    slots, counts = new_outputs(queries.weights, k)
+    arguments = (
+        asked.data, asked.page_size, queries.weights, pool.data, pool.page_size, pool.format, page_table, requests,
+        lengths, k,
+    )  # fmt: skip
+    return (stream_operator if watched(asked.data, pool.data, queries.weights) else run_stream)(*arguments)
+
+
+def run_stream(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k) -> tuple:
+    """K4 and K5 in one launch."""
+    target = target_of(page_table.device)
+    slots, counts = new_outputs(weights, k)
     if len(slots) == 0:
         return slots, counts
     if target.major == 9:
         from warpspec.indexer.sm90.stream import STREAM as kernel
     else:
         from warpspec.indexer.sm100.stream import STREAM as kernel
-    config = StreamConfig.of(target.major, pool.format, asked.page_size, pool.page_size)
-    batch = (page_table, requests, lengths, slots, counts)
-    kernel.run(config, target, asked.words, queries.weights.detach(), pool.words, *batch)
+    config = StreamConfig.of(target.major, name, heads, page_size)
+    queries, pool = IndexPool(asked, heads, name).words, IndexPool(data, page_size, name).words
+    kernel.run(config, target, queries, weights.detach(), pool, page_table, requests, lengths, slots, counts)
     return slots, counts
+
+
+@torch.library.custom_op(
+    "warpspec::select_entries",
+    mutates_args=(),
+    schema="(Tensor asked, SymInt heads, Tensor weights, Tensor data, SymInt page_size, str name, Tensor page_table, "
+    "Tensor requests, Tensor lengths, SymInt k) -> (Tensor, Tensor)",
+)
+def stream_operator(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k):
+    """``select_entries`` whose logits never reach memory."""
+    return run_stream(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k)
+
+
+@stream_operator.register_fake
+def _(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k):
+    return new_outputs(weights, k)
 
 
 def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, requests, lengths) -> torch.Tensor:
@@ -116,7 +164,7 @@ def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, request
     logits = torch.full((tokens, columns), -torch.inf, device=page_table.device)
     rows = torch.arange(columns, device=page_table.device)
     for t in range(tokens):
-        slots = table_slots(page_table[requests[t : t + 1].long()], rows[None], pool.page_size)[0]
+        slots = table_slots(pages_of(page_table, requests[t : t + 1]), rows[None], pool.page_size)[0]
         seen = (rows < lengths[t]) & (slots >= 0) & (slots < pool.capacity)
         scores = reference.index_scores(values[t : t + 1], queries.weights[t : t + 1], pool.read(slots))[0]
         logits[t] = torch.where(seen, scores, -torch.inf)

@@ -50,15 +50,31 @@ def check_queries(q, weights, cos_sin, positions, rotated) -> None:
 
 def check_scores(queries, pool, page_table, requests, lengths) -> None:
     """Arguments of ``index_scores``."""
-    if not isinstance(queries, IndexQueries):
-        raise TypeError(f"queries: must be IndexQueries, got {type(queries).__name__}")
+    check_asked(queries)
     device = queries.weights.device
     check_pool(pool, (IndexPool,), device)
     check_table(len(queries.weights), page_table, requests, device)
     check_tensor("lengths", lengths, (torch.int32,), (len(queries.weights),), device)
     columns = page_table.shape[1] * pool.page_size
+    if columns > LENGTH_LIMIT:
+        raise ValueError(f"page_table: at most {LENGTH_LIMIT} entries of a request, got {columns}")
     if device.type == "cpu":
         check_range("lengths", lengths, 0, columns, "entries that the page table has")
+
+
+def check_asked(queries) -> None:
+    """``IndexQueries`` whose pool is the weights'."""
+    if not isinstance(queries, IndexQueries):
+        raise TypeError(f"queries: must be IndexQueries, got {type(queries).__name__}")
+    pool, weights = queries.pool, queries.weights
+    if not isinstance(pool, IndexPool):
+        raise TypeError(f"queries: pool must be an IndexPool, got {type(pool).__name__}")
+    check_tensor("queries: weights", weights, (torch.float32,), (-1, -1), pool.device)
+    if (len(pool.data), pool.page_size) != weights.shape:
+        raise ValueError(
+            f"queries: the pool must have a page of as many heads for each of the weights' {list(weights.shape)}, got "
+            f"{len(pool.data)} pages of {pool.page_size}"
+        )
 
 
 def check_table(tokens, page_table, requests, device) -> None:

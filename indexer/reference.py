@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.cache.pools import NO_SLOT, table_slots
+from warpspec.cache.pools import NO_SLOT, pages_of, table_slots
 from warpspec.cache.reference import angles_at, hadamard, rotate
 
 
@@ -31,7 +31,7 @@ def index_topk(logits, k, lengths, page_table, requests, page_size) -> tuple[tor
         order = sort_key(row).argsort(descending=True, stable=True)
         chosen = order[row[order] != -torch.inf][:k].sort().values
         if page_table is not None:
-            found = table_slots(page_table[requests[t].long()][None], chosen[None], page_size)[0]
+            found = table_slots(pages_of(page_table, requests[t : t + 1]), chosen[None], page_size)[0]
         else:
             found = chosen.to(torch.int32)
         slots[t, : len(chosen)], counts[t] = found, len(chosen)

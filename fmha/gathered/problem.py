@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from warpspec.cache.pools import LatentPool, check_page_size, has_memory, table_slots
-from warpspec.cache.problem import ROPE_DIM, check_range, check_tensor
+from warpspec.cache.pools import LatentPool, has_memory, table_slots
+from warpspec.cache.problem import ROPE_DIM, check_pool, check_range, check_tensor
 from warpspec.fmha.checks import SINK_DTYPES
 from warpspec.fmha.projection.float8 import BLOCK, Float8Tensor
 
@@ -46,14 +46,22 @@ class KeySet:
     ) -> KeySet:
         """All rows of requests, in order, by their pages.
 
-        page_table: int32 [R, pages]. requests: integer [T], whose queries these are. lengths: int32 [T], rows that a
-        query sees, from the first. Slots are written out, 4 bytes a row of the table and query.
+        page_table: int32 [R, pages]. requests: int32 or int64 [T], whose queries these are. lengths: int32 [T], rows
+        that a query sees, from the first; none of a request that there is not, and on the CPU ValueError. Slots are
+        written out, 4 bytes a row of the table and query.
         """
-        check_page_size(pool.page_size)
+        check_pool(pool, (LatentPool,))
+        device = pool.device
+        check_tensor("page_table", page_table, (torch.int32,), (-1, -1), device)
+        check_tensor("requests", requests, (torch.int32, torch.int64), (-1,), device)
+        check_tensor("lengths", lengths, (torch.int32,), (len(requests),), device)
+        if device.type == "cpu" and has_memory(requests):
+            check_range("requests", requests, 0, len(page_table) - 1, "rows of page_table")
         count = page_table.shape[1] * pool.page_size
-        rows = torch.arange(count, device=page_table.device).expand(len(page_table), -1)
+        rows = torch.arange(count, device=device).expand(len(page_table), -1)
         slots = table_slots(page_table, rows, pool.page_size)
-        return cls(pool, slots[requests.long()], lengths)
+        known = (requests >= 0) & (requests < len(page_table))
+        return cls(pool, slots[torch.where(known, requests, 0).long()], torch.where(known, lengths, 0))
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from warpspec.cache.pools import NO_PAGE
 
 WORD_BYTES = 4
-NO_PAGE = -1
 
 
 class Entries(NamedTuple):
@@ -21,10 +22,12 @@ class Entries(NamedTuple):
 
 
 def entries_of(config, pool, page_table, requests, lengths, token) -> Entries:
-    """The entries that a query sees; a request out of range is the nearest, a length within 0 and the table's."""
-    request = cutlass.max(cutlass.min(Int32(requests[token]), page_table.shape[0] - 1), 0)
+    """The entries that a query sees: a length within 0 and the table's, 0 of a request that there is not."""
+    request = Int32(requests[token])
+    known = Boolean(request >= 0) & Boolean(request < page_table.shape[0])
     length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
-    return Entries(pool, page_table[request, None], length)
+    length = Int32(cutlass.select_(known, length, Int32(0)))
+    return Entries(pool, page_table[Int32(cutlass.select_(known, request, Int32(0))), None], length)
 
 
 @cute.jit

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
+from warpspec.cache.pools import NO_SLOT, SLOT_LIMIT
 from warpspec.common.compile import fake_rows
 from warpspec.common.launch import Kernel
 from warpspec.indexer.config import SelectConfig
@@ -24,7 +25,6 @@ from warpspec.indexer.device.choose import (
     value_of,
 )
 
-NO_SLOT = -1
 BATCH = 8  # loads under way together
 
 
@@ -120,6 +120,7 @@ def finish(
 ):
     """What is kept as slots; behind it NO_SLOT."""
     thread, _, _ = cute.arch.thread_idx()
+    pages = (SLOT_LIMIT - 1) // page_size  # that have slots
     for at in cutlass.range(thread, k, config.threads, unroll=1):
         slot = Int32(NO_SLOT)
         if at < kept:
@@ -130,7 +131,7 @@ def finish(
                 slot = Int32(NO_SLOT)
                 if (request >= 0) & (request < page_table.shape[0]) & (page < page_table.shape[1]):
                     number = Int32(page_table[request, page])
-                    if number >= 0:
+                    if (number >= 0) & (number < pages):
                         slot = number * page_size + within
         result[at] = slot
     if thread == 0:

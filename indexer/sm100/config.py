@@ -114,7 +114,7 @@ class Sm100ScoresConfig:
         rows = self.stages * self.key_bytes + self.query_bytes + self.scale_bytes
         return rows + self.columns * FP32_BYTES + (barrier_count(self.barriers) + 1) * MBARRIER_BYTES
 
-    # Tensor memory, in columns: accumulators, the keys' scales, the query's.
+    # Tensor memory, in columns: accumulators, the scales of each stage's keys, the query's.
 
     @property
     def tmem_key_scales(self) -> int:
@@ -122,11 +122,11 @@ class Sm100ScoresConfig:
 
     @property
     def tmem_query_scales(self) -> int:
-        return self.tmem_key_scales + ATOM_COLUMNS
+        return self.tmem_key_scales + self.stages * ATOM_COLUMNS
 
     @property
     def tmem_columns(self) -> int:
-        return self.tmem_key_scales + (2 * ATOM_COLUMNS if self.scaled else 0)
+        return self.tmem_key_scales + ((self.stages + 1) * ATOM_COLUMNS if self.scaled else 0)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

@@ -13,7 +13,7 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common import tmem
-from warpspec.indexer.sm100.config import ATOM_BYTES, Sm100ScoresConfig
+from warpspec.indexer.sm100.config import ATOM_BYTES, ATOM_COLUMNS, Sm100ScoresConfig
 
 BLOCK = 32  # numbers that share a scale
 STEP_SCALES = 2  # of a row, of a product
@@ -53,8 +53,8 @@ def fragments(config: Sm100ScoresConfig, mma, shared, columns) -> tuple:
 
 @cute.jit
 def multiply_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, columns, work):
-    """The MMA warp. Consumes full, sum_empty. Produces, each by a commit: empty, sum_full. Copies of scales and
-    products run in order, so one place for the scales is enough."""
+    """The MMA warp. Consumes full, sum_empty. Produces, each by a commit: empty, sum_full. A copy of scales and the
+    product behind it run in order; what reads a stage's scales is complete before the stage is filled again."""
     mma = make_mma(config)
     a, b, d = fragments(config, mma, shared, columns)
     key_scales, query_scales = columns + config.tmem_key_scales, columns + config.tmem_query_scales
@@ -70,13 +70,16 @@ def multiply_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, share
                 with cute.arch.elect_one():
                     tmem.copy_scale_atom(shared.query_scales, query_scales)
             with cute.arch.elect_one():
-                tmem.copy_scale_atom(shared.key_scales + stage * ATOM_BYTES, key_scales)
+                tmem.copy_scale_atom(
+                    shared.key_scales + stage * ATOM_BYTES, key_scales + stage * ATOM_COLUMNS
+                )
         total = d[None, None, None, use % config.accumulators]
         for k in cutlass.range_constexpr(config.products):
             mma.set(tcgen05.Field.ACCUMULATE, k > 0)
             if cutlass.const_expr(config.scaled):
-                for field, pointer in ((tcgen05.Field.SFA, key_scales), (tcgen05.Field.SFB, query_scales)):
-                    mma.set(field, cute.recast_ptr(pointer, dtype=Float8E8M0FNU) + k * STEP_SCALES)
+                places = (key_scales + stage * ATOM_COLUMNS, query_scales)
+                for field, place in zip((tcgen05.Field.SFA, tcgen05.Field.SFB), places, strict=True):
+                    mma.set(field, cute.recast_ptr(place, dtype=Float8E8M0FNU) + k * STEP_SCALES)
             cute.gemm(mma, total, a[None, None, k, stage], b[None, None, k, 0], total)
         channels["empty"].commit_mma(use)
         channels["sum_full"].commit_mma(use)

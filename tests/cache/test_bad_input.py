@@ -46,6 +46,7 @@ def wide(shape):
         ({"positions": torch.arange(3)}, TypeError, "positions: dtype"),
         ({"weight": torch.ones(448)}, ValueError, r"weight: shape must be \[512\]"),
         ({"slots": torch.arange(4, dtype=torch.int32)}, ValueError, r"slots: shape must be \[3\]"),
+        ({"slots": torch.tensor([5, -1, 5], dtype=torch.int32)}, ValueError, "slots: .* got 5 twice"),
         ({"pool": IndexPool.empty(2, 4, "mxfp4")}, TypeError, "pool: must be a LatentPool, got IndexPool"),
         ({"pool": LatentPool.empty(2, 4, "v3.2-fp8")}, ValueError, "pool: insert_window stores rows of 512"),
         ({"out": wide((3, 1, 512))}, ValueError, "out: shape"),

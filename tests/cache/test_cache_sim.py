@@ -44,14 +44,16 @@ def poisoned(kind, pages, size, name):
 
 
 @pytest.mark.parametrize("simulated", ARCHES, indirect=True)
-def test_insert(simulated):
-    """Queries and keys within a rounding of the reference; fp8 rows are the bits that bf16 rows quantise to."""
+def test_insert(simulated, monkeypatch):
+    """Queries and keys within a rounding of the reference; fp8 rows are the bits that bf16 rows quantise to. Positions
+    that the table lacks make NaN."""
+    monkeypatch.setattr(ops, "check_insert_values", lambda *arguments: None)  # as on a GPU
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 5, 3
     q = torch.randn(tokens, heads + 1, 512, generator=generator).bfloat16()[:, 1:]
     kv = (4 * torch.randn(tokens, 520, generator=generator)).bfloat16()[:, 8:]
     kv[2, 5] = torch.nan
-    positions = torch.tensor([0, 7, 511, 30, 31], dtype=torch.int32)
+    positions = torch.tensor([0, 7, 511, 512, -1], dtype=torch.int32)
     slots = torch.tensor([4, -1, 9, 10, 0], dtype=torch.int32)  # 10 is beyond the pool
     weight = (0.5 + torch.rand(512, generator=generator)).bfloat16()
     rest = dict(weight=weight, slots=slots)
@@ -64,6 +66,7 @@ def test_insert(simulated):
     expected = poisoned(LatentPool, 2, 5, "bf16")
     wanted = insert_window(q, kv, TABLE, positions, pool=expected, backend="reference", **rest)
     assert_close(got, wanted)
+    assert got[3:, :, -64:].isnan().all() and got[3:, :, :-64].isfinite().all()
     stored = torch.tensor([4, 9, 0])
     assert_close(pools["bf16"].read(stored), expected.read(stored))
     again = poisoned(LatentPool, 2, 5, "v4-fp8")
@@ -155,6 +158,31 @@ def test_lost_states_are_nan(simulated, kind):
         and wrong[lost:].isfinite().all()
         and len(wrong) > lost
     )
+
+
+@pytest.mark.parametrize("simulated", ["sm_100a"], indirect=True)
+def test_what_the_host_does_not_see(simulated):
+    """Requests that there are not, extents out of order and past the tokens: nothing of them is stored, and nothing is
+    read past its end, which the simulator would say."""
+    run = Run.start(Compressor.random("csa", 2, 20), "v4-fp8", max_draft=3)
+    arguments = run.arguments([9, 11])
+    pool = arguments.pop("pool")
+    inputs = [arguments.pop(n) for n in ("content_gate", "ape", "weight", "cos_sin", "tail")]
+    before = run.tail.progress.clone()
+
+    def call(requests, starts, cu_seqlens):
+        batch = (torch.tensor(x, dtype=torch.int32) for x in (requests, starts, cu_seqlens))
+        ops.run_compress(*inputs, *batch, pool, arguments["slots"], 1e-6, False, "sim")
+
+    for requests, starts in (([3, -1], [0, 0]), ([1, 2], [-4, -(2**31)])):
+        call(requests, starts, [0, 9, 20])
+        assert (pool.data == POISON).all() and torch.equal(run.tail.progress, before)
+    for extents in ([5, 2**31 - 1, -7], [-(2**31), 30, 20], [20, 9, 0]):
+        call([1, 2], [0, 2**31 - 1], extents)
+    outside = torch.ones(pool.capacity, dtype=torch.bool)
+    outside[arguments["slots"][arguments["slots"] >= 0].long()] = False
+    page, data, scales = pool._bytes_of(outside.nonzero()[:, 0])
+    assert (pool.data[page, data] == POISON).all() and (pool.data[page, scales] == POISON).all()
 
 
 def test_nothing_spills():

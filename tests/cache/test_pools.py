@@ -77,6 +77,7 @@ def test_table_slots():
     rows = torch.tensor([[0, 3, 4, 8, -1], [3, 4, 0, 1, 2]])
     assert table_slots(table, rows, 4).tolist() == [[20, 23, 8, -1, -1], [3, -1, 0, 1, 2]]
     assert table_slots(table[:, :0], rows, 4).eq(-1).all()
+    assert table_slots(table + 2**29, rows, 4).eq(-1).all()  # slots past int32
 
 
 def test_window_keys_are_the_last():

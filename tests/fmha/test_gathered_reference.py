@@ -8,7 +8,7 @@ from warpspec.cache import LatentPool, rope_table
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import merge
-from warpspec.fmha.gathered import KeySet, gathered_attention
+from warpspec.fmha.gathered import KeySet, gathered_attention, problem
 from warpspec.fmha.gathered.launch import make_plan
 from warpspec.fmha.gathered.problem import GatheredProblem
 
@@ -64,7 +64,7 @@ def test_rotating_back_undoes_a_rotation():
     assert torch.allclose(o[0, 1].float(), row[0], atol=0.02)
 
 
-def test_tables_of_pages():
+def test_tables_of_pages(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     pool = pool_of_rows(40, 8, "v4-fp8", generator)
     table = torch.tensor([[4, 0], [2, -1]], dtype=torch.int32)
@@ -74,7 +74,20 @@ def test_tables_of_pages():
         *range(32, 40),
         *range(8),
     ]
-    assert got.lengths is lengths
+    assert torch.equal(got.lengths, lengths)
+    for change, error, message in [
+        ({"requests": torch.tensor([1, 2, 0])}, ValueError, "requests: .* got 2 at index 1"),
+        ({"requests": torch.tensor([1.0, 0.0, 0.0])}, TypeError, "requests: dtype"),
+        ({"page_table": table.long()}, TypeError, "page_table: dtype"),
+        ({"lengths": lengths[:2]}, ValueError, r"lengths: shape must be \[3\]"),
+        ({"lengths": lengths + 1}, ValueError, "lengths: .* got 17 at index 1"),
+    ]:
+        arguments = {"page_table": table, "requests": torch.tensor([1, 0, 1]), "lengths": lengths} | change
+        with pytest.raises(error, match=message):
+            KeySet.from_table(pool, **arguments)
+    monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
+    got = KeySet.from_table(pool, table, torch.tensor([-1, 1, 5]), lengths)
+    assert got.lengths.tolist() == [0, 16, 0]
 
 
 def test_longer_rows():

@@ -9,7 +9,7 @@ from suites import long
 from warpspec.cache import IndexPool, rope_table, table_slots
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
-from warpspec.indexer import IndexQueries, index_queries, index_scores, ops, select_entries
+from warpspec.indexer import IndexQueries, index_queries, index_scores, ops, problem, select_entries
 
 TABLE = rope_table(1e4 ** (-torch.arange(32) / 32), 256)
 
@@ -75,11 +75,12 @@ def test_scores(format):
     [("mxfp4", 16, 80), long("mxfp4", 8, 80), long("fp8", 16, 20), long("mxfp4", 64, 32)],
 )
 def test_scores_kernel(monkeypatch, format, heads, size, arch):
-    """The kernels against the reference, on rows whose blocks differ by much; pages that are not there, rows
-    of NaN that are not seen, one that is."""
+    """The kernels against the reference, on rows whose blocks differ by much; pages and requests that are not there, a
+    length past the table, rows of NaN that are not seen, one that is."""
     monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED[arch], sm_count=2))
+    monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
     generator = torch.Generator().manual_seed(2)
-    asked = queries(heads=heads, format=format)
+    asked = queries(tokens=5, heads=heads, format=format)
     pool = IndexPool.empty(480 // size, size, format)
     pool.data.fill_(0xFF)
     spread = torch.exp2(2 * torch.randn(400, 4, generator=generator)).repeat_interleave(32, dim=1)
@@ -91,10 +92,13 @@ def test_scores_kernel(monkeypatch, format, heads, size, arch):
     table[1, 160 // size :] = -1
     rows[int(table[0, 10 // size]) * size + 10 % size, 3] = torch.nan
     pool.write(torch.arange(400), rows)
-    requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1], [240, 200, 3]))
+    requests, lengths = (
+        torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1, 2, -1], [2**31 - 1, 200, 3, 240, 240])
+    )
     got = index_scores(asked, pool, table, requests, lengths, backend="sim")
     wanted = index_scores(asked, pool, table, requests, lengths, backend="reference")
     assert got[0, 10].isnan() and got[1, 160:].eq(-torch.inf).all() and got[2, 3:].eq(-torch.inf).all()
+    assert got[3:].eq(-torch.inf).all()
     assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.isfinite(), wanted.isfinite())
     x, y = (t[wanted.isfinite()].double() for t in (got, wanted))
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
@@ -102,9 +106,9 @@ def test_scores_kernel(monkeypatch, format, heads, size, arch):
 
 def exact_case(format, heads, pages, equal):
     """(queries, pool, table, requests, lengths) whose scores are exact in any order, and often equal; all keys alike,
-    ``equal``. Scores that are NaN, infinite or of no page; NaN behind every length."""
+    ``equal``. Scores that are NaN, infinite or of no page; NaN behind every length; a request that there is not."""
     generator = torch.Generator().manual_seed(5)
-    tokens, entries = 7, 64 * pages
+    tokens, entries = 8, 64 * pages
     values = torch.tensor([0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0])
 
     def rows(count):
@@ -124,8 +128,8 @@ def exact_case(format, heads, pages, equal):
     pool.write(table_slots(table[:1], torch.arange(entries - 9)[None], 64)[0], keys[: entries - 9])
     pool.write(table_slots(table[1:], torch.arange(entries)[None], 64)[0], keys.flip(0))
     table[1, 1], table[1, -1] = -1, 2 * pages
-    lengths = [entries - 9, entries, 0, 1, 128, entries - 9, 193]
-    requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 0, 1, 0, 0, 0], lengths))
+    lengths = [entries - 9, entries + 5, 0, 1, 128, entries - 9, 193, entries]
+    requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 0, 1, 0, 0, 0, -1], lengths))
     return IndexQueries(asked, weights), pool, table, requests, lengths
 
 
@@ -150,12 +154,29 @@ def test_stream(check_order, monkeypatch, arch, format, heads, pages, equal, cou
     """Scores and selection in one launch select what the reference does: entries that end within a tile and a chunk,
     one, none, more than a chunk; k below and above their number."""
     monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
     arguments = exact_case(format, heads, pages, equal)
     for k in counts:
         got = select_entries(*arguments, k, workspace_bytes=0, backend="sim")
         wanted = select_entries(*arguments, k, backend="reference")
         assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
-        assert got[1][0] == min(k, 64 * pages - 9) and got[1][2:4].tolist() == [0, 1]
+        assert got[1][0] == min(k, 64 * pages - 9) and got[1][[2, 3, 7]].tolist() == [0, 1, 0]
+
+
+def test_operators_are_traced(monkeypatch):
+    """Queries, scores, selection; in one launch, too."""
+    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED["sm_100a"])
+    _, pool, table, requests, lengths = exact_case("mxfp4", 8, 2, False)
+    generator = torch.Generator().manual_seed(0)
+    q, weights = torch.randn(8, 8, 128, generator=generator).bfloat16(), torch.ones(8, 8)
+
+    def call(q, **options):
+        asked = index_queries(q, weights, TABLE, lengths, backend="reference")
+        return select_entries(asked, pool, table, requests.clamp(min=0), lengths.clamp(max=128), 5, **options)
+
+    for options in ({"backend": "reference"}, {"backend": "sim", "workspace_bytes": 0}):
+        traced = torch.compile(lambda q: call(q, **options), backend="eager", fullgraph=True)  # noqa: B023
+        assert all(torch.equal(a, b) for a, b in zip(traced(q), call(q, **options), strict=True))
 
 
 def test_workspace_does_not_matter():
@@ -182,6 +203,21 @@ def test_bad_arguments():
         index_scores(asked, pool, table, requests, lengths + 1, backend="reference")
     with pytest.raises(TypeError, match="queries: must be IndexQueries"):
         index_scores(None, pool, table, requests, lengths)
+    few = IndexPool.empty(2, 8, "mxfp4")
+    for wrong, error, message in [
+        (IndexQueries(few, asked.weights), ValueError, r"queries: the pool .* \[3, 8\], got 2 pages of 8"),
+        (IndexQueries(asked.pool, asked.weights[:, :4]), ValueError, r"queries: the pool .* \[3, 4\]"),
+        (IndexQueries(asked.pool, asked.weights.double()), TypeError, "queries: weights: dtype"),
+        (IndexQueries(asked.pool.data, asked.weights), TypeError, "queries: pool must be an IndexPool"),
+    ]:
+        with pytest.raises(error, match=message):
+            index_scores(wrong, pool, table, requests, lengths)
+    with pytest.raises(ValueError, match=r"requests: .* got 2 at index 0"):
+        select_entries(asked, pool, table, requests + 2, lengths, 5, workspace_bytes=0)
+    with pytest.raises(NotImplementedError, match="q: gradients"):
+        index_queries(
+            torch.zeros(1, 4, 128).bfloat16().requires_grad_(), torch.ones(1, 4), TABLE, requests[:1]
+        )
     with pytest.raises(ValueError, match="workspace_bytes: must be"):
         select_entries(asked, pool, table, requests, lengths, 5, workspace_bytes=-1)
     with pytest.raises(ValueError, match="q: heads must be a multiple of 4, got 3"):
