@@ -156,19 +156,26 @@ def derive_from_shared(work, step, place, masked):
     """As ``arithmetic.derive``, with P from shared memory."""
     config, ds = work.config, flat(work.mma.dp)
     block = block_of(work, step, 0, place)
-    selects = masked | Boolean(config.bias is not None)
-    vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
-    weights = cute.recast_tensor(vector, Float16)
+    for column, registers, weights in weights_of(work, block):
+        less = block.statistic(1, column)
+        for weight, (i, j) in zip(weights, registers, strict=True):
+            ds[i] = weight.to(Float32) * (ds[i] * (1 / P_FACTOR) + less[j] * (1 / P_FACTOR))
+    if masked | Boolean(config.bias is not None):  # P once more: there are no registers to keep it in
+        for _, registers, weights in weights_of(work, block):
+            for weight, (i, _) in zip(weights, registers, strict=True):
+                hidden = Boolean(weight.to(Float32) == Float32(0.0))
+                ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), ds[i]))
+    if cutlass.const_expr(config.bias_gradient is not None):
+        write_bias(block, ds)
+
+
+def weights_of(work, block):
+    """(column, registers, P of them in fp16) of each pair of columns, out of shared memory."""
     for number, (column, registers) in enumerate(block.pairs):
         first = registers[0][0]
         held = number % 2 * len(registers)  # a vector has the weights of two pairs of columns
-        if cutlass.const_expr(held == 0):
+        if held == 0:
+            vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
             cute.autovec_copy(slots(work, first // PAIR), vector)
-        less = block.statistic(1, column)
-        for i, j in registers:
-            weight = weights[held + i - first].to(Float32)
-            value = weight * (ds[i] * (1 / P_FACTOR) + less[j] * (1 / P_FACTOR))
-            hidden = Boolean(weight == Float32(0.0)) & selects
-            ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), value))
-    if cutlass.const_expr(config.bias_gradient is not None):
-        write_bias(block, ds)
+            weights = cute.recast_tensor(vector, Float16)
+        yield column, registers, [weights[held + i - first] for i, _ in registers]
