@@ -4,7 +4,8 @@ A *slot* is a query tile of one batch row or request, counted over all of them (
 has, for each query head and slot, statistics of the tile's rows, dQ's sum in fp32, and turns.
 
 Statistics [Hq, slots, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, -delta,
--delta of the second. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0, and delta 0.
+-delta of the second, times ``delta_factor``. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0,
+and delta 0.
 
 dQ's sums [Hq, slots, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
 registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.wgmma``). A part's
@@ -42,6 +43,11 @@ class BackwardFeatures(KernelFeatures):
     def needs_ds(self) -> bool:
         """dS is computed."""
         return self.wants_q or self.wants_k or self.bias_gradient is not None
+
+    @property
+    def delta_factor(self) -> float:
+        """What delta is multiplied by in the statistics, a power of two."""
+        return 1.0
 
     @property
     def parts(self) -> int:

@@ -24,6 +24,7 @@ class RowConfig:
     wants_q: bool = True
     wants_sink: bool = False
     deterministic: bool = False
+    delta_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def row_config(config: BackwardFeatures, problem) -> RowConfig:
         config.wants_q,
         "sink" in problem.wanted,
         config.deterministic,
+        config.delta_factor,
     )
 
 

@@ -87,7 +87,7 @@ class Rows:
                         config, operands, (batch, head, row), Boolean(query < rows), dot
                     )
                     statistics[index // 2, index % 2] = total
-                    statistics[index // 2, 2 + index % 2] = -delta
+                    statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
                     sink_sum += of_sink
         if cutlass.const_expr(operands.dsink is not None):
             add_up(operands.dsink, (head, slot), thread, sink_sum)

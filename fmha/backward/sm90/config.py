@@ -24,6 +24,7 @@ PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
+P_FACTOR = 2.0**14  # of P in fp16 from one paired consumer to the other: P is at most 1
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 
 
@@ -79,6 +80,11 @@ class BackwardConfig(BackwardFeatures):
     def paired(self) -> bool:
         """Both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
         return self.head_dim >= PAIRED_DIM
+
+    @property
+    def delta_factor(self) -> float:
+        """Of a pair delta comes in P's inverse factor, like dP, which is multiplied by it as delta is subtracted."""
+        return 1 / P_FACTOR if self.paired else 1.0
 
     @property
     def tile_n(self) -> int:

@@ -21,9 +21,8 @@ from warpspec.fmha.backward.device.arithmetic import weigh, write_bias
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.sm90 import consumer, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
-from warpspec.fmha.backward.sm90.config import P_BARRIER
+from warpspec.fmha.backward.sm90.config import P_BARRIER, P_FACTOR
 
-P_FACTOR = 2.0**14  # P is at most 1
 VECTOR_WORDS = 4  # of a 16-byte access
 
 
@@ -159,7 +158,7 @@ def derive_from_shared(work, step, place, masked):
     for column, registers, weights in weights_of(work, block):
         less = block.statistic(1, column)
         for weight, (i, j) in zip(weights, registers, strict=True):
-            ds[i] = weight.to(Float32) * (ds[i] * (1 / P_FACTOR) + less[j] * (1 / P_FACTOR))
+            ds[i] = weight.to(Float32) * (ds[i] * config.delta_factor + less[j])
     if masked | Boolean(config.bias is not None):  # P once more: there are no registers to keep it in
         for _, registers, weights in weights_of(work, block):
             for weight, (i, _) in zip(weights, registers, strict=True):
