@@ -48,12 +48,7 @@ VARIANTS = {
         "under dV, 3 stages": {**UNDER_DV, "q_stages": 3},
         "under dV, sent": {**UNDER_DV, "dq_sent": True, "q_stages": 3},
     },
-    256: {
-        "the plan's": {},
-        "by query": {"ds_by_query": True},
-        "shared queries": {"shares_queries": True},
-        "shared queries, by query": {"shares_queries": True, "ds_by_query": True},
-    },
+    256: {"the plan's": {}, "by query": {"ds_by_query": True}},
 }
 
 

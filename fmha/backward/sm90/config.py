@@ -47,7 +47,6 @@ class BackwardConfig(BackwardFeatures):
     stores_early: dS is stored before the next S is issued. dq_late: dQ of a step is made in the next one, so that
     consumers need not meet. meets_under_dv: steps in the order of ``under_dv``. dq_sent: dQ goes through shared memory
     and from there to global memory at once. apart: the second consumer begins half a step after the first.
-    shares_queries: of a pair, two CTAs of neighbouring key tiles each fetch half of Q and dO for both.
     """
 
     tile_m: int = 64
@@ -60,7 +59,6 @@ class BackwardConfig(BackwardFeatures):
     apart: bool = False
     dq_sent: bool = False
     meets_under_dv: bool = False
-    shares_queries: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,12 +68,8 @@ class BackwardConfig(BackwardFeatures):
         assert self.paired or self.q_stages == self.do_stages + (not self.meets_under_dv)
         assert self.ds_by_query or not self.stores_bias
         plain = self.wants_q and not (self.paired or self.deterministic or self.bias_tiles)
-        whole = not (self.deterministic or self.packed_q or self.packed_k)
-        assert (self.paired and whole) or not self.shares_queries
         assert plain or not (self.dq_late or self.dq_sent)
-        assert (
-            self.ahead > 1 or not self.dq_late
-        )  # S of the next step is issued before what is fetched in this one
+        assert self.ahead > 1 or not self.dq_late  # S of the next step is issued before what is fetched in this one
         assert (plain and self.wants_k and self.wants_v) or not self.meets_under_dv
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
@@ -100,10 +94,6 @@ class BackwardConfig(BackwardFeatures):
             bias_tiles=tiles,
             ds_by_query=tiles and features["bias_gradient"] == "bfloat16",
         )
-
-    @property
-    def together(self) -> int:
-        return 2 if self.shares_queries else 1
 
     @property
     def paired(self) -> bool:
@@ -222,19 +212,10 @@ class BackwardConfig(BackwardFeatures):
         released = {
             "q": (
                 Barrier(
-                    "q_empty",
-                    self.q_stages,
-                    warps * self.together,
-                    warp,
-                    load,
-                    "S and dK have read Q, dS the statistics",
+                    "q_empty", self.q_stages, warps, warp, load, "S and dK have read Q, dS the statistics"
                 ),
             ),
-            "do": (
-                Barrier(
-                    "do_empty", self.do_stages, warps * self.together, warp, load, "dP and dV have read dO"
-                ),
-            ),
+            "do": (Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),),
         }
         biases = (Barrier("bias_full", BIAS_STAGES, 1, filled, "consumers", "the bias is in shared memory"),)
         exchanged = (
