@@ -372,5 +372,5 @@ def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
                 return Wait(on=product, text=product.describe)
         settled = groups.popleft()
         if m.order is not None and settled:
-            m.order.passed_queue(w, group.order, settled[-1].number + 1)
+            m.order.passed_queue(w, ins, group.order, settled[-1].number + 1)
     return None

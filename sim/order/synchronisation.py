@@ -293,11 +293,12 @@ class Synchronisation(MemoryAccesses):
     # ---- barriers of threads ----------------------------------------------------------------------------------
 
     def join_barrier(self, w, barrier, relaxed: bool = False) -> None:
-        """A warp arrives at a barrier of threads (`barrier.order`, None at the start of each use)."""
+        """A warp arrives at a barrier of threads (`barrier.order`, None at the start of each use). Its lanes do not
+        meet by that: each lets the others of the barrier know what it did, and only a wait lets it know."""
         if barrier.order is None:
             barrier.order = Clock(w.order.domain)
         w.order.release(barrier.order, FULL_MASK, relaxed)
-        self.lanes_meet(w)
+        w.state["order released"] = not relaxed
 
     def pass_barrier(self, w, clock: Clock, relaxed: bool = False) -> None:
         """A warp has waited for a barrier of threads."""
@@ -305,6 +306,8 @@ class Synchronisation(MemoryAccesses):
             w.order.see(clock.rows)
         else:
             w.order.acquire(clock.rows, clock.foreign)
+            if w.state.get("order released"):
+                self.lanes_meet(w)
 
     # ---- operations that complete in order --------------------------------------------------------------------
 
@@ -314,7 +317,7 @@ class Synchronisation(MemoryAccesses):
         return Queue(w.order.domain)
 
     @staticmethod
-    def passed_queue(w, queue: Queue, count: int) -> None:
+    def passed_queue(w, ins: Instr, queue: Queue, count: int) -> None:
         """A warp has waited for the first `count` operations of a queue."""
         w.order.passed(BASE, queue.component, count)
 
