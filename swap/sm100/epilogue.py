@@ -30,7 +30,7 @@ def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, columns, wo
         else:
             store_partial(config, ops, columns, row, in_range, piece, thread)
         tmem.fence_before_arrive()
-        channels["accumulator_empty"].arrive_warp(tile)
+        channels["accumulator_empty"].arrive_behind_collective(tile)
         tile += 1
 
 

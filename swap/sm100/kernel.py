@@ -61,8 +61,9 @@ class Products(SwapHost):
 
         # 3. Roles.
         work = Work.of(config, ops, config.phase)
-        if warp < EPILOGUE_WARPS:
-            cute.arch.griddepcontrol_wait()
+        if (
+            warp < EPILOGUE_WARPS
+        ):  # behind products of what the load warp has waited for the kernel before with
             epilogue(config, channels, columns, work, ops, thread)
         if warp == config.mma_warp:
             mma(config, channels, fragments(config, base, columns), work)
