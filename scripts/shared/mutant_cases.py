@@ -46,6 +46,13 @@ def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]
     return run
 
 
+def _latent() -> None:
+    """Batch rows of several KV tiles; one of a single tile, with more behind it."""
+    for lengths in ((300, 170), (40, 300)):
+        shape = CAUSAL | dict(sq=70, sk=300, lengths=lengths)
+        _attention("sm_90a", 1, **shape, dim=512, latent=True)()
+
+
 def _bias(arch: str) -> Callable[[], None]:
     def run() -> None:
         generator = torch.Generator().manual_seed(0)
@@ -83,6 +90,8 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
         from warpspec.fmha.gathered import ops as gathered_ops
 
         case = random_case(4, 8, (130, 70), **{"num_splits": 1, **options})
+        case.q.mul_(8)  # maxima rise: O is rescaled
+        case.key_sets[0].lengths[0], case.key_sets[1].lengths[0] = 10, 0  # one KV tile, more behind it
         target = replace(SIMULATED[arch], sm_count=1)
         with mock.patch.object(gathered_ops, "target_of", lambda device: target):
             gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
@@ -189,8 +198,8 @@ def _swap_chain(arch: str) -> Callable[[], None]:
         from swap_cases import make_plan, run, small
 
         x, state, weights = small(1, cores=9, d_ff=300)
-        plan = make_plan(arch, ctas=2)
-        run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED[arch])
+        target = replace(SIMULATED[arch], sm_count=1)
+        run(x, state, weights, dict(events=2, k_ffn=1, residual=False), make_plan(arch, ctas=2), target)
 
     return run
 
@@ -224,13 +233,26 @@ def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
 def _streamed_moe() -> None:
     from moe_cases import make_experts, randn
 
-    from warpspec.moe import moe_ffn, route
+    from warpspec.moe import moe_ffn, route, streamed_ops
+    from warpspec.moe.sm90 import layer as moe_layer
+    from warpspec.moe.sm90.plan import SHAPES
+    from warpspec.moe.sort import sort_choices
 
     layer = make_experts(5, 400, 120, biases=True)[0].for_backend("sm90")
-    tokens = randn(12, 400, seed=7).bfloat16()
-    moe_ffn(
-        tokens, layer, *route(randn(12, 5, seed=50), 3), activation="swiglu_oai", limit=1.0, backend="sim"
-    )
+    options = dict(activation="swiglu_oai", limit=1.0, backend="sim")
+    # A tile a CTA; tiles one after another, of which some have no rows for a consumer, and choices of several warps.
+    for tokens, sms in ((12, 132), (43, 1)):
+        target = replace(SIMULATED["sm_90a"], sm_count=sms)
+        with (
+            mock.patch.object(streamed_ops, "SIMULATED", {streamed_ops.SIMULATED_ARCH: target}),
+            mock.patch.object(moe_layer, "choose_shape", lambda *_: SHAPES[16]),
+        ):
+            x = randn(tokens, 400, seed=7).bfloat16()
+            moe_ffn(x, layer, *route(randn(tokens, 5, seed=50), 3), **options)
+    # The same sort of more choices than a warp counts at a time.
+    ids = torch.randint(0, 5, (250, 3), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = torch.randn(250, 400).bfloat16()
+    sort_choices(ids, 5, widths=(16,), x=x, target=SIMULATED["sm_90a"])
 
 
 def _sort() -> None:
@@ -257,7 +279,7 @@ def _streamed_shape(shape: tuple, **options) -> Callable[[], None]:
         from warpspec.moe import sm90, streamed
         from warpspec.moe.sm90.config import Shape, StreamConfig
 
-        w = make_experts(3, 448, 160)[0].for_backend("sm90").w2
+        w = make_experts(3, 160, 448)[0].for_backend("sm90").w2
         config = StreamConfig(shape=Shape(*shape, **options), block=w.block, early=True)
         most = min(config.widths)
         counts = (most, most - 3, 5)
@@ -273,26 +295,16 @@ def _streamed_shape(shape: tuple, **options) -> Callable[[], None]:
     return run
 
 
-def _rounded_moe() -> None:
-    """w4a4: with the launches that round."""
-    from moe_cases import make_experts, randn
+def _gradients(arch: str, dim: int, *inputs: tuple) -> Callable[[], None]:
+    """inputs: (queries, keys, causal) of each call."""
 
-    from warpspec.moe import moe_ffn, route
-
-    layer = make_experts(5, 400, 120)[0].for_backend("sm90")
-    tokens = randn(12, 400, seed=7).bfloat16()
-    moe_ffn(tokens, layer, *route(randn(12, 5, seed=50), 3), precision="w4a4", backend="sim")
-
-
-def _gradients(arch: str, dim: int) -> Callable[[], None]:
     def run() -> None:
         from gradient_cases import Case
         from simulate import simulate_gradients_as
 
         with pytest.MonkeyPatch.context() as patch:
             simulate_gradients_as(patch, arch)
-            # Rows that see nothing; only keys that nobody sees; every row sees every key.
-            for rows, keys, causal in ((330, 200, True), (256, 200, True), (256, 128, False)):
+            for rows, keys, causal in inputs:
                 case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal)
                 case.gradients(case.tensors(), backend="reference")
 
@@ -317,8 +329,10 @@ def _softmax(name: str, arch: str) -> Callable[[], None]:
     def run() -> None:
         import test_softmax_sim as cases
 
-        x, _, out = cases.case(name, torch.bfloat16, aligned=True)
-        cases.run(name, x, out, arch)
+        *_, vectors = cases.STRATEGIES[name]
+        for shorten in (0, (vectors - 100) * 8):  # of short rows, two stand in a ring
+            x, _, out = cases.case(name, torch.bfloat16, aligned=True, shorten=shorten)
+            cases.run(name, x, out, arch)
 
     return run
 
@@ -345,6 +359,7 @@ def _topk(arch: str, **fields) -> Callable[[], None]:
 CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, num_splits=1)
 FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
 DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
+UNSEEN = ((330, 200, True), (256, 200, True))  # rows that see nothing; only keys that nobody sees
 KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
     "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
@@ -356,9 +371,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
     "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
     "fmha-sm90-d512": _attention("sm_90a", 1, **CAUSAL, dim=512),
-    "fmha-sm90-latent": _attention(
-        "sm_90a", 1, **CAUSAL | dict(sq=70, sk=300, lengths=(300, 170)), dim=512, latent=True
-    ),
+    "fmha-sm90-latent": _latent,
     "fmha-sm90-decode": _attention("sm_90a", 1, **DECODE, dim=128),
     "fmha-sm100-bias": _bias("sm_100a"),
     "fmha-sm90-bias": _bias("sm_90a"),
@@ -380,8 +393,10 @@ KERNELS: dict[str, Callable[[], None]] = {
     "swap": _swap,
     "swap-chain-sm90": _swap_chain("sm_90a"),
     "swap-chain-sm100": _swap_chain("sm_100a"),
-    "gradients-sm90": _gradients("sm_90a", 128),
-    "gradients-sm100": _gradients("sm_100a", 128),
+    "gradients-sm90": _gradients("sm_90a", 128, *UNSEEN),
+    "gradients-sm100": _gradients("sm_100a", 128, *UNSEEN),
+    "gradients-sm90-whole": _gradients("sm_90a", 128, (256, 256, False)),
+    "gradients-sm100-whole": _gradients("sm_100a", 128, (256, 256, False)),
     "projection-sm90": _projection("sm_90a"),
     "projection-sm100": _projection("sm_100a"),
     "moe-sm90": _streamed_moe,
@@ -391,7 +406,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "moe-swapped": _moe("swapped", epilogue="swiglu"),
     "moe-sm90-splits": _streamed_shape((1, 8, 3, 2), splits=2),
     "moe-sm90-tall": _streamed_shape((4, 64, 2, 1, 4), tall=2, steps=1),
-    "moe-sm90-w4a4": _rounded_moe,
     "moe-sort": _sort,
     "moe-quantize": _quantize_rows,
     "softmax-resident": _softmax("resident", "sm_90a"),
@@ -400,6 +414,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "softmax-two-pass": _softmax("two-pass cluster", "sm_90a"),
     "softmax-cluster": _softmax("cluster", "sm_90a"),
     "softmax-once": _softmax_once,
+    "topk-warp": _topk("sm_90a", rows=4, warps=1, unroll=2),
     "topk-again": _topk("sm_90a", again=True, warps=4, cluster=2, unroll=2),
     "topk-held": _topk("sm_90a", held=True, warps=4, unroll=2),
     "topk": _topk("sm_90a", warps=4, unroll=2),

@@ -125,8 +125,60 @@ EXPLAINED = (
         "flow.count has one before its release: one on the way is enough",
     ),
     (
-        r"`wgmma\.wait_group.*moe/sm90/consumer\.py",
+        r"`wgmma\.wait_group.*moe/sm90/products\.py",
         "the registers that it hands back are written again only behind a later one, which covers them",
+    ),
+    (
+        r"`wgmma\.commit.*before sm90/kernel\.py:41",
+        "the products join the next group: of a turn, all are waited for together",
+    ),
+    (
+        r"try_wait.*behind common/tma\.py:117, before fmha/schedule\.py:90",
+        "of a bias in one stage: its own wait, a step before, stands behind the QK that has read the tile",
+    ),
+    (
+        r"`wgmma\.commit.*before sm90/products\.py",
+        "the products join the next group, which is waited for before the stage is handed back",
+    ),
+    (
+        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:333",
+        "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",
+    ),
+    (
+        r"`bar\.sync.*moe/counting\.py.*before moe/counting\.py",
+        "list_work ends with a barrier, another stands behind it: either is enough",
+    ),
+    (
+        r"`bar\.sync.*cache/device/compress\.py:320",
+        "each place that finishes an entry has a buffer of its own",
+    ),
+    (
+        r"`bar\.sync.*indexer/device/choose\.py:78.*before device/choose\.py:184",
+        "of a stream: it has a barrier just before, and until the next nobody touches what is cleared between",
+    ),
+    (
+        r"`fence\.(mbarrier_init|proxy).*before sm100/scores\.py:1",
+        "the load warps' fence, behind the barrier, stands on every way to a product and its commit",
+    ),
+    (
+        r"`bar\.warp.*topk/held\.py:130",
+        "of rows that several warps hold: a barrier of the CTA follows",
+    ),
+    (
+        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:54",
+        "of rows that wait for a count: that wait's barrier stands before the scratch is written again",
+    ),
+    (
+        r"`bar\.sync 2, .*swap/sm90/consumer\.py",
+        "turns at the tensor core are for speed: they order no memory",
+    ),
+    (
+        r"`fence\.proxy\.async\.global.*swap/device/flow\.py.*before device/flow\.py:54",
+        "ordinary loads alone read what this count says",
+    ),
+    (
+        r"`barrier\.cluster.*swap/sm90/kernel\.py:8[45]",
+        "load warps have drained their rings: no arrival is on its way to a CTA that ends",
     ),
     (
         r"`bar\.warp.*swap/sm90/consumer\.py",
@@ -252,7 +304,8 @@ class Verdict:
 
     outcome: "order" (the order checker found it), the name of another diagnosis, "wrong" (a wrong result without a
     word) or "unnoticed"; "explained": unnoticed, for a known reason; "idle": in the kernel's runs the instruction does
-    nothing that an earlier one has not done (and wgmma.fence on no path): without it the kernel is as right as before.
+    nothing that an earlier one has not done (wgmma.fence on no path; wgmma.wait_group nothing that a later one does not
+    do before the warp writes or signals anything): without it the kernel is as right as before.
     """
 
     mutant: Mutant
@@ -438,12 +491,18 @@ def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
     Executed: without waits on mbarriers that never wait for a phase (a producer's first passes on a fresh barrier).
     What matters: fences, warp barriers and waits that ever tell a thread what it did not know; of waits, those that the
     warp does something behind (a load warp's last ones keep its CTA alive, and the checker sees what comes too late).
+    Of wgmma.wait_group, those behind which the warp writes or signals something before the next one that tells it
+    something: products read shared memory only, and its registers are checked along all paths (`wgmma_registers`).
     """
     totals = np.zeros(len(launch.program.blocks) + 1, np.uint64)
     waits: set[int] = set()
     useful: set[int] = set()
     pending: dict[object, set[int]] = {}  # warp -> waits that it has done nothing behind
+    products: dict[
+        object, int
+    ] = {}  # warp -> its last wgmma.wait_group, if it has written and signalled nothing since
     original, waited = runtime.count_instructions, OrderChecker.waited
+    passed_queue = OrderChecker.passed_queue
     fence, tensor_fence, meet = OrderChecker.fence, OrderChecker.tensor_fence, OrderChecker.warp_barrier
 
     def count(program, stats):
@@ -459,9 +518,15 @@ def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
             if _differs(w.order, before, foreign):
                 pending.setdefault(w, set()).add(ins.index)
 
+    def products_passed(w, ins, *arguments):
+        products[w] = ins.index
+        return passed_queue(w, ins, *arguments)
+
     def uses(method):
         def call(self, w, *arguments, **options):
             useful.update(pending.pop(w, ()))
+            if w in products and _tells(method.__name__, *arguments):
+                useful.add(products.pop(w))
             return method(self, w, *arguments, **options)
 
         return call
@@ -483,6 +548,7 @@ def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
     with (
         mock.patch.object(runtime, "count_instructions", count),
         mock.patch.object(OrderChecker, "waited", note),
+        mock.patch.object(OrderChecker, "passed_queue", staticmethod(products_passed)),
         mock.patch.object(OrderChecker, "fence", observed(fence)),
         mock.patch.object(OrderChecker, "grid_dependency", observed(OrderChecker.grid_dependency)),
         mock.patch.object(OrderChecker, "tensor_fence", observed(tensor_fence)),
@@ -492,11 +558,23 @@ def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
     ):
         for seed in range(seeds):
             launch.run(launch.program, seed)
+            useful.update(products.values())
+            products.clear()
     program = launch.program
     executed = {b.start for b in program.blocks if totals[b.index] and program.system[b.index]}
     groups = {i: group_of(program.kernel.instrs[i]) for i in executed}
     executed = {i for i in executed if groups[i] != "mbarrier wait" or i in waits}
-    return executed, {i for i in executed if groups[i] not in (*TELLING, "mbarrier wait") or i in useful}
+    products_waits = {i for i in executed if program.kernel.instrs[i].opcode.startswith("wgmma.wait_group")}
+    telling = {i for i in executed if groups[i] in (*TELLING, "mbarrier wait")} | products_waits
+    return executed, executed - telling | useful & executed
+
+
+def _tells(name: str, what, *arguments) -> bool:
+    """Whether what a warp does (a method in `ACTS`) may conflict with products' reads, or signals others. what: the
+    instruction, or a barrier."""
+    if name == "generic":
+        return arguments[0]
+    return name == "join_barrier" or not what.opcode.startswith("wgmma.")
 
 
 def _differs(clock, rows: np.ndarray, foreign: dict) -> bool:
