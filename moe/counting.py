@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.moe.permute import DROPPED
+from warpspec.moe.permute import DROPPED, WORK_COLUMNS, head_rows
 
 BATCH = 4  # groups of 32 choices whose loads are issued together
 WHOLE_WARP = 0xFFFFFFFF
@@ -223,7 +223,7 @@ def sum_before(config: cutlass.Constexpr, own: Int32, totals, thread) -> Int32:
 def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
     """work: (where each class ends), then (expert, first row, rows) of every expert's rows, cut by the widest class's
     width; class by class, in each by expert."""
-    share = -(-config.experts // config.threads)
+    share, heads = -(-config.experts // config.threads), head_rows(config.widths)
     end = Int32(0)
     for number in cutlass.range_constexpr(len(config.widths)):
         own = Int32(0)
@@ -231,7 +231,7 @@ def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
             expert = thread * share + i
             if expert < config.experts:
                 own += entries_of(config, number, rows_of(starts, expert))
-        entry = end + sum_before(config, own, totals, thread)
+        entry = end + sum_before(config, own, totals, thread) + (heads - 1)
         for warp in cutlass.range_constexpr(config.shape.warps):
             end += totals[warp]
         for i in cutlass.range(share, unroll=1):
@@ -248,7 +248,7 @@ def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
                     work[entry, 1] = starts[expert] + at
                     work[entry, 2] = cutlass.min(rows - at, config.widths[0])
         if thread == 0:
-            work[0, number] = end
+            work[number // WORK_COLUMNS, number % WORK_COLUMNS] = end
         cute.arch.sync_threads()
 
 

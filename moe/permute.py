@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 DROPPED = -1  # as an id: no expert; as a position: no row
+WORK_COLUMNS = 4  # of the list of work: where its classes end, then (expert, first row, rows, -)
 UNSENT = -2  # as a position: no row, for want of room (``parallel``)
 
 
@@ -61,3 +62,8 @@ def sort_tokens(topk_ids: torch.Tensor, experts: int) -> SortedTokens:
 def counts(offsets: torch.Tensor) -> torch.Tensor:
     """Rows of each expert, [E], from running ends."""
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
+
+
+def head_rows(widths: tuple[int, ...]) -> int:
+    """Rows of the list of work before its entries: where each class of entries ends, four in a row."""
+    return -(-len(widths) // WORK_COLUMNS)

@@ -21,13 +21,12 @@ from warpspec.common.hardware import MAX_SMEM_PER_CTA, QUAD, VECTOR_BYTES, WARP_
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.counting import BATCH, allocate, sort
-from warpspec.moe.permute import SortedTokens
+from warpspec.moe.permute import WORK_COLUMNS, SortedTokens, head_rows
 from warpspec.moe.streamed import CHUNK, padded_k
 
 INT32_BYTES, WORD_BYTES = 4, 4
 FEW_CHOICES, FEW_WARPS, MANY_WARPS = 1024, 4, 32
 CLUSTER_CHOICES = None  # beyond so many choices a cluster sorts; None: never, for no GPU has timed it
-WORK_COLUMNS = 4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16
 COPIES = 4  # of a lane, whose loads are issued together
@@ -135,7 +134,7 @@ class SortChoices:
         ctas: Int32,
         stream: CUstream,
     ):
-        """ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [entries + 1, 4]. x: [T, H/2]
+        """ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads + entries, 4]. x: [T, H/2]
         words. activations: [T, padded H / 2] words. ctas: those that sort, and more, in whole clusters, that write
         activations."""
         together = self.config.shape.ctas
@@ -245,7 +244,7 @@ def sort_choices(
     others are dropped. widths, each: as of ``SortConfig``. x: bf16 [T, H], becomes activations. shape: instead of the
     chosen one.
 
-    Returns (sorted tokens of k + shared choices; work int32 [entries + 1, 4]: (where each class ends), then (expert,
+    Returns (sorted tokens of k + shared choices; work int32 [heads + entries, 4]: where each class ends, then (expert,
     first row, rows, -), by class and expert, or None; activations bf16 [T, padded H] or None; the simulator's report
     or None).
     """
@@ -258,7 +257,8 @@ def sort_choices(
         return torch.empty(*shape, dtype=dtype, device=topk_ids.device)
 
     result = SortedTokens(empty(count), empty(tokens, taken), empty(experts))
-    work = empty(entries_bound(count, experts, widths[0]) + 1, WORK_COLUMNS) if widths else None
+    entries = entries_bound(count, experts, widths[0]) + head_rows(widths) if widths else 0
+    work = empty(entries, WORK_COLUMNS) if widths else None
     shape = shape or choose_sort(count)
     activations, ctas = None, shape.ctas
     config = SortConfig(experts, choices, shared, shape, widths, x is not None, each)

@@ -198,7 +198,7 @@ def parse_sort(text: str) -> SortShape:
 
 
 def parse_shape(text: str) -> Shape:
-    """ "1x8x4x3": row groups, tokens, stages, CTAs an SM; then load warps, splits."""
+    """ "1x8x4x3": row groups, tokens, stages, CTAs an SM; then load warps, splits, tall, steps, apart."""
     return Shape(*map(int, text.split("x")))
 
 

@@ -8,11 +8,11 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT, WARPGROUP_ROWS
 from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.moe.permute import WORK_COLUMNS, head_rows
 from warpspec.moe.sm90.config import StreamConfig
 from warpspec.moe.streamed import StreamedWeights, chunks_of
 
 WGMMA_MAJOR = 9  # compute capability that has wgmma
-WORK_COLUMNS = 4
 
 
 def _host_and_arguments(config: StreamConfig) -> tuple:
@@ -65,17 +65,18 @@ def grouped_gemm(
     """out[r] = epilogue(tokens[r] @ w[e]^T) for the rows of every entry of work, in one launch, no synchronisation.
 
     tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
-    source[r] // choices; None: tokens are the rows. work: int32 [entries + 1, 4]: (number of entries), then (expert,
-    first row, rows up to the configuration's); of a configuration with ``Routing`` topk_ids, int32 [T, k], and source
-    None, and tokens in their own order, [T, K], where they are looked up. row_scale: fp32 [T] where the configuration
-    rounds. out: [R, columns], bf16, fp32 where it rounds; of w13 columns in the order of the next GEMM's activations.
-    ctas: instead of the chosen number. CPU tensors run in the simulator; its SimReport is returned, otherwise None.
+    source[r] // choices; None: tokens are the rows. work: int32 [heads + entries, 4]: where each class of entries ends,
+    then (expert, first row, rows up to the configuration's); of a configuration with ``Routing`` topk_ids, int32
+    [T, k], and source None, and tokens in their own order, [T, K], where they are looked up. row_scale: fp32 [T] where
+    the configuration rounds. out: [R, columns], bf16, fp32 where it rounds; of w13 columns in the order of the next
+    GEMM's activations. ctas: instead of the chosen number. CPU tensors run in the simulator; its SimReport is returned,
+    otherwise None.
     """
     target = target or target_of(out.device)
     if target.major != WGMMA_MAJOR:
         raise UnsupportedProblem(f"grouped_gemm: {target.arch} does not have the wgmma of sm_90a")
     shape = config.shape
-    entries = len(work) * config.routing.taken if config.routing else len(work) - 1
+    entries = len(work) * config.routing.taken if config.routing else len(work) - head_rows(config.widths)
     lists = (None, work) if config.routing else (work, None)
     tiles = entries * -(-w.row_tiles // shape.row_groups)
     ctas = ctas or max(1, min(tiles, target.sm_count * shape.ctas_per_sm))

@@ -25,14 +25,14 @@ ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
-LOAD_REGISTERS = 48
+LOAD_REGISTERS, MORE_LOAD_REGISTERS = 48, 56  # the more of many classes, at no cost to the consumers
 WEIGHT_REGISTERS = 16  # of a chunk
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
 STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
 MOST_STAGES = 24  # whose barriers have room
-TOKENS = (8, 16, 32, 64, 128)  # N
+TOKENS = (8, 16, 32, 64, 128, 136, 144)  # N
 MANY_TOKENS = 64  # from which there are classes
-QUARTERS = (4, 3, 2, 1)  # of the most tokens: the classes
+QUARTERS = 4  # of the most tokens: the classes, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shape:
     """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM.
 
     splits: consumers that take turns at the stages of the same features (``relay``). tall: row groups of a consumer.
-    steps: of K to a stage, 1 or 2.
+    steps: of K to a stage, 1 or 2. apart: tokens from one class of entries to the next; 0: a quarter of them.
     """
 
     row_groups: int = 1
@@ -51,18 +51,20 @@ class Shape:
     splits: int = 1
     tall: int = 1
     steps: int = 2
+    apart: int = 0
 
     def __str__(self):
+        apart = f" classes {self.apart} apart" if self.apart else ""
         splits = f" {self.splits} splits" if self.splits > 1 else ""
         tall = " tall" if self.tall > 1 else ""
         stages = f"{self.stages} stages of {self.steps}"
-        return f"{64 * self.row_groups}x{self.tokens}{tall} {stages} {self.ctas_per_sm} an SM{splits}"
+        return f"{64 * self.row_groups}x{self.tokens}{tall} {stages} {self.ctas_per_sm} an SM{splits}{apart}"
 
 
-def widths_of(tokens: int) -> tuple[int, ...]:
+def widths_of(tokens: int, apart: int = 0) -> tuple[int, ...]:
     """Classes of entries of at most so many tokens, the widest first; an entry's is the last that holds it. Products of
-    few tokens take little time where others take much."""
-    return tuple(tokens * quarters // 4 for quarters in QUARTERS) if tokens >= MANY_TOKENS else (tokens,)
+    few tokens take little time where others take much. apart: from one class to the next; 0: a quarter."""
+    return tuple(range(tokens, 0, -(apart or tokens // QUARTERS))) if tokens >= MANY_TOKENS else (tokens,)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class StreamConfig:
         assert shape.tokens in TOKENS and shape.row_groups in (1, 2, 4)
         assert self.routing is None or not self.rounds
         assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)
-        assert shape.tokens <= WARP_THREADS * shape.load_warps
+        assert shape.apart % 8 == 0
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
         assert shape.ctas_per_sm * (self.smem_bytes + SMEM_RESERVED_PER_CTA) <= SMEM_PER_SM
         assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
@@ -136,7 +138,7 @@ class StreamConfig:
         """Of a consumer's thread, at least: the accumulator, two chunks of weights (a stage's, of consumers that take
         turns), what is decoded."""
         chunks = self.stage_chunks if self.shape.splits > 1 else 2
-        others = 44 if self.shape.splits > 1 else 54
+        others = 44 if self.shape.splits > 1 else 48
         return self.shape.tall * self.shape.tokens // 2 + chunks * WEIGHT_REGISTERS + others
 
     @property
@@ -145,14 +147,15 @@ class StreamConfig:
         if self.shape.load_warps != WARPS:
             return None
         threads = REGISTERS_PER_SM // self.shape.ctas_per_sm // self.threads // REGISTER_STEP * REGISTER_STEP
-        spare = (threads - LOAD_REGISTERS) * WARPGROUP_THREADS
+        loads = MORE_LOAD_REGISTERS if self.shape.apart else LOAD_REGISTERS
+        spare = (threads - loads) * WARPGROUP_THREADS
         more = threads + spare // (self.consumers * WARPGROUP_THREADS) // REGISTER_STEP * REGISTER_STEP
-        return min(more, MAX_REGISTERS_PER_THREAD // REGISTER_STEP * REGISTER_STEP), LOAD_REGISTERS
+        return min(more, MAX_REGISTERS_PER_THREAD // REGISTER_STEP * REGISTER_STEP), loads
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Of classes of entries, the widest first: tokens that their products are compiled for, at most."""
-        return widths_of(self.shape.tokens)
+        return widths_of(self.shape.tokens, self.shape.apart)
 
     @property
     def stage_chunks(self) -> int:

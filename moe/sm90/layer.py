@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from warpspec.common.launch import Target
-from warpspec.moe.permute import Routing, SortedTokens
+from warpspec.moe.permute import WORK_COLUMNS, Routing, SortedTokens, head_rows
 from warpspec.moe.problem import GroupedProblem, LayerProblem
 from warpspec.moe.sm90 import grouped_gemm
 from warpspec.moe.sm90.config import Shape, StreamConfig
@@ -60,7 +60,8 @@ class Layer:
         experts, choices, shared = problem.experts, problem.choices, problem.shared
         unsorted = is_unsorted(way, problem.rows, choices, self.rounds)
         self.routing = Routing(experts, choices, shared) if unsorted else None
-        found = dict(ahead=way != "plain", choices=0 if way == "plain" else choices + shared)
+        compiled_in = way != "plain" or first.apart > 0  # takes fewer instructions and registers
+        found = dict(ahead=way != "plain", choices=choices + shared if compiled_in else 0)
         self.gate_config = gated_config(
             w13, first, problem, gathers=True, rounds=self.rounds, **found, routing=self.routing
         )
@@ -163,8 +164,8 @@ def run_grouped(
 
 
 def list_work(offsets: torch.Tensor, widths: tuple[int, ...], rows: int) -> torch.Tensor:
-    """The list of work of running ends, in torch operations: int32 [entries + 1, 4], as of ``sort.sort_choices``."""
-    from warpspec.moe.sort import WORK_COLUMNS, entries_bound
+    """The list of work of running ends, in torch operations, as of ``sort.sort_choices``."""
+    from warpspec.moe.sort import entries_bound
 
     experts, most = len(offsets), widths[0]
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
@@ -181,9 +182,10 @@ def list_work(offsets: torch.Tensor, widths: tuple[int, ...], rows: int) -> torc
     expert = slot % experts
     first = starts[expert] + (entry - (ends - counts)[slot]) * most
     first += torch.where(slot >= experts, whole[expert] * most, 0)
-    work = offsets.new_zeros(bound + 1, WORK_COLUMNS)
-    work[0, : len(widths)] = ends[experts - 1 :: experts]
-    work[1:, 0] = expert
-    work[1:, 1] = first
-    work[1:, 2] = (offsets[expert] - first).clamp(max=most)
+    heads = head_rows(widths)
+    work = offsets.new_zeros(heads + bound, WORK_COLUMNS)
+    work[:heads].view(-1)[: len(widths)] = ends[experts - 1 :: experts]
+    work[heads:, 0] = expert
+    work[heads:, 1] = first
+    work[heads:, 2] = (offsets[expert] - first).clamp(max=most)
     return work

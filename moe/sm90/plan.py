@@ -12,7 +12,9 @@ count: consumers of two row groups, and as many features as registers hold, for 
 
 from __future__ import annotations
 
-from warpspec.moe.sm90.config import TOKENS, Shape
+from dataclasses import replace
+
+from warpspec.moe.sm90.config import Shape
 
 WAYS = ("plain", "ahead", "unsorted")
 WAY = "plain"  # of all problems: no GPU has timed the others
@@ -26,13 +28,15 @@ SHAPES = {
     64: Shape(row_groups=4, tokens=64, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
     128: Shape(row_groups=4, tokens=128, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
 }
+# Classes 16 tokens apart, no GPU has timed them: fewer columns of products without a row.
+FINE = (replace(SHAPES[128], apart=16), replace(SHAPES[128], tokens=144, apart=16))
 
 
 def choose_shape(rows: int, experts: int, row_tiles: int, sm_count: int) -> Shape:
     """Tiles for ``rows`` rows over ``experts`` experts whose weights are so many row tiles each. Of the layer's two
     GEMMs, shapes differ in nothing that the list of work depends on."""
     wanted = min(2 * rows / experts, rows)
-    tokens = next((tokens for tokens in TOKENS if tokens >= wanted), max(TOKENS))
+    tokens = next((tokens for tokens in SHAPES if tokens >= wanted), max(SHAPES))
     if tokens > FEW.tokens or rows > FEW_ROWS:
         return SHAPES[tokens]
     return FEWEST if rows * row_tiles <= FEWEST.ctas_per_sm * sm_count else FEW

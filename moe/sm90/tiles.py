@@ -8,14 +8,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-HEAD = 0  # row of the list that says where each class of entries ends: the last, how many there are
+from warpspec.moe.permute import WORK_COLUMNS, head_rows
+
 EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 
 
 class Operands(NamedTuple):
     """tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None, source[r] // choices is row r's
     token. row_scale: fp32 [T], a token's, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias:
-    [E, rows] or None. work: int32 [entries + 1, 4]: (ends of classes), then (expert, first row, rows); ids: int32
+    [E, rows] or None. work: int32 [heads + entries, 4]: ends of classes, then (expert, first row, rows); ids: int32
     [T, k], of ``Routing``: one of both. out: [R, columns]."""
 
     tokens: cute.Tensor
@@ -45,7 +46,8 @@ def tile_count(config, ops, number: int = -1) -> Int32:
     """Tiles of the launch up to the end of a class; of all."""
     if config.routing:
         return Int32(ops.ids.shape[0]) * config.routing.taken * groups(config, ops)
-    return Int32(ops.work[HEAD, number % len(config.widths)]) * groups(config, ops)
+    number %= len(config.widths)
+    return Int32(ops.work[number // WORK_COLUMNS, number % WORK_COLUMNS]) * groups(config, ops)
 
 
 def stage_count(config, ops) -> Int32:
@@ -65,7 +67,7 @@ def tile_at(config, ops, index) -> Tile:
         row = index // of_entry
         expert, count = choice_at(config.routing, ops.ids, row)
         return Tile(expert, row, count, (index % of_entry) * config.shape.row_groups)
-    entry = index // of_entry + 1
+    entry = index // of_entry + head_rows(config.widths)
     return Tile(
         Int32(ops.work[entry, EXPERT]),
         Int32(ops.work[entry, FIRST]),

@@ -1,5 +1,7 @@
 """The layer on the compiled sm_90a kernels, in the simulator, against the FP32 reference of w4a16."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
@@ -10,6 +12,7 @@ from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.common.nvfp4 import from_mxfp4
 from warpspec.moe import NVFP4Experts, grouped_swiglu, moe_ffn, route, sm90, streamed
+from warpspec.moe.permute import head_rows
 from warpspec.moe.problem import LayerProblem
 from warpspec.moe.sm90 import plan
 from warpspec.moe.sm90.config import Shape, StreamConfig
@@ -120,6 +123,8 @@ def mxfp4(rows, k, seed):
     [
         (Shape(1, 8, 3, 2, splits=2), (5, 8), (2,)),
         long(Shape(4, 64, 2, 1, 4, tall=2, steps=1), (50, 17, 9), (1, 1, 2, 3)),
+        long(Shape(4, 64, 2, 1, 4, tall=2, steps=1, apart=8), (50, 17, 9), (0, 1, 1, 1, 1, 2, 3, 3)),
+        long(replace(plan.FINE[1], stages=2), (140, 33, 20), (1, 1, 1, 1, 1, 1, 2, 3, 3)),
     ],
     ids=str,
 )
@@ -137,11 +142,12 @@ def test_tiles_of_several_consumers(shape, counts, classes):
     assert len(config.widths) == len(classes)
     rows = sum(counts)
     h = randn(rows, w.k).bfloat16()
-    work = torch.full((len(counts) + 2, 4), -1, dtype=torch.int32)
-    work[0, : len(classes)] = torch.tensor(classes)
+    heads = head_rows(config.widths)
+    work = torch.full((heads + len(counts) + 1, 4), -1, dtype=torch.int32)
+    work[:heads].view(-1)[: len(classes)] = torch.tensor(classes)
     experts = (0, 2, 1)
     for i, count in enumerate(counts):
-        work[i + 1, :3] = torch.tensor([experts[i], sum(counts[:i]), count])
+        work[heads + i, :3] = torch.tensor([experts[i], sum(counts[:i]), count])
     out = torch.full((rows, w.n), torch.nan, dtype=torch.bfloat16)
     sm90.grouped_gemm(
         config, streamed.reorder(h), None, w, work, out, ctas=3, target=SIMULATED["sm_90a"], seed=1
@@ -164,10 +170,11 @@ def test_w4a4_has_the_bits_of_sm_100a():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [plan.FEW, plan.FEWEST, *plan.SHAPES.values()], ids=str)
+@pytest.mark.parametrize("shape", [plan.FEW, plan.FEWEST, *plan.SHAPES.values(), *plan.FINE], ids=str)
 def test_no_spills(shape):
+    gate = dict(has_limit=True, has_bias=True, gathers=True, choices=4 if shape.apart else 0)
     for config in (
-        StreamConfig(shape, 32, "swiglu_oai", has_limit=True, has_bias=True, gathers=True),
+        StreamConfig(shape, 32, "swiglu_oai", **gate),
         StreamConfig(shape, has_bias=True, early=True),
     ):
         for kernel in resources(sm90.stream_kernel.compiled(config, "sm_90a")).values():
