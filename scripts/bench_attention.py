@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from shared import backward_variants, gpu_bench, sweep_calls, sweep_report, sweep_shapes
+from shared import gpu_bench, sweep_calls, sweep_report, sweep_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -345,9 +345,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
-    parser.add_argument(
-        "--variants", action="store_true", help="of backward: configurations in turn, no peers"
-    )
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -377,9 +374,7 @@ def main() -> None:
         show(names, varlen())
     if "shared" in options.only:
         show(["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA}\n")
-    if "backward" in options.only and options.variants:
-        show(["backward", "variant", "us", "times as fast"], backward_variants.rows(BACKWARD))
-    elif "backward" in options.only:
+    if "backward" in options.only:
         names = [
             "backward",
             "us",

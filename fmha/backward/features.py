@@ -50,11 +50,6 @@ class BackwardFeatures(KernelFeatures):
         return 1.0
 
     @property
-    def together(self) -> int:
-        """Neighbouring key tiles whose CTAs go through the same query tiles: a cluster."""
-        return 1
-
-    @property
     def parts(self) -> int:
         """Parts of dQ in a query tile."""
         return self.tile_m * self.head_dim // PART_ELEMENTS

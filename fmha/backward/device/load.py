@@ -11,12 +11,12 @@ from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.features import BLOCK, FP32_BYTES
 
 
-def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first, parts: int = 1) -> tma.TileRing:
+def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
     """A ring of tiles of so many rows, of which TMA brings the one that begins at row ``first``. view: (D, ROW,
-    BLOCK). parts: so many loads bring it, each some of its blocks: one of a cluster's CTAs each."""
-    box = (BLOCK, rows, config.blocks // parts)
+    BLOCK)."""
+    box = (BLOCK, rows, config.blocks)
     tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
-    return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages * parts))
+    return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
 
 
 @cute.jit
@@ -69,13 +69,10 @@ def load_step(
     """Q and its statistics, and dO, of a step. waits: for the release of what stood there."""
     dtype = operands.q.element_type
     first = tile.place.first_row + query_tile * config.tile_m
-    together = config.together
     for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):
         full = channels[name + "_full"]
         queries = coordinates[i][None, None, None, head, tile.batch]
-        ring = ring_of(
-            config, atoms[i], queries, shared[i + 1], dtype, config.tile_m, stages, first, together
-        )
+        ring = ring_of(config, atoms[i], queries, shared[i + 1], dtype, config.tile_m, stages, first)
         if waits and name + "_empty" in channels:
             channels[name + "_empty"].wait_previous(step)
         size = config.statistics_bytes if name == "q" else 0
@@ -86,8 +83,4 @@ def load_step(
             target = shared.statistics + full.stage(step) * (size // FP32_BYTES)
             with cute.arch.elect_one():
                 tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))
-        if cutlass.const_expr(together > 1):
-            rank = cute.arch.block_idx_in_cluster()
-            ring.load(rank, full.stage(step) * together + rank, full.barrier(step), ctas=(1 << together) - 1)
-        else:
-            ring.load(0, full.stage(step), full.barrier(step))
+        ring.load(0, full.stage(step), full.barrier(step))

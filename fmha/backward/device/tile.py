@@ -58,7 +58,7 @@ class KeyTile:
         config = self.config
         if config.band or config.deterministic:
             return self.begin
-        return self.begin + self.number // config.together * START_STEP % cutlass.max(self.count, 1)
+        return self.begin + self.number * START_STEP % cutlass.max(self.count, 1)
 
     def following(self, head, query_tile) -> tuple:
         """The (query head, query tile) after one."""
@@ -108,7 +108,7 @@ def key_tiles_of(config: BackwardFeatures, operands):
     if cutlass.const_expr(config.packed_k):
         requests = cute.size(operands.cu_seqlens_k) - 1
         return query_tiles(config.tile_n, operands.k.shape[1], requests)
-    return cute.ceil_div(operands.k.shape[1], config.tile_n * config.together) * config.together
+    return cute.ceil_div(operands.k.shape[1], config.tile_n)
 
 
 def key_tile_at(config: BackwardFeatures, operands, window, index) -> KeyTile:
@@ -135,14 +135,7 @@ def key_tile_at(config: BackwardFeatures, operands, window, index) -> KeyTile:
     )
     low, inner_end = tile.queries_of(first_key)
     inner_first, high = tile.queries_of(last_key)
-    if cutlass.const_expr(config.together > 1):  # the span is that of all keys of the cluster
-        first = first_key - number % config.together * config.tile_n
-        end = cutlass.min(first + config.together * config.tile_n, length)
-        low, _ = tile.queries_of(first)
-        _, high = tile.queries_of(end - 1)
-        some = Boolean(end > first) & Boolean(high > low)
-    else:
-        some = Boolean(last_key >= first_key) & Boolean(high > low)
+    some = Boolean(last_key >= first_key) & Boolean(high > low)
     begin = low // config.tile_m
     count = (high + config.tile_m - 1) // config.tile_m - begin
     # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.

@@ -32,7 +32,7 @@ def block_of(work, step, number: int, place) -> Block:
         keys=tuple(tile.first_key + work.key(r) for r in range(THREAD_ROWS)),
         bounds=work.bounds,
         element=lambda column, r: (column // COLUMNS * THREAD_ROWS + r) * PAIR,
-        started=not (config.paired or config.delta_later),
+        started=not config.paired,
         bias_words=bias.reader(work, step) if config.bias_tiles else None,
         stores_bias=config.stores_bias,
     )

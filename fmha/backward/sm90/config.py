@@ -26,7 +26,6 @@ BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
 P_FACTOR = 2.0**14  # of P in fp16 from one paired consumer to the other: P is at most 1
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
-APART_BARRIER = 3  # named barrier of consumers that are to be apart: the first is half a step into its first
 
 
 def has_bias_tiles(features: dict, forward) -> bool:
@@ -41,44 +40,19 @@ def has_bias_tiles(features: dict, forward) -> bool:
 @dataclass(frozen=True)
 class BackwardConfig(BackwardFeatures):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
-    room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``).
-
-    ds_by_query: dS stands a row a query in shared memory, else a row a key, which dQ's products transpose.
-    delta_later: it is subtracted from dP, which does not start from it.
-    stores_early: dS is stored before the next S is issued. dq_late: dQ of a step is made in the next one, so that
-    consumers need not meet. meets_under_dv: steps in the order of ``under_dv``. dq_sent: dQ goes through shared memory
-    and from there to global memory at once. apart: the second consumer begins half a step after the first.
-    shares_queries: of a pair, two CTAs of neighbouring key tiles each fetch half of Q and dO for both.
-    """
+    room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``)."""
 
     tile_m: int = 64
     q_stages: int = 3
     do_stages: int = 2
     bias_tiles: bool = False
-    ds_by_query: bool = False
-    stores_early: bool = False
-    dq_late: bool = False
-    delta_later: bool = False
-    apart: bool = False
-    dq_sent: bool = False
-    meets_under_dv: bool = False
-    shares_queries: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         assert self.parts == CONSUMERS * self.consumer_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
-        assert self.paired or self.q_stages == self.do_stages + (not self.meets_under_dv)
-        assert self.ds_by_query or not self.stores_bias
-        plain = self.wants_q and not (self.paired or self.deterministic or self.bias_tiles)
-        whole = not (self.deterministic or self.packed_q or self.packed_k)
-        assert (self.paired and whole) or not self.shares_queries
-        assert plain or not (self.dq_late or self.dq_sent)
-        assert (
-            self.ahead > 1 or not self.dq_late
-        )  # S of the next step is issued before what is fetched in this one
-        assert (plain and self.wants_k and self.wants_v) or not self.meets_under_dv
+        assert self.paired or self.q_stages == self.do_stages + 1
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
     @classmethod
@@ -100,12 +74,7 @@ class BackwardConfig(BackwardFeatures):
             q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
             do_stages=2 if tight else 3,
             bias_tiles=tiles,
-            ds_by_query=tiles and features["bias_gradient"] == "bfloat16",
         )
-
-    @property
-    def together(self) -> int:
-        return 2 if self.shares_queries else 1
 
     @property
     def paired(self) -> bool:
@@ -178,12 +147,12 @@ class BackwardConfig(BackwardFeatures):
     @property
     def stages_dq(self) -> bool:
         """dQ goes through shared memory, from where the copy engine adds it; else threads add it from registers."""
-        return self.wants_q and not self.paired and (self.deterministic or self.dq_sent)
+        return self.wants_q and not self.paired and self.deterministic
 
     @property
     def ahead(self) -> int:
         """Steps that are fetched ahead."""
-        return self.do_stages - self.dq_late
+        return self.do_stages
 
     @property
     def dq_bytes(self) -> int:
@@ -224,27 +193,12 @@ class BackwardConfig(BackwardFeatures):
         released = {
             "q": (
                 Barrier(
-                    "q_empty",
-                    self.q_stages,
-                    warps * self.together,
-                    warp,
-                    load,
-                    "S and dK have read Q, dS the statistics",
+                    "q_empty", self.q_stages, warps, warp, load, "S and dK have read Q, dS the statistics"
                 ),
             ),
-            "do": (
-                Barrier(
-                    "do_empty", self.do_stages, warps * self.together, warp, load, "dP and dV have read dO"
-                ),
-            ),
+            "do": (Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),),
         }
         biases = (Barrier("bias_full", BIAS_STAGES, 1, filled, "consumers", "the bias is in shared memory"),)
-        exchanged = (
-            Barrier(
-                "ds_full", 2, warps, warp, "consumers", "dS is there, dO and the Q before it have been read"
-            ),
-            Barrier("ds_empty", 2, warps, warp, "consumers", "dQ of the step before has read its dS"),
-        )
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
@@ -253,5 +207,4 @@ class BackwardConfig(BackwardFeatures):
             *(biases if self.bias_tiles else ()),
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
             *(released["do"] if self.paired else ()),
-            *(exchanged if self.dq_late else ()),
         )

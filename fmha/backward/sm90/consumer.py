@@ -22,7 +22,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -40,9 +40,9 @@ from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.load import load_keys, load_step
 from warpspec.fmha.backward.device.tile import key_tile_at
-from warpspec.fmha.backward.sm90 import bias, pair, results, under_dv
+from warpspec.fmha.backward.sm90 import bias, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
-from warpspec.fmha.backward.sm90.config import APART_BARRIER, CONSUMER_BARRIER, CONSUMER_KEYS
+from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm90.staging import load_words, store_rows
 
@@ -89,7 +89,7 @@ def products(config, dtype, shared, consumer) -> Products:
     m, n, depth = config.tile_m, config.tile_n, config.head_dim
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
     rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
-    queries = make_mma(dtype, K_MAJOR if config.ds_by_query else MN_MAJOR, MN_MAJOR, BLOCK)
+    queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
     def ring(base, layout, stages, stage_bytes):
@@ -107,7 +107,7 @@ def products(config, dtype, shared, consumer) -> Products:
     keys = hopper.make_smem_layout_a(row_major, (n, m, depth), dtype, 1)
     queries_rows = hopper.make_smem_layout_b(row_major, (n, m, depth), dtype, 1)
     queries_columns = hopper.make_smem_layout_b(column_major, (n, depth, m), dtype, 1)
-    ds_major = row_major if config.ds_by_query else column_major
+    ds_major = row_major if config.stores_bias else column_major
     ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
     # A part of dQ: a block of rows by a block of columns; a consumer's are neighbours.
@@ -192,7 +192,7 @@ class Work:
             self.mma.dp,
             self.mma.v,
             rows_of(self.mma.do, block, stage),
-            not (self.config.paired or self.config.delta_later),
+            not self.config.paired,
         )
 
     def issue_dv(self, step, block: int) -> None:
@@ -200,18 +200,15 @@ class Work:
         columns = self.mma.do_columns[None, None, None, stage]
         multiply(self.mma.rows, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
 
-    def issue_dk(self, step, block: int, mma: Products | None = None) -> None:
-        """mma: descriptors, where it is issued in several regions of the program."""
-        mma = mma or self.mma
-        columns = mma.q_columns[None, None, None, step % self.config.q_stages]
-        operand, sums = self.mma.ds_rows, self.mma.dk
-        multiply(mma.rows, sums, operand, columns, True, block * (BLOCK // MMA_K))
+    def issue_dk(self, step, block: int) -> None:
+        stage = step % self.config.q_stages
+        columns = self.mma.q_columns[None, None, None, stage]
+        multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
 
-    def issue_dq(self, step, part: int = 0, mma: Products | None = None) -> None:
-        """part: of the consumer's. mma: as of ``issue_dk``."""
-        mma = mma or self.mma
-        ds = mma.ds[None, None, None, step % self.config.ds_stages]
-        multiply(mma.queries, self.mma.dq, ds, mma.k_columns[part][None, None, None, 0], False)
+    def issue_dq(self, step, part: int = 0) -> None:
+        """part: of the consumer's."""
+        ds = self.mma.ds[None, None, None, step % self.config.ds_stages]
+        multiply(self.mma.queries, self.mma.dq, ds, self.mma.k_columns[part][None, None, None, 0], False)
 
     @property
     def threads(self) -> int:
@@ -292,8 +289,6 @@ def consume(
     if tile.steps > 0:
         if cutlass.const_expr(config.paired):
             pair.go_through(work)
-        elif cutlass.const_expr(config.meets_under_dv):
-            under_dv.go_through(work)
         else:
             go_through(work)
     results.write_keys(work)
@@ -319,7 +314,6 @@ def go_through(work):
         read_keys(work, work.shared.v, mma.v)
     wait_queries(work, Int32(0))
     clear_unseen_rows(work, query_tile, Int32(0))
-    stand_apart(work)
     work.issue_s(0, 0)
     warpgroup.wait_group(0)
     if cutlass.const_expr(config.weighs_early):
@@ -332,8 +326,7 @@ def go_through(work):
             ends = block + 1 == config.query_blocks
             own = block_of(work, step, block, place)
             if cutlass.const_expr(config.needs_ds):
-                if cutlass.const_expr(not config.delta_later):
-                    start_dp(own, flat(mma.dp))
+                start_dp(own, flat(mma.dp))
                 work.issue_dp(step, block)
             if cutlass.const_expr(not config.weighs_early):
                 make_p(work, step, block, place)
@@ -343,8 +336,6 @@ def go_through(work):
             if cutlass.const_expr(config.wants_v):
                 keep(mma.s, mma.p)
                 work.issue_dv(step, block)
-            if cutlass.const_expr(config.apart and block == 0):
-                let_go(work, step)
             following = step
             if cutlass.const_expr(ends):  # the next step: of the last one it is that again, which nobody uses
                 following = cutlass.min(step + 1, last)
@@ -355,29 +346,21 @@ def go_through(work):
             if cutlass.const_expr(config.needs_ds):
                 warpgroup.wait_group(1 if config.wants_v else 0)
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
-            if cutlass.const_expr(config.stores_early):
-                hand_on_ds(work, step, block)
             next_block = 0 if ends else block + 1
             work.issue_s(following, next_block)
             warpgroup.wait_group(1)  # dV
-            if cutlass.const_expr(not config.stores_early):
-                hand_on_ds(work, step, block)
+            if cutlass.const_expr(config.needs_ds):
+                keep(mma.dp, mma.ds_rows)
+            if cutlass.const_expr(config.ds_stages > 0):
+                store_ds(work, step, block)
             if cutlass.const_expr(ends):
-                if cutlass.const_expr(config.dq_late):
-                    if step > 0:
-                        channels["ds_full"].wait(step - 1)
-                    work.issue_dq(step + 1)  # of the step before: the other stage
-                else:
-                    meet(work, step, place, (head_before, tile_before))
-                    if cutlass.const_expr(config.wants_q):
-                        work.issue_dq(step)
-                    head_before, tile_before = place
+                meet(work, step, place, (head_before, tile_before))
+                if cutlass.const_expr(config.wants_q):
+                    work.issue_dq(step)
+                head_before, tile_before = place
             if cutlass.const_expr(config.wants_k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):
-                if cutlass.const_expr(config.dq_late):
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    channels["ds_full"].arrive_warp(step)
                 if step + config.ahead < tile.steps:
                     fetch(work, step + config.ahead, (head_ahead, tile_ahead))
                 head_ahead, tile_ahead = tile.following(head_ahead, tile_ahead)
@@ -388,54 +371,15 @@ def go_through(work):
                 make_p(work, following, next_block, (head, query_tile))
             if cutlass.const_expr(makes_dq):
                 warpgroup.wait_group(1 if config.wants_k else 0)
-                if cutlass.const_expr(config.dq_late):
-                    channels["ds_empty"].arrive_warp(step)
-                    if step > 0:
-                        results.take_queries(work, step - 1, (head_before, tile_before))
-                    head_before, tile_before = place
-                else:
-                    results.take_queries(work, step, place)
-    if cutlass.const_expr(config.dq_late):
-        channels["ds_full"].wait(last)
-        work.issue_dq(last, mma=under_dv.other_products(work))
-        warpgroup.wait_group(0)
-        results.take_queries(work, last, (head_before, tile_before))
+                results.take_queries(work, step, place)
     warpgroup.wait_group(0)
     results.finish(work, (head_before, tile_before))
-
-
-@cute.jit
-def stand_apart(work):
-    """The second consumer begins when the first has P of its first step."""
-    if cutlass.const_expr(work.config.apart):  # noqa: SIM102
-        if work.consumer == 1:
-            cute.arch.barrier(barrier_id=APART_BARRIER, number_of_threads=work.config.consumer_threads)
-
-
-@cute.jit
-def let_go(work, step):
-    """See ``stand_apart``."""
-    if Boolean(step == 0) & Boolean(work.consumer == 0):
-        cute.arch.barrier_arrive(barrier_id=APART_BARRIER, number_of_threads=work.config.consumer_threads)
 
 
 @cute.jit
 def make_p(work, step, block: cutlass.Constexpr, place):
     """P of a block in the registers of its S."""
     weigh(block_of(work, step, block, place), flat(work.mma.s), work.tile.needs_mask(place[1], block))
-
-
-@cute.jit
-def hand_on_ds(work, step, block: cutlass.Constexpr):
-    """dS of a block as an operand, in registers and in shared memory."""
-    config = work.config
-    if cutlass.const_expr(config.needs_ds):
-        keep(work.mma.dp, work.mma.ds_rows)
-    if cutlass.const_expr(config.dq_late and block == 0):  # noqa: SIM102
-        if step > 0:
-            work.channels["ds_empty"].wait(step - 1)
-    if cutlass.const_expr(config.ds_stages > 0):
-        store_ds(work, step, block)
 
 
 @cute.jit
@@ -448,7 +392,7 @@ def meet(work, step, place, before):
     work.barrier()
     if cutlass.const_expr(config.stores_bias):
         bias.store(work, step, place)
-    if cutlass.const_expr(config.stages_dq and not config.dq_sent):  # noqa: SIM102
+    if cutlass.const_expr(config.stages_dq):  # noqa: SIM102
         if step > 0:
             results.send_queries(work, before)
 
@@ -502,7 +446,7 @@ def store_ds(work, step, block: cutlass.Constexpr):
     config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
     stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
     base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
-    if cutlass.const_expr(config.ds_by_query):
+    if cutlass.const_expr(config.stores_bias):
         bias.store_columns(base, work.thread, words)
     else:
         store_rows(base, work.thread, words)

@@ -57,19 +57,14 @@ class Backward(BackwardHost):
     def launch(self, operands, scales, window, stream):
         """Host side: TMA descriptors, grid, launch."""
         config = self.config
-        together = config.together
-        key_box = (BLOCK, config.tile_n, config.blocks)
-        query_box = (BLOCK, config.tile_m, config.blocks // together)
+        key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
         boxes = (
             (operands.k, key_box),
             (operands.v, key_box),
             (operands.q, query_box),
             (operands.do, query_box),
         )
-        loads = [
-            tma.make_load(kv_view(config, tensor), box, multicast=together > 1 and box is query_box)
-            for tensor, box in boxes
-        ]
+        loads = [tma.make_load(kv_view(config, tensor), box) for tensor, box in boxes]
         if cutlass.const_expr(config.bias_tiles):
             box = (BLOCK, config.tile_m)
             loads.append(tma.make_load(bias_view(config, operands.bias), box))
@@ -81,7 +76,6 @@ class Backward(BackwardHost):
         ).launch(
             grid=(key_tiles_of(config, operands) * operands.k.shape[2] * rows, 1, 1),
             block=(config.threads, 1, 1),
-            **({"cluster": (together, 1, 1)} if together > 1 else {}),
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
@@ -127,11 +121,7 @@ class Backward(BackwardHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        if cutlass.const_expr(config.together > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
 
         # 2. Roles.
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
@@ -150,8 +140,3 @@ class Backward(BackwardHost):
             for each in cutlass.range_constexpr(CONSUMERS):  # each has code of its own
                 if consumer == each:
                     consume(*arguments, each, loads)
-        if cutlass.const_expr(
-            config.together > 1
-        ):  # no CTA leaves while the other may arrive at its barriers
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()

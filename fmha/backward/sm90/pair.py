@@ -73,14 +73,14 @@ def make_p(work):
         work.issue_s(following, 0)
         if cutlass.const_expr(config.wants_v):
             warpgroup.wait_group(1)
-        release(work, "do_empty", step)
+        channels["do_empty"].arrive_warp(step)
         if cutlass.const_expr(config.wants_q):
             for part in cutlass.range_constexpr(config.consumer_parts):
                 work.issue_dq(step, part)
                 warpgroup.wait_group(0)
                 results.add_from_registers(work, part, place)
         warpgroup.wait_group(0)
-        release(work, "q_empty", step)
+        channels["q_empty"].arrive_warp(step)
 
 
 @cute.jit
@@ -97,8 +97,8 @@ def make_ds(work):
         channels["q_full"].wait(step)
         warpgroup.wait_group(0)
         if step > 0:
-            release(work, "q_empty", step - 1)
-        release(work, "do_empty", step)
+            channels["q_empty"].arrive_warp(step - 1)
+        channels["do_empty"].arrive_warp(step)
         if cutlass.const_expr(config.needs_ds):
             cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
             derive_from_shared(work, step, place, tile.needs_mask(query_tile, 0))
@@ -127,16 +127,7 @@ def make_ds(work):
             warpgroup.wait_group(1 if config.wants_k else 0)
             results.add_from_registers(work, 1, place)
     warpgroup.wait_group(0)
-    release(work, "q_empty", last)
-
-
-def release(work, name: str, step) -> None:
-    """The warp hands a stage back, to all CTAs that fill it."""
-    channel = work.channels[name]
-    channel.arrive_warp(step)
-    if work.config.together > 1:
-        with cute.arch.elect_one():
-            channel.arrive_in(1 - cute.arch.block_idx_in_cluster(), step, has_read=True)
+    channels["q_empty"].arrive_warp(last)
 
 
 def slots(work, word: int):

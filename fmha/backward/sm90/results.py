@@ -21,10 +21,6 @@ def take_queries(work, step, place) -> None:
     """dQ of a step out of its registers: to shared memory, or added to global memory at once."""
     if work.config.stages_dq:
         stage_queries(work, step)
-        if work.config.dq_sent:
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            send_queries(work, place)
     else:
         add_from_registers(work, 0, place)
 
@@ -50,12 +46,9 @@ def sums_of(work, place, number):
 @cute.jit
 def stage_queries(work, step):
     """dQ of a step to shared memory, from where ``send_queries`` adds it, behind the next fence."""
-    config, dq, lane = work.config, flat(work.mma.dq), work.thread % WARP_THREADS
+    dq, lane = flat(work.mma.dq), work.thread % WARP_THREADS
     number, stage = staging(work)
-    if cutlass.const_expr(config.dq_sent):
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-    elif step > 0:
+    if step > 0:
         pass_turn(work, step - 1, number, lane)
     cute.arch.sync_warp()
     target = cute.make_tensor(stage, cute.make_layout((VECTOR, WARP_THREADS, THREAD_ELEMENTS // VECTOR)))
@@ -74,9 +67,8 @@ def send_queries(work, place):
     number, stage = staging(work)
     head, query_tile = place
     if lane == 0:
-        if cutlass.const_expr(config.deterministic):
-            slot = slot_of(config, operands, work.tile.request, query_tile)
-            wait_turn(operands.turns[head, slot, None].iterator + number, work.tile.turn(query_tile))
+        slot = slot_of(config, operands, work.tile.request, query_tile)
+        wait_turn(operands.turns[head, slot, None].iterator + number, work.tile.turn(query_tile))
         tma.bulk_add(sums_of(work, place, number), stage, Int32(WARP_ELEMENTS * FP32_BYTES))
         cute.arch.cp_async_bulk_commit_group()
 
@@ -121,9 +113,7 @@ def pass_turn(work, step, number, lane):
 def finish(work, place):
     """The last step's dQ; what is under way must leave shared memory before the CTA ends."""
     config, lane = work.config, work.thread % WARP_THREADS
-    if cutlass.const_expr(config.dq_sent):
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-    elif cutlass.const_expr(config.stages_dq):
+    if cutlass.const_expr(config.stages_dq):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         send_queries(work, place)
