@@ -6,15 +6,17 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+from attention_cases import SPLIT_KEYS, WHOLE_KEYS, arguments
 from cuda.bindings.driver import CUstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulate import plan_for, simulate_as
 from suites import long
 
 from warpspec import sim
 from warpspec.common.compile import compile_kernel, resources
 from warpspec.common.launch import SIMULATED
-from warpspec.fmha import sm90, sm100
+from warpspec.fmha import launch
 from warpspec.fmha.combine import (
     BATCH,
     COMBINE,
@@ -198,7 +200,9 @@ def test_every_part_of_every_row_has_its_threads(head_dim, splits):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("options", [dict(has_sink=True, has_lse=True), dict(normalize=False)])
+@pytest.mark.parametrize(
+    "options", [dict(has_sink=True, has_lse=True), dict(normalize=False, dtype="float32")]
+)
 def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
     for splits in (1, 2 * 148):
         compiled = COMBINE.compiled(CombineConfig.of(head_dim, splits, **options), arch)
@@ -209,16 +213,19 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
         assert ptx.count("ld.global.v4") == BATCH and "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.parametrize(("package", "arch"), [(sm90, "sm_90a"), (sm100, "sm_100a")])
-def test_attention_lets_it_come_up_early(package, arch):
+@pytest.mark.parametrize(("arch", "splits", "case"), [
+    (arch, splits, cases[arch]) for arch in ARCHS for splits, cases in ((3, SPLIT_KEYS), (1, WHOLE_KEYS))
+])  # fmt: skip
+def test_attention_lets_it_come_up_early(monkeypatch, arch, splits, case):
     """The instruction is there, once; on sm_100a not without split keys. On sm_90a, where the launch is a dependent one
-    itself, behind the wait for the launch before."""
-    for splits in (True, False):
-        config = package.AttentionConfig("bfloat16", normalize=False, splits=splits)
-        ptx = package.ATTENTION.compiled(config, arch).artifacts.PTX
-        assert ptx.count("griddepcontrol.launch_dependents") == (splits or arch == "sm_90a")
-        if arch == "sm_90a":
-            assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+    itself, behind the wait for the launch before. The kernels are those of the cases that run elsewhere."""
+    simulate_as(monkeypatch, arch)
+    found = plan_for(arch, **arguments(case), num_splits=splits, return_lse=True)
+    assert found.splits == splits
+    ptx = launch.architecture(arch).ATTENTION.compiled(found.config, arch).artifacts.PTX
+    assert ptx.count("griddepcontrol.launch_dependents") == (splits > 1 or arch == "sm_90a")
+    if arch == "sm_90a":
+        assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
 def test_launched_behind_another_kernel_of_one_host_function():

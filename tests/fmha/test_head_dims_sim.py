@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, arguments, check, poisoned_out
+from attention_cases import SPLIT_KEYS, WHOLE_KEYS, Case, arguments, check, poisoned_out
 from simulate import plan_for
 from suites import long
 
@@ -13,14 +13,11 @@ from warpspec.fmha import attention
 from warpspec.fmha.sm100 import config as sm100_config
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
-PREFILL = Case("prefill", seq_q=70, seq_k=150, heads_q=2, heads_kv=1, causal=True, sink=True)
+PREFILL, DECODE = WHOLE_KEYS["sm_100a"], SPLIT_KEYS["sm_100a"]
 WINDOW = Case(
     "window", batch=2, seq_q=40, seq_k=200, heads_q=4, heads_kv=2, causal=True, window=(60, None),
     kv_lengths=(130, 7), layout="bhsd",
 )  # fmt: skip
-DECODE = Case(
-    "decode", batch=2, seq_q=2, seq_k=180, heads_q=32, heads_kv=1, causal=True, sink=True, kv_lengths=(180, 0)
-)
 STATE = Case(
     "state", seq_q=5, seq_k=90, heads_q=8, heads_kv=2, causal=True, normalize=False, dtype=torch.float16
 )

@@ -5,6 +5,8 @@ import itertools
 import re
 
 import pytest
+from attention_cases import CASES, arguments
+from simulate import plan_for
 from suites import long
 
 from warpspec.common import tma
@@ -107,7 +109,8 @@ def test_every_shape_of_partial_results_compiles_without_spills(config):
 
 
 def test_instructions_are_those_of_the_design():
-    config = AttentionConfig("bfloat16", causal=True)
+    case = next(case for case in CASES if case.id == "causal-square")  # test_kernel_sim has its kernel
+    config = plan_for("sm_100a", **arguments(case), return_lse=True).config
     ptx = ATTENTION.compiled(config, "sm_100a").artifacts.PTX
     assert f"setmaxnreg.inc.sync.aligned.u32 \t{config.softmax_registers}" in ptx
     assert f"setmaxnreg.dec.sync.aligned.u32 \t{config.other_registers}" in ptx

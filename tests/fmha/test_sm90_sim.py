@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import PAGE_SIZES, paged
 from simulate import plan_for, simulate_as
 from suites import long, long_but
@@ -144,11 +144,7 @@ def test_persistent_ctas_take_several_tiles(monkeypatch, seed):
 
 @pytest.mark.parametrize("head_dim", [64, long(128), long(512)])  # of 512 test_sm90_pair has one with pages
 def test_splits_and_shared_kv(head_dim):
-    case = Case(
-        "splits", batch=2, seq_q=1, seq_k=420, heads_q=16, heads_kv=1, head_dim=head_dim, shared_kv=True, sink=True,
-        kv_lengths=(420, 3),
-    )  # fmt: skip
-    run(case, num_splits=3)
+    run(replace(SPLIT_KEYS["sm_90a"], head_dim=head_dim), num_splits=3)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "shape", "window"), [

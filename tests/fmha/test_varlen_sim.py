@@ -114,7 +114,7 @@ def test_few_tiles_have_a_consumer_each(monkeypatch):
 def test_lengths_that_nobody_checked_touch_nothing_else(arch):
     """Descending, negative and too large entries: memory outside the tensors is not touched (the simulator would say
     so), and nothing but the results of the keys there are is written."""
-    batch = replace(MIXED, sink=False, layout="plain")
+    batch = replace(MIXED, layout="plain")
     arguments = batch.arguments()
     inputs = {name: arguments[name] for name in ("q", "k", "v")}
     q, k, v = (t.nan_to_num(0.0, 0.0, 0.0) for t in inputs.values())
@@ -122,6 +122,7 @@ def test_lengths_that_nobody_checked_touch_nothing_else(arch):
     lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
     cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
     arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
+    arguments["sink"] = arguments["sink"].float()  # as kernels take it
     run_unchecked(arguments, o=o, arch=arch, lse=lse)
     assert o[5].isfinite().all()  # the first request begins here
     assert o.nan_to_num(0.0).abs().max() <= v.abs().max()
@@ -156,8 +157,8 @@ def test_more_requests_than_are_searched_through_are_refused(arch):
 
 
 def test_the_combine_kernel_of_packed_queries_is_another():
-    plain = CombineConfig.of(64, 2)
-    other = CombineConfig.of(64, 2, packed=True)
+    plain = CombineConfig.of(DECODE.head_dim, 2, has_lse=True)
+    other = replace(plain, packed=True)
     assert COMBINE.compiled(plain, "sm_90a").artifacts.PTX != COMBINE.compiled(other, "sm_90a").artifacts.PTX
 
 

@@ -8,7 +8,7 @@ reference and with torch's own attention in the same dtype.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -141,6 +141,22 @@ PARTLY_POISONED = [
          data="poisoned-tail",
          dtype=FP16),
 ]
+
+# Of each architecture's kernel one with split keys and one without, that run in the simulator: tests that look at
+# code only look at the same.
+SPLIT_KEYS = {
+    "sm_90a": Case(
+        "splits", batch=2, seq_q=1, seq_k=420, heads_q=16, heads_kv=1, shared_kv=True, sink=True, kv_lengths=(420, 3)
+    ),
+    "sm_100a": Case(
+        "decode", batch=2, seq_q=2, seq_k=180, heads_q=32, heads_kv=1, causal=True, sink=True, kv_lengths=(180, 0)
+    ),
+}
+WHOLE_KEYS = {
+    "sm_90a": next(replace(case, head_dim=128) for case in CASES if case.id == "q-start-window-past-keys"),
+    "sm_100a": Case("prefill", seq_q=70, seq_k=150, heads_q=2, heads_kv=1, head_dim=128, causal=True, sink=True),
+}
+
 # fmt: on
 
 

@@ -80,14 +80,16 @@ def test_every_shape_and_epilogue(shape, epilogue):
         run(GemmCase("", **sizes, **EPILOGUES[epilogue]), shape, seed)
 
 
-@pytest.mark.parametrize("shape", [SINGLE, PAIR, SWAPPED[64]], ids=str)
+@pytest.mark.parametrize(
+    "shape, epilogue", [(SINGLE, "linear"), (PAIR, "down"), (SWAPPED[64], "linear")], ids=str
+)
 @pytest.mark.parametrize(
     "counts, dropped",
     [((0, 0, 0), 2), ((1,), 0), ((0, 300, 0), 0), ((0, 0, 128), 1), ((128, 128, 64, 64), 0)],
     ids=str,
 )
-def test_distributions_of_the_rows(shape, counts, dropped):
-    run(GemmCase("", counts, k=64, width=104, dropped=dropped), shape)
+def test_distributions_of_the_rows(shape, epilogue, counts, dropped):
+    run(GemmCase("", counts, k=64, width=104, dropped=dropped, **EPILOGUES[epilogue]), shape)
 
 
 def test_experts_without_tokens_cost_nothing():

@@ -111,7 +111,7 @@ def test_lanes_that_sort(arch, dtype, lanes, length, k, renormalize):
 @pytest.mark.parametrize("way", [long("again, a warp a row"), "again, cluster of two"])
 def test_chunks_of_several_tiles(way):
     """Rows of more tiles than a lane has chunks; all of the top in one lane, at both ends, nowhere (equal, sorted)."""
-    dtype = torch.bfloat16 if way == "again, cluster of two" else torch.float32
+    arch, dtype = ("sm_100a", torch.float16) if way == "again, cluster of two" else ("sm_90a", torch.float32)
     config = config_of(dtype, 20, **WAYS[way])
     length = 40 * config.tile_vectors * config.per_vector - 3
     row = cases.random_rows(1, length, dtype, seed=length)[0]
@@ -122,7 +122,7 @@ def test_chunks_of_several_tiles(way):
     logits = poisoned(
         torch.stack([row, one_lane, at_ends, torch.full_like(row, 2.0), row.sort()[0]]), 3, gap=2
     )
-    cases.judge(*run(config, logits, 20), logits, 20)
+    cases.judge(*run(config, logits, 20, arch), logits, 20)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_largest_k(way):
             cases.judge(*run(config_of(torch.float32, k, **WAYS[way]), logits, k), logits, k)
 
 
-def judge_adversarial(config, length, k, dtype):
+def judge_adversarial(config, length, k, dtype, arch="sm_90a"):
     rows = cases.adversarial_rows(length, k, dtype)
     logits = torch.stack(list(rows.values()))
-    probs, indices = run(config, logits, k)
+    probs, indices = run(config, logits, k, arch)
     for i, name in enumerate(rows):
         try:
             cases.judge(probs[i : i + 1], indices[i : i + 1], logits[i : i + 1], k)
@@ -147,22 +147,22 @@ def judge_adversarial(config, length, k, dtype):
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"),
-    [
-        ("a warp a row", torch.bfloat16),
-        ("eight warps", torch.float32),
-        long("cluster of two", torch.float16),
-        long("again, eight warps", torch.float32),
-        ("again, cluster of two", torch.float16),
-        ("held by 16 lanes", torch.float32),
-        ("held by four warps", torch.bfloat16),
+    ("arch", "way", "dtype"),
+    [  # most on kernels of test_every_way_to_divide_a_row
+        ("sm_90a", "a warp a row", torch.float32),
+        ("sm_100a", "eight warps", torch.float16),
+        long("sm_90a", "cluster of two", torch.float16),
+        long("sm_90a", "again, eight warps", torch.float32),
+        ("sm_100a", "again, cluster of two", torch.float16),
+        ("sm_100a", "held by 16 lanes", torch.float16),
+        ("sm_90a", "held by four warps", torch.bfloat16),
     ],
     ids=str,
 )
-def test_adversarial_rows(way, dtype):
+def test_adversarial_rows(arch, way, dtype):
     """Ties, sorted rows (nothing is below the threshold), NaN, infinities, the ends of the number range."""
     config = config_of(dtype, 9, **WAYS[way])
-    judge_adversarial(config, min(2600, longest(config) - 1), 9, dtype)
+    judge_adversarial(config, min(2600, longest(config) - 1), 9, dtype, arch)
 
 
 @pytest.mark.long
