@@ -27,9 +27,9 @@ CHANGE_RATES = (
 WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction, where warps are starved
 LATE = (
     1 / 2
-)  # chance that an instruction's operations are below all others from the first on, where operations are
+)  # chance that an instruction's operations are below all others at once, where operations are starved
 GIVES_UP = (
-    1 / 2
+    7 / 8
 )  # chance that a bounded wait gives up at once in these schedules: a retry that is missing shows
 IDLE_TURNS = 16  # turns in a row without any event after which a warp, which spins, goes behind all others
 

@@ -254,7 +254,7 @@ CASES = {
         "may overtake",
         dict(block=(128, 1, 1)),
         START + ALLOCATE + INIT_FENCED + FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + MMA + COMMIT_MMA
-        + wait(0, "A") + "[[tcgen05.fence::after_thread_sync;]] add.u32 %r20, %r20, 4;" + MMA
+        + wait(0, "A") + "bar.sync 0; [[tcgen05.fence::after_thread_sync;]] add.u32 %r20, %r20, 4;" + MMA
         + "sub.u32 %r20, %r20, 4;" + COMMIT_MMA + wait(1, "B") + FREE,
     ),
     "tcgen05.commit before tensor memory is freed": (
