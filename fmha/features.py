@@ -3,6 +3,7 @@ them alone."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -291,6 +292,7 @@ def features(
     }
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
     """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
 

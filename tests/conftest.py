@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
     less often, too: a sixth of the time of a run with compiled kernels on disk was its."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
+    gc.set_threshold(10_000, 10, 100)
 
 
 @pytest.fixture

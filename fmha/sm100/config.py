@@ -5,6 +5,7 @@ Everything here is plain Python, fixed at compile time. One ``AttentionConfig`` 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -59,6 +60,10 @@ class AttentionConfig(KernelFeatures):
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_budgets()
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (a planner makes the same few again and again)
+    def _check_budgets(self) -> None:
         assert 1 <= self.pack <= self.tile_m
         assert self.tmem_allocation * self.ctas_per_sm <= TMEM_COLUMNS
         assert self.smem_bytes <= MAX_SMEM_PER_CTA

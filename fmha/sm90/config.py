@@ -5,6 +5,7 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,6 +54,10 @@ class AttentionConfig(KernelFeatures):
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_budgets()
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (a planner makes the same few again and again)
+    def _check_budgets(self) -> None:
         assert 1 <= self.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
