@@ -136,22 +136,20 @@ torch.save(softmax(x, backend="sim"), sys.argv[1])
 
 
 def test_processes_share_one_compilation(tmp_path):
-    """Two at once, then a third: one compiles, and all have the same bits."""
+    """Two at once: one compiles, the other waits for it or comes later, and both have the same bits."""
     environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "cache")}
-    results = [tmp_path / f"{i}.pt" for i in range(3)]
+    results = [tmp_path / f"{i}.pt" for i in range(2)]
 
     def start(result):
         command = [sys.executable, "-c", SECOND_PROCESS, str(result)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
-    processes = [start(result) for result in results[:2]]
+    processes = [start(result) for result in results]
     printed = [process.communicate(timeout=300)[0] for process in processes]
-    third = start(results[2])
-    printed.append(third.communicate(timeout=300)[0])
-    assert all(process.returncode == 0 for process in (*processes, third))
-    assert sorted(printed) == ["", "", "compiled\n"] and printed[2] == ""
-    first, *others = (torch.load(result) for result in results)
-    assert all(other.equal(first) for other in others)
+    assert all(process.returncode == 0 for process in processes)
+    assert sorted(printed) == ["", "compiled\n"]
+    first, second = (torch.load(result) for result in results)
+    assert second.equal(first)
 
 
 def test_the_name_says_all_that_decides_the_code(monkeypatch, tmp_path):
