@@ -1,0 +1,1 @@
+for k in fmha flash hopper persistent grouped pair ours flash_bwd; do echo "=== $k"; T=1500 ./run.sh sm_100a - defects.py $k 2>&1 | grep "^KERNEL\|^  [a-zA-Z].*plain\|Error\|NO INST\|rc [1-9]" | cut -c1-300; done
