@@ -63,11 +63,15 @@ class Accesses:
         self._globals: dict[int, GlobalShadow] = {}
         self._recent: GlobalShadow | None = None  # the one that lanes accessed last
         self._synchronised: dict[object, object] = {}  # place -> `Releases`
+        self._behind: dict[tuple, object] = {}  # (`Releases`, `Release`) -> the `Releases` with it
         self._orders: dict[int, object] = {}  # instruction -> `Ordered`
         self.suspected: list[dict] = []
         self._holding = False
         self._tags = 0
         self._forms: dict[int, tuple] = {}
+        self._own: dict[
+            tuple, tuple
+        ] = {}  # (instruction, lanes, CTA's rank, addresses) -> units of shared memory
         self._watched: tuple | None = None
         gmem.watch = None
 

@@ -141,8 +141,10 @@ class Agent(Clock):
         "fence_scope",
         "frozen",
         "lanes",
+        "last_release",
         "loose",
         "parts",
+        "reads",
         "relaxed",
         "seen_foreign",
         "seen_releases",
@@ -159,8 +161,10 @@ class Agent(Clock):
         self.accesses: dict = {}  # accesses at this count, by instruction, kind and lanes
         self.fence_scope = ""
         self.seen_foreign: Foreign = {}
+        self.last_release = None  # a `synchronisation.Release`
         self.seen_releases: set[tuple] = set()  # see `Synchronisation.acquire_places`
         self.lanes = {"write": -1, "read": -1}  # `tag` at the last access of each kind to shared memory
+        self.reads: list[tuple] = []  # of shared memory since then, see `MemoryAccesses._between_lanes`
         self.tag = 0  # names the time since the last warp barrier, among all warps
 
     def part(self, mask: int) -> Part:
@@ -192,6 +196,7 @@ class Agent(Clock):
         self.loose = []
         self._changed()
         self.tag = tag
+        self.reads.clear()
 
     def _changed(self) -> None:
         self.frozen = {}

@@ -17,6 +17,7 @@ from warpspec.sim.memory import (
 from warpspec.sim.order import launches
 from warpspec.sim.order.accesses import Accesses
 from warpspec.sim.order.clocks import (
+    Agent,
     Clock,
     Snapshot,
 )
@@ -41,6 +42,7 @@ from warpspec.sim.registry import row_of
 
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
 TAG, LANE = 8, 255  # an earlier access of lanes: when (`Agent.tag`) << TAG | lane
+MOST_OWN = 1 << 14  # places that are kept by the addresses of lanes
 latest = np.maximum.reduce
 BOTH, WRITES = ("write", "read"), ("write",)
 LOG_COUNT = int(Ctx.LOG_COUNT)
@@ -264,6 +266,13 @@ class MemoryAccesses(Accesses):
     ) -> None:
         """Lanes (those of the mask) execute a load, a store or an atomic at these addresses."""
         space, write, parts = self._forms.get(ins.index) or self._form(ins)
+        key = None
+        if space != "global":  # rings of buffers: the same places again and again
+            key = ins.index, mask, w.cta.rank, addresses.tobytes()
+            known = self._own.get(key)
+            if known is not None:
+                self._own_shared(w, self.generic(w, ins, write, strong, mask), *known)
+                return
         together = False
         if len(addresses) > 1:
             if addresses.item(0) == addresses.item(-1):
@@ -286,26 +295,32 @@ class MemoryAccesses(Accesses):
             if space == "global":
                 self.global_rows(places, count, access, w.order)
             else:
-                self._lane_shared(w, places, count, access, mask, together)
+                self._lane_shared(w, places, count, access, mask, together, key if len(parts) == 1 else None)
 
     def _lane_shared(
-        self, w, addresses: np.ndarray, nbytes: int, access: Access, mask: int, together: bool
+        self,
+        w,
+        addresses: np.ndarray,
+        nbytes: int,
+        access: Access,
+        mask: int,
+        together: bool,
+        key: tuple | None,
     ) -> None:
-        """together: all lanes of the mask access the one address."""
+        """together: all lanes of the mask access the one address. key: of `_own`, under which the places are kept if
+        they are the CTA's own."""
         cta, unit = w.cta, self.units[False]
         first = addresses.item(0)
         shape = lane_shape(addresses, nbytes, unit, mask & -mask if together else mask)
-        if (
-            shape is not None
-            and first >> CTA_RANK_SHIFT & 0xFF == cta.rank
-            and shape.reach < 1 << CTA_RANK_SHIFT
-        ):
+        if shape is not None and first >> CTA_RANK_SHIFT & 0xFF == cta.rank:
             at = (first & OFFSET_MASK) // unit
             if at + shape.low >= 0 and at + shape.low + shape.span <= cta.order.shared.cells.size:
-                where = shape.at(at)
-                self._shared_units(cta, where, access, w.order)
-                if not access.strong:
-                    self._between_lanes(w, access, cta, where, shape.lanes, together)
+                known = shape.at(at), shape.lanes, together
+                if key is not None:
+                    if len(self._own) >= MOST_OWN:
+                        self._own.clear()
+                    self._own[key] = known
+                self._own_shared(w, access, *known)
                 return
         offsets = addresses & np.uint64(OFFSET_MASK)
         ranks = (addresses >> np.uint64(CTA_RANK_SHIFT)).tolist()
@@ -322,6 +337,14 @@ class MemoryAccesses(Accesses):
                 same = len(chosen) > 1 and bool((chosen == chosen[0]).all())
                 self._between_lanes(w, access, cta, where, executing, together or same)
 
+    def _own_shared(
+        self, w, access: Access, where: slice | np.ndarray, executing: np.ndarray, together: bool
+    ) -> None:
+        """Lanes access units of their own CTA's shared memory, see `_between_lanes`."""
+        self._shared_units(w.cta, where, access, w.order)
+        if not access.strong:
+            self._between_lanes(w, access, w.cta, where, executing, together)
+
     def _between_lanes(
         self, w, access: Access, cta, where: slice | np.ndarray, executing: np.ndarray, together: bool
     ) -> None:
@@ -329,8 +352,15 @@ class MemoryAccesses(Accesses):
 
         executing: the lane of each unit. together: all lanes access the same bytes.
         """
-        lanes_of, agent = cta.order.lanes, w.order
+        agent = w.order
         tag = agent.tag
+        if not access.write and agent.lanes["write"] != tag:
+            agent.reads.append((cta, where, access, executing, together))  # noted when the warp writes
+            return
+        for read in agent.reads:
+            self._note_lanes(agent, *read)
+        agent.reads.clear()
+        lanes_of = cta.order.lanes
         now = tag << TAG
         for kind in BOTH if access.write else WRITES:
             if agent.lanes[kind] != tag:  # none since the warp's last barrier
@@ -355,8 +385,17 @@ class MemoryAccesses(Accesses):
                     f"{access.describe()}, lane {int(executing[at])}",
                     "bar.warp.sync between them", (first.ins.line, access.ins.line),
                 )  # fmt: skip
+        self._note_lanes(agent, cta, where, access, executing, together)
+
+    @staticmethod
+    def _note_lanes(
+        agent: Agent, cta, where: slice | np.ndarray, access: Access, executing: np.ndarray, together: bool
+    ) -> None:
+        """Note the lane that accesses each unit."""
+        tag = agent.tag
+        now = tag << TAG
         kind = "write" if access.write else "read"
-        earlier, accesses = lanes_of[kind]
+        earlier, accesses = cta.order.lanes[kind]
         if together:
             earlier[where] = now | (EACH if access.write else SEVERAL)
         elif access.write or agent.lanes[kind] != tag or latest(before := earlier[where]) < now:

@@ -46,14 +46,12 @@ def units_of(chunks: np.ndarray, per: int) -> tuple[slice | np.ndarray, int, int
 class LaneShape:
     """The units that lanes access, from the unit of the first lane's address on. low: the lowest, counted from that
     one; span: units from the lowest to the highest; units: each lane's units counted from the lowest, None where they
-    are all of the span, each once; lanes: the lane of each of them, or of each of the span. reach: the bytes between
-    any two are fewer."""
+    are all of the span, each once; lanes: the lane of each of them, or of each of the span."""
 
     low: int
     span: int
     units: np.ndarray | None
     lanes: np.ndarray
-    reach: int
 
     def at(self, first: int) -> slice | np.ndarray:
         """The units as an index, where the first lane's begin with `first`."""
@@ -80,8 +78,8 @@ def _lane_shape(steps: bytes, nbytes: int, unit: int, mask: int) -> LaneShape | 
     low = int(units.min())
     span = int(units.max()) + 1 - low
     if units.size == span and np.unique(units).size == span:
-        return LaneShape(low, span, None, executing[np.argsort(units)], span * unit)
-    return LaneShape(low, span, units - low, executing, span * unit)
+        return LaneShape(low, span, None, executing[np.argsort(units)])
+    return LaneShape(low, span, units - low, executing)
 
 
 def of_lanes(values: np.ndarray, mask: int) -> np.ndarray:

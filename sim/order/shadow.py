@@ -18,7 +18,8 @@ from warpspec.sim.tcgen05.memory import COLUMNS, LANES
 
 READS = 32  # bit of a cell from which on the write's number stands
 SET = (1 << READS) - 1
-SMALL = 128  # units that are looked at one by one
+TINY = 16  # units of one dimension that are looked at one by one
+SMALL = 128  # the same where they are not all alike
 RUNS = 4096  # runs of one number that are looked at one by one
 GRAIN = 8  # lanes that tensor memory's numbers stand for
 FEW = 8  # kinds of cells that are replaced one after the other
@@ -100,16 +101,22 @@ def _rows_of_arrays(lanes: bytes, lanes_shape: tuple, columns: bytes, columns_sh
 
 def distinct(numbers: np.ndarray) -> list[int]:
     """The different numbers in an array."""
-    if numbers.size <= SMALL:
-        return list(dict.fromkeys(numbers.reshape(-1).tolist()))
-    first = numbers.item(0)
-    if not np.count_nonzero(numbers != first):
-        return [first]
-    flat = numbers.reshape(-1)
-    changed = flat[1:][flat[1:] != flat[:-1]]  # accesses leave long runs of one number
-    if changed.size > RUNS:
-        changed = np.unique(changed)
-    return list(dict.fromkeys((first, *changed.tolist())))
+    if numbers.size > TINY:
+        first = numbers.item(0)
+        if not differ(numbers, first):
+            return [first]
+        if numbers.size > SMALL:
+            flat = numbers.reshape(-1)
+            changed = flat[1:][flat[1:] != flat[:-1]]  # accesses leave long runs of one number
+            if changed.size > RUNS:
+                changed = np.unique(changed)
+            return list(dict.fromkeys((first, *changed.tolist())))
+    return list(dict.fromkeys(numbers.ravel().tolist()))
+
+
+def differ(numbers: np.ndarray, number: int) -> bool:
+    """Whether not all numbers are this one."""
+    return b"\1" in (numbers != number).tobytes()
 
 
 class Ledger:
@@ -165,6 +172,10 @@ class Ledger:
             new = kind & ~SET | self.with_reader(kind & SET, access, clock)
             if new != kind:
                 shadow.cells[where] = new
+        elif len(kinds) == 2:
+            one, other = (kind & ~SET | self.with_reader(kind & SET, access, clock) for kind in kinds)
+            if [one, other] != kinds:
+                shadow.cells[where] = np.where(cells == kinds[0], one, other)
         elif len(kinds) <= FEW:
             new = cells.copy()
             for kind in kinds:

@@ -8,7 +8,7 @@ import numpy as np
 
 from warpspec.sim.codegen.memory import space_of
 from warpspec.sim.instruction import Instr, Operand
-from warpspec.sim.lanes import FULL_MASK, lanes
+from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.memory import (
     CTA_RANK_SHIFT,
     WINDOW_SHIFT,
@@ -29,7 +29,7 @@ from warpspec.sim.order.clocks import (
 from warpspec.sim.order.findings import Access
 from warpspec.sim.order.launches import EARLIER
 from warpspec.sim.order.memory import OFFSET_MASK, MemoryAccesses
-from warpspec.sim.order.places import shared_place
+from warpspec.sim.order.places import of_lanes, shared_place
 from warpspec.sim.order.state import BarrierOrder, Operation, Queue
 
 SCOPES = ("cta", "cluster", "gpu", "gl", "sys")  # membar's .gl is .gpu
@@ -82,12 +82,16 @@ class Releases:
 
 
 class Release:
-    """What a CTA's threads have released at a place. clock: rows by domain. Never changed."""
+    """What a CTA's threads have released at a place. clock: rows by domain. Never changed.
 
-    __slots__ = ("clock", "cluster", "scope")
+    rows, foreign: what a thread published, and knew of other clusters, of one release alone.
+    """
 
-    def __init__(self, scope: str, clock: dict[int, np.ndarray], cluster: int):
+    __slots__ = ("clock", "cluster", "foreign", "rows", "scope")
+
+    def __init__(self, scope: str, clock: dict[int, np.ndarray], cluster: int, rows=None, foreign=None):
         self.scope, self.clock, self.cluster = scope, clock, cluster
+        self.rows, self.foreign = rows, foreign
 
     def joined(self, before: Release) -> Release:
         """This release with what an earlier one at its place says; the earlier one itself where this adds nothing."""
@@ -160,7 +164,7 @@ class Synchronisation(MemoryAccesses):
             form = self._orders[ins.index] = Ordered.of(ins)
         if form.space == "local":
             return
-        addresses = w.address(form.operand)[lanes(mask)]
+        addresses = of_lanes(w.address(form.operand), mask)
         self.lane_access(w, ins, addresses, mask, strong=form.scope)
         places: list = list(dict.fromkeys(addresses.tolist()))
         if form.space != "global":
@@ -210,16 +214,20 @@ class Synchronisation(MemoryAccesses):
         if relaxed and agent.fence_scope and SCOPES.index(agent.fence_scope) < SCOPES.index(scope):
             scope = agent.fence_scope
         rows = agent.published(mask, relaxed)
-        if not relaxed:
-            rows = rows[:PUBLISHED].copy()
-        release = Release(scope, {agent.domain.number: rows, **agent.foreign}, cta.cluster.number)
-        alone = Releases({cta.number: release})
-        known = self._synchronised
+        last = agent.last_release
+        if last is None or last.scope != scope or last.rows is not rows or last.foreign is not agent.foreign:
+            kept = rows if relaxed else rows[:PUBLISHED].copy()
+            clock = {agent.domain.number: kept, **agent.foreign}
+            last = agent.last_release = Release(scope, clock, cta.cluster.number, kept, agent.foreign)
+        release, known = last, self._synchronised
         before = [None] * len(places) if replaces else list(map(known.get, places))
-        behind = {
-            old: alone if old is None else old.joined(cta.number, release) for old in dict.fromkeys(before)
-        }
-        known.update(zip(places, map(behind.__getitem__, before), strict=True))
+        if len(self._behind) >= MOST_SEEN:
+            self._behind.clear()
+        for old in dict.fromkeys(before):
+            if (old, release) not in self._behind:
+                joined = Releases({cta.number: release}) if old is None else old.joined(cta.number, release)
+                self._behind[old, release] = joined
+        known.update((place, self._behind[old, release]) for place, old in zip(places, before, strict=True))
 
     # ---- mbarriers --------------------------------------------------------------------------------------------
 
