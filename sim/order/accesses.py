@@ -252,12 +252,13 @@ class Accesses:
         """An access of lanes of a warp by the generic proxy, at this moment. together: the warp makes it as one."""
         agent = w.order
         part = agent.part(0 if together else mask)
-        count = agent.count(part)
+        if part.epoch != agent.epoch:
+            agent.count(part)
         key = (ins.index, write, part.mask)
         access = agent.accesses.get(key)
         if access is None:
             access = agent.accesses[key] = Access(
-                agent.domain, part.component, count, ins=ins, agent=f"warp {w.index}", cta=w.cta.coords,
+                agent.domain, part.component, agent.count(part), ins=ins, agent=f"warp {w.index}", cta=w.cta.coords,
                 write=write, generic=True, strong=strong, queued=True,
             )  # fmt: skip
         return access

@@ -6,7 +6,7 @@ Consecutive instructions on one accumulator run as one matrix product along a lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -138,22 +138,37 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
         if layout.half_lanes:
             lanes = (np.arange(4)[:, None] * PARTITION_LANES + layout.lane + np.arange(16)).reshape(-1, 1)
         cells = []
-        for mma in mmas:
-            if mma.a_in_tmem:
-                cells.append((lanes, _columns(lanes, address_parts(mma.a)[1], WORDS_PER_OPERAND_ROW)))
-            if mma.scales_per_row:
-                for address, count in ((mma.scale_a, rows), (mma.scale_b, layout.columns)):
-                    cells += _scale_cells(address_parts(address)[1], count)
+        if first.a_in_tmem:
+            for column, width in _runs((mma.a for mma in mmas), WORDS_PER_OPERAND_ROW):
+                cells.append((lanes, _columns(lanes, column, width)))
+        if first.scales_per_row:
+            cells += _scale_cells([mma.scale_a for mma in mmas], rows)
+            cells += _scale_cells([mma.scale_b for mma in mmas], layout.columns)
         yield cta, chunks, cells, (lanes, _columns(lanes, layout.column, layout.columns))
 
 
-def _scale_cells(column: int, rows: int) -> list[tuple]:
-    """Indices of the scale factors of some rows: row r in lane r % 32 of each 32 lanes and column r // 32."""
+def _runs(addresses: Iterable[int], width: int) -> list[tuple[int, int]]:
+    """(first column, columns) of operands of `width` columns at these addresses, joined where they touch."""
+    runs: list[tuple[int, int]] = []
+    for column in sorted({address_parts(address)[1] for address in addresses}):
+        if runs and sum(runs[-1]) == column:
+            runs[-1] = runs[-1][0], runs[-1][1] + width
+        else:
+            runs.append((column, width))
+    return runs
+
+
+def _scale_cells(addresses: list[int], rows: int) -> list[tuple]:
+    """Indices of the scale factors of some rows, for MMAs that have them at these addresses: row r in lane r % 32 of
+    each 32 lanes and column r // 32."""
     whole, rest = divmod(rows, PARTITION_LANES)
-    cells: list[tuple] = [(slice(0, LANES), slice(column, column + whole))] if whole else []
+    cells: list[tuple] = []
+    if whole:
+        cells = [(slice(0, LANES), slice(at, at + width)) for at, width in _runs(addresses, whole)]
     if rest:
         lanes = (np.arange(PARTITIONS)[:, None] * PARTITION_LANES + np.arange(rest)).reshape(-1, 1)
-        cells.append((lanes, np.arange(column + whole, column + whole + 1)))
+        columns = sorted({address_parts(address)[1] + whole for address in addresses})
+        cells.append((lanes, np.array(columns)))
     return cells
 
 
