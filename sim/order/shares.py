@@ -72,6 +72,12 @@ def touched(name: str, unit: int, shadow: Shadow, early: Shadow | None, ledger: 
 
 def pairs(one: Units, two: Units):
     """(unit, access of the first, access of the second), one unit of each pair of accesses that touch the same."""
+    if not (one[0].size and two[0].size):
+        return
+    touched_units = np.zeros(max(one[0][-1], two[0][-1]) + 1, bool)
+    touched_units[one[0]] = True
+    if not touched_units[two[0]].any():
+        return
     _, at, other = np.intersect1d(one[0], two[0], assume_unique=True, return_indices=True)
     both = np.stack([one[1][at], two[1][other]], axis=1)
     _, chosen = np.unique(both, axis=0, return_index=True)
