@@ -13,13 +13,14 @@ from cutlass._mlir_helpers import op
 
 # Of the DSL's module: the first frame of a stack that is the user's; what is known of a frame; the MLIR location.
 FUNCTIONS = ("_find_user_frame", "_fast_frameinfo", "_get_location_from_frame_info")
+USED = (*FUNCTIONS, "_is_framework_stack_frame", "_INCLUDE_LIB_FRAME", "_ENABLE_FRAME_FILTERING")
 
 
 @contextlib.contextmanager
 def remembered():
     """While this is entered, the locations of a call site are worked out once; they are the same. A DSL without these
     functions works as it does."""
-    if not all(hasattr(op, name) for name in FUNCTIONS):
+    if not all(hasattr(op, name) for name in USED):
         yield
         return
     own = {name: getattr(op, name) for name in FUNCTIONS}
