@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from shared import deepseek_v4_layer, gpt_oss_layer, llama_layer, moe_layer
 from shared.attention_layer import AttentionInputs, KeySet, attention_inputs, eager
+from shared.devices import device_of
 
 import warpspec.fmha
 from warpspec.common.errors import UnsupportedProblem
@@ -36,7 +37,6 @@ from warpspec.common.errors import UnsupportedProblem
 O_TOLERANCE = 4e-3  # relative, worst head, bf16
 LSE_TOLERANCE = 1e-3  # absolute
 TORCH_FACTOR = 1.25  # never worse than this times torch's own result in the same dtype
-CPU_BACKENDS = ("sim", "reference")
 FAMILIES = {
     model: family for family in (gpt_oss_layer, deepseek_v4_layer, llama_layer) for model in family.MODELS
 }
@@ -168,7 +168,7 @@ def calls(inputs: AttentionInputs, device: str = "cpu") -> list[tuple[tuple, dic
 
 def run_kernel(inputs: AttentionInputs, backend: str):
     """(o [B, Sq, Hq, D], lse [B, Hq, Sq], seconds, SimReport of each run, none but with "sim")."""
-    device = "cpu" if backend in CPU_BACKENDS or not torch.cuda.is_available() else "cuda"
+    device = device_of(backend)
     sink = None if inputs.sinks is None else inputs.sinks.to(device)
     sets, results, reports = calls(inputs, device), [], []
     # One key set takes the sink at once; several give states, to which merge() adds it.
@@ -333,7 +333,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache",
         choices=["fp8", "bf16"],
-        help="DeepSeek-V4: the whole serving path on latent pools with rows of this kind (--seq: 24 by default)",
+        help="DeepSeek-V4: the whole serving path on pools of such rows (--seq: 24 by default, 136 on a GPU)",
     )
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument(

@@ -18,11 +18,16 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from warpspec.engines.transformers.latent import DeepseekV4Cache, attach
 
 from .deepseek_v4_layer import ATTENTION, KINDS, MODELS
+from .devices import device_of
 
 FORMATS = {  # by --cache; index keys stay in FP4: kernels score no others but FP8
     "fp8": {"latent": "v4-fp8", "index": "mxfp4"},
     "bf16": {"latent": "bf16", "index": "mxfp4"},
 }
+TOKENS = {
+    "cpu": 24,
+    "cuda": 136,
+}  # unless said otherwise: simulated few, natively so many that HCA makes an entry
 # Relative errors of the layer's output. Kernels round like the references but for the order of sums; a rounding that
 # falls the other way before a row is quantised moves a value by a step of FP8 or FP4.
 REFERENCE_TOLERANCE = 1e-2
@@ -89,8 +94,8 @@ def run(options, console: Console, backend: str, stage) -> list[CacheResult]:
     """Each kind of layer that the model has, or the one asked for."""
     if options.model not in MODELS:
         raise KeyError(f"--cache: {options.model} has no latent cache, only {', '.join(MODELS)} have")
-    device = "cuda" if backend in ("sm90", "sm100") else "cpu"
-    results, tokens = [], options.seq or 24
+    device = device_of(backend)
+    results, tokens = [], options.seq or TOKENS[device]
     for kind in [options.kind] if options.kind else KINDS:
         if kind not in KINDS:
             raise KeyError(f"{options.model} has no layer {kind}, only {', '.join(KINDS)}")

@@ -25,6 +25,7 @@ from warpspec.moe import NVFP4Experts, moe_ffn, ops, reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave
 from warpspec.moe.permute import SortedTokens, sort_tokens
 
+from .devices import device_of
 from .moe_inputs import DTYPE, MODELS, LayerInputs, Model, layer_inputs
 
 TOLERANCE = 3e-3  # relative, worst expert, bf16
@@ -113,7 +114,7 @@ class Stages:
 def run_layer(inputs: LayerInputs, backend: str) -> tuple[Stages, float, tuple]:
     """(stages on the CPU, seconds, reports) of `moe_ffn` on a backend."""
     model, experts, kept = inputs.model, inputs.experts, {}
-    device = "cpu" if backend in ("sim", "reference") or not torch.cuda.is_available() else "cuda"
+    device = device_of(backend)
     on_device = experts.to(device)
 
     def keep(name, function):

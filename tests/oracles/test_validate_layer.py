@@ -9,8 +9,12 @@ import pytest
 import torch
 import validate_layer
 from safetensors.torch import save_file
-from shared import attention_layer, deepseek_v4_layer, gpt_oss_layer
+from shared import attention_layer, deepseek_v4_layer, gpt_oss_layer, latent_layer
+from shared.devices import device_of
 from transformers import AttentionInterface
+
+from warpspec import cache, indexer
+from warpspec.fmha import gathered, projection
 
 SCRIPT = Path(validate_layer.__file__)
 PNG_SIGNATURE = b"\x89PNG"
@@ -82,6 +86,30 @@ def test_deepseek_cache():
     assert [layer.kind for layer in exact] == ["sliding", "csa", "hca"]
     for a, b in zip(exact, quantised, strict=True):
         assert a.passed and b.passed and 2 * a.eager_error < b.eager_error
+
+
+def test_devices(monkeypatch):
+    """ "auto" is the GPU where there is one, the simulator's tensors are the CPU's."""
+    for there, wanted in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)  # noqa: B023
+        assert [device_of(name) for name in ("auto", "sm90", "sim", "reference")] == [wanted] * 2 + [
+            "cpu"
+        ] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sliding", "csa", "hca"])
+def test_serving_path_stays_on_its_device(monkeypatch, kind):
+    """On torch's meta device, which computes nothing: a tensor of the CPU among its operands would raise."""
+    for module in (indexer.ops, cache.ops, gathered.ops, projection.ops):
+        monkeypatch.setattr(module, "watched", lambda *tensors: True)
+    config, layer = latent_layer.make_layer("deepseek-v4-flash", kind, 0, "meta")
+    for rows in ("fp8", "bf16"):
+        latent_layer.attach(layer, rows)
+        options = dict(batch=2, max_tokens=300, device="meta", **latent_layer.FORMATS[rows])
+        hidden = torch.empty(2, 300, config.hidden_size, device="meta")
+        own = latent_layer.DeepseekV4Cache(config, **options)
+        assert latent_layer.layer_output(config, layer, hidden, own).shape == hidden.shape
 
 
 @pytest.mark.long
