@@ -195,9 +195,10 @@ def execute(
         )
 
     try:
-        stats = _run_shares(
-            program, [launch(s) for s in range(shares)], gmem, seed, clusters, translated - start, overlap
-        )
+        with _collector_paused():
+            stats = _run_shares(
+                program, [launch(s) for s in range(shares)], gmem, seed, clusters, translated - start, overlap
+            )
         static = of_text(program)
         if check == "order":
             stats.findings |= static
@@ -242,8 +243,7 @@ def execute(
 
 @contextmanager
 def _collector_paused():
-    """Without the garbage collector meanwhile, if it is on: a run makes many objects, and clusters that are over cut
-    their cycles."""
+    """Without the garbage collector meanwhile, if it is on: a run makes many objects, and none of them in a cycle."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -261,8 +261,7 @@ def _run_share(
     machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats, order)
     machine.on_cluster_done = progress
     try:
-        with _collector_paused():
-            machine.run()
+        machine.run()
     except SimError as error:
         for text in stats.warnings.values():
             error.add_note(f"warning: {text}")

@@ -101,6 +101,8 @@ class Cta:
         if self._tmem is not None:
             self.spare_tmem.append(self._tmem.data)
             self._tmem = None
+        for w in self.warps:
+            w.flying.clear()
         self.warps.clear()
         self.mbarriers.clear()
         self.warpgroups.clear()

@@ -153,7 +153,8 @@ class Accesses:
 
     # ---- accesses ---------------------------------------------------------------------------------------------
 
-    def known(self, access: Access, clock: Clock | Snapshot, row: int = BASE) -> bool:
+    @staticmethod
+    def known(access: Access, clock: Clock | Snapshot, row: int = BASE) -> bool:
         """Whether a clock's row has an access."""
         rows = clock.rows
         if access.domain is not clock.domain:
