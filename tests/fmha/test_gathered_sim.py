@@ -53,9 +53,8 @@ def test_against_reference(simulated, monkeypatch, heads, slots, options):
     case = random_case(3, heads, slots, **{"num_splits": 1, **options})
     got = compare(case)
     assert not got[2].any()
-    if (
-        heads == 8
-    ):  # the same kernel: NaN that is seen, large and small scales, lengths and positions out of range
+    if heads == 8:  # the same kernel
+        # NaN that is seen, large and small scales, lengths and positions out of range
         monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
         case.key_sets[0].lengths[0], case.key_sets[1].lengths[2] = 10**6, -10
         case.options["rotate_back"][1][1] = 4096
