@@ -66,19 +66,16 @@ def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts)
     query.score(entries, first, tiles, step, LogitsRow(row))
 
 
-def scores_arguments() -> tuple:
-    """Arguments of a scores kernel's host function but the stream."""
+def operand_arguments() -> tuple:
+    """What is scored, of the arguments of a host function: queries, weights, pages of keys and who sees which."""
 
     def words():
         return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
 
-    return (
-        words(),
-        fake_rows(Float32, 2),
-        words(),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 1),
-        fake_rows(Float32, 2),
-        Int32(1),
-    )
+    numbers = (fake_rows(Int32, 2), fake_rows(Int32, 1), fake_rows(Int32, 1))
+    return (words(), fake_rows(Float32, 2), words(), *numbers)
+
+
+def scores_arguments() -> tuple:
+    """Arguments of a scores kernel's host function but the stream."""
+    return (*operand_arguments(), fake_rows(Float32, 2), Int32(1))

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32, Uint32
 
 from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.indexer.config import StreamConfig
 from warpspec.indexer.device.choose import NOTHING, begin, choose, key_of, larger, meet
+from warpspec.indexer.device.scores_host import operand_arguments
 from warpspec.indexer.device.select import finish
 
 
@@ -111,17 +111,4 @@ def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
 
 def stream_arguments() -> tuple:
     """Arguments of a stream kernel's host function but the stream."""
-
-    def words():
-        return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
-
-    return (
-        words(),
-        fake_rows(Float32, 2),
-        words(),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-    )
+    return (*operand_arguments(), fake_rows(Int32, 2), fake_rows(Int32, 1))
