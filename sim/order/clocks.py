@@ -202,6 +202,14 @@ class Agent(Clock):
         self.frozen = {}
         self.relaxed = {}
 
+    def told_of_all(self, rows: np.ndarray) -> bool:
+        """Whether a clock that all lanes have acquired has what each did since they last met: then they have met. An
+        mbarrier's has if all of them have arrived at it."""
+        return all(
+            part.component < rows.shape[1] and rows[BASE, part.component] >= self.rows[BASE, part.component]
+            for part in self.loose
+        )
+
     def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
         """Know what a synchronisation object published."""
         self.join(rows, foreign)

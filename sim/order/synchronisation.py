@@ -292,7 +292,8 @@ class Synchronisation(MemoryAccesses):
             w.order.see(order.done)
         else:
             w.order.acquire(order.done, order.done_foreign)
-            self.lanes_meet(w)
+            if w.order.told_of_all(order.done):
+                self.lanes_meet(w)
 
     def loads_on(self, op: Operation, barrier, write: bool = True, generic: bool = False) -> Access:
         """The access of a copy that completes in an mbarrier's present phase."""

@@ -266,6 +266,9 @@ CASES = {
     "a warp barrier between lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
         START + "st.shared.u32 [%r12], %r1; [[bar.warp.sync -1;]] xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12];"
         + "st.global.u32 [%rd2], %r4;"),
+    "a warp barrier behind a wait on an mbarrier": ("lanes of a warp", dict(block=(32, 1, 1)),
+        START + INIT_FENCED + "st.shared.u32 [%r12], %r1; @%p1 mbarrier.arrive.shared.b64 _, [%r11];" + wait(0, "A")
+        + "[[bar.warp.sync -1;]] xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12]; st.global.u32 [%rd2], %r4;"),
     "a warp barrier behind bar.arrive": ("lanes of a warp", dict(block=(64, 1, 1)),
         START + "st.shared.u32 [%r12], %r1; @%p2 bar.arrive 1, 64; @!%p2 bar.sync 1, 64; [[bar.warp.sync -1;]]"
         + "xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12]; st.global.u32 [%rd2], %r4;"),
