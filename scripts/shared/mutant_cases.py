@@ -47,9 +47,9 @@ def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]
 
 
 def _latent() -> None:
-    """Batch rows of several KV tiles; one of a single tile, with more behind it."""
-    for lengths in ((300, 170), (40, 300)):
-        shape = CAUSAL | dict(sq=70, sk=300, lengths=lengths)
+    """Batch rows of several KV tiles; ones of a single tile, of either consumer, with more behind them."""
+    for lengths in ((300, 170), (40, 100, 40)):
+        shape = CAUSAL | dict(batch=len(lengths), sq=70, sk=300, lengths=lengths)
         _attention("sm_90a", 1, **shape, dim=512, latent=True)()
 
 
@@ -89,9 +89,10 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
         from warpspec.fmha.gathered import gathered_attention
         from warpspec.fmha.gathered import ops as gathered_ops
 
-        case = random_case(4, 8, (130, 70), **{"num_splits": 1, **options})
-        case.q.mul_(8)  # maxima rise: O is rescaled
-        case.key_sets[0].lengths[0], case.key_sets[1].lengths[0] = 10, 0  # one KV tile, more behind it
+        case = random_case(6, 8, (130, 70), **{"num_splits": 1, **options})
+        case.q.mul_(40)  # maxima rise: O is rescaled
+        for token in (1, 3):  # one KV tile, of either consumer, with more behind it
+            case.key_sets[0].lengths[token], case.key_sets[1].lengths[token] = 10, 0
         target = replace(SIMULATED[arch], sm_count=1)
         with mock.patch.object(gathered_ops, "target_of", lambda device: target):
             gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
@@ -379,7 +380,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm90-pages": _pages("sm_90a"),
     "gathered": _gathered("sm_90a"),
     "gathered-splits": _gathered("sm_90a", num_splits=2),
-    "gathered-sm100": _gathered("sm_100a", num_splits=2),
+    "gathered-sm100": _gathered("sm_100a"),
+    "gathered-sm100-splits": _gathered("sm_100a", num_splits=2),
     "quantize-output": _quantize_output,
     "cache-insert": _insert("sm_90a"),
     "cache-csa": _compress("csa", "sm_90a"),

@@ -84,6 +84,10 @@ EXPLAINED = (
         r"`bar\.sync %r.*fmha/sm90/consumer\.py",
         "turns at the tensor core are for speed: they order no memory",
     ),
+    (
+        r"`bar\.sync 5, 256.*fmha/sm90/consumer\.py:349",
+        "turns order the same here: the consumer that clears has the first turn, ahead of the other's PV",
+    ),
     (r"`bar\.warp.*from \S*topk/stream\.py", "samples are atomics, and a threshold may be an old one"),
     (
         r"`bar\.warp.*from \S*topk/select\.py",
@@ -125,7 +129,7 @@ EXPLAINED = (
         "flow.count has one before its release: one on the way is enough",
     ),
     (
-        r"`wgmma\.wait_group.*moe/sm90/products\.py",
+        r"`wgmma\.wait_group.*moe/sm90/products\.py.*before common/words",
         "the registers that it hands back are written again only behind a later one, which covers them",
     ),
     (
@@ -135,6 +139,10 @@ EXPLAINED = (
     (
         r"try_wait.*behind common/tma\.py:117, before fmha/schedule\.py:90",
         "of a bias in one stage: its own wait, a step before, stands behind the QK that has read the tile",
+    ),
+    (
+        r"`fence\.proxy.*behind sm90/products\.py:98, before sm90/kernel\.py:41",
+        "a consumer without rows has read nothing of the stage, and of tiles before only ahead of their own fence",
     ),
     (
         r"`wgmma\.commit.*before sm90/products\.py",
@@ -167,6 +175,10 @@ EXPLAINED = (
     (
         r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:54",
         "of rows that wait for a count: that wait's barrier stands before the scratch is written again",
+    ),
+    (
+        r"`bar\.sync 1, .*behind device/flow\.py:54, before nothing",
+        "of rows with a router: its barriers stand before the squares of the next rows are written",
     ),
     (
         r"`bar\.sync 2, .*swap/sm90/consumer\.py",
