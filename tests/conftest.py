@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def check_order(monkeypatch):
-    """Every run in the simulator checks memory order, too. It costs up to four times the run: one test of each kernel
+    """Every run in the simulator checks memory order, too. It costs up to three times the run: one test of each kernel
     has it; WARPSPEC_SIM_CHECK=order checks all."""
     from warpspec import sim
 
