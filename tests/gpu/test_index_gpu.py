@@ -5,7 +5,7 @@ import torch
 from index_cases import KINDS, rows
 
 from warpspec.cache import IndexPool, rope_table
-from warpspec.indexer import IndexQueries, index_queries, index_scores, index_topk
+from warpspec.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def test_queries():
 
 @pytest.mark.parametrize("format", ["mxfp4", "fp8"])
 def test_scores(format):
-    """Against the reference, on many pages."""
+    """Against the reference, on many pages; selection from these scores in one launch and in two."""
     generator = torch.Generator().manual_seed(4)
     tokens, pages, size = 9, 40, 64
     q = torch.randn(tokens, 64, 128, generator=generator).bfloat16()
@@ -54,7 +54,11 @@ def test_scores(format):
     wanted = index_scores(asked, pool, numbers, requests, lengths, backend="reference")
     moved = IndexQueries(IndexPool(asked.pool.data.cuda(), 64, format), weights.cuda())
     on_gpu = IndexPool(pool.data.cuda(), size, format)
-    got = index_scores(moved, on_gpu, numbers.cuda(), requests.cuda(), lengths.cuda()).cpu()
+    places = [tensor.cuda() for tensor in (numbers, requests, lengths)]
+    got = index_scores(moved, on_gpu, *places).cpu()
     assert torch.equal(got.isfinite(), wanted.isfinite())
     x, y = (t[wanted.isfinite()].double() for t in (got, wanted))
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
+    for k in (40, 512):
+        fused, plain = (select_entries(moved, on_gpu, *places, k, **size) for size in ({"workspace_bytes": 0}, {}))
+        assert torch.equal(fused[0], plain[0]) and torch.equal(fused[1], plain[1])
