@@ -60,5 +60,7 @@ def test_scores(format):
     x, y = (t[wanted.isfinite()].double() for t in (got, wanted))
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
     for k in (40, 512):
-        fused, plain = (select_entries(moved, on_gpu, *places, k, **size) for size in ({"workspace_bytes": 0}, {}))
+        fused, plain = (
+            select_entries(moved, on_gpu, *places, k, **size) for size in ({"workspace_bytes": 0}, {})
+        )
         assert torch.equal(fused[0], plain[0]) and torch.equal(fused[1], plain[1])
