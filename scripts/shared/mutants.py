@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 
+from shared.mutants_explained import EXPLAINED
 from warpspec import sim
 from warpspec.sim import runtime
 from warpspec.sim.codegen.program import Program
@@ -77,125 +78,6 @@ DELETED = (
     ("warp barrier", r"bar\.warp\.sync"),
     ("cluster barrier", r"barrier\.cluster"),
     ("thread barrier", r"(bar|barrier)\.(cta\.)?(sync|arrive|red)"),
-)
-# Survivors that change nothing, by what is known of the instruction: (pattern of a verdict's text, the reason).
-EXPLAINED = (
-    (
-        r"`bar\.sync %r.*fmha/sm90/consumer\.py",
-        "turns at the tensor core are for speed: they order no memory",
-    ),
-    (
-        r"`bar\.sync 5, 256.*fmha/sm90/consumer\.py:349",
-        "turns order the same here: the consumer that clears has the first turn, ahead of the other's PV",
-    ),
-    (r"`bar\.warp.*from \S*topk/stream\.py", "samples are atomics, and a threshold may be an old one"),
-    (
-        r"`bar\.warp.*from \S*topk/select\.py",
-        "lists stand between barriers; a pass writes below what the next reads",
-    ),
-    (
-        r"`bar\.sync.*reduction\.py.*before softmax/resident\.py",
-        "the next row's barrier stands before the next write",
-    ),
-    (
-        r"`fence\.mbarrier_init.*before softmax/reduction\.py",
-        "reduction.open has such a fence, before anyone uses them",
-    ),
-    (r"`bar\.sync 0.*softmax/resident\.py", "reduction.open ends with a barrier of the cluster"),
-    (
-        r"try_wait.*before sm90/staging\.py",
-        "p_full of the other's next tile, waited for, comes behind its PV",
-    ),
-    (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
-    (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
-    (
-        r"`bar\.warp.*behind sm90/pair\.py:247",
-        "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
-    ),
-    (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:(71|87)",
-        "after summed two barriers of the same threads stand together",
-    ),
-    (
-        r"`ld\.acquire.*behind device/flow\.py:\d+, before device/load\.py:132",
-        "wait_for acquires before the loads",
-    ),
-    (
-        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:63",
-        "fence.mbarrier_init stands before it",
-    ),
-    (
-        r"`fence\.proxy\.async\.global.*swap/device/load\.py",
-        "flow.count has one before its release: one on the way is enough",
-    ),
-    (
-        r"`wgmma\.wait_group.*moe/sm90/products\.py.*before common/words",
-        "the registers that it hands back are written again only behind a later one, which covers them",
-    ),
-    (
-        r"`wgmma\.commit.*before sm90/kernel\.py:41",
-        "the products join the next group: of a turn, all are waited for together",
-    ),
-    (
-        r"try_wait.*behind common/tma\.py:117, before fmha/schedule\.py:90",
-        "of a bias in one stage: its own wait, a step before, stands behind the QK that has read the tile",
-    ),
-    (
-        r"`fence\.proxy.*behind sm90/products\.py:98, before sm90/kernel\.py:41",
-        "a consumer without rows has read nothing of the stage, and of tiles before only ahead of their own fence",
-    ),
-    (
-        r"`wgmma\.commit.*before sm90/products\.py",
-        "the products join the next group, which is waited for before the stage is handed back",
-    ),
-    (
-        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:333",
-        "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",
-    ),
-    (
-        r"`bar\.sync.*moe/counting\.py.*before moe/counting\.py",
-        "list_work ends with a barrier, another stands behind it: either is enough",
-    ),
-    (
-        r"`bar\.sync.*cache/device/compress\.py:320",
-        "each place that finishes an entry has a buffer of its own",
-    ),
-    (
-        r"`bar\.sync.*indexer/device/choose\.py:78.*before device/choose\.py:184",
-        "of a stream: it has a barrier just before, and until the next nobody touches what is cleared between",
-    ),
-    (
-        r"`fence\.(mbarrier_init|proxy).*before sm100/scores\.py:1",
-        "the load warps' fence, behind the barrier, stands on every way to a product and its commit",
-    ),
-    (
-        r"`bar\.warp.*topk/held\.py:130",
-        "of rows that several warps hold: a barrier of the CTA follows",
-    ),
-    (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:54",
-        "of rows that wait for a count: that wait's barrier stands before the scratch is written again",
-    ),
-    (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before nothing",
-        "of rows with a router: its barriers stand before the squares of the next rows are written",
-    ),
-    (
-        r"`bar\.sync 2, .*swap/sm90/consumer\.py",
-        "turns at the tensor core are for speed: they order no memory",
-    ),
-    (
-        r"`fence\.proxy\.async\.global.*swap/device/flow\.py.*before device/flow\.py:54",
-        "ordinary loads alone read what this count says",
-    ),
-    (
-        r"`barrier\.cluster.*swap/sm90/kernel\.py:8[45]",
-        "load warps have drained their rings: no arrival is on its way to a CTA that ends",
-    ),
-    (
-        r"`bar\.warp.*swap/sm90/consumer\.py",
-        "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
-    ),
 )
 TELLING = (
     "grid dependency",
