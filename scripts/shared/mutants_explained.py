@@ -33,7 +33,7 @@ EXPLAINED = (
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*behind sm90/pair\.py:247",
+        r"`bar\.warp.*behind sm90/pair\.py:(187|247)",
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
@@ -119,5 +119,37 @@ EXPLAINED = (
     (
         r"`bar\.warp.*swap/sm90/consumer\.py",
         "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
+    ),
+    (
+        r"`bar\.warp.*behind device/record\.py:(83|104)",
+        "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
+    ),
+    (
+        r"`bar\.warp.*behind sm90/consumer\.py:(212, before sm90/consumer\.py:313|276)",
+        "wgmma alone has read the tile, and all lanes have waited for it at once",
+    ),
+    (
+        r"try_wait.*behind device/load\.py:194, before sm90/kernel\.py:80",
+        "at the end the cluster's barrier is behind every consumer's last release: either is enough",
+    ),
+    (
+        r"`griddepcontrol\.wait.*from \S*swap/sm90/kernel\.py:137",
+        "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
+    ),
+    (
+        r"try_wait.*behind device/tile\.py:82, before sm100/keys\.py:110",
+        "S, waited for next, is behind the MMA warp's wait for the same Q",
+    ),
+    (
+        r"`bar\.warp.*behind gathered/host\.py:24, before gathered/host\.py:24",
+        "of pair.attend_paired: a consumer without QK has read nothing of the Q that it hands back",
+    ),
+    (
+        r"`bar\.warp.*behind sm90/products\.py:98, before sm90/kernel\.py:41",
+        "a consumer without rows has read nothing of the stage",
+    ),
+    (
+        r"`bar\.warp.*behind projection/sm90\.py:177",
+        "wgmma alone has read the stage, and all lanes have waited for it at once",
     ),
 )

@@ -20,6 +20,6 @@ def test_the_score_of_a_sample_is_as_recorded():
 def test_most_mutants_of_all_kernels_are_found():
     cells = [cell for kernels in RECORDED.values() for cell in kernels.values()]
     found, explained, every, _ = (sum(cell[i] for cell in cells) for i in range(4))
-    assert every > 1500
-    assert found > 0.95 * every
+    assert every > 2000
+    assert found > 0.93 * every
     assert found + explained == every  # the explained ones change nothing
