@@ -25,12 +25,10 @@ CHANGE_RATES = (
     1 / 256,
 )  # chance at each step that another one is starved; one is drawn for each run
 WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction, where warps are starved
-LATE = (
-    1 / 2
-)  # chance that an instruction's operations are below all others at once, where operations are starved
-GIVES_UP = (
-    7 / 8
-)  # chance that a bounded wait gives up at once in these schedules: a retry that is missing shows
+# Chance that an instruction's operations are below all others at once, where operations are starved.
+LATE = 1 / 2
+# Chance that a bounded wait gives up at once in these schedules: a retry that is missing shows.
+GIVES_UP = 7 / 8
 IDLE_TURNS = 16  # turns in a row without any event after which a warp, which spins, goes behind all others
 
 

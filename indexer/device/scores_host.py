@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
 from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
 
 
 class LogitsRow(NamedTuple):
@@ -51,6 +51,22 @@ class ScoresHost:
         self.kernel(*arguments).launch(
             grid=(parts, queries.shape[0], 1), block=(self.config.threads, 1, 1), stream=stream
         )
+
+
+class WarpgroupScorer:
+    """Of an architecture's scorer, which has ``config`` and ``thread``: a group is a warpgroup. See ``score_part``."""
+
+    @property
+    def tile_keys(self) -> int:
+        return self.config.tile_keys
+
+    @property
+    def groups(self) -> int:
+        return self.config.warpgroups
+
+    @property
+    def group(self) -> Int32:
+        return self.thread // WARPGROUP_THREADS
 
 
 @cute.jit

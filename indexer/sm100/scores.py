@@ -17,7 +17,7 @@ from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.common.pipeline import barrier_count, init_barriers
 from warpspec.indexer.device.entries import entries_of, find_page, load_global, locate
-from warpspec.indexer.device.scores_host import ScoresHost, score_part, scores_arguments
+from warpspec.indexer.device.scores_host import ScoresHost, WarpgroupScorer, score_part, scores_arguments
 from warpspec.indexer.sm100.config import ATOM_BYTES, SCORE_BARRIER, Sm100ScoresConfig
 from warpspec.indexer.sm100.load import Shared, Work, load_tiles, stage_query
 from warpspec.indexer.sm100.mma import multiply_tiles
@@ -27,7 +27,7 @@ MEMBERS, PAIR = 4, 2  # partial sums over heads: of two of every eight heads eac
 
 
 @dataclass(frozen=True)
-class Scorer:
+class Scorer(WarpgroupScorer):
     """What a thread that scores has; see ``scores_host.score_part``. columns: tensor memory. weights: fp32 (HEAD).
     work: the CTA's tiles."""
 
@@ -37,18 +37,6 @@ class Scorer:
     weights: cute.Tensor
     work: Work
     thread: Int32
-
-    @property
-    def tile_keys(self) -> int:
-        return self.config.tile_keys
-
-    @property
-    def groups(self) -> int:
-        return self.config.warpgroups
-
-    @property
-    def group(self) -> Int32:
-        return self.thread // WARPGROUP_THREADS
 
     def score(self, entries, first, end, step, sink) -> None:
         score_tiles(self, entries, first, end, step, sink)

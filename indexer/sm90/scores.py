@@ -18,7 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.indexer.device.entries import WORD_BYTES, entries_of
-from warpspec.indexer.device.scores_host import ScoresHost, score_part, scores_arguments
+from warpspec.indexer.device.scores_host import ScoresHost, WarpgroupScorer, score_part, scores_arguments
 from warpspec.indexer.scores_config import BLOCKS, SCALE_STEPS, TILE_KEYS, WARP_ROWS, ScoresConfig
 from warpspec.indexer.sm90.keys import (
     THREAD_ROWS,
@@ -40,7 +40,7 @@ STEPS = 4  # of 32 numbers, of a product
 
 
 @dataclass(frozen=True)
-class Scorer:
+class Scorer(WarpgroupScorer):
     """One query, prepared, as a thread has it; see ``scores_host.score_part``. mma: of 64 keys and all heads. b: the
     query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``. weight: of the heads in the thread's
     columns."""
@@ -51,16 +51,6 @@ class Scorer:
     table: cute.Tensor
     weight: list
     thread: Int32
-
-    tile_keys = TILE_KEYS
-
-    @property
-    def groups(self) -> int:
-        return self.config.warpgroups
-
-    @property
-    def group(self) -> Int32:
-        return self.thread // WARPGROUP_THREADS
 
     def score(self, entries, first, end, step, sink) -> None:
         score_tiles(self, entries, first, end, step, sink)
