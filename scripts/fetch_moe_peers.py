@@ -57,6 +57,8 @@ def unpack(requirement: str, folder: Path, prefix: str, to: Path) -> None:
                 place = to / entry.removeprefix(prefix)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(archive.read(entry))
+                mode = archive.getinfo(entry).external_attr >> 16  # humming runs a program of its wheel
+                place.chmod(mode & 0o777 or 0o644)
 
 
 def compile_marlin(jit: Path, to: Path) -> None:
