@@ -1,7 +1,6 @@
 """Times of the latent caches' kernels on a GPU, in CUDA graphs.
 
     python scripts/bench_latent.py [--only insert compress ...]
-    python scripts/bench_latent.py --only gathered --variants   # two CTAs that share the work on keys, too
 
 One line a shape: microseconds, and what is reached of memory's or the tensor cores' speed. Inputs rotate through more
 memory than L2 holds. FlashMLA and DeepGEMM take turns with ours where WARPSPEC_LATENT_PEERS names a folder that
@@ -11,8 +10,6 @@ memory than L2 holds. FlashMLA and DeepGEMM take turns with ours where WARPSPEC_
 from __future__ import annotations
 
 import argparse
-import functools
-from unittest import mock
 
 import torch
 from shared.gpu_bench import graph_time, graph_times, header, rotation, table
@@ -29,7 +26,7 @@ from warpspec.cache import (
     store_rows,
 )
 from warpspec.cache.reference import rotate
-from warpspec.fmha.gathered import KeySet, gathered_attention, launch
+from warpspec.fmha.gathered import KeySet, gathered_attention
 from warpspec.fmha.projection import Float8Tensor, output_projection
 from warpspec.indexer import index_queries, index_scores, index_topk
 
@@ -125,18 +122,7 @@ def random_pool(rows: int, format: str) -> LatentPool:
     return pool
 
 
-def in_clusters(call):
-    """The call with two CTAs that share the work on a query's keys."""
-    plan = functools.partial(launch.make_plan, cluster=2)
-
-    def shared(*arguments):
-        with mock.patch.object(launch, "make_plan", plan):
-            call(*arguments)
-
-    return shared
-
-
-def bench_gathered(variants: bool = False) -> str:
+def bench_gathered() -> str:
     """Decoding and prefill over a window and selected entries: 4 x 512 operations a head and key, over the time."""
     rows = []
     for queries, heads, slots, format in GATHERED:
@@ -160,11 +146,7 @@ def bench_gathered(variants: bool = False) -> str:
 
         candidates = {"ours": call}
         inputs = [make(i) for i in range(4 if queries < 1000 else 2)]
-        error, same = None, None
-        if variants and heads == 128 and format == "v4-fp8":
-            candidates["clusters"] = in_clusters(call)
-            found = [(candidates[name](*inputs[0]), inputs[0][2].clone())[1] for name in ("ours", "clusters")]
-            same = torch.equal(*(o.view(torch.int16) for o in found))
+        error = None
         if format == "v4-fp8" and (decode := flash_mla_decode(queries, heads, slots)):
             candidates["FlashMLA"] = lambda q, sets, out, _, decode=decode, sink=sink: decode(
                 q, sets, sink, out
@@ -189,10 +171,8 @@ def bench_gathered(variants: bool = False) -> str:
         rates = [operations / times[name] * 1e-6 if name in times else None for name in ("ours", "FlashMLA")]
         row = (queries, heads, "+".join(map(str, slots)), format, times["ours"], rates[0])
         rows.append((*row, times.get("FlashMLA"), rates[1], None if error is None else f"{error:.0e}"))
-        if variants:
-            rows[-1] += (times.get("clusters"), same)
     columns = ("queries", "heads", "keys", "rows", "us", "TFLOP/s", "FlashMLA us", "TFLOP/s", "apart")
-    return table((*columns, "in clusters us", "same bits") if variants else columns, rows)
+    return table(columns, rows)
 
 
 SELECTED = [
@@ -304,12 +284,10 @@ BENCHES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
-    parser.add_argument("--variants", action="store_true", help="gathered: with clusters of CTAs, too")
-    options = parser.parse_args()
-    benches = BENCHES | {"gathered": functools.partial(bench_gathered, options.variants)}
+    chosen = parser.parse_args().only
     print(header())
-    for name in options.only:
-        print(f"\n{name}: {BENCHES[name].__doc__.splitlines()[0]}\n{benches[name]()}", flush=True)
+    for name in chosen:
+        print(f"\n{name}: {BENCHES[name].__doc__.splitlines()[0]}\n{BENCHES[name]()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ with the keys is what the attention kernels of D 512 do whose K and V are one te
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from warpspec.cache.formats import LATENT_FORMATS, RowFormat
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
@@ -22,7 +21,6 @@ MAX_KEY_SETS = 3
 GATHERED_FORMATS = ("v4-fp8", "bf16")
 ROPE_DIM = 64  # numbers of a row that are rotated, the last
 MASK_BYTES = 4
-CLUSTER = 2  # CTAs that may share the keys of a query
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
@@ -40,7 +38,6 @@ class Gathers:
     rotate_back: bool = False
     depth: int = 2
     float8: bool = False
-    cluster: ClassVar[int] = 1  # CTAs that share the work on a query's keys
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
@@ -109,29 +106,19 @@ class Gathers:
             },
             "k_empty": {"consumer": "the part's producer warps"},
         }
-        if self.cluster > 1:
-            changed["k_full"]["producer"] += "; bytes by the peer's"
-            empty = next(row for row in super().barriers if row.name == "k_empty")
-            changed["k_empty"] |= {
-                "arrivals": self.cluster * empty.arrivals,
-                "producer": "the part's consumer of either CTA",
-            }
         return tuple(replace(row, **changed.get(row.name, {})) for row in super().barriers)
 
 
 @dataclass(frozen=True)
 class GatheredConfig(Gathers, AttentionConfig):
-    """The kernel for sm_90a. cluster: CTAs that share the work on a query's keys, for as many blocks of its heads
-    (``gathered.cluster``): of FP8 rows, where the number of blocks is a multiple of it."""
+    """The kernel for sm_90a."""
 
     shape: Shape = GATHERED
-    cluster: int = 1
 
     def __post_init__(self):
         super().__post_init__()
         assert self.paired
         self.check()
-        assert self.cluster == 1 or (self.cluster == CLUSTER and not self.copies)
 
     @property
     def persistent(self) -> bool:

@@ -4,8 +4,6 @@ Two warps have the first half of the columns, two the second half; each of them 
 key's slot, has its row brought to L2 ahead of time, and with three others brings 16 bytes at a time of every eighth
 key. FP8 rows are converted on their way through registers, eight keys at a time; bf16 rows are copied. What is not
 there (slots of no row, keys past the length) is zeros in shared memory and a bit in the tile's mask.
-
-Of two CTAs that share the keys (``gathered.cluster``) each has half of a tile's keys, a warp 16 of them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.words import permute, shuffle_address
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.gathered.cluster import Peer
 from warpspec.fmha.gathered.convert import to_bf16
 from warpspec.fmha.gathered.task import WORD_BYTES, Gathered, place_of, task_at
 
@@ -35,8 +32,7 @@ LINE_BYTES = 128  # that a prefetch brings
 
 @dataclass(frozen=True)
 class Loader:
-    """What a producer warp is. part: of the columns; half: of a tile's keys. lane: of the warp. first_group: of the
-    half's groups of keys, the warp's. peer: the CTA that the rows go to as well, or None.
+    """What a producer warp is. part: of the columns; half: of a tile's keys. lane: of the warp.
 
     All warps run the same instructions, of which there is one copy: the instruction cache holds little. So the parts
     differ in numbers alone, but for the last block of FP8 rows' parts: e4m3 in the first, bf16 in the second.
@@ -47,18 +43,6 @@ class Loader:
     part: Int32
     half: Int32
     lane: Int32
-    first_group: Int32 | int = 0
-    peer: Peer | None = None
-
-    @classmethod
-    def of(cls, config, operands, anywhere, warp, lane) -> Loader:
-        """The warp-th producer warp's. anywhere: in shared memory."""
-        part, number = warp // config.warps_of_part, warp % config.warps_of_part
-        if config.cluster == 1:
-            return cls(config, operands, part, number, lane)
-        peer = Peer.of(anywhere)
-        groups = config.keys_of_warp // GROUP_KEYS // config.cluster
-        return cls(config, operands, part, peer.rank, lane, number * groups, peer)
 
     def ring_use(self, number):
         """Of the ring of tiles' parts, by the part of the number-th tile."""
@@ -78,8 +62,8 @@ class Loader:
 
     @property
     def groups(self) -> int:
-        """The warp's groups of keys of a tile."""
-        return self.config.keys_of_warp // GROUP_KEYS // self.config.cluster
+        """Groups of keys of a tile."""
+        return self.config.keys_of_warp // GROUP_KEYS
 
     @property
     def blocks(self) -> int:
@@ -97,16 +81,6 @@ class Loader:
         return self.converted + 2
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Where a warp's rows of a tile's part go. base: address of the part. peer: the CTA that gets them too, or None;
-    full: address of the part's k_full, which counts what comes from a peer."""
-
-    base: Int32
-    peer: Peer | None
-    full: Int32 | None
-
-
 @cute.jit
 def gather(
     config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, atom, coordinates
@@ -118,7 +92,8 @@ def gather(
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-    loader = Loader.of(config, operands, shared.k, warp, thread % WARP_THREADS)
+    part = warp // config.warps_of_part
+    loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
     fill = copy_tiles if cutlass.const_expr(config.copies) else convert_tiles
@@ -143,21 +118,20 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
     scales = cute.make_rmem_tensor(depth, Uint32)
     row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
     for own in cutlass.range_constexpr(depth):
-        load_group(loader, row, scale_at, own, loader.first_group + own, words[None, None, own], scales)
+        load_group(loader, row, scale_at, own, own, words[None, None, own], scales)
     slot = look_up(loader, task, Int32(1))
     for step in cutlass.range(task.span.count, unroll=1):
         next_row, next_scale_at = locate(loader, task, slot)
-        if cutlass.const_expr(groups > depth):  # otherwise its loads begin at once
-            prefetch(loader, next_row)
+        prefetch(loader, next_row)
         slot = look_up(loader, task, step + 2)
-        to = begin_tile(loader, channels, shared, use + step, row)
+        base = begin_tile(loader, channels, shared, use + step, row)
         for first in cutlass.range(0, groups, depth, unroll=1):
             last = Boolean(first == groups - depth)  # from here on, loads are the next tile's
             row = Int64(cutlass.select_(last, next_row, row))
             scale_at = Int32(cutlass.select_(last, next_scale_at, scale_at))
             for own in cutlass.range_constexpr(depth):
-                store_group(loader, to, loader.first_group + first + own, words[None, None, own], scales[own])
-                ahead = loader.first_group + (first + own + depth) % groups
+                store_group(loader, base, first + own, words[None, None, own], scales[own])
+                ahead = (first + own + depth) % groups
                 load_group(loader, row, scale_at, own, ahead, words[None, None, own], scales)
         cute.arch.fence_view_async_shared()
         channels["k_full"].arrive_warp(loader.ring_use(use + step))
@@ -172,9 +146,9 @@ def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
     prefetch(loader, next_row)
     slot = look_up(loader, task, Int32(2))
     for step in cutlass.range(task.span.count, unroll=1):
-        to = begin_tile(loader, channels, shared, use + step, row)
+        base = begin_tile(loader, channels, shared, use + step, row)
         for group in cutlass.range(loader.groups, unroll=1):
-            copy_group(loader, to.base, row, group)
+            copy_group(loader, base, row, group)
         row = next_row
         next_row, _ = locate(loader, task, slot)
         prefetch(loader, next_row)
@@ -186,25 +160,17 @@ def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
 
 
 @cute.jit
-def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Destination:
+def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int32:
     """Where the warp's part of the number-th tile goes, once it may; its mask is written. row: address of the lane's
     row of it."""
     config = loader.config
     stage = number % config.kv_stages
     mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
     channels["k_empty"].wait_previous(loader.ring_use(number))
-    at, full = stage * config.warps_of_part + loader.half, None
-    if cutlass.const_expr(loader.peer is None):
-        if (loader.part == 0) & (loader.lane == 0):
-            shared.masks[at] = Uint32(mask)
-    else:
-        full = channels["k_full"].barrier(loader.ring_use(number)).toint()
-        if (loader.part == 0) & (loader.first_group == 0) & (loader.lane == 0):
-            shared.masks[at] = Uint32(mask)
-            loader.peer.send((shared.masks.iterator + at).toint(), [Uint32(mask)], full)
-            channels["k_full"].expect_mask(loader.ring_use(number))
+    if (loader.part == 0) & (loader.lane == 0):
+        shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
     base = shared.k.toint() + stage * config.kv_tile_bytes
-    return Destination(base + loader.part * (config.kv_tile_bytes // config.parts), loader.peer, full)
+    return base + loader.part * (config.kv_tile_bytes // config.parts)
 
 
 @cute.jit
@@ -337,45 +303,43 @@ def load_word(address: Int64, present) -> Uint32:
 
 
 @cute.jit
-def store_group(loader, to, group, words: cute.Tensor, scales):
-    """The lane's part of one key, in bf16, into the tile's part: where the 128-byte swizzle puts it."""
+def store_group(loader, base, group, words: cute.Tensor, scales):
+    """The lane's part of one key, in bf16, into the tile's part at ``base``: where the 128-byte swizzle puts it."""
     swizzle = loader.lane // MEMBERS  # of the key's row: its number in the group
     key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + swizzle
-    row = to.base + key * tma.ROW_BYTES
+    row = base + key * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
     # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
     converted = row + (swizzle ^ (2 * loader.member)) * VECTOR_BYTES
     plain = row + (swizzle ^ loader.plain_chunk(0)) * VECTOR_BYTES
     for block in cutlass.range_constexpr(loader.converted):
-        store_converted(to, converted + block * block_bytes, words, block, scales)
+        store_converted(converted + block * block_bytes, words, block, scales)
     at = loader.converted * block_bytes
     if loader.part == 0:
-        store_converted(to, converted + at, words, loader.converted, scales)
+        store_converted(converted + at, words, loader.converted, scales)
     else:
-        store_plain(to, plain + at, words, loader.converted)
+        store_plain(plain + at, words, loader.converted)
 
 
-def store_converted(to, address, words: cute.Tensor, block: int, scales) -> None:
+def store_converted(address, words: cute.Tensor, block: int, scales) -> None:
     """16 numbers of the part's block, converted. address: of the first chunk."""
     scale = permute(scales, BYTE_ALONE | block)
     out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale)
-    store_vector(to, address, out[:VECTOR_WORDS])
-    store_vector(to, address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
+    store_vector(address, out[:VECTOR_WORDS])
+    store_vector(address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
 
 
-def store_plain(to, address, words: cute.Tensor, vector: int) -> None:
+def store_plain(address, words: cute.Tensor, vector: int) -> None:
     """Two vectors as they are. address: of the first chunk."""
     for half in range(2):
         at = address ^ (half * MEMBERS * VECTOR_BYTES)
-        store_vector(to, at, [words[i, vector + half] for i in range(VECTOR_WORDS)])
+        store_vector(at, [words[i, vector + half] for i in range(VECTOR_WORDS)])
 
 
-def store_vector(to, address, words: list) -> None:
-    """16 bytes to shared memory, and to the peer's."""
+def store_vector(address, words: list) -> None:
+    """16 bytes to shared memory."""
     pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
     vector = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
     for i in range(VECTOR_WORDS):
         vector[i] = words[i]
     cute.autovec_copy(vector, cute.make_tensor(pointer, cute.make_layout(VECTOR_WORDS)))
-    if to.peer is not None:
-        to.peer.send(address, words, to.full)

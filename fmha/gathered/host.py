@@ -51,7 +51,7 @@ class GatheredHost:
         stream: CUstream,
     ):
         """Tensors as in ``task.Gathered``, flat. scale_log2: scale * log2(e). splits: parts of each query's keys. ctas:
-        at most so many, where they are persistent; whole clusters."""
+        at most so many, where they are persistent."""
         config = self.config
         sets = (
             DeviceKeySet(pool0, slots0, lengths0, page_size0),
@@ -68,7 +68,6 @@ class GatheredHost:
         self.kernel(operands, atom, coordinates, units, scale_log2).launch(
             grid=(grid, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,

@@ -10,7 +10,6 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.gathered.config import (
-    CLUSTER,
     GATHERED_FORMATS,
     GatheredConfig,
     Gathers,
@@ -44,16 +43,11 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def make_plan(problem: GatheredProblem, target: Target, *, cluster: int = 1) -> Plan:
-    """How a problem is computed. cluster: CTAs that share the work on a query's keys, 1 or, on sm_90a, 2.
-    UnsupportedProblem names what there is no kernel for."""
+def make_plan(problem: GatheredProblem, target: Target) -> Plan:
+    """How a problem is computed. UnsupportedProblem names what there is no kernel for."""
     check_format(problem)
     kind = GatheredConfig if target.major == 9 else Sm100GatheredConfig
     tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
-    shared = {}
-    if cluster > 1:
-        check_cluster(problem, target, cluster, -(-problem.heads // tile_m))
-        shared = {"cluster": cluster}
     tiles = sum(-(-k // tile_n) for k in problem.slots)
     splits = problem.num_splits
     if splits is None:
@@ -79,7 +73,6 @@ def make_plan(problem: GatheredProblem, target: Target, *, cluster: int = 1) -> 
         rotate_back=problem.rotate_back,
         splits=splits > 1,
         float8=of_kernel.float8,
-        **shared,
     )
     combine = None
     if splits > 1:
@@ -103,15 +96,6 @@ def check_format(problem: GatheredProblem) -> None:
         )
 
 
-def check_cluster(problem: GatheredProblem, target: Target, cluster: int, head_blocks: int) -> None:
-    """Raise UnsupportedProblem where CTAs cannot share the keys of a query."""
-    if target.major != 9 or problem.format != "v4-fp8" or cluster != CLUSTER or head_blocks % cluster:
-        raise UnsupportedProblem(
-            f"gathered_attention: clusters are of {CLUSTER} CTAs on sm_90a, for rows of v4-fp8 and an even number of "
-            f"blocks of heads, got {cluster}, {target.arch}, {problem.format!r} and {head_blocks}"
-        )
-
-
 def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 0):
     """Launch on the tensors' device and its current stream; no synchronisation.
 
@@ -127,8 +111,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 
     angles = (tensors["cos_sin"], tensors["positions"])
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
-    ctas = target.sm_count // plan.config.cluster * plan.config.cluster
-    numbers = (problem.scale * LOG2_E, plan.splits, ctas)
+    numbers = (problem.scale * LOG2_E, plan.splits, target.sm_count)
     attention = GATHERED.launcher(plan.config, target, seed=seed)
     with target.current():
         if plan.combine is None:

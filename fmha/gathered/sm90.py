@@ -23,7 +23,6 @@ from warpspec.common.wgmma import (
     flat,
 )
 from warpspec.fmha.features import FP32_BYTES
-from warpspec.fmha.gathered.cluster import cluster_barrier, share_keys
 from warpspec.fmha.gathered.config import ROPE_DIM, GatheredConfig
 from warpspec.fmha.gathered.float8 import write_pair
 from warpspec.fmha.gathered.gather import gather
@@ -103,11 +102,7 @@ class GatheredAttention(GatheredHost):
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if warp == config.load_warp:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        if cutlass.const_expr(config.cluster > 1):
-            channels = share_keys(config, channels)
-            cluster_barrier()  # the peer's mbarriers are set up, too
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         if cutlass.const_expr(config.splits):
             cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
         k_base = storage.k.data_ptr()
@@ -128,8 +123,6 @@ class GatheredAttention(GatheredHost):
             for each in cutlass.range_constexpr(config.consumers):
                 if warp // (WARPGROUP_THREADS // WARP_THREADS) == each:
                     consume(config, channels, shared, operands, units, scale_log2, thread, each)
-        if cutlass.const_expr(config.cluster > 1):
-            cluster_barrier()  # no CTA leaves while its peer may arrive at its mbarriers
 
 
 @cute.jit

@@ -1,8 +1,5 @@
 """The gathered-attention kernels in the simulator, against the reference."""
 
-import functools
-from dataclasses import replace
-
 import cutlass.cute as cute
 import pytest
 import torch
@@ -12,7 +9,6 @@ from gathered_cases import O_TOLERANCE, judge, judge_lse, random_case
 from suites import long
 
 from warpspec.common.compile import fake_rows, resources
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED, Kernel
 from warpspec.fmha import merge
 from warpspec.fmha.gathered import gathered_attention, launch, ops, problem
@@ -74,74 +70,6 @@ def numbers_slots(case, token, number):
     slots = case.key_sets[0].slots[token, : case.key_sets[0].lengths[token]]
     seen = slots[(slots >= 0) & (slots < case.key_sets[0].pool.capacity)]
     return seen[number : number + 1]
-
-
-@pytest.fixture
-def clusters(monkeypatch):
-    """Calls ``clusters(2)`` from where on two CTAs of four SMs share the work on a query's keys; 1: none do."""
-    target, make_plan = replace(TARGET, sm_count=5), launch.make_plan
-    monkeypatch.setattr(ops, "target_of", lambda device: target)
-    return lambda n: monkeypatch.setattr(launch, "make_plan", functools.partial(make_plan, cluster=n))
-
-
-def test_clusters(clusters):
-    """Rows that a CTA gathers for its peer: five tiles in two stages, the peer with one head."""
-    clusters(2)
-    compare(random_case(1, 65, (130, 70), num_splits=1))
-    config = launch.make_plan(problem_of(65, (130, 70)), TARGET).config
-    assert config.cluster == 2
-    for found in resources(launch.GATHERED.compiled(config, TARGET.arch)).values():
-        assert found.local_bytes == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("tokens", "slots", "options", "call"),
-    [
-        (7, (100, 70), {"num_splits": 1}, {}),  # more tasks than CTAs
-        (3, (64, 65, 1), {}, {}),
-        (2, (300,), {"num_splits": 3, "lengths": False, "sink": False, "rotate": False}, {}),
-        (3, (100, 70), {"num_splits": 2}, {"out_format": "fp8"}),
-        (1, (1,), {"lse": False}, {"normalize": False}),
-    ],
-)
-def test_clusters_change_no_bit(clusters, monkeypatch, tokens, slots, options, call):
-    """And no access races."""
-    monkeypatch.setenv("WARPSPEC_SIM_CHECK", "order")
-    case = random_case(tokens, 128, slots, **options)
-    options = case.options | call
-    if "normalize" in call:
-        del options["sink"]
-    found = []
-    for n in (1, 2):
-        clusters(n)
-        result = gathered_attention(case.q, case.key_sets, backend="sim", **options)
-        found.append([part.view(torch.uint8) for part in parts_of(result)])
-    for one, two in zip(*found, strict=True):
-        assert torch.equal(one, two)
-
-
-def parts_of(result) -> list:
-    """Its tensors."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    parts = (result.data, result.scales) if isinstance(result, Float8Tensor) else result
-    return [part for each in parts for part in parts_of(each)]
-
-
-@pytest.mark.parametrize(
-    ("arch", "changes", "cluster"),
-    [
-        ("sm_90a", {"heads": 64}, 2),
-        ("sm_90a", {"format": "bf16"}, 2),
-        ("sm_90a", {}, 4),
-        ("sm_100a", {}, 2),
-    ],
-)
-def test_no_clusters(arch, changes, cluster):
-    problem = replace(problem_of(128, (64,)), **changes)
-    with pytest.raises(UnsupportedProblem, match=r"gathered_attention: clusters are of 2 CTAs"):
-        launch.make_plan(problem, SIMULATED[arch], cluster=cluster)
 
 
 @pytest.mark.long
