@@ -12,7 +12,7 @@ import numpy as np
 from warpspec.sim.codegen.memory import ordered_in_global, outside_shared
 from warpspec.sim.errors import BarrierFault, MemoryFault, UnsupportedInstruction
 from warpspec.sim.families import mbarrier
-from warpspec.sim.families.tma import COMPLETE_TX, located, shared_view
+from warpspec.sim.families.bulk_copy import COMPLETE_TX, located, shared_view
 from warpspec.sim.instruction import Imm, Instr, Not, Reg, Vec
 from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.machine import Machine
