@@ -19,46 +19,37 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, QUAD, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.counting import BATCH, allocate, sort
 from warpspec.moe.permute import WORK_COLUMNS, SortedTokens, head_rows
 from warpspec.moe.streamed import CHUNK, padded_k
 
 INT32_BYTES, WORD_BYTES = 4, 4
-FEW_CHOICES, FEW_WARPS, MANY_WARPS = 1024, 4, 32
-CLUSTER_CHOICES = None  # beyond so many choices a cluster sorts; None: never, for no GPU has timed it
+COPY_THREADS = 1024  # an SM, at most, of the CTAs that write activations
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16
 COPIES = 4  # of a lane, whose loads are issued together
+PIECE = COPIES * WARP_THREADS  # vectors
 CHUNK_WORDS = CHUNK // 2
 CHUNK_VECTORS = CHUNK // VECTOR_COLUMNS
 
 
 @dataclass(frozen=True)
 class SortShape:
-    """warps: of a CTA. ctas: of the cluster that sorts. padded: a bin's counters lie an odd number of words apart, so
-    that a warp's lanes, which count different bins, do not meet in one bank of shared memory. copy_threads: an SM, at
-    most, of the CTAs that write activations; by_rows: a warp of them has a token at a time."""
+    """warps: of a CTA. ctas: of the cluster that sorts."""
 
-    warps: int = FEW_WARPS
-    ctas: int = 1
-    padded: bool = False
-    copy_threads: int = 512
-    by_rows: bool = False
+    warps: int
+    ctas: int
 
     def __str__(self):
-        padded, by_rows = " padded" if self.padded else "", " by rows" if self.by_rows else ""
-        return f"sort {self.ctas} x {self.warps} warps{padded}, {self.copy_threads} copy{by_rows}"
+        return f"sort {self.ctas} x {self.warps} warps"
 
 
-CLUSTER = SortShape(warps=32, ctas=8, padded=True, copy_threads=1024, by_rows=True)
+FEW_CHOICES, FEW, CLUSTER = 1024, SortShape(warps=4, ctas=1), SortShape(warps=32, ctas=8)
 
 
 def choose_sort(choices: int) -> SortShape:
     """By the number of choices alone."""
-    if CLUSTER_CHOICES is not None and choices > CLUSTER_CHOICES:
-        return CLUSTER
-    return SortShape(FEW_WARPS if choices <= FEW_CHOICES else MANY_WARPS)
+    return FEW if choices <= FEW_CHOICES else CLUSTER
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ class SortConfig:
     experts: int
     choices: int
     shared: int = 0
-    shape: SortShape = SortShape()
+    shape: SortShape = FEW
     widths: tuple[int, ...] = ()
     reorders: bool = False
     each: int = 1
@@ -102,8 +93,9 @@ class SortConfig:
 
     @property
     def pitch(self) -> int:
-        """Counters from one bin to the next."""
-        return self.shape.warps + int(self.shape.padded)
+        """Counters from one bin to the next: an odd number, so that a warp's lanes, which count different bins, do not
+        meet in one bank of shared memory."""
+        return self.shape.warps | 1
 
     @property
     def counters(self) -> int:
@@ -155,53 +147,34 @@ class SortChoices:
         if block < config.shape.ctas:
             sort(config, ids, source, position, offsets, work, shared, thread, block)
         elif cutlass.const_expr(config.reorders):
-            write = reorder_rows if config.shape.by_rows else reorder
-            write(config, x, activations, thread, block - config.shape.ctas)
+            reorder(config, x, activations, thread, block - config.shape.ctas)
 
 
 @cute.jit
 def reorder(config: cutlass.Constexpr, x, activations, thread, block):
-    """The other CTAs: 16 bytes of an activation row at a time, from four words of the token's."""
-    vectors = activations.shape[1] // VECTOR_WORDS
-    blocks = cute.arch.grid_dim()[0] - config.shape.ctas
-    for index in cutlass.range(
-        block * config.threads + thread, activations.shape[0] * vectors, blocks * config.threads, unroll=1
-    ):
-        token, vector = index // vectors, index % vectors
-        place = vector * VECTOR_COLUMNS
-        chunk, s, high = place // CHUNK, place % CHUNK // BLOCK, place % BLOCK // VECTOR_COLUMNS
-        words = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
-        for q in cutlass.range_constexpr(QUAD):
-            column = chunk * CHUNK + q * BLOCK + s * QUAD + high * 2
-            words[q] = Uint32(0)
-            if column // 2 < x.shape[1]:
-                words[q] = x[token, column // 2]
-        cute.autovec_copy(words, cute.local_tile(activations[token, None], (VECTOR_WORDS,), (vector,)))
-
-
-@cute.jit
-def reorder_rows(config: cutlass.Constexpr, x, activations, thread, block):
-    """The same, a warp a token: no division, and four words lie at fixed distances."""
+    """The other CTAs: a warp has a piece of a token at a time. 16 bytes of an activation row are four words of the
+    token's, at fixed distances."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
-    blocks = cute.arch.grid_dim()[0] - config.shape.ctas
+    warps = (cute.arch.grid_dim()[0] - config.shape.ctas) * config.shape.warps
     vectors = activations.shape[1] // VECTOR_WORDS
-    for token in cutlass.range(
-        block * config.shape.warps + warp, activations.shape[0], blocks * config.shape.warps, unroll=1
+    pieces = cute.ceil_div(vectors, PIECE)
+    for index in cutlass.range(
+        block * config.shape.warps + warp, activations.shape[0] * pieces, warps, unroll=1
     ):
-        row, written = x[token, None], activations[token, None]
-        for begin in cutlass.range(lane, vectors, COPIES * WARP_THREADS, unroll=1):
-            words = cute.make_rmem_tensor((VECTOR_WORDS, COPIES), Uint32)
-            words.fill(Uint32(0))
-            for i in cutlass.range_constexpr(COPIES):  # all loads first: they overlap
-                vector = begin + i * WARP_THREADS
-                first = vector // CHUNK_VECTORS * CHUNK_WORDS + vector % CHUNK_VECTORS
-                for q in cutlass.range_constexpr(QUAD):
-                    if first + q * CHUNK_VECTORS < x.shape[1]:
-                        words[q, i] = row[first + q * CHUNK_VECTORS]
-            for i in cutlass.range_constexpr(COPIES):
-                vector = begin + i * WARP_THREADS
-                if vector < vectors:
-                    cute.autovec_copy(words[None, i], cute.local_tile(written, (VECTOR_WORDS,), (vector,)))
+        row, written = x[index // pieces, None], activations[index // pieces, None]
+        begin = index % pieces * PIECE + lane
+        words = cute.make_rmem_tensor((VECTOR_WORDS, COPIES), Uint32)
+        words.fill(Uint32(0))
+        for i in cutlass.range_constexpr(COPIES):  # all loads first: they overlap
+            vector = begin + i * WARP_THREADS
+            first = vector // CHUNK_VECTORS * CHUNK_WORDS + vector % CHUNK_VECTORS
+            for q in cutlass.range_constexpr(QUAD):
+                if first + q * CHUNK_VECTORS < x.shape[1]:
+                    words[q, i] = row[first + q * CHUNK_VECTORS]
+        for i in cutlass.range_constexpr(COPIES):
+            vector = begin + i * WARP_THREADS
+            if vector < vectors:
+                cute.autovec_copy(words[None, i], cute.local_tile(written, (VECTOR_WORDS,), (vector,)))
 
 
 def _host_and_arguments(config: SortConfig) -> tuple:
@@ -264,8 +237,9 @@ def sort_choices(
     config = SortConfig(experts, choices, shared, shape, widths, x is not None, each)
     if x is not None:
         activations = empty(tokens, padded_k(x.shape[1]), dtype=torch.bfloat16)
-        most = target.sm_count * shape.copy_threads // config.threads
-        others = min(-(-activations.numel() // (VECTOR_COLUMNS * config.threads)), max(1, most))
+        most = target.sm_count * COPY_THREADS // config.threads
+        pieces = tokens * -(-activations.shape[1] // (VECTOR_COLUMNS * PIECE))
+        others = min(-(-pieces // shape.warps), max(1, most))
         ctas += -(-others // shape.ctas) * shape.ctas
     words = [None if t is None else t.view(torch.uint32) for t in (x, activations)]
     report = sort_kernel.run(

@@ -2,11 +2,13 @@
 
     python scripts/bench_moe.py                                 # every model, T and routing
     python scripts/bench_moe.py --models gpt-oss-120b --tokens 1,16 --stages      # what the stages take
-    python scripts/bench_moe.py --models flash --tokens 64 --shapes 1x8x4x3,2x16x3x2   # tiles, timed in turn
-    python scripts/bench_moe.py --tokens 512,4096 --stages --sorts 32x1,32x1x1,32x8x1x1024x1   # ways to sort, in turn
+    python scripts/bench_moe.py --models flash --tokens 64 --shapes 1x8x4x3,2x8x4x2   # tiles, timed in turn
+    python scripts/bench_moe.py --tokens 1 --shapes 1x8x4x3+1x8x4x2x1x2     # of GEMM 1 and of GEMM 2
+    python scripts/bench_moe.py --tokens 512,4096 --stages --sorts 4x1,32x1,32x8   # shapes of the sort, in turn
+    python scripts/bench_moe.py --tokens 1,2 --unsorted 0,1        # few rows sorted, and not
 
-    python scripts/bench_moe.py --tokens 1,2 --ways plain,ahead,unsorted    # ways through the layer (sm90/plan.py)
     python scripts/bench_moe.py --peers --rows FILE --minutes 9    # the whole table in parts: again until it is there
+    python scripts/bench_moe.py --peers --once --models flash --tokens 16   # fills compilers' caches, see below
     python scripts/bench_moe.py --peers --dry --rows FILE          # small layers in the simulator: all but the times
 
 Weights are random codes (their values do not matter to the time), one layer's, larger than the L2 except where few
@@ -15,7 +17,8 @@ experts that have tokens, read once at the speed of a copy (measured here), or t
 whichever is longer. "uniform" routing draws k different experts; "zipf" draws them by weights 1 / rank**1.1. Peers
 (shared/moe_peers.py: both GEMMs, rows sorted beforehand) are timed in turn with ours; "peers": the fastest one's time
 over ours. Results are compared with the FP32 reference first. A table of --rows is printed at the end; a row that the
-file has is not measured again.
+file has is not measured again. Peers' compilers take longer than the times: several processes of --once, which call
+each candidate once (but those of bf16 weights), fill their caches on many cores before the table.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import argparse
 import itertools
 import sys
 import time
-from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -48,12 +50,10 @@ from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import LayerProblem
 from warpspec.moe.sm90.config import Shape
 from warpspec.moe.sm90.layer import Layer
-from warpspec.moe.sm90.plan import WAY, WAYS
 from warpspec.moe.sort import SortShape, sort_choices
 
 TOKENS = (1, 2, 4, 16, 64, 256, 512, 2048, 4096)
 TOLERANCE = 6e-3
-DEFAULT_SORT = astuple(SortShape())
 SETS = 8  # of tokens, at most
 FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
 
@@ -99,24 +99,25 @@ def measure(
     sets = [random_tokens(model, tokens, routing, seed) for seed in range(count)]
     problem = problem_of(model, experts, *sets[0])
     target = target_of(sets[0][0].device) if DEVICE == "cuda" else SIMULATED["sm_90a"]
-    calls, wanted = {}, wanted_of(model, experts, *sets[0])
-    for shape, sort_shape, way in itertools.product(
-        options.shapes or [None], options.sorts or [None], options.ways or [WAY]
-    ):
-        layer = Layer(problem, experts.w13, experts.w2, target, shape, sort_shape=sort_shape, way=way)
+    calls, stages, wanted = {}, {}, wanted_of(model, experts, *sets[0])
+    for shapes, sort, unsorted in itertools.product(options.shapes, options.sorts, options.unsorted):
+        layer = Layer(
+            *(problem, experts.w13, experts.w2, target),
+            shapes=parse_shapes(shapes) if shapes else None,
+            sort_shape=SortShape(*map(int, sort.split("x"))) if sort else None,
+            unsorted=unsorted == "1" if unsorted else None,
+        )
 
         def call(x, ids, weights, out=None, layer=layer):
             layer.run(x, ids, weights, experts.w13, experts.w2, torch.empty_like(x) if out is None else out)
 
-        called = ", ".join(
-            str(choice) for choice in (shape, sort_shape, way if options.ways else None) if choice
-        )
-        called = called or "chosen tiles"
+        named = {"tiles": shapes, "sort": sort, "unsorted": unsorted}
+        called = ", ".join(f"{name} {text}" for name, text in named.items() if text) or "chosen tiles"
         check(f"{name} T {tokens} {called}", call, wanted, *sets[0])
         calls[called] = call
         if options.stages:
-            calls |= {f"{called}: {stage}": one for stage, one in stages_of(layer, experts, sets).items()}
-    if not (options.shapes or options.sorts or options.ways or options.stages):
+            stages |= {f"{called}: {stage}": one for stage, one in stages_of(layer, experts, sets).items()}
+    if not any(options.about):
 
         def public(x, ids, weights):
             moe_ffn(x, experts, ids, weights, activation=model.activation, limit=model.limit)
@@ -124,12 +125,12 @@ def measure(
         calls = {"moe_ffn": public}
     for called, bind in peers.items():
         try:
-            calls[called] = bind(sets)
+            peer = bind(sets)
+            calls |= {called: peer} if peer else {}
         except Exception as error:  # others' code: one that fails is no peer
             print(f"{called}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    times = (
-        dry_times(calls, sets) if options.dry else gpu_bench.graph_times(calls, sets, rounds=options.rounds)
-    )
+    # Stages draw less power than layers, and what follows them on a GPU at its limit is faster for it.
+    times = times_of(calls, sets, options) | times_of(stages, sets, options)
     read = sum(bytes_read(experts, ids) for _, ids, _ in sets) / len(sets)
     floor = max(read / bandwidth, flops(model, tokens) / options.tflops) * 1e-6
     best = min((times[called] for called in times if called in peers), default=None)
@@ -143,8 +144,10 @@ def measure(
     return {"floor": floor, "ours": [called for called in times if called not in peers], "times": times}
 
 
-def dry_times(calls: dict, sets: list) -> dict[str, float]:
-    """Of one call each, which says that it runs, and nothing else."""
+def times_of(calls: dict, sets: list, options) -> dict[str, float]:
+    """Microseconds, in turn in graphs; or of one call each, which says that it runs, and nothing else."""
+    if calls and not (options.dry or options.once):
+        return gpu_bench.graph_times(calls, sets, rounds=options.rounds)
     times = {}
     for called, call in calls.items():
         start = time.perf_counter()
@@ -188,18 +191,10 @@ def stages_of(layer: Layer, experts: NVFP4Experts, sets: list) -> dict:
     }
 
 
-def parse_sort(text: str) -> SortShape:
-    """ "32x8x1x1024x1": warps, CTAs, counters padded, copy threads an SM, by rows."""
-    warps, ctas, padded, threads, by_rows, *_ = [
-        *map(int, text.split("x")),
-        *DEFAULT_SORT[text.count("x") + 1 :],
-    ]
-    return SortShape(warps, ctas, bool(padded), threads, bool(by_rows))
-
-
-def parse_shape(text: str) -> Shape:
-    """ "1x8x4x3": row groups, tokens, stages, CTAs an SM; then load warps, splits, tall, steps, apart."""
-    return Shape(*map(int, text.split("x")))
+def parse_shapes(text: str) -> tuple[Shape, Shape]:
+    """ "1x8x4x3": row groups, tokens, stages, CTAs an SM; then load warps, splits, tall, steps. With "+" GEMM 2's."""
+    shapes = [Shape(*map(int, one.split("x"))) for one in text.split("+")]
+    return shapes[0], shapes[-1]
 
 
 def main() -> None:
@@ -210,13 +205,12 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--routing", default="uniform,zipf")
     parser.add_argument("--shapes", default="", help="row groups x tokens x stages x CTAs an SM, ...")
-    parser.add_argument(
-        "--sorts", default="", help="warps x CTAs x padded x copy threads an SM x by rows, ..."
-    )
-    parser.add_argument("--ways", default="", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--sorts", default="", help="warps x CTAs, ...")
+    parser.add_argument("--unsorted", default="", help="0, 1")
     parser.add_argument("--stages", action="store_true", help="time every stage by itself, too")
     parser.add_argument("--peers", action="store_true", help="time those that are there, too")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--once", action="store_true", help="one call each instead of times")
     parser.add_argument("--tflops", type=float, default=740.0, help="rate of the floor's products")
     parser.add_argument("--rows", type=Path, help="file of results, JSON lines, which grows")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no row is begun")
@@ -225,26 +219,25 @@ def main() -> None:
     begun = time.monotonic()
     if options.dry:
         options.models, options.tokens = ",".join(SMALL_MODELS), "1,5"
-    about = [options.shapes, options.sorts, options.ways, options.stages]
-    options.ways = [way for way in options.ways.split(",") if way]
-    options.shapes = [parse_shape(text) for text in options.shapes.split(",") if text]
-    options.sorts = [parse_sort(text) for text in options.sorts.split(",") if text]
-    header, bandwidth = "dry run", 1.0
-    if not options.dry:
+    options.about = [options.shapes, options.sorts, options.unsorted, options.stages]
+    for name in ("shapes", "sorts", "unsorted"):
+        setattr(options, name, getattr(options, name).split(","))
+    header, bandwidth = "no times", 1.0
+    if not (options.dry or options.once):
         header, bandwidth = gpu_bench.header(), gpu_bench.copy_bandwidth()
     print(f"{header}\ncopy {bandwidth:.2f} TB/s", flush=True)
     kept, left = kept_rows.KeptRows(options.rows), 0
     for name in options.models.split(","):
         model = (SMALL_MODELS if options.dry else MODELS)[name]
         wanted = [
-            dict(model=name, tokens=tokens, routing=routing, about=about)
+            dict(model=name, tokens=tokens, routing=routing, about=options.about)
             for tokens in map(int, options.tokens.split(","))
             for routing in options.routing.split(",")
         ]
         missing = [key for key in wanted if key not in kept]
         if missing and time.monotonic() - begun < options.minutes * 60:
             experts = random_experts(model)
-            peers = peers_of(model) if options.peers else {}
+            peers = peers_of(model, bf16=not options.once) if options.peers else {}
             while missing and time.monotonic() - begun < options.minutes * 60:
                 key = missing.pop(0)
                 found = measure(

@@ -35,7 +35,7 @@ def _host_and_arguments(config: StreamConfig) -> tuple:
         None if config.routing else fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
         fake_rows(cutlass.Int32, 2) if config.routing else None,
         rows(cutlass.Float32 if config.rounds else cutlass.BFloat16, 2),
-        *(1, 1, 0.0, 1),  # choices, chunks, limit, ctas
+        *(1, 0.0, 1),  # chunks, limit, ctas
     )
 
 
@@ -56,7 +56,6 @@ def grouped_gemm(
     out: torch.Tensor,
     *,
     row_scale: torch.Tensor | None = None,
-    choices: int = 1,
     limit: float | None = None,
     ctas: int | None = None,
     target: Target | None = None,
@@ -64,13 +63,13 @@ def grouped_gemm(
 ):
     """out[r] = epilogue(tokens[r] @ w[e]^T) for the rows of every entry of work, in one launch, no synchronisation.
 
-    tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R]: row r is token
-    source[r] // choices; None: tokens are the rows. work: int32 [heads + entries, 4]: where each class of entries ends,
-    then (expert, first row, rows up to the configuration's); of a configuration with ``Routing`` topk_ids, int32
-    [T, k], and source None, and tokens in their own order, [T, K], where they are looked up. row_scale: fp32 [T] where
-    the configuration rounds. out: [R, columns], bf16, fp32 where it rounds; of w13 columns in the order of the next
-    GEMM's activations. ctas: instead of the chosen number. CPU tensors run in the simulator; its SimReport is returned,
-    otherwise None.
+    tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R], of a configuration
+    with choices: row r is token source[r] // choices; None: tokens are the rows. work: int32 [heads + entries, 4]:
+    where each class of entries ends, then (expert, first row, rows up to the configuration's); of a configuration with
+    ``Routing`` topk_ids, int32 [T, k], and source None, and tokens in their own order, [T, K], where they are looked
+    up. row_scale: fp32 [T] where the configuration rounds. out: [R, columns], bf16, fp32 where it rounds; of w13
+    columns in the order of the next GEMM's activations. ctas: instead of the chosen number. CPU tensors run in the
+    simulator; its SimReport is returned, otherwise None.
     """
     target = target or target_of(out.device)
     if target.major != WGMMA_MAJOR:
@@ -84,7 +83,7 @@ def grouped_gemm(
         config,
         target,
         *(tokens, source, row_scale, w.data, w.global_scale, w.bias, *lists, out),
-        *(choices, chunks_of(w.k), float(limit or 0.0), ctas),
+        *(chunks_of(w.k), float(limit or 0.0), ctas),
         seed=seed,
     )
 

@@ -25,14 +25,13 @@ ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
-LOAD_REGISTERS, MORE_LOAD_REGISTERS = 48, 56  # the more of many classes, at no cost to the consumers
+LOAD_REGISTERS = 56
 WEIGHT_REGISTERS = 16  # of a chunk
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
 STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
 MOST_STAGES = 24  # whose barriers have room
-TOKENS = (8, 16, 32, 64, 128, 136, 144)  # N
-MANY_TOKENS = 64  # from which there are classes
-QUARTERS = 4  # of the most tokens: the classes, where nothing else is said
+TOKENS_MULTIPLE = 8  # N
+MANY_TOKENS, CLASS_TOKENS = 64, 16  # from which there are classes, so far apart
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Shape:
     """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM.
 
     splits: consumers that take turns at the stages of the same features (``relay``). tall: row groups of a consumer.
-    steps: of K to a stage, 1 or 2. apart: tokens from one class of entries to the next; 0: a quarter of them.
+    steps: of K to a stage, 1 or 2.
     """
 
     row_groups: int = 1
@@ -51,32 +50,28 @@ class Shape:
     splits: int = 1
     tall: int = 1
     steps: int = 2
-    apart: int = 0
 
     def __str__(self):
-        apart = f" classes {self.apart} apart" if self.apart else ""
         splits = f" {self.splits} splits" if self.splits > 1 else ""
         tall = " tall" if self.tall > 1 else ""
         stages = f"{self.stages} stages of {self.steps}"
-        return f"{64 * self.row_groups}x{self.tokens}{tall} {stages} {self.ctas_per_sm} an SM{splits}{apart}"
+        return f"{64 * self.row_groups}x{self.tokens}{tall} {stages} {self.ctas_per_sm} an SM{splits}"
 
 
-def widths_of(tokens: int, apart: int = 0) -> tuple[int, ...]:
+def widths_of(tokens: int) -> tuple[int, ...]:
     """Classes of entries of at most so many tokens, the widest first; an entry's is the last that holds it. Products of
-    few tokens take little time where others take much. apart: from one class to the next; 0: a quarter."""
-    return tuple(range(tokens, 0, -(apart or tokens // QUARTERS))) if tokens >= MANY_TOKENS else (tokens,)
+    few tokens take little time where others take much."""
+    return tuple(range(tokens, 0, -CLASS_TOKENS)) if tokens >= MANY_TOKENS else (tokens,)
 
 
 @dataclass(frozen=True)
 class StreamConfig:
     """Compile-time shape of one grouped GEMM.
 
-    block: values that share a scale. gathers: the rows' tokens are looked up. early: the launch before the last has
-    made all but the activations: weights are loaded at once. rounds: of "w4a4", whose tokens have a scale each, and
-    results are rounded after the launch: they stay fp32. ahead: a tile's first weights are loaded before its rows are
-    looked up (as with ``early``), and the launch before is waited for behind that. choices: of a token, of which rows
-    are looked up; 0: the launch says. routing: rows are not sorted; a tile has one, and tokens that are looked up are
-    put in the kernel's order as they are loaded.
+    block: values that share a scale. choices: of a token, of which rows are looked up; 0: rows are the tokens. early:
+    the launch before the last has made all but the activations: weights are loaded at once. rounds: of "w4a4", whose
+    tokens have a scale each, and results are rounded after the launch: they stay fp32. routing: rows are not sorted; a
+    tile has one, and tokens that are looked up are put in the kernel's order as they are loaded.
     """
 
     shape: Shape = Shape()
@@ -84,20 +79,17 @@ class StreamConfig:
     epilogue: str = "linear"
     has_limit: bool = False
     has_bias: bool = False
-    gathers: bool = False
+    choices: int = 0
     early: bool = False
     rounds: bool = False
-    ahead: bool = False
-    choices: int = 0
     routing: Routing | None = None
 
     def __post_init__(self):
         shape = self.shape
         assert self.epilogue in EPILOGUES and self.block in (BLOCK, MX_BLOCK)
-        assert shape.tokens in TOKENS and shape.row_groups in (1, 2, 4)
+        assert shape.tokens % TOKENS_MULTIPLE == 0 and shape.row_groups in (1, 2, 4)
         assert self.routing is None or not self.rounds
         assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)
-        assert shape.apart % 8 == 0
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
         assert shape.ctas_per_sm * (self.smem_bytes + SMEM_RESERVED_PER_CTA) <= SMEM_PER_SM
         assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
@@ -110,6 +102,11 @@ class StreamConfig:
             assert self.registers <= self.role_registers[0]
         else:
             assert shape.ctas_per_sm * self.threads * self.registers <= REGISTERS_PER_SM
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the rows' tokens are looked up."""
+        return self.choices > 0
 
     @property
     def first(self) -> bool:
@@ -138,7 +135,7 @@ class StreamConfig:
         """Of a consumer's thread, at least: the accumulator, two chunks of weights (a stage's, of consumers that take
         turns), what is decoded."""
         chunks = self.stage_chunks if self.shape.splits > 1 else 2
-        others = 44 if self.shape.splits > 1 else 48
+        others = 36 if self.shape.splits > 1 else 48
         return self.shape.tall * self.shape.tokens // 2 + chunks * WEIGHT_REGISTERS + others
 
     @property
@@ -147,15 +144,14 @@ class StreamConfig:
         if self.shape.load_warps != WARPS:
             return None
         threads = REGISTERS_PER_SM // self.shape.ctas_per_sm // self.threads // REGISTER_STEP * REGISTER_STEP
-        loads = MORE_LOAD_REGISTERS if self.shape.apart else LOAD_REGISTERS
-        spare = (threads - loads) * WARPGROUP_THREADS
+        spare = (threads - LOAD_REGISTERS) * WARPGROUP_THREADS
         more = threads + spare // (self.consumers * WARPGROUP_THREADS) // REGISTER_STEP * REGISTER_STEP
-        return min(more, MAX_REGISTERS_PER_THREAD // REGISTER_STEP * REGISTER_STEP), loads
+        return min(more, MAX_REGISTERS_PER_THREAD // REGISTER_STEP * REGISTER_STEP), LOAD_REGISTERS
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Of classes of entries, the widest first: tokens that their products are compiled for, at most."""
-        return widths_of(self.shape.tokens, self.shape.apart)
+        return widths_of(self.shape.tokens)
 
     @property
     def stage_chunks(self) -> int:

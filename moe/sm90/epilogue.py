@@ -101,7 +101,7 @@ def token_scales(config: cutlass.Constexpr, ops, tile, token) -> tuple:
         for j in cutlass.range_constexpr(PAIR):
             scale = Float32(0.0)
             if token + j < tile.count:
-                scale = Float32(ops.row_scale[Int32(ops.source[tile.first + token + j]) // ops.choices])
+                scale = Float32(ops.row_scale[Int32(ops.source[tile.first + token + j]) // config.choices])
             found.append(scale)
     return tuple(found)
 

@@ -50,15 +50,14 @@ class StreamedGemm:
         work: cute.Tensor | None,
         ids: cute.Tensor | None,
         out: cute.Tensor,
-        choices: Int32,
         chunks: Int32,
         limit: Float32,
         ctas: Int32,
         stream: CUstream,
     ):
-        """Tensors as in ``tiles.Operands``. choices: rows of a token. chunks: of K. ctas: persistent."""
+        """Tensors as in ``tiles.Operands``. chunks: of K. ctas: persistent."""
         read = tokens, source, row_scale, data, global_scale, bias, work, ids
-        ops = Operands(*read, out, choices, chunks, limit)
+        ops = Operands(*read, out, chunks, limit)
         self.kernel(ops).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),

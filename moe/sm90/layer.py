@@ -14,7 +14,7 @@ from warpspec.moe.permute import WORK_COLUMNS, Routing, SortedTokens, head_rows
 from warpspec.moe.problem import GroupedProblem, LayerProblem
 from warpspec.moe.sm90 import grouped_gemm
 from warpspec.moe.sm90.config import Shape, StreamConfig
-from warpspec.moe.sm90.plan import WAY, choose_shape, is_unsorted
+from warpspec.moe.sm90.plan import UNSORTED_ROWS, choose_shape
 from warpspec.moe.sm90.round_rows import round_middle, round_tokens
 from warpspec.moe.sort import SortShape, sort_choices
 from warpspec.moe.streamed import StreamedWeights, padded_k, reorder, restore
@@ -33,10 +33,11 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
 
 
 class Layer:
-    """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shape: instead of the chosen tiles;
-    sort_shape: instead of the chosen way to sort; way: one of ``plan.WAYS``.
+    """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shapes (both GEMMs' tiles),
+    sort_shape, unsorted: instead of what is chosen.
 
-    ``run`` does all of them, four launches (six of "w4a4", three unsorted) on the current stream; reports: the
+    Unsorted, every choice is a tile's only row, in their order, and GEMM 1 reads the tokens themselves: the same bits.
+    ``run`` does all stages, four launches (six of "w4a4", three unsorted) on the current stream; reports: the
     simulator's of its stages, natively Nones.
     """
 
@@ -46,32 +47,26 @@ class Layer:
         w13,
         w2,
         target: Target,
-        shape: Shape | None = None,
+        shapes: tuple[Shape, Shape] | None = None,
         precision: str = "w4a16",
         sort_shape: SortShape | None = None,
-        way: str = WAY,
+        unsorted: bool | None = None,
     ):
         self.sort_shape = sort_shape
         self.rounds = precision == "w4a4"
         self.problem, self.target, self.experts = problem, target, w13.experts
-        first, second = (
-            shape or choose_shape(problem.rows, w.experts, w.row_tiles, target.sm_count) for w in (w13, w2)
+        first, second = shapes or (
+            choose_shape(problem.rows, w.experts, w.row_tiles, target.sm_count) for w in (w13, w2)
         )
-        experts, choices, shared = problem.experts, problem.choices, problem.shared
-        unsorted = is_unsorted(way, problem.rows, choices, self.rounds)
-        self.routing = Routing(experts, choices, shared) if unsorted else None
-        compiled_in = way != "plain" or first.apart > 0  # takes fewer instructions and registers
-        found = dict(ahead=way != "plain", choices=choices + shared if compiled_in else 0)
+        routing = Routing(problem.experts, problem.choices, problem.shared)
+        if unsorted is None:
+            unsorted = problem.rows <= UNSORTED_ROWS and problem.choices > 0 and not self.rounds
+        self.routing = routing if unsorted else None
         self.gate_config = gated_config(
-            w13, first, problem, gathers=True, rounds=self.rounds, **found, routing=self.routing
+            w13, first, problem, choices=routing.taken, rounds=self.rounds, routing=self.routing
         )
         self.down_config = StreamConfig(
-            shape=second,
-            block=w2.block,
-            has_bias=w2.bias is not None,
-            early=True,
-            ahead=way != "plain",
-            routing=self.routing,
+            second, w2.block, has_bias=w2.bias is not None, early=True, routing=self.routing
         )
         self.reports = []
 
@@ -108,8 +103,6 @@ class Layer:
         """GEMM 1 and the activation. found: what ``sort`` returned."""
         tokens, work, activations, scale = found
         options = dict(row_scale=scale, limit=self.problem.limit, target=self.target)
-        if tokens:
-            options["choices"] = tokens.choices
         source = tokens.source if tokens else None
         self.reports.append(grouped_gemm(self.gate_config, activations, source, w13, work, h, **options))
 

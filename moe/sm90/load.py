@@ -30,20 +30,17 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
     stages, use, ahead = stage_count(config, ops), Int32(0), Int32(0)
     next_tile = tile_at(config, ops, cta)  # read before it is known whether there is one: one wait, not two
     total = tile_count(config, ops)
-    if cutlass.const_expr(config.early or config.ahead):  # noqa: SIM102  (one is of the compiler, one of the device)
+    if cutlass.const_expr(config.early):
         if (cta < total) & (warp == 0):
             ahead = cutlass.min(stages, config.shape.stages)
             for number in cutlass.range(ahead, unroll=1):
                 load_weights(config, channels, shared, ops, next_tile, number, number)
-    if cutlass.const_expr(config.early and not config.ahead):
         cute.arch.griddepcontrol_wait()
     for index in cutlass.range(cta, total, ctas, unroll=1):
         tile = next_tile
         if index + ctas < total:
             next_tile = tile_at(config, ops, index + ctas)
         rows = find_rows(config, ops, tile, warp, lane)
-        if cutlass.const_expr(config.early and config.ahead):
-            cute.arch.griddepcontrol_wait()  # as late as can be: tokens are next
         for number in cutlass.range(stages, unroll=1):
             if use >= ahead:
                 channels["empty"].wait_previous(use)
@@ -55,8 +52,6 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
                 load_tokens(config, shared, ops, tile, number, use, warp, lane, rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
             use += 1
-    if cutlass.const_expr(config.early and config.ahead):
-        cute.arch.griddepcontrol_wait()  # without tiles, too: what comes next in the stream waits for this launch alone
     for last in cutlass.range(cutlass.max(use - config.shape.stages, 0), use, unroll=1):
         channels["empty"].wait(last)
 
@@ -95,7 +90,7 @@ def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane) -> cute.Tensor:
         if cutlass.const_expr(config.first):
             row = tile.first // config.routing.taken  # the tile's only one
         elif cutlass.const_expr(config.gathers):
-            row = Int32(ops.source[row]) // (config.choices or ops.choices)
+            row = Int32(ops.source[row]) // config.choices
         found[i] = Uint32(row) * pitch
     return found
 

@@ -28,7 +28,6 @@ class Operands(NamedTuple):
     work: cute.Tensor | None
     ids: cute.Tensor | None
     out: cute.Tensor
-    choices: Int32
     chunks: Int32
     limit: cute.Numeric
 

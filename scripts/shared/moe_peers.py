@@ -3,7 +3,8 @@
 The environment variable WARPSPEC_MOE_PEERS names the folder that ``fetch_moe_peers.py`` makes (triton_kernels,
 humming, marlin); those that are not there are no peers; ``peers_of`` has them all. Every expert of a peer has the same
 codes in memory of its own, so that one product is a check for all. A peer's weights are made once a model; its function
-of sets of tokens sorts them, checks a result and returns what is timed, a function of (x, ids, weights).
+of sets of tokens sorts them, checks a result and returns what is timed, a function of (x, ids, weights), or None where
+it has nothing for so many tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ E8M0_ONE = 127
 SCALE_POWER = -7  # of the random weights: results are of the tokens' size
 TOLERANCE = 2e-2
 BF16_BYTES = 40 << 30  # of weights, at most
+FEW_WARPS, MANY_WARPS, MANY_WARPS_TOKENS = 4, 8, 2048  # of triton_kernels
 ALPHA = {"swiglu_oai": 1.702, "swiglu": 1.0}
 E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49  # Marlin's number of the type: exponent, mantissa, signed, finite
 MARLIN_K_TILE, MARLIN_N_PER_WORKSPACE, MARLIN_BLOCKS = (
@@ -110,6 +112,8 @@ def triton_kernels(model, num_warps: int) -> Callable | None:
         )
 
     def bind(sets):
+        if num_warps == MANY_WARPS and len(sets[0][0]) < MANY_WARPS_TOKENS:
+            return None  # behind fewer warps
         kept = {id(ids): sort(ids, weights) for _, ids, weights in sets}
 
         def call(x, ids, weights):
@@ -302,15 +306,15 @@ def quack(model) -> Callable | None:
     return of_bf16(model, product)
 
 
-def peers_of(model) -> dict[str, Callable]:
-    """Those that are there, by name; why one is not, on stderr."""
+def peers_of(model, bf16: bool) -> dict[str, Callable]:
+    """Those that are there, by name; why one is not, on stderr. bf16: those with bf16 weights, too."""
     makers = {
-        "triton_kernels, 4 warps": lambda: triton_kernels(model, 4),
-        "triton_kernels, 8 warps": lambda: triton_kernels(model, 8),
+        "triton_kernels, 4 warps": lambda: triton_kernels(model, FEW_WARPS),
+        "triton_kernels, 8 warps": lambda: triton_kernels(model, MANY_WARPS),
         "humming": lambda: humming(model),
         "marlin": lambda: marlin(model),
-        "QuACK bf16": lambda: quack(model),
-        "grouped_mm bf16": lambda: grouped_mm(model),
+        "QuACK bf16": lambda: quack(model) if bf16 else None,
+        "grouped_mm bf16": lambda: grouped_mm(model) if bf16 else None,
     }
     found = {}
     for name, make in makers.items():

@@ -79,9 +79,10 @@ def random_tokens(model: Model, tokens: int, routing: str, seed: int) -> tuple:
     generator = torch.Generator().manual_seed(seed)
     likely = torch.arange(1, model.experts + 1) ** (-ZIPF if routing == "zipf" else 0.0)
     ids = torch.multinomial(likely.expand(tokens, -1), model.choices, generator=generator).int()
-    x = torch.randn(tokens, model.hidden, generator=generator).bfloat16()
     weights = torch.rand(tokens, model.choices, generator=generator)
-    return x.to(DEVICE), ids.to(DEVICE), (weights / weights.sum(1, keepdim=True)).to(DEVICE)
+    own = torch.Generator(DEVICE).manual_seed(seed)  # of the many numbers
+    x = torch.randn(tokens, model.hidden, generator=own, device=DEVICE).bfloat16()
+    return x, ids.to(DEVICE), (weights / weights.sum(1, keepdim=True)).to(DEVICE)
 
 
 def bytes_read(experts: NVFP4Experts, ids: torch.Tensor) -> int:

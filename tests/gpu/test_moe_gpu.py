@@ -10,9 +10,8 @@ from warpspec.common.launch import target_of
 from warpspec.moe import moe_ffn, ops, route
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import LayerProblem
-from warpspec.moe.sm90 import plan
 from warpspec.moe.sm90.layer import Layer, list_work
-from warpspec.moe.sort import CLUSTER, SortShape, sort_choices
+from warpspec.moe.sort import SortShape, sort_choices
 from warpspec.moe.streamed import reorder
 from warpspec.moe.unpermute import unpermute
 
@@ -87,7 +86,7 @@ def test_under_graph_capture():
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("shape", [None, SortShape(32, padded=True), CLUSTER], ids=str)
+@pytest.mark.parametrize("shape", [None, SortShape(32, ctas=1)], ids=str)
 @pytest.mark.parametrize(("tokens", "experts"), [(5000, 256), (40000, 512)])
 def test_sorts_of_many_choices(shape, tokens, experts):
     """As torch sorts, twice."""
@@ -152,17 +151,17 @@ def test_layer(streamed_layer, tokens):
 
 @hopper
 @pytest.mark.parametrize("tokens", [1, 2, 30])
-def test_ways_have_the_same_bits(streamed_layer, tokens):
-    """Also in a graph, after other ids have been put in."""
+def test_sorted_and_unsorted(streamed_layer, tokens):
+    """The same bits; also in a graph, after other ids have been put in."""
     w13, w2, middle = streamed_layer.w13, streamed_layer.w2, streamed_layer.intermediate_scale
     x, ids, weights = layer_case(tokens)
     problem = LayerProblem.check(
         x, ids, weights, w13, w2, middle, shared=1, activation="swiglu", limit=None, values=False
     )
-    for way in plan.WAYS:
-        layer, out = Layer(problem, w13, w2, target_of(x.device), way=way), torch.empty_like(x)
+    for unsorted in (False, True):
+        layer, out = Layer(problem, w13, w2, target_of(x.device), unsorted=unsorted), torch.empty_like(x)
         layer.run(x, ids, weights, w13, w2, out)
-        assert torch.equal(out, moe_ffn(x, streamed_layer, ids, weights)), way
+        assert torch.equal(out, moe_ffn(x, streamed_layer, ids, weights)), unsorted
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(3):
@@ -171,7 +170,7 @@ def test_ways_have_the_same_bits(streamed_layer, tokens):
             for old, new in zip((x, ids, weights), layer_case(tokens, seed=seed), strict=True):
                 old.copy_(new)
             graph.replay()
-            assert torch.equal(out, moe_ffn(x, streamed_layer, ids, weights)), way
+            assert torch.equal(out, moe_ffn(x, streamed_layer, ids, weights)), unsorted
 
 
 @hopper

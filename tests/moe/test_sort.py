@@ -5,28 +5,20 @@ import torch
 from moe_cases import randn
 
 from warpspec.common.launch import SIMULATED
-from warpspec.moe import sort, streamed
+from warpspec.moe import streamed
 from warpspec.moe.permute import head_rows, sort_tokens
 from warpspec.moe.sm90.layer import list_work
-from warpspec.moe.sort import (
-    CLUSTER,
-    FEW_CHOICES,
-    FEW_WARPS,
-    MANY_WARPS,
-    SortShape,
-    choose_sort,
-    sort_choices,
-)
+from warpspec.moe.sort import CLUSTER, FEW, FEW_CHOICES, SortShape, choose_sort, sort_choices
 
 
 @pytest.mark.parametrize(
     ("arch", "tokens", "choices", "experts", "shared", "widths", "shape"),
     [
         ("sm_90a", 1, 1, 1, 0, (8,), None),
-        ("sm_90a", 9, 3, 5, 0, (4,), SortShape(4, ctas=2, padded=True)),
-        ("sm_100a", 40, 6, 200, 2, (8,), SortShape(4, ctas=4, padded=True, by_rows=True)),
-        ("sm_90a", 300, 4, 33, 1, (16, 12, 4), None),  # more than a CTA of few warps takes
-        ("sm_100a", 5, 0, 3, 3, (8,), SortShape(2, padded=True)),  # shared experts alone
+        ("sm_90a", 9, 3, 5, 0, (4,), SortShape(4, ctas=2)),
+        ("sm_100a", 40, 6, 200, 2, (8,), SortShape(4, ctas=4)),
+        ("sm_90a", 300, 4, 33, 1, (16, 12, 4), SortShape(8, ctas=1)),  # several batches a warp
+        ("sm_100a", 5, 0, 3, 3, (8,), SortShape(2, ctas=1)),  # shared experts alone
         pytest.param("sm_90a", 2600, 6, 256, 0, (144, 128, 112, 96, 80), CLUSTER, marks=pytest.mark.long),
         pytest.param("sm_100a", 1300, 8, 513, 1, (8,), CLUSTER, marks=pytest.mark.long),
     ],
@@ -64,9 +56,5 @@ def test_as_torch_sorts(arch, tokens, choices, experts, shared, widths, shape):
     assert all(launch.local_bytes == 0 for launch in report.launches)
 
 
-def test_chosen(monkeypatch):
-    """One CTA, whatever the number of choices, unless the constant says otherwise."""
-    assert [choose_sort(n).warps for n in (FEW_CHOICES, FEW_CHOICES + 1)] == [FEW_WARPS, MANY_WARPS]
-    assert choose_sort(1 << 20).ctas == 1
-    monkeypatch.setattr(sort, "CLUSTER_CHOICES", 4096)
-    assert choose_sort(4096).ctas == 1 and choose_sort(4097) == CLUSTER
+def test_chosen():
+    assert [choose_sort(n) for n in (FEW_CHOICES, FEW_CHOICES + 1)] == [FEW, CLUSTER]
