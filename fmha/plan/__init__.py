@@ -13,7 +13,7 @@ from typing import NamedTuple
 from warpspec.common.launch import Target
 from warpspec.fmha.features import KernelFeatures
 from warpspec.fmha.plan.sections import choose_section
-from warpspec.fmha.plan.splits import choose_splits, visited_tiles
+from warpspec.fmha.plan.splits import DECODE_SM90, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
 
 # A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
@@ -150,6 +150,7 @@ def tile_count(config: KernelFeatures, problem: AttentionProblem) -> int:
 
 def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Target) -> int:
     """``choose_splits`` for a problem."""
+    decodes = config.shape.ctas_per_sm > 1 and problem.seq_q <= config.queries
     return choose_splits(
         m_tiles=tile_count(config, problem),
         kv_tiles=most_tiles(config, problem),
@@ -161,6 +162,7 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         sm_count=target.sm_count,
         ctas_per_sm=config.shape.ctas_per_sm,
         persistent=config.persistent,
+        loads=DECODE_SM90 if decodes and target.major == 9 else None,
     )
 
 

@@ -1,13 +1,16 @@
 """Split KV: how many parts the keys are cut into. Plain Python.
 
 ``choose_splits`` compares split counts by a model of the clocks that the launch and its combine launch take.
-Its constants are counted from the instruction set and data sheets, or assumed; none was measured:
+Its constants are counted from the instruction set and data sheets, or assumed; measured are only those of ``Loads``:
 
 - A CTA takes SETUP_CLOCKS, then per KV tile what the busiest unit of the SM needs for it: the tensor core,
   the exponential unit, or filling shared memory. CTAs on one SM, up to ``ctas_per_sm``, share those units: a tile
   of one takes as many times as long as there are.
 - CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA. Persistent CTAs set up their later
   tiles in half the time: loads of the next begin before this one's end.
+- Where ``loads`` says how fast an SM and the whole GPU load, that counts, and the launch takes no less than its bytes.
+  Parts of split keys have only so much of the GPU one on an SM: the combine launch of the call before still has room on
+  the others, so that further parts go where one is already.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
   launch, at FILL_BYTES by all SMs; reading takes at least LOAD_CLOCKS a round of loads that a thread makes.
   COMBINE_CLOCKS come on top.
@@ -15,6 +18,8 @@ Its constants are counted from the instruction set and data sheets, or assumed; 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from warpspec.common.hardware import GPUS
@@ -31,6 +36,21 @@ COMBINE_CLOCKS = 4000  # assumed: 2 microseconds from one launch's end to the ne
 LOAD_CLOCKS = 800  # assumed: a round of loads from L2, all SMs loading
 
 
+@dataclass(frozen=True)
+class Loads:
+    """Bytes a clock that arrive on an SM. one, two: of so many CTAs, while other SMs are idle. all: where all load.
+    spread: part of the SMs that parts of split keys are one on each of."""
+
+    one: float
+    two: float
+    all: float
+    spread: float
+
+
+# sm_90a, decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200 (docs/notebook.md).
+DECODE_SM90 = Loads(one=28, two=22.5, all=18, spread=0.75)
+
+
 @lru_cache(maxsize=4096)
 def choose_splits(
     *,
@@ -44,23 +64,36 @@ def choose_splits(
     sm_count: int = GPUS["sm_100a"].sm_count,
     ctas_per_sm: int = 1,
     persistent: bool = False,
+    loads: Loads | None = None,
 ) -> int:
     """Number of splits with the fewest clocks by the model above; the fewest splits among equals.
 
     m_tiles: CTAs without splits. kv_tiles: KV tiles of the M tile that visits most (``visited_tiles``). rows:
     B * Sq * Hq. tile_m, tile_n: rows and keys of a tile. shared_kv: K and V are one tile. Never more than
-    kv_tiles; 1 where the M tiles fill the device. No split has no tile of the longest M tile.
+    kv_tiles; 1 where the M tiles fill the device. No split has no tile of the longest M tile. loads: None: each SM
+    FILL_BYTES, however many load.
     """
     slots = sm_count * ctas_per_sm
     if m_tiles >= slots or kv_tiles <= 1:
         return 1
     alone = tile_clocks(head_dim, tile_m, tile_n, shared_kv)
+    bytes_of_tile = tile_bytes(head_dim, tile_n, shared_kv)
+    least = m_tiles * kv_tiles * bytes_of_tile / (sm_count * loads.all) if loads else 0
+
+    def tile_of(together):
+        """Clocks of a tile of each of the CTAs that an SM has."""
+        if loads is None:
+            return alone * together
+        loading = bytes_of_tile / (loads.two if together > 1 else loads.one)
+        return max(products_clocks(head_dim, tile_m, tile_n), loading) * together
 
     def clocks(splits):
-        waves = -(-m_tiles * splits // slots)
-        tile = alone * min(ctas_per_sm, -(-m_tiles * splits // sm_count))
+        parts = m_tiles * splits
+        waves = -(-parts // slots)
+        apart = sm_count * loads.spread if loads and splits > 1 else sm_count
+        tile = tile_of(min(ctas_per_sm, math.ceil(parts / apart)))
         setup = SETUP_CLOCKS * ((waves + 1) / 2 if persistent else waves)
-        attention = setup + waves * -(-kv_tiles // splits) * tile
+        attention = setup + max(waves * -(-kv_tiles // splits) * tile, least)
         return attention + combine_clocks(splits, rows, head_dim, sm_count)
 
     # Of the counts that give the longest part the same number of tiles, only the fewest splits.
@@ -70,11 +103,21 @@ def choose_splits(
 
 def tile_clocks(head_dim: int, tile_m: int, tile_n: int, shared_kv: bool) -> float:
     """Clocks of the SM's busiest unit for one tile of tile_m rows by tile_n keys."""
+    return max(
+        products_clocks(head_dim, tile_m, tile_n), tile_bytes(head_dim, tile_n, shared_kv) / FILL_BYTES
+    )
+
+
+def products_clocks(head_dim: int, tile_m: int, tile_n: int) -> float:
+    """The same without loads."""
     rate = MMA_FLOPS if tile_m >= MMA_FULL_ROWS else MMA_FLOPS // 2
     mma = 2 * 2 * tile_m * tile_n * head_dim / rate  # QK and PV
-    exponentials = tile_m * tile_n / EXPONENTIALS
-    fill = (1 if shared_kv else 2) * tile_n * head_dim * ELEMENT_BYTES / FILL_BYTES
-    return max(mma, exponentials, fill)
+    return max(mma, tile_m * tile_n / EXPONENTIALS)
+
+
+def tile_bytes(head_dim: int, tile_n: int, shared_kv: bool) -> int:
+    """Of K and V of a tile."""
+    return (1 if shared_kv else 2) * tile_n * head_dim * ELEMENT_BYTES
 
 
 def combine_clocks(splits: int, rows: int, head_dim: int, sm_count: int) -> float:
