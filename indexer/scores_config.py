@@ -71,7 +71,7 @@ class ScoresConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return self.heads * (self.fmt.dim + 4) + (SCALE_STEPS + 1) * 8
+        return self.heads * (self.fmt.dim + 4) + (SCALE_STEPS + 2) * 8  # and the table
 
 
 def e4m3_table() -> list[tuple[int, int]]:

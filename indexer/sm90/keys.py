@@ -34,6 +34,7 @@ CODES, ONES = 0x77777777, 0x01010101
 SIGN = 0x80  # of an e4m3 code
 ZEROS_ABOVE = 0x4440  # nibbles of a byte permutation: bytes of its second word above the chosen one
 FP32_NAN = 0x7FC00000
+TABLE_ENTRIES = SCALE_STEPS + 2
 
 
 def loaded_words(config) -> int:
@@ -42,17 +43,18 @@ def loaded_words(config) -> int:
 
 
 def fill_table(table: cute.Tensor, thread) -> None:
-    """table (2, SCALE_STEPS + 1): ``e4m3_table`` with the sign bits set, by one thread an entry. The caller
+    """table (2, TABLE_ENTRIES): ``e4m3_table`` with the sign bits set, then ONES, by one thread an entry. The caller
     synchronises."""
-    for number, entry in enumerate(e4m3_table()):
+    signs = SIGN * ONES
+    entries = [(low | signs, high | signs) for low, high in e4m3_table()]
+    for number, entry in enumerate([*entries, (ONES, ONES)]):
         _fill(table, number, entry, thread)
 
 
 @cute.jit
 def _fill(table: cute.Tensor, number: cutlass.Constexpr, entry: cutlass.Constexpr, thread):
     if thread == number:
-        signs = SIGN * ONES
-        table[0, number], table[1, number] = Uint32(entry[0] | signs), Uint32(entry[1] | signs)
+        table[0, number], table[1, number] = Uint32(entry[0]), Uint32(entry[1])
 
 
 @cute.jit
@@ -144,9 +146,10 @@ def load_tile(
 
 
 @cute.jit
-def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, block) -> tuple:
+def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, ones, block) -> tuple:
     """(WORDS words of e4m3 of the lane's block, what the row's numbers are multiplied with). words: (WORD), the block's
-    and then the row's scales. block: which of the row's, 0 to 3; four neighbouring lanes have a row's four blocks."""
+    and then the row's scales. ones: ONES, from the table: a constant would be moved to a register at every use. block:
+    which of the row's, 0 to 3; four neighbouring lanes have a row's four blocks."""
     last = loaded_words(config) - 1
     if cutlass.const_expr(config.format == "fp8"):
         return [words[i] for i in range(WORDS)], words[last].bitcast(Float32)
@@ -165,7 +168,7 @@ def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, block) -> tup
             negative = permute(
                 low, high, masked >> (16 * half) if half else masked
             )  # magnitudes, sign bits set
-            positive = permute(Uint32(ONES), Uint32(ONES), codes)  # 1, or 0 where the code's sign is set
+            positive = permute(ones, ones, codes)  # 1, or 0 where the code's sign is set
             out.append(negative - positive * Uint32(SIGN))
     # 2**(largest - 127 - 6), as fp32: exponents from -126 on, 0 below.
     bits = Uint32(cutlass.max(largest - E4M3_SHIFT, 0)) << FP32_EXPONENT_BIT

@@ -19,8 +19,9 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREA
 from warpspec.common.launch import Kernel
 from warpspec.indexer.device.entries import WORD_BYTES, entries_of
 from warpspec.indexer.device.scores_host import ScoresHost, WarpgroupScorer, score_part, scores_arguments
-from warpspec.indexer.scores_config import BLOCKS, SCALE_STEPS, TILE_KEYS, WARP_ROWS, ScoresConfig
+from warpspec.indexer.scores_config import BLOCKS, TILE_KEYS, WARP_ROWS, ScoresConfig
 from warpspec.indexer.sm90.keys import (
+    TABLE_ENTRIES,
     THREAD_ROWS,
     WORDS,
     LanePages,
@@ -42,13 +43,14 @@ STEPS = 4  # of 32 numbers, of a product
 @dataclass(frozen=True)
 class Scorer(WarpgroupScorer):
     """One query, prepared, as a thread has it; see ``scores_host.score_part``. mma: of 64 keys and all heads. b: the
-    query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``. weight: of the heads in the thread's
-    columns."""
+    query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``; ones: its last. weight: of the heads in the
+    thread's columns."""
 
     config: ScoresConfig
     mma: cute.TiledMma
     b: cute.Tensor
     table: cute.Tensor
+    ones: Uint32
     weight: list
     thread: Int32
 
@@ -63,11 +65,12 @@ def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
     )
     base = smem.allocate(config.heads * ROW_BYTES, 1024)
     q = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=E4M3), layout.outer)
-    table = smem.allocate_tensor(Uint32, cute.make_layout((2, SCALE_STEPS + 1)), byte_alignment=8)
+    table = smem.allocate_tensor(Uint32, cute.make_layout((2, TABLE_ENTRIES)), byte_alignment=8)
     factors = smem.allocate_tensor(Float32, cute.make_layout(config.heads), byte_alignment=16)
     fill_table(table, thread)
     cute.arch.sync_threads()
-    prepare(config, query, weights, base.toint(), table, factors, thread)
+    ones = table[0, TABLE_ENTRIES - 1]
+    prepare(config, query, weights, base.toint(), table, ones, factors, thread)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_threads()
 
@@ -84,7 +87,7 @@ def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
     b = mma.make_fragment_B(mma.get_slice(thread % WARPGROUP_THREADS).partition_B(q))[None, None, None, 0]
     member = thread % BLOCKS
     columns = [8 * (i // 2) + i % 2 for i in range(config.heads // 4)]  # of the quad's first lane
-    return Scorer(config, mma, b, table, [factors[column + 2 * member] for column in columns], thread)
+    return Scorer(config, mma, b, table, ones, [factors[column + 2 * member] for column in columns], thread)
 
 
 @cute.jit
@@ -120,7 +123,7 @@ def score_tiles(query, entries, first, end, step, sink):
     for tile in cutlass.range(first, end, step * config.depth, unroll=1):
         for i in cutlass.range_constexpr(config.depth):
             key = (tile + i * step) * TILE_KEYS + row
-            row_factors = convert(config, words[None, None, i], query.table, member, a)
+            row_factors = convert(config, words[None, None, i], query.table, query.ones, member, a)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 there[r] = here[r, i]
             if cutlass.const_expr(config.pages_by_lane):
@@ -153,13 +156,13 @@ class Scores(ScoresHost):
 
 
 @cute.jit
-def prepare(config: cutlass.Constexpr, query, weights, base, table, factors, thread):
+def prepare(config: cutlass.Constexpr, query, weights, base, table, ones, factors, thread):
     """The query's heads in e4m3, in the order of the keys' numbers; factors (H): weights times the heads' scales."""
     head, block = thread // BLOCKS, thread % BLOCKS
     if head < config.heads:
         words = cute.make_rmem_tensor(loaded_words(config), Uint32)
         load_query(config, query, head, block, words)
-        out, factor = block_of(config, words, table, block)
+        out, factor = block_of(config, words, table, ones, block)
         for i in cutlass.range_constexpr(WORDS):  # i: half of a step, in the order of steps
             chunk = Int32(i) ^ (head % 8)
             at = base + head * ROW_BYTES + chunk * VECTOR_BYTES + block * WORD_BYTES
@@ -170,12 +173,12 @@ def prepare(config: cutlass.Constexpr, query, weights, base, table, factors, thr
 
 
 @cute.jit
-def convert(config: cutlass.Constexpr, words: cute.Tensor, table, member, a: cute.Tensor) -> tuple:
+def convert(config: cutlass.Constexpr, words: cute.Tensor, table, ones, member, a: cute.Tensor) -> tuple:
     """The thread's two rows as wgmma's A, a (MMA, MMA_M, MMA_K); returns the rows' factors."""
     target = cute.recast_tensor(cute.make_tensor(a.iterator, cute.make_layout(cute.size(a))), Uint32)
     factors = []
     for r in cutlass.range_constexpr(THREAD_ROWS):
-        out, factor = block_of(config, words[None, r], table, member)
+        out, factor = block_of(config, words[None, r], table, ones, member)
         for i in cutlass.range_constexpr(WORDS):
             step, half = i // 2, i % 2
             target[step * 4 + half * THREAD_ROWS + r] = out[i]
