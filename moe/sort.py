@@ -134,6 +134,7 @@ class SortChoices:
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             cluster=(together, 1, 1) if cutlass.const_expr(together > 1) else None,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -143,6 +144,7 @@ class SortChoices:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         shared = allocate(config)
+        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if block < config.shape.ctas:
             sort(config, ids, source, position, offsets, work, shared, thread, block)

@@ -67,6 +67,7 @@ class Unpermute:
         column = chunk * THREADS + thread  # in units of VECTOR
         if cutlass.const_expr(config.dependent):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if column * VECTOR < out.shape[1]:
             taken = [row_of(config, position, token, choice) for choice in range(config.choices)]
             loaded = cute.make_rmem_tensor((VECTOR, config.choices), BFloat16)

@@ -31,7 +31,7 @@ WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
 STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
 MOST_STAGES = 24  # whose barriers have room
 TOKENS_MULTIPLE = 8  # N
-MANY_TOKENS, CLASS_TOKENS = 64, 16  # from which there are classes, so far apart
+MANY_TOKENS, CLASS_TOKENS = 32, 16  # from which there are classes, so far apart
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class StreamedGemm:
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            use_pdl=not self.config.first,
+            use_pdl=True,
             stream=stream,
         )
 

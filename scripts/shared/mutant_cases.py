@@ -236,17 +236,18 @@ def _streamed_moe() -> None:
 
     from warpspec.moe import moe_ffn, route, streamed_ops
     from warpspec.moe.sm90 import layer as moe_layer
-    from warpspec.moe.sm90.plan import SHAPES
+    from warpspec.moe.sm90.config import Shape
     from warpspec.moe.sort import sort_choices
 
     layer = make_experts(5, 400, 120, biases=True)[0].for_backend("sm90")
     options = dict(activation="swiglu_oai", limit=1.0, backend="sim")
+    tiles = Shape(row_groups=4, tokens=16, stages=4, ctas_per_sm=1, load_warps=4)
     # A tile a CTA; tiles one after another, of which some have no rows for a consumer, and choices of several warps.
     for tokens, sms in ((12, 132), (43, 1)):
         target = replace(SIMULATED["sm_90a"], sm_count=sms)
         with (
             mock.patch.object(streamed_ops, "SIMULATED", {streamed_ops.SIMULATED_ARCH: target}),
-            mock.patch.object(moe_layer, "choose_shape", lambda *_: SHAPES[16]),
+            mock.patch.object(moe_layer, "choose_shape", lambda *_: tiles),
         ):
             x = randn(tokens, 400, seed=7).bfloat16()
             moe_ffn(x, layer, *route(randn(tokens, 5, seed=50), 3), **options)
