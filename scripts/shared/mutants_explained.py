@@ -73,9 +73,22 @@ EXPLAINED = (
         "the products join the next group, which is waited for before the stage is handed back",
     ),
     (
-        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:333",
+        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:200",
         "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",
     ),
+    (
+        r"`bar\.sync 3, 256.*backward/sm90/exchange\.py",
+        "consumers are half a step apart for speed: it orders no memory",
+    ),
+    (
+        r"`wgmma\.(commit|wait)_group.*sm90/exchange\.py:55",
+        "dV: ds_empty of the step comes behind it, too, and whoever fetches over dO has waited for that",
+    ),
+    (
+        r"try_wait.*behind sm90/(exchange\.py:58|consumer\.py:207), before sm90/consumer\.py:103",
+        "ds_full: ds_empty of the same step comes behind it, and has been waited for before dS was stored",
+    ),
+    (r"`bar\.warp.*backward/sm90/results\.py", "stmatrix gathers the warp itself"),
     (
         r"`bar\.sync.*moe/counting\.py.*before moe/counting\.py",
         "list_work ends with a barrier, another stands behind it: either is enough",

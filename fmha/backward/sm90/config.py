@@ -26,6 +26,7 @@ BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
 P_FACTOR = 2.0**14  # of P in fp16 from one paired consumer to the other: P is at most 1
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
+APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
 
 
 def has_bias_tiles(features: dict, forward) -> bool:
@@ -40,12 +41,14 @@ def has_bias_tiles(features: dict, forward) -> bool:
 @dataclass(frozen=True)
 class BackwardConfig(BackwardFeatures):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
-    room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``)."""
+    room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``). late: dQ of
+    a step is made in the next one (``exchange``)."""
 
     tile_m: int = 64
     q_stages: int = 3
     do_stages: int = 2
     bias_tiles: bool = False
+    late: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,6 +56,8 @@ class BackwardConfig(BackwardFeatures):
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
+        # S of the next step is issued before what is fetched in this one.
+        assert (self.wants_q and not (self.paired or self.bias_tiles) and self.ahead > 1) or not self.late
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
     @classmethod
@@ -74,6 +79,7 @@ class BackwardConfig(BackwardFeatures):
             q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
             do_stages=2 if tight else 3,
             bias_tiles=tiles,
+            late=features["wants_q"] and not tight,
         )
 
     @property
@@ -152,7 +158,7 @@ class BackwardConfig(BackwardFeatures):
     @property
     def ahead(self) -> int:
         """Steps that are fetched ahead."""
-        return self.do_stages
+        return self.do_stages - self.late
 
     @property
     def dq_bytes(self) -> int:
@@ -199,6 +205,12 @@ class BackwardConfig(BackwardFeatures):
             "do": (Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),),
         }
         biases = (Barrier("bias_full", BIAS_STAGES, 1, filled, "consumers", "the bias is in shared memory"),)
+        exchanged = (
+            Barrier(
+                "ds_full", 2, warps, warp, "consumers", "dS is there, dO and the Q before it have been read"
+            ),
+            Barrier("ds_empty", 2, warps, warp, "consumers", "dQ of the step before has read its dS"),
+        )
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
@@ -207,4 +219,5 @@ class BackwardConfig(BackwardFeatures):
             *(biases if self.bias_tiles else ()),
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
             *(released["do"] if self.paired else ()),
+            *(exchanged if self.late else ()),
         )

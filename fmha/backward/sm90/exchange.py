@@ -1,0 +1,146 @@
+"""How dS of both consumers reaches the products of dQ, to which all keys of a tile add.
+
+*Late*: a step issues dQ of the step before, whose dS the other consumer has stored meanwhile (ds_full, ds_empty). So
+the consumers need not be in step: the second begins half a step after the first, and while one makes P and dS, the
+other's products run.
+
+*Meeting*, where shared memory has no room for another stage of Q and dO (gradients of a bias by TMA, dQ in a fixed
+order), or no dQ is wanted: a step issues its own dQ, behind a barrier of both.
+
+Either way the first warp then fetches what comes some steps later to where all have read.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean
+from cutlass.cute.nvgpu import warpgroup
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.backward.device.load import load_keys, load_step
+from warpspec.fmha.backward.sm90 import bias, results
+from warpspec.fmha.backward.sm90.config import APART_BARRIER
+from warpspec.fmha.backward.sm90.products import other_products
+
+
+@cute.jit
+def stand_apart(work):
+    """The second consumer begins when the first has P of its first block."""
+    if cutlass.const_expr(work.config.late):  # noqa: SIM102
+        if work.consumer == 1:
+            cute.arch.barrier(barrier_id=APART_BARRIER, number_of_threads=work.config.consumer_threads)
+
+
+@cute.jit
+def let_go(work, step, block: cutlass.Constexpr):
+    """See ``stand_apart``."""
+    if cutlass.const_expr(work.config.late and block == 0):  # noqa: SIM102
+        if Boolean(step == 0) & Boolean(work.consumer == 0):
+            cute.arch.barrier_arrive(barrier_id=APART_BARRIER, number_of_threads=work.config.consumer_threads)
+
+
+@cute.jit
+def wait_room(work, step, block: cutlass.Constexpr):
+    """Nobody reads any more what a step's dS replaces."""
+    if cutlass.const_expr(work.config.late and block == 0):  # noqa: SIM102
+        if step > 0:
+            work.channels["ds_empty"].wait(step - 1)
+
+
+@cute.jit
+def issue_dq(work, step, place):
+    """dQ of the step, or, late, of the one before: of the first step that of anything, which nobody adds. S of the
+    next step has been issued, behind dV."""
+    warpgroup.wait_group(1)  # dV
+    if cutlass.const_expr(work.config.late):
+        if step > 0:
+            work.channels["ds_full"].wait(step - 1)
+        work.issue_dq(step + 1)  # the other stage
+    else:
+        meet(work, step, place)
+        if cutlass.const_expr(work.config.wants_q):
+            work.issue_dq(step)
+
+
+@cute.jit
+def meet(work, step, place):
+    """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. What the
+    copy engine has waited for goes out: dQ of the step before, dS as dbias."""
+    config = work.config
+    if cutlass.const_expr(config.stores_bias):
+        bias.wait_stored(work)
+    work.barrier()
+    if cutlass.const_expr(config.stores_bias):
+        bias.store(work, step, place)
+    if cutlass.const_expr(config.stages_dq):  # noqa: SIM102
+        if step > 0:
+            results.send_queries(work, work.tile.preceding(*place))
+
+
+@cute.jit
+def hand_on(work, step):
+    """Late: the consumer's dS is there, and dO of the step, and Q of the one before, have been read."""
+    if cutlass.const_expr(work.config.late):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        work.channels["ds_full"].arrive_warp(step)
+
+
+@cute.jit
+def take_dq(work, step, place):
+    """What ``issue_dq`` has issued leaves its registers."""
+    if cutlass.const_expr(work.config.wants_q):
+        warpgroup.wait_group(int(work.config.wants_k))
+    if cutlass.const_expr(work.config.late):
+        work.channels["ds_empty"].arrive_behind_collective(step)
+        if step > 0:
+            results.take_queries(work, step - 1, work.tile.preceding(*place))
+    elif cutlass.const_expr(work.config.wants_q):
+        results.take_queries(work, step, place)
+
+
+@cute.jit
+def add_last(work):
+    """dQ of the last step of a tile."""
+    if cutlass.const_expr(work.config.late):
+        last = work.tile.steps - 1
+        work.channels["ds_full"].wait(last)
+        work.issue_dq(last, mma=other_products(work))
+        warpgroup.wait_group(0)
+        results.take_queries(work, last, work.tile.last)
+
+
+@cute.jit
+def fetch_first(work):
+    """The first loads of a tile, by the first warp: K and Q, then V, and so many steps as are fetched ahead."""
+    if work.index < WARP_THREADS:
+        tile = work.tile
+        place = (tile.kv_head * tile.group, tile.start)
+        fetch_keys(work, "k")
+        for step in cutlass.range(cutlass.min(work.config.ahead, tile.steps), unroll=1):
+            fetch(work, step, place)
+            place = tile.following(*place)
+            if step == 0:
+                fetch_keys(work, "v")
+
+
+@cute.jit
+def fetch_ahead(work, step, place):
+    """Loads of the step that comes ``ahead`` steps later, by the first warp, to where all have read."""
+    ahead = work.config.ahead
+    if Boolean(work.index < WARP_THREADS) & Boolean(step + ahead < work.tile.steps):
+        for _ in range(ahead):
+            place = work.tile.following(*place)
+        fetch(work, step + ahead, place)
+
+
+def fetch_keys(work, name: str) -> None:
+    load_keys(name, work.config, work.channels, work.shared, work.operands, *work.loads, work.tile)
+
+
+def fetch(work, step, place) -> None:
+    config, (head, query_tile) = work.config, place
+    tensors = (config, work.channels, work.shared, work.operands, *work.loads)
+    load_step(*tensors, work.tile, step, head, query_tile, waits=False)
+    if config.bias_tiles:
+        bias.fetch(work, step, head, query_tile)

@@ -1,0 +1,147 @@
+"""The products of a consumer, on wgmma: operands in shared memory and registers, sums in registers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from warpspec.common import tma
+from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
+from warpspec.fmha.features import BLOCK
+
+ONE_WARPGROUP = (1, 1, 1)
+MMA_K = 16  # rows that one wgmma sums over
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+
+
+def make_mma(dtype, a_major, b_major, columns: int, registers: bool = False) -> cute.TiledMma:
+    """D [64, columns] = A B; A from shared memory, or registers."""
+    source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+    tile = (CONSUMER_KEYS, columns)
+    return hopper.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, ONE_WARPGROUP, tile, source)
+
+
+class Products(NamedTuple):
+    """The products of a consumer; of a pair's, those that it makes. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do,
+    q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory, k and v at D 64 registers;
+    k_columns: likewise, one for each part of dQ. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: operands in registers,
+    16 bits."""
+
+    scores: cute.TiledMma
+    rows: cute.TiledMma
+    queries: cute.TiledMma
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    q_columns: cute.Tensor
+    do_columns: cute.Tensor
+    ds: cute.Tensor
+    k_columns: list
+    s: cute.Tensor | None
+    dp: cute.Tensor | None
+    p: cute.Tensor | None
+    ds_rows: cute.Tensor | None
+    dq: cute.Tensor
+    dk: cute.Tensor | None
+    dv: cute.Tensor | None
+
+
+def products(config, dtype, shared, consumer) -> Products:
+    """consumer: which 64 keys, and which part of dQ."""
+    m, n, depth = config.tile_m, config.tile_n, config.head_dim
+    scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
+    rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
+    queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)
+    row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+
+    def ring(base, layout, stages, stage_bytes):
+        first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+        first = first[None, None, 0]
+        stage = cute.make_layout(stages, stride=stage_bytes * 8 // dtype.width)
+        return cute.make_tensor(first.iterator, cute.append(first.layout, stage))
+
+    def a(mma, base, layout, stages=1, stage_bytes=0):
+        return mma.make_fragment_A(mma.get_slice(0).partition_A(ring(base, layout, stages, stage_bytes)))
+
+    def b(mma, base, layout, stages, stage_bytes):
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(ring(base, layout, stages, stage_bytes)))
+
+    keys = hopper.make_smem_layout_a(row_major, (n, m, depth), dtype, 1)
+    queries_rows = hopper.make_smem_layout_b(row_major, (n, m, depth), dtype, 1)
+    queries_columns = hopper.make_smem_layout_b(column_major, (n, depth, m), dtype, 1)
+    ds_major = row_major if config.stores_bias else column_major
+    ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
+    k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
+    # A part of dQ: a block of rows by a block of columns; a consumer's are neighbours.
+    columns = depth // BLOCK
+    block_bytes = n * BLOCK * dtype.width // 8
+    parts = [consumer * config.consumer_parts + i for i in range(config.consumer_parts)]
+    ds_base = (shared.ds + parts[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    k_bases = [(shared.k + part % columns * block_bytes).align(tma.TILE_ALIGNMENT) for part in parts]
+    queries_of = {"stages": config.q_stages, "stage_bytes": config.query_tile_bytes}
+    dos_of = {"stages": config.do_stages, "stage_bytes": config.query_tile_bytes}
+
+    def accumulator(mma, shape):
+        return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+
+    def keys_of(base):
+        if config.keys_in_registers:
+            return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, depth)), dtype)
+        return batched(a(scores, base, keys)[None, 0 if config.paired else consumer, None, 0])
+
+    operand = rows.partition_shape_A((CONSUMER_KEYS, BLOCK))
+    square, wide = (CONSUMER_KEYS, BLOCK), (CONSUMER_KEYS, depth)
+    makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
+    s = accumulator(scores, square) if makes_p else None
+    dp = accumulator(scores, square) if makes_ds else None
+    return Products(
+        scores,
+        rows,
+        queries,
+        k=keys_of(shared.k),
+        v=keys_of(shared.v),
+        q=b(scores, shared.q, queries_rows, **queries_of),
+        do=b(scores, shared.do, queries_rows, **dos_of),
+        q_columns=b(rows, shared.q, queries_columns, **queries_of),
+        do_columns=b(rows, shared.do, queries_columns, **dos_of),
+        ds=a(queries, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
+        k_columns=[b(queries, base, k_layout, 1, 0) for base in k_bases],
+        s=s,
+        dp=dp,
+        p=cute.make_rmem_tensor(operand, dtype) if makes_p else None,
+        ds_rows=cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
+        # Its registers are dP's, once dS is in shared memory; of a pair, whose next S or dP is under way then, its own.
+        dq=accumulator(queries, (BLOCK, BLOCK)) if config.paired else dp,
+        dk=accumulator(rows, wide) if makes_ds else None,
+        dv=accumulator(rows, wide) if makes_p else None,
+    )
+
+
+def other_products(work):
+    """The products' descriptors once more, of addresses that the compiler cannot know to be the same: what is live
+    from the loop on takes registers that are not there."""
+    lane = cute.arch.inline_ptx(
+        "and.b32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[work.thread]
+    )
+    zero = cute.arch.make_warp_uniform(lane >> 5) * tma.TILE_ALIGNMENT
+    shared = work.shared._replace(k=work.shared.k + zero, ds=work.shared.ds + zero, q=work.shared.q + zero)
+    return products(work.config, work.operands.q.element_type, shared, work.consumer)
+
+
+def batched(fragment: cute.Tensor) -> cute.Tensor:
+    """(MMA, 1, MMA_K) of (MMA, MMA_K)."""
+    shape, stride = fragment.layout.shape, fragment.layout.stride
+    return cute.make_tensor(
+        fragment.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1]))
+    )
+
+
+def rows_of(fragment: cute.Tensor, block: int, stage) -> cute.Tensor:
+    """(MMA, 1, MMA_K): a block of 64 rows of a stage."""
+    return batched(fragment[None, block, None, stage])
