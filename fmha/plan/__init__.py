@@ -26,8 +26,11 @@ WHOLE_KEYS = 1024
 # Query tiles of so few KV tiles cannot differ by much. Whole ones are faster where the last round is nearly full or has
 # hardly any: what it leaves idle is no more than what pieces and the second launch cost, in KV tiles.
 FEW_TILES, FEW_MORE, CUT_COST = 20, 0.06, 4
-# The same where memory binds, in several rounds: who is done with a shorter tile takes the next, and bandwidth.
+# The same where memory binds, in several rounds: who is done with a shorter tile takes the next, and bandwidth. In two
+# rounds of fewer keys, too, where an SM's second CTA leaves either faster when it is done: the most tiles that a CTA
+# does may be so many times the average.
 TURNS, TURN_KEYS = 2.5, 2048
+UNEVEN, UNEVEN_KEYS = 1.5, 1024
 # So many rounds of parts of split keys fill both CTAs of an SM: no third stage for one that is alone.
 FULL_ROUNDS = 1.5
 # Packed queries that make so many query tiles a CTA, and are at least such a part of all that requests may have, are
@@ -99,7 +102,7 @@ def cut_by_length(problem: AttentionProblem, config: KernelFeatures, target: Tar
         least = min(tiles, (problem.batch + problem.least_q // config.queries) * heads)
         if few_idle(least / ctas, kv_tiles):
             return False
-    elif in_turn(tiles / ctas, kv_tiles, config.tile_n):
+    elif in_turn(tiles / ctas, kv_tiles, config):
         return False
     return kv_tiles >= CUT_TILES and tiles * kv_tiles >= CUT_WORK * ctas
 
@@ -109,10 +112,13 @@ def few_idle(rounds: float, kv_tiles: int) -> bool:
     return kv_tiles <= FEW_TILES and (math.ceil(rounds - FEW_MORE) - rounds) * kv_tiles <= CUT_COST
 
 
-def in_turn(rounds: float, kv_tiles: int, tile_n: int) -> bool:
+def in_turn(rounds: float, kv_tiles: int, config: KernelFeatures) -> bool:
     """The same of tiles of few queries, which wait for memory."""
+    keys = kv_tiles * config.tile_n
     if rounds >= TURNS:
-        return kv_tiles * tile_n <= TURN_KEYS
+        return keys <= TURN_KEYS
+    if rounds > 1 and config.shape.ctas_per_sm > 1:
+        return keys <= UNEVEN_KEYS and math.ceil(rounds) <= UNEVEN * rounds
     return 1 - 2 * FEW_MORE <= rounds <= 1 and kv_tiles <= FEW_TILES
 
 

@@ -22,6 +22,7 @@ L2_MULTIPLES = 4  # rotated inputs and outputs together hold this many times the
 MOST_SETS = 256  # of rotated inputs: tiny shapes need no more
 CALLS_AHEAD = 200  # calls queued while the GPU sleeps; the launch queue holds about a thousand entries
 SLEEP_CLOCKS_PER_CALL = 100_000  # about 50 us of the GPU's clock: longer than any candidate's host cost
+LEAST_SLEEP_CLOCKS = 4_000_000  # about 2 ms: longer than the host needs for one training step's calls
 MOST_SLEEP_CLOCKS = 20_000_000  # about 10 ms
 GRAPH_CALLS = 32  # in one captured graph
 GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # of one graph of ``graph_times``
@@ -93,7 +94,7 @@ def _event_times(call: Callable, inputs: Sequence[tuple], count: int) -> list[fl
     """Microseconds between events around each of ``count`` calls, all queued while the GPU sleeps."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(min(SLEEP_CLOCKS_PER_CALL * count, MOST_SLEEP_CLOCKS))
+    torch.cuda._sleep(min(max(SLEEP_CLOCKS_PER_CALL * count, LEAST_SLEEP_CLOCKS), MOST_SLEEP_CLOCKS))
     for i, (start, end) in enumerate(events):
         start.record()
         call(*inputs[i % len(inputs)])

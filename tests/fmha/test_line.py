@@ -94,6 +94,9 @@ def test_what_is_cut_by_length():
     assert packed([1] * 33, 1280, heads=(64, 8)) == ""  # a tile a CTA
     assert packed([1] * 92, 2048, heads=(64, 8)) == ""  # three in turn
     assert packed([1] * 32, 2048, heads=(64, 8)) == "cut"  # or longer ones
+    assert packed([1] * 64, 1024, heads=(32, 8)) == ""  # two rounds, nearly
+    assert packed([1] * 64, 2048, heads=(32, 8)) == "cut"
+    assert packed([1] * 40, 1024, heads=(32, 8)) == "cut"  # one and a bit
     assert packed([4000] * 16, 4096, causal=True) == "queue"  # many whole tiles
     assert packed([400] * 16, 400, causal=True) == "queue"
     assert packed([4000] * 16, 4096, causal=True, arch="sm_100a") == ""

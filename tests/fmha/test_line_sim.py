@@ -48,6 +48,7 @@ def cut(monkeypatch):
         "WHOLE_TILES": 10**9,
         "FEW_TILES": -1,
         "TURNS": 10**9,
+        "UNEVEN": 0,
     }
     for name, value in always.items():
         monkeypatch.setattr(plan, name, value)
