@@ -5,13 +5,13 @@ dV += P^T dO and dK += dS^T Q straight from registers. dS goes through shared me
 keys of the tile add. Each block of 64 queries finds its S finished; the next one's is issued as soon as dS has been
 made, so that the tensor core has work under every part of the arithmetic:
 
-    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta), to shared memory | issue the next S |
+    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory |
     behind the tile's last block: issue dQ (``exchange``) | issue dK | wait dQ | dQ to global memory
 
-At D 64 P is made as soon as S is there, before dQ is waited for. dP starts from -delta. The first warp also loads. So
-there is no warp for the loads alone, and threads may have 255 registers each: with fewer ptxas runs the products one by
-one. For the same reason all that reads a product's registers stands in the iteration that issues it
-(docs/notebook.md).
+At D 64 P is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
+dP starts from -delta. The first warp also loads. So there is no warp for the loads alone, and threads may have 255
+registers each: with fewer ptxas runs the products one by one. For the same reason all that reads a product's registers
+stands in the iteration that issues it (docs/notebook.md).
 """
 
 from __future__ import annotations
@@ -212,11 +212,12 @@ def go_through(work):
             if cutlass.const_expr(config.needs_ds):
                 warpgroup.wait_group(int(config.wants_v))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
-                keep(mma.dp, mma.ds_rows)
-                exchange.wait_room(work, step, block)
-                store_ds(work, step, block)
+                if cutlass.const_expr(config.stores_early):
+                    put_ds(work, step, block)
             next_block = 0 if ends else block + 1
             work.issue_s(following, next_block)
+            if cutlass.const_expr(config.needs_ds and not config.stores_early):
+                put_ds(work, step, block)
             if cutlass.const_expr(ends):
                 exchange.issue_dq(work, step, place)
             if cutlass.const_expr(config.wants_k):
@@ -286,6 +287,14 @@ def read_keys(work, base, operand: cute.Tensor):
     start = base.toint() + work.first_row * tma.ROW_BYTES
     for i, word in enumerate(load_words(start, PlaceInRows(work.row, work.member))):
         words[i] = word
+
+
+@cute.jit
+def put_ds(work, step, block: cutlass.Constexpr):
+    """dS of a block as operand of dK, and in shared memory."""
+    keep(work.mma.dp, work.mma.ds_rows)
+    exchange.wait_room(work, step, block)
+    store_ds(work, step, block)
 
 
 @cute.jit
