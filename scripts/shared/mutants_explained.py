@@ -88,6 +88,10 @@ EXPLAINED = (
         r"try_wait.*behind sm90/(exchange\.py:58|consumer\.py:207), before sm90/consumer\.py:103",
         "ds_full: ds_empty of the same step comes behind it, and has been waited for before dS was stored",
     ),
+    (
+        r"`wgmma\.commit.*before sm90/arithmetic\.py:50",
+        "of the next S: it joins the group of dQ, which is waited for before P is made",
+    ),
     (r"`bar\.warp.*backward/sm90/results\.py", "stmatrix gathers the warp itself"),
     (
         r"`bar\.sync.*moe/counting\.py.*before moe/counting\.py",
