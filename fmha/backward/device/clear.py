@@ -17,11 +17,11 @@ from warpspec.fmha.features import ELEMENT_BYTES
 
 @cute.jit
 def clear_unseen_keys(work):
-    """Keys that no row sees, of K, for dQ, and of V. Both must be there."""
+    """Keys that no row sees, of K, for dQ, and of V. Both must be there, if there are such keys."""
     config, tile = work.config, work.tile
     if cutlass.const_expr(config.scatters):
         first, end = tile.seen_first - tile.first_key, tile.seen_end - tile.first_key
-        if Boolean(first > 0) | Boolean(end < config.tile_n):
+        if tile.has_unseen_keys:
             clear_rows(work, work.shared.k, config.tile_n, first, end)
             clear_rows(work, work.shared.v, config.tile_n, first, end)
             work.fence()

@@ -33,7 +33,8 @@ def load(
     says it of the dO that came with Q, in as many stages). Leaves only when every buffer has been released. shared:
     pointers, statistics, k, v, q and do first."""
     if tile.steps > 0:
-        load_keys(config, channels, shared, operands, atoms, coordinates, tile)
+        for name in "kv":
+            load_keys(name, config, channels, shared, operands, atoms, coordinates, tile)
         head, query_tile = tile.kv_head * tile.group, tile.start
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
@@ -49,18 +50,16 @@ def released(config, channels) -> list:
     return [(name, stages) for name, stages in rings if name + "_empty" in channels]
 
 
-def load_keys(config, channels, shared, operands, atoms, coordinates, tile) -> None:
-    """K and V."""
-    dtype = operands.q.element_type
+def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:
+    """K or V: "k", "v"."""
+    i, full = "kv".index(name), channels[name + "_full"]
     batch = 0 if config.packed_k else tile.request
-    for i, name in enumerate(("k", "v")):
-        full = channels[name + "_full"]
-        keys = coordinates[i][None, None, None, tile.kv_head, batch]
-        first = tile.place.first_key + tile.first_key
-        full.expect_bytes(0, config.key_tile_bytes)
-        ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first).load(
-            0, 0, full.barrier(0)
-        )
+    keys = coordinates[i][None, None, None, tile.kv_head, batch]
+    first = tile.place.first_key + tile.first_key
+    full.expect_bytes(0, config.key_tile_bytes)
+    dtype = operands.q.element_type
+    ring = ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first)
+    ring.load(0, 0, full.barrier(0))
 
 
 def load_step(

@@ -137,6 +137,11 @@ class BackwardConfig(BackwardFeatures):
         return self.head_dim == BLOCK
 
     @property
+    def stores_early(self) -> bool:
+        """dS is in shared memory before the next S is issued, which reads all that shared memory delivers."""
+        return self.late and self.weighs_early
+
+    @property
     def stores_bias(self) -> bool:
         """dS of a step, a row a query, is what the copy engine stores to dbias."""
         return self.bias_tiles and self.bias_gradient == "bfloat16"

@@ -5,13 +5,13 @@ dV += P^T dO and dK += dS^T Q straight from registers. dS goes through shared me
 keys of the tile add. Each block of 64 queries finds its S finished; the next one's is issued as soon as dS has been
 made, so that the tensor core has work under every part of the arithmetic:
 
-    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta), to shared memory | issue the next S |
+    issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory |
     behind the tile's last block: issue dQ (``exchange``) | issue dK | wait dQ | dQ to global memory
 
-At D 64 P is made as soon as S is there, before dQ is waited for. dP starts from -delta. The first warp also loads. So
-there is no warp for the loads alone, and threads may have 255 registers each: with fewer ptxas runs the products one by
-one. For the same reason all that reads a product's registers stands in the iteration that issues it
-(docs/notebook.md).
+At D 64 P is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
+dP starts from -delta. The first warp also loads. So there is no warp for the loads alone, and threads may have 255
+registers each: with fewer ptxas runs the products one by one. For the same reason all that reads a product's registers
+stands in the iteration that issues it (docs/notebook.md).
 """
 
 from __future__ import annotations
@@ -172,31 +172,17 @@ def consume(
         else:
             go_through(work)
     results.write_keys(work)
+    if cutlass.const_expr(not config.paired):  # noqa: SIM102
+        if tile.steps > 0:
+            exchange.add_last(work)
 
 
 @cute.jit
 def go_through(work):
-    """All steps of a tile."""
+    """All steps of a tile; a late dQ of the last is not added yet."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
     head, query_tile = tile.kv_head * tile.group, tile.start
-    head_before, tile_before = head, query_tile  # of the step before
-    head_ahead, tile_ahead = head, query_tile  # of the step that is fetched
-    exchange.fetch_keys(work)
-    for step in cutlass.range_constexpr(config.ahead):
-        if step < tile.steps:
-            exchange.fetch(work, Int32(step), (head_ahead, tile_ahead))
-        head_ahead, tile_ahead = tile.following(head_ahead, tile_ahead)
-    channels["k_full"].wait(0)
-    channels["v_full"].wait(0)
-    clear_unseen_keys(work)
-    if cutlass.const_expr(config.keys_in_registers):
-        read_keys(work, work.shared.k, mma.k)
-        read_keys(work, work.shared.v, mma.v)
-    wait_queries(work, Int32(0))
-    clear_unseen_rows(work, query_tile, Int32(0))
-    exchange.stand_apart(work)
-    work.issue_s(0, 0)
-    warpgroup.wait_group(0)
+    begin(work)
     if cutlass.const_expr(config.weighs_early):
         make_p(work, Int32(0), 0, (head, query_tile))
     last = tile.steps - 1
@@ -226,33 +212,50 @@ def go_through(work):
             if cutlass.const_expr(config.needs_ds):
                 warpgroup.wait_group(int(config.wants_v))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
-                if cutlass.const_expr(config.late):
-                    store_ds(work, step, block)
+                if cutlass.const_expr(config.stores_early):
+                    put_ds(work, step, block)
             next_block = 0 if ends else block + 1
             work.issue_s(following, next_block)
-            warpgroup.wait_group(1)  # dV
-            if cutlass.const_expr(config.needs_ds and not config.late):
-                store_ds(work, step, block)
+            if cutlass.const_expr(config.needs_ds and not config.stores_early):
+                put_ds(work, step, block)
             if cutlass.const_expr(ends):
-                exchange.issue_dq(work, step, place, (head_before, tile_before))
+                exchange.issue_dq(work, step, place)
             if cutlass.const_expr(config.wants_k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):
                 exchange.hand_on(work, step)
-                if step + config.ahead < tile.steps:
-                    exchange.fetch(work, step + config.ahead, (head_ahead, tile_ahead))
-                head_ahead, tile_ahead = tile.following(head_ahead, tile_ahead)
+                exchange.fetch_ahead(work, step, place)
             makes_dq = ends and config.wants_q
             if cutlass.const_expr(config.weighs_early or not makes_dq):
                 warpgroup.wait_group(makes_dq + config.wants_k)  # S
             if cutlass.const_expr(config.weighs_early):
                 make_p(work, following, next_block, (head, query_tile))
             if cutlass.const_expr(ends):
-                exchange.take_dq(work, step, place, (head_before, tile_before))
-                head_before, tile_before = place
-    exchange.add_last(work)
+                exchange.take_dq(work, step, place)
     warpgroup.wait_group(0)
-    results.finish(work, (head_before, tile_before))
+    results.finish(work)
+
+
+@cute.jit
+def begin(work):
+    """The first loads, and S of the first block."""
+    config, tile, channels = work.config, work.tile, work.channels
+    exchange.fetch_first(work)
+    channels["k_full"].wait(0)
+    if cutlass.const_expr(config.scatters):  # noqa: SIM102
+        if tile.has_unseen_keys:
+            channels["v_full"].wait(0)
+    clear_unseen_keys(work)
+    if cutlass.const_expr(config.keys_in_registers):
+        read_keys(work, work.shared.k, work.mma.k)
+    wait_queries(work, Int32(0))
+    clear_unseen_rows(work, tile.start, Int32(0))
+    exchange.stand_apart(work)
+    work.issue_s(0, 0)
+    channels["v_full"].wait(0)
+    if cutlass.const_expr(config.keys_in_registers):
+        read_keys(work, work.shared.v, work.mma.v)
+    warpgroup.wait_group(0)
 
 
 @cute.jit
@@ -287,20 +290,25 @@ def read_keys(work, base, operand: cute.Tensor):
 
 
 @cute.jit
+def put_ds(work, step, block: cutlass.Constexpr):
+    """dS of a block as operand of dK, and in shared memory."""
+    keep(work.mma.dp, work.mma.ds_rows)
+    exchange.wait_room(work, step, block)
+    store_ds(work, step, block)
+
+
+@cute.jit
 def store_ds(work, step, block: cutlass.Constexpr):
-    """dS^T of the consumer's keys and a block of queries as an operand in registers, and where it is one to shared
-    memory, a row a key."""
-    config, mma = work.config, work.mma
-    keep(mma.dp, mma.ds_rows)
-    if cutlass.const_expr(config.ds_stages > 0):
-        exchange.wait_room(work, step, block)
-        words = cute.recast_tensor(flat(mma.ds_rows), Int32)
-        stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
-        base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
-        if cutlass.const_expr(config.stores_bias):
-            bias.store_columns(base, work.thread, words)
-        else:
-            store_rows(base, work.thread, words)
+    """dS^T of the consumer's keys and a block of queries to shared memory, a row a key."""
+    config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
+    if cutlass.const_expr(config.ds_stages == 0):
+        return
+    stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
+    base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
+    if cutlass.const_expr(config.stores_bias):
+        bias.store_columns(base, work.thread, words)
+    else:
+        store_rows(base, work.thread, words)
 
 
 class PlaceInRows(NamedTuple):

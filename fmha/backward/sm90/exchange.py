@@ -49,21 +49,22 @@ def wait_room(work, step, block: cutlass.Constexpr):
 
 
 @cute.jit
-def issue_dq(work, step, place, before):
-    """dQ of the step, or, late, of the one before: of the first step that of anything, which nobody adds.
-    place, before: (query head, query tile) of the step and of the one before."""
+def issue_dq(work, step, place):
+    """dQ of the step, or, late, of the one before: of the first step that of anything, which nobody adds. S of the
+    next step has been issued, behind dV."""
+    warpgroup.wait_group(1)  # dV
     if cutlass.const_expr(work.config.late):
         if step > 0:
             work.channels["ds_full"].wait(step - 1)
         work.issue_dq(step + 1)  # the other stage
     else:
-        meet(work, step, place, before)
+        meet(work, step, place)
         if cutlass.const_expr(work.config.wants_q):
             work.issue_dq(step)
 
 
 @cute.jit
-def meet(work, step, place, before):
+def meet(work, step, place):
     """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. What the
     copy engine has waited for goes out: dQ of the step before, dS as dbias."""
     config = work.config
@@ -74,7 +75,7 @@ def meet(work, step, place, before):
         bias.store(work, step, place)
     if cutlass.const_expr(config.stages_dq):  # noqa: SIM102
         if step > 0:
-            results.send_queries(work, before)
+            results.send_queries(work, work.tile.preceding(*place))
 
 
 @cute.jit
@@ -86,14 +87,14 @@ def hand_on(work, step):
 
 
 @cute.jit
-def take_dq(work, step, place, before):
+def take_dq(work, step, place):
     """What ``issue_dq`` has issued leaves its registers."""
     if cutlass.const_expr(work.config.wants_q):
         warpgroup.wait_group(int(work.config.wants_k))
     if cutlass.const_expr(work.config.late):
-        work.channels["ds_empty"].arrive_warp(step)
+        work.channels["ds_empty"].arrive_behind_collective(step)
         if step > 0:
-            results.take_queries(work, step - 1, before)
+            results.take_queries(work, step - 1, work.tile.preceding(*place))
     elif cutlass.const_expr(work.config.wants_q):
         results.take_queries(work, step, place)
 
@@ -110,18 +111,36 @@ def add_last(work):
 
 
 @cute.jit
-def fetch_keys(work):
-    """Loads of K and V, by one warp of the CTA."""
+def fetch_first(work):
+    """The first loads of a tile, by the first warp: K and Q, then V, and so many steps as are fetched ahead."""
     if work.index < WARP_THREADS:
-        load_keys(work.config, work.channels, work.shared, work.operands, *work.loads, work.tile)
+        tile = work.tile
+        place = (tile.kv_head * tile.group, tile.start)
+        fetch_keys(work, "k")
+        for step in cutlass.range(cutlass.min(work.config.ahead, tile.steps), unroll=1):
+            fetch(work, step, place)
+            place = tile.following(*place)
+            if step == 0:
+                fetch_keys(work, "v")
 
 
 @cute.jit
-def fetch(work, step, place):
-    """Loads of a step, by one warp of the CTA, to where all are done with what stood there."""
-    if work.index < WARP_THREADS:
-        head, query_tile = place
-        tensors = (work.config, work.channels, work.shared, work.operands, *work.loads)
-        load_step(*tensors, work.tile, step, head, query_tile, waits=False)
-        if cutlass.const_expr(work.config.bias_tiles):
-            bias.fetch(work, step, head, query_tile)
+def fetch_ahead(work, step, place):
+    """Loads of the step that comes ``ahead`` steps later, by the first warp, to where all have read."""
+    ahead = work.config.ahead
+    if Boolean(work.index < WARP_THREADS) & Boolean(step + ahead < work.tile.steps):
+        for _ in range(ahead):
+            place = work.tile.following(*place)
+        fetch(work, step + ahead, place)
+
+
+def fetch_keys(work, name: str) -> None:
+    load_keys(name, work.config, work.channels, work.shared, work.operands, *work.loads, work.tile)
+
+
+def fetch(work, step, place) -> None:
+    config, (head, query_tile) = work.config, place
+    tensors = (config, work.channels, work.shared, work.operands, *work.loads)
+    load_step(*tensors, work.tile, step, head, query_tile, waits=False)
+    if config.bias_tiles:
+        bias.fetch(work, step, head, query_tile)

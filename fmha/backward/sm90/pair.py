@@ -86,7 +86,7 @@ def make_p(work):
 @cute.jit
 def make_ds(work):
     """dS, dK, and half of dQ."""
-    config, tile, channels = work.config, work.tile, work.channels
+    config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
     channels["do_full"].wait(0)
     work.issue_dp(0, 0)
     warpgroup.wait_group(0)
@@ -102,7 +102,9 @@ def make_ds(work):
         if cutlass.const_expr(config.needs_ds):
             cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
             derive_from_shared(work, step, place, tile.needs_mask(query_tile, 0))
-            consumer.store_ds(work, step, 0)
+            keep(mma.dp, mma.ds_rows)
+            if cutlass.const_expr(config.wants_q):
+                consumer.store_ds(work, step, 0)
             work.barrier()
         head, query_tile = tile.following(head, query_tile)
         following = cutlass.min(step + 1, last)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import THREAD_ROWS, flat, store_row
+from warpspec.common.wgmma import flat
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.device.turns import end_turn, end_warp_turn, wait_turn, wait_warp_turn
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
+from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
 from warpspec.fmha.features import FP32_BYTES
+from warpspec.fmha.sm90.staging import CHUNKS, LOADS, TILE_WORDS, chunk_read, load_chunk, row_read, store_rows
 
+CHUNK = 8  # 16-bit numbers of a 16-byte store
 VECTOR = 4  # fp32 numbers of one 16-byte store
 
 
@@ -110,13 +113,13 @@ def pass_turn(work, step, number, lane):
 
 
 @cute.jit
-def finish(work, place):
-    """The last step's dQ; what is under way must leave shared memory before the CTA ends."""
+def finish(work):
+    """The last step's dQ, if it is staged; what is under way must leave shared memory before the CTA ends."""
     config, lane = work.config, work.thread % WARP_THREADS
     if cutlass.const_expr(config.stages_dq):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        send_queries(work, place)
+        send_queries(work, work.tile.last)
         pass_turn(work, work.tile.steps - 1, staging(work)[0], lane)
     if cutlass.const_expr(config.stores_bias):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -132,12 +135,25 @@ def write_keys(work) -> None:
 
 @cute.jit
 def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
-    """Values times a factor to the thread's keys of dK or dV."""
-    config, tile = work.config, work.tile
+    """Values times a factor to the consumer's rows of dK or dV, in 16 bits, by lines of 128 bytes: each warp takes its
+    16 rows, 64 columns at a time, through 2 KiB of the stage behind the last Q's, which nobody reads any more."""
+    config, tile, thread = work.config, work.tile, work.thread
     batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
+    stage = work.shared.q.toint() + tile.steps % config.q_stages * config.query_tile_bytes
+    base = stage + Int32(work.consumer) * (CONSUMER_KEYS * tma.ROW_BYTES)
     values.store(values.load() * factor)
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        key = tile.first_key + work.key(r)
-        row = cutlass.min(tile.place.first_key + key, tensor.shape[1] - 1)
-        store_row(values, r, work.member, tensor[batch, row, tile.kv_head, None], Boolean(key < keys))
+    narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
+    narrow.store(values.load().to(tensor.element_type))
+    words = cute.logical_divide(cute.recast_tensor(narrow, Int32), cute.make_layout(TILE_WORDS))
+    for block in cutlass.range_constexpr(config.blocks):
+        cute.arch.sync_warp()
+        store_rows(base, thread, words[None, block])
+        cute.arch.sync_warp()
+        for load in cutlass.range_constexpr(LOADS):
+            key = tile.first_key + work.first_row + row_read(thread, load)
+            if key < keys:
+                target = tensor[batch, tile.place.first_key + key, tile.kv_head, None]
+                part = cute.local_tile(target, (CHUNK,), (block * CHUNKS + chunk_read(thread),))
+                chunk = load_chunk(base, thread, load)
+                cute.autovec_copy(cute.recast_tensor(chunk, tensor.element_type), part)
