@@ -14,7 +14,8 @@ import torch
 
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.combine import COMBINE
-from warpspec.fmha.launch import architecture, combine_config
+from warpspec.fmha.join import JOIN
+from warpspec.fmha.launch import architecture, combine_config, join_config
 from warpspec.fmha.plan import choose_config
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
@@ -68,7 +69,7 @@ CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
 PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
 PAGE_SIZES = (16, 64)
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256)
 DECODE_QUERIES = (1, 2, 4, 8)  # more than one: speculated
 PREFILL_QUERIES = (16, 32, 64, 128, 256, 1024, 4096, 16384)
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -147,4 +148,6 @@ def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Ker
         wanted[package.ATTENTION, config] = None
         if splits > 1:
             wanted[COMBINE, combine_config(problem, splits)] = None
+        if config.chunked:
+            wanted[JOIN, join_config(problem, config)] = None
     return list(wanted)

@@ -13,6 +13,7 @@ from warpspec.common.hardware import GPUS
 from warpspec.common.launch import Target
 from warpspec.fmha import launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.join import JOIN
 from warpspec.fmha.problem import AttentionProblem
 
 
@@ -26,6 +27,8 @@ def asked_for(found, target):
     yield launch.architecture(target.arch).ATTENTION, planned.config
     if planned.splits > 1:
         yield COMBINE, launch.combine_config(found, planned.splits)
+    if planned.config.chunked:
+        yield JOIN, launch.join_config(found, planned.config)
 
 
 @pytest.mark.parametrize("arch", GPUS)
