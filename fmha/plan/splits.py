@@ -9,8 +9,8 @@ Its constants are counted from the instruction set and data sheets, or assumed; 
 - CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA. Persistent CTAs set up their later
   tiles in half the time: loads of the next begin before this one's end.
 - Where ``loads`` says how fast an SM and the whole GPU load, that counts, and the launch takes no less than its bytes.
-  Parts of split keys have only so much of the GPU one on an SM: the combine launch of the call before still has room on
-  the others, so that further parts go where one is already.
+  Of parts of split keys only so many, a share of the SMs, are one on an SM: further ones were seen to meet on SMs, it
+  seems because the combine launch of the call before still has its CTAs on the others.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
   launch, at FILL_BYTES by all SMs; reading takes at least LOAD_CLOCKS a round of loads that a thread makes.
   COMBINE_CLOCKS come on top.
