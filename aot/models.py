@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.combine import COMBINE
-from warpspec.fmha.join import JOIN
-from warpspec.fmha.launch import architecture, combine_config, join_config
+from warpspec.fmha.launch import architecture, second_kernel
 from warpspec.fmha.plan import choose_config
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
@@ -146,8 +144,7 @@ def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Ker
     for problem in found:
         config, splits = choose_config(package.AttentionConfig, problem, target)
         wanted[package.ATTENTION, config] = None
-        if splits > 1:
-            wanted[COMBINE, combine_config(problem, splits)] = None
-        if config.chunked:
-            wanted[JOIN, join_config(problem, config)] = None
+        second = second_kernel(problem, config, splits)
+        if second is not None:
+            wanted[second] = None
     return list(wanted)

@@ -6,14 +6,14 @@ where the keys are split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from warpspec.common.launch import Target
+from warpspec.common.launch import Kernel, Target
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, dtype_name
@@ -111,12 +111,17 @@ def prepare(problem: AttentionProblem, target: Target, seed: int = 0) -> Prepare
     attention = architecture(target.arch).ATTENTION.launcher(found.config, target, seed=seed)
     if found.config.queued and target.native:
         prepare_reserve(target.device)
-    combine = None
-    if found.splits > 1:
-        combine = COMBINE.launcher(combine_config(problem, found.splits), target, seed=seed)
-    if found.config.chunked:
-        combine = JOIN.launcher(join_config(problem, found.config), target, seed=seed)
+    second = second_kernel(problem, found.config, found.splits)
+    combine = None if second is None else second[0].launcher(second[1], target, seed=seed)
     return Prepared(target, found, launch_numbers(problem, found), attention, combine)
+
+
+def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kernel, Hashable] | None:
+    """The kernel behind an attention kernel of ``config``, with its own: it puts parts or pieces together. None where
+    there are none."""
+    if splits > 1:
+        return COMBINE, combine_config(problem, splits)
+    return (JOIN, join_config(problem, config)) if config.chunked else None
 
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
@@ -149,14 +154,9 @@ def join_config(problem: AttentionProblem, config: KernelFeatures) -> JoinConfig
 def compiled(problem: AttentionProblem, target: Target) -> tuple:
     """What ``cute.compile`` makes of a problem's kernels, the attention kernel first. Needs no GPU."""
     found = plan(problem, target)
-    kernels = [architecture(target.arch).ATTENTION.compiled(found.config, target.arch, native=target.native)]
-    if found.splits > 1:
-        config = combine_config(problem, found.splits)
-        kernels.append(COMBINE.compiled(config, target.arch, native=target.native))
-    if found.config.chunked:
-        config = join_config(problem, found.config)
-        kernels.append(JOIN.compiled(config, target.arch, native=target.native))
-    return tuple(kernels)
+    first = architecture(target.arch).ATTENTION, found.config
+    launched = first, second_kernel(problem, found.config, found.splits)
+    return tuple(one[0].compiled(one[1], target.arch, native=target.native) for one in launched if one)
 
 
 def piece_workspace(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ Its constants are counted from the instruction set and data sheets, or assumed; 
   of one takes as many times as long as there are.
 - CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA. Persistent CTAs set up their later
   tiles in half the time: loads of the next begin before this one's end.
-- Where ``loads`` says how fast an SM and the whole GPU load, that counts, and the launch takes no less than its bytes.
+- ``Loads`` says how fast an SM and the whole GPU load; the launch takes no less than its bytes.
   Of parts of split keys only so many, a share of the SMs, are one on an SM: further ones were seen to meet on SMs, it
   seems because the combine launch of the call before still has its CTAs on the others.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
@@ -47,6 +47,7 @@ class Loads:
     spread: float
 
 
+COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
 # sm_90a, decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200 (docs/notebook.md).
 DECODE_SM90 = Loads(one=28, two=22.5, all=18, spread=0.75)
 
@@ -64,34 +65,25 @@ def choose_splits(
     sm_count: int = GPUS["sm_100a"].sm_count,
     ctas_per_sm: int = 1,
     persistent: bool = False,
-    loads: Loads | None = None,
+    loads: Loads = COUNTED,
 ) -> int:
     """Number of splits with the fewest clocks by the model above; the fewest splits among equals.
 
     m_tiles: CTAs without splits. kv_tiles: KV tiles of the M tile that visits most (``visited_tiles``). rows:
     B * Sq * Hq. tile_m, tile_n: rows and keys of a tile. shared_kv: K and V are one tile. Never more than
-    kv_tiles; 1 where the M tiles fill the device. No split has no tile of the longest M tile. loads: None: each SM
-    FILL_BYTES, however many load.
+    kv_tiles; 1 where the M tiles fill the device. No split has no tile of the longest M tile.
     """
     slots = sm_count * ctas_per_sm
     if m_tiles >= slots or kv_tiles <= 1:
         return 1
-    alone = tile_clocks(head_dim, tile_m, tile_n, shared_kv)
-    bytes_of_tile = tile_bytes(head_dim, tile_n, shared_kv)
-    least = m_tiles * kv_tiles * bytes_of_tile / (sm_count * loads.all) if loads else 0
-
-    def tile_of(together):
-        """Clocks of a tile of each of the CTAs that an SM has."""
-        if loads is None:
-            return alone * together
-        loading = bytes_of_tile / (loads.two if together > 1 else loads.one)
-        return max(products_clocks(head_dim, tile_m, tile_n), loading) * together
+    least = m_tiles * kv_tiles * tile_bytes(head_dim, tile_n, shared_kv) / (sm_count * loads.all)
 
     def clocks(splits):
         parts = m_tiles * splits
         waves = -(-parts // slots)
-        apart = sm_count * loads.spread if loads and splits > 1 else sm_count
-        tile = tile_of(min(ctas_per_sm, math.ceil(parts / apart)))
+        together = min(ctas_per_sm, math.ceil(parts / (sm_count * (loads.spread if splits > 1 else 1))))
+        rate = loads.two if together > 1 else loads.one
+        tile = together * tile_clocks(head_dim, tile_m, tile_n, shared_kv, rate)
         setup = SETUP_CLOCKS * ((waves + 1) / 2 if persistent else waves)
         attention = setup + max(waves * -(-kv_tiles // splits) * tile, least)
         return attention + combine_clocks(splits, rows, head_dim, sm_count)
@@ -101,18 +93,14 @@ def choose_splits(
     return min(sorted(-(-kv_tiles // part) for part in parts), key=clocks)
 
 
-def tile_clocks(head_dim: int, tile_m: int, tile_n: int, shared_kv: bool) -> float:
-    """Clocks of the SM's busiest unit for one tile of tile_m rows by tile_n keys."""
-    return max(
-        products_clocks(head_dim, tile_m, tile_n), tile_bytes(head_dim, tile_n, shared_kv) / FILL_BYTES
-    )
-
-
-def products_clocks(head_dim: int, tile_m: int, tile_n: int) -> float:
-    """The same without loads."""
+def tile_clocks(
+    head_dim: int, tile_m: int, tile_n: int, shared_kv: bool, fill_bytes: float = FILL_BYTES
+) -> float:
+    """Clocks of the SM's busiest unit for one tile of tile_m rows by tile_n keys. fill_bytes: loaded a clock."""
     rate = MMA_FLOPS if tile_m >= MMA_FULL_ROWS else MMA_FLOPS // 2
     mma = 2 * 2 * tile_m * tile_n * head_dim / rate  # QK and PV
-    return max(mma, tile_m * tile_n / EXPONENTIALS)
+    exponentials = tile_m * tile_n / EXPONENTIALS
+    return max(mma, exponentials, tile_bytes(head_dim, tile_n, shared_kv) / fill_bytes)
 
 
 def tile_bytes(head_dim: int, tile_n: int, shared_kv: bool) -> int:

@@ -135,7 +135,7 @@ class StreamConfig:
         """Of a consumer's thread, at least: the accumulator, two chunks of weights (a stage's, of consumers that take
         turns), what is decoded."""
         chunks = self.stage_chunks if self.shape.splits > 1 else 2
-        others = 36 if self.shape.splits > 1 else 48
+        others = 44 if self.shape.splits > 1 else 48
         return self.shape.tall * self.shape.tokens // 2 + chunks * WEIGHT_REGISTERS + others
 
     @property

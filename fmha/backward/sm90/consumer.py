@@ -90,15 +90,12 @@ class Work:
         columns = self.mma.do_columns[None, None, None, stage]
         multiply(self.mma.rows, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
 
-    def issue_dk(self, step, block: int, mma: Products | None = None) -> None:
-        """mma: descriptors, where it is issued in several regions of the program."""
-        mma = mma or self.mma
-        columns = mma.q_columns[None, None, None, step % self.config.q_stages]
-        operand, sums = self.mma.ds_rows, self.mma.dk
-        multiply(mma.rows, sums, operand, columns, True, block * (BLOCK // MMA_K))
+    def issue_dk(self, step, block: int) -> None:
+        columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]
+        multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
 
     def issue_dq(self, step, part: int = 0, mma: Products | None = None) -> None:
-        """part: of the consumer's. mma: as of ``issue_dk``."""
+        """part: of the consumer's. mma: descriptors, where it is issued in several regions of the program."""
         mma = mma or self.mma
         ds = mma.ds[None, None, None, step % self.config.ds_stages]
         multiply(mma.queries, self.mma.dq, ds, mma.k_columns[part][None, None, None, 0], False)
