@@ -357,6 +357,8 @@ def cliffs() -> list[Shape]:
     draw = random.Random("cliffs")
     gpt_oss = {"model": "gpt-oss-120b", "heads_q": 64, "heads_kv": 8, "head_dim": 64, "sink": True}
     llama = {"model": "llama-3-8b", "heads_q": 32, "heads_kv": 8, "head_dim": 128}
+    large = {"model": "llama-3-70b", "heads_q": 64, "heads_kv": 8, "head_dim": 128}
+    split_keys = [(llama, (8, 1, 4096)), (large, (4, 1, 8192)), (llama, (2, 1, 16384))]
 
     def packed(heads, most):
         queries = lengths(draw, 16, most, False)
@@ -366,6 +368,10 @@ def cliffs() -> list[Shape]:
         keys = lengths(draw, batch, most, False)
         taken = {"form": form, "page_size": page_size}
         return AttentionShape("decode", queries=(1,) * batch, keys=keys, **heads, **taken)
+
+    def packed_decode(heads, batch, each):
+        taken = {"form": "packed-paged", "page_size": 64}
+        return AttentionShape("decode", queries=(1,) * batch, keys=(each,) * batch, **heads, **taken)
 
     def mixed(heads):
         queries = (1,) * 64 + (2048,) * 2
@@ -384,6 +390,8 @@ def cliffs() -> list[Shape]:
         *(decoding(llama, 32, 8192, 16, form) for form in ("paged", "packed-paged")),
         *(decoding(gpt_oss, 128, 4096, 64, form) for form in ("paged", "packed-paged")),
         plain("decode", gpt_oss, 64, 1, 8192, window=128),
+        *(plain("decode", heads, *row) for heads, row in split_keys),
+        *(packed_decode(llama, 64, each) for each in (512, 1024)),
         *(mixed(heads) for heads in (llama, gpt_oss)),
         *(packed(heads, 4096) for heads in (gpt_oss, llama)),
         RowShape("softmax", 16, 151936, "bfloat16"),
