@@ -27,7 +27,8 @@ class Block:
     the request, one for each of the thread's rows. bounds: [first, end) of the queries that see each. element(column,
     r): which register has the first of a pair in row r; the second is the next. writes_bias: no other CTA
     has the same dS to write to dbias. started: dP comes less delta. bias_words: of the bias in shared memory
-    (``add_bias_words``). stores_bias: who calls sees to dbias.
+    (``add_bias_words``). stores_bias: who calls sees to dbias. lse: registers that ``read_lse`` has filled; None
+    where ``weigh`` reads shared memory itself.
     """
 
     config: object
@@ -45,6 +46,7 @@ class Block:
     started: bool = False
     bias_words: Callable | None = None
     stores_bias: bool = False
+    lse: cute.Tensor | None = None
 
     @property
     def elements(self) -> list[tuple[int, int, int]]:
@@ -68,6 +70,20 @@ class Block:
         cute.autovec_copy(self.statistics[None, number, column // PAIR], pair)
         return pair
 
+    def read_lse(self) -> None:
+        """lse' of the thread's columns into its registers."""
+        for number, column in enumerate(self.columns):
+            pair = self.statistic(0, column)
+            for j in range(PAIR):
+                self.lse[number * PAIR + j] = pair[j]
+
+    def lse_of(self, column: int):
+        """(PAIR): lse' of a pair of queries."""
+        if self.lse is None:
+            return self.statistic(0, column)
+        first = self.columns.index(column) * PAIR
+        return [self.lse[first + j] for j in range(PAIR)]
+
 
 @cute.jit
 def weigh(block, scores: cute.Tensor, masked):
@@ -76,7 +92,7 @@ def weigh(block, scores: cute.Tensor, masked):
     masked: some row may not see some key.
     """
     for column, registers in block.pairs:
-        lse = block.statistic(0, column)
+        lse = block.lse_of(column)
         for i, j in registers:
             scores[i] = scores[i] * block.scale_log2 - lse[j]
     if cutlass.const_expr(block.bias_words is not None):

@@ -68,17 +68,11 @@ class KeyTile:
         )
         return head + Int32(Boolean(query_tile == self.start)), query_tile
 
-    def preceding(self, head, query_tile) -> tuple:
-        """The (query head, query tile) before one."""
-        before = head - Int32(Boolean(query_tile == self.start))
-        end = self.begin + self.count
-        query_tile = Int32(cutlass.select_(Boolean(query_tile == self.begin), end, query_tile))
-        return before, query_tile - 1
-
     @property
     def last(self) -> tuple:
-        """The (query head, query tile) that is visited last."""
-        return self.preceding((self.kv_head + 1) * self.group, self.start)
+        """The (query head, query tile) that is visited last: the one before the first."""
+        end = Int32(cutlass.select_(Boolean(self.start == self.begin), self.begin + self.count, self.start))
+        return (self.kv_head + 1) * self.group - 1, end - 1
 
     @property
     def has_unseen_keys(self):

@@ -35,6 +35,7 @@ def block_of(work, step, number: int, place) -> Block:
         started=not config.paired,
         bias_words=bias.reader(work, step) if config.bias_tiles else None,
         stores_bias=config.stores_bias,
+        lse=work.lse,
     )
 
 

@@ -210,11 +210,13 @@ class BackwardConfig(BackwardFeatures):
             "do": (Barrier("do_empty", self.do_stages, warps, warp, load, "dP and dV have read dO"),),
         }
         biases = (Barrier("bias_full", BIAS_STAGES, 1, filled, "consumers", "the bias is in shared memory"),)
-        exchanged = (
-            Barrier(
-                "ds_full", 2, warps, warp, "consumers", "dS is there, dO and the Q before it have been read"
-            ),
-            Barrier("ds_empty", 2, warps, warp, "consumers", "dQ of the step before has read its dS"),
+        exchanged = Barrier(
+            "exchanged",
+            self.ds_stages,
+            warps,
+            warp,
+            "consumers",
+            "dS is there, dQ has read that of the step before, dV dO, and dK the Q before it",
         )
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
@@ -224,5 +226,5 @@ class BackwardConfig(BackwardFeatures):
             *(biases if self.bias_tiles else ()),
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
             *(released["do"] if self.paired else ()),
-            *(exchanged if self.late else ()),
+            *((exchanged,) if self.late else ()),
         )

@@ -6,8 +6,10 @@ keys of the tile add. Each block of 64 queries finds its S finished; the next on
 made, so that the tensor core has work under every part of the arithmetic:
 
     issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory |
-    behind the tile's last block: issue dQ (``exchange``) | issue dK | wait dQ | dQ to global memory
+    behind the tile's last block: issue dQ (``exchange``) | issue dK | read the next lse' | wait dQ | add dQ to global
+    memory
 
+lse' is in registers before these additions queue in front of all that a thread reads from shared memory.
 At D 64 P is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
 dP starts from -delta. The first warp also loads. So there is no warp for the loads alone, and threads may have 255
 registers each: with fewer ptxas runs the products one by one. For the same reason all that reads a product's registers
@@ -21,12 +23,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common import tma
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.wgmma import (
+    COLUMNS,
+    PAIR,
     QUAD,
     ROW_DISTANCE,
     THREAD_ROWS,
@@ -49,7 +53,8 @@ from warpspec.fmha.sm90.staging import load_words, store_rows
 class Work:
     """A consumer's part of a key tile. first_row: of the tile, the consumer's first. thread: 0..127 of it; row: the
     thread's first of 64 rows; member: of the quad. bounds: [first, end) of the queries that see each of the thread's
-    keys. loads: descriptors, and what they are of."""
+    keys. loads: descriptors, and what they are of. lse: registers for those of the next block's queries; a pair reads
+    them where it needs them."""
 
     config: object
     channels: dict
@@ -65,6 +70,7 @@ class Work:
     member: Int32
     bounds: tuple
     loads: tuple
+    lse: cute.Tensor | None
 
     def key(self, r: int):
         """Key of the thread's row r, in the tile."""
@@ -158,6 +164,7 @@ def consume(
         lane % QUAD,
         bounds,
         loads,
+        None if config.paired else cute.make_rmem_tensor(BLOCK // COLUMNS * PAIR, Float32),
     )
     if cutlass.const_expr(mma.dk is not None):
         mma.dk.fill(0.0)
@@ -178,13 +185,15 @@ def consume(
 def go_through(work):
     """All steps of a tile; a late dQ of the last is not added yet."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
-    head, query_tile = tile.kv_head * tile.group, tile.start
-    begin(work)
+    place = (tile.kv_head * tile.group, tile.start)  # (query head, query tile)
+    before = place  # that of the step before
+    fetched = begin(work)  # that of the step whose loads are issued next
+    block_of(work, Int32(0), 0, place).read_lse()
     if cutlass.const_expr(config.weighs_early):
-        make_p(work, Int32(0), 0, (head, query_tile))
+        make_p(work, Int32(0), 0, place)
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
-        place = (head, query_tile)
+        next_place = place
         channels["do_full"].wait(step)
         for block in cutlass.range_constexpr(config.query_blocks):
             ends = block + 1 == config.query_blocks
@@ -204,8 +213,8 @@ def go_through(work):
                 following = cutlass.min(step + 1, last)
                 wait_queries(work, following)
                 if step < last:
-                    head, query_tile = tile.following(head, query_tile)
-                    clear_unseen_rows(work, query_tile, step + 1)
+                    next_place = tile.following(*place)
+                    clear_unseen_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.needs_ds):
                 warpgroup.wait_group(int(config.wants_v))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
@@ -216,28 +225,30 @@ def go_through(work):
             if cutlass.const_expr(config.needs_ds and not config.stores_early):
                 put_ds(work, step, block)
             if cutlass.const_expr(ends):
-                exchange.issue_dq(work, step, place)
+                exchange.issue_dq(work, step, place, before)
             if cutlass.const_expr(config.wants_k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):
-                exchange.hand_on(work, step)
-                exchange.fetch_ahead(work, step, place)
+                exchange.fetch_ahead(work, step, fetched)
+                fetched = tile.following(*fetched)
+            block_of(work, following, next_block, next_place).read_lse()
             makes_dq = ends and config.wants_q
             if cutlass.const_expr(config.weighs_early or not makes_dq):
                 warpgroup.wait_group(makes_dq + config.wants_k)  # S
             if cutlass.const_expr(config.weighs_early):
-                make_p(work, following, next_block, (head, query_tile))
+                make_p(work, following, next_block, next_place)
             if cutlass.const_expr(ends):
-                exchange.take_dq(work, step, place)
+                exchange.take_dq(work, step, place, before)
+        before, place = place, next_place
     warpgroup.wait_group(0)
     results.finish(work)
 
 
 @cute.jit
 def begin(work):
-    """The first loads, and S of the first block."""
+    """The first loads, and S of the first block. Returns what ``exchange.fetch_first`` does."""
     config, tile, channels = work.config, work.tile, work.channels
-    exchange.fetch_first(work)
+    fetched = exchange.fetch_first(work)
     channels["k_full"].wait(0)
     if cutlass.const_expr(config.scatters):  # noqa: SIM102
         if tile.has_unseen_keys:
@@ -253,6 +264,7 @@ def begin(work):
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.v, work.mma.v)
     warpgroup.wait_group(0)
+    return fetched
 
 
 @cute.jit
@@ -290,7 +302,7 @@ def read_keys(work, base, operand: cute.Tensor):
 def put_ds(work, step, block: cutlass.Constexpr):
     """dS of a block as operand of dK, and in shared memory."""
     keep(work.mma.dp, work.mma.ds_rows)
-    exchange.wait_room(work, step, block)
+    exchange.wait_other(work, step, block)
     store_ds(work, step, block)
 
 

@@ -1,8 +1,9 @@
 """How dS of both consumers reaches the products of dQ, to which all keys of a tile add.
 
-*Late*: a step issues dQ of the step before, whose dS the other consumer has stored meanwhile (ds_full, ds_empty). So
-the consumers need not be in step: the second begins half a step after the first, and while one makes P and dS, the
-other's products run.
+*Late*: a step issues dQ of the step before, whose dS the other consumer has stored meanwhile. So the consumers need not
+be in step: the second begins half a step after the first, and while one makes P and dS, the other's products run. One
+mbarrier a step says all that they must know of each other (exchanged): a consumer arrives when its dS is stored and its
+dQ of the step before is there, and waits for both before it stores the next dS.
 
 *Meeting*, where shared memory has no room for another stage of Q and dO (gradients of a bias by TMA, dQ in a fixed
 order), or no dQ is wanted: a step issues its own dQ, behind a barrier of both.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.hardware import WARP_THREADS
@@ -41,30 +42,29 @@ def let_go(work, step, block: cutlass.Constexpr):
 
 
 @cute.jit
-def wait_room(work, step, block: cutlass.Constexpr):
-    """Nobody reads any more what a step's dS replaces."""
+def wait_other(work, step, block: cutlass.Constexpr):
+    """Late: both consumers are through with the step before. So its dS is there, for dQ, and nobody reads any more what
+    the step's dS replaces."""
     if cutlass.const_expr(work.config.late and block == 0):  # noqa: SIM102
         if step > 0:
-            work.channels["ds_empty"].wait(step - 1)
+            work.channels["exchanged"].wait(step - 1)
 
 
 @cute.jit
-def issue_dq(work, step, place):
+def issue_dq(work, step, place, before):
     """dQ of the step, or, late, of the one before: of the first step that of anything, which nobody adds. S of the
-    next step has been issued, behind dV."""
+    next step has been issued, behind dV. place, before: (query head, query tile) of the step and of the one before."""
     warpgroup.wait_group(1)  # dV
     if cutlass.const_expr(work.config.late):
-        if step > 0:
-            work.channels["ds_full"].wait(step - 1)
         work.issue_dq(step + 1)  # the other stage
     else:
-        meet(work, step, place)
+        meet(work, step, place, before)
         if cutlass.const_expr(work.config.wants_q):
             work.issue_dq(step)
 
 
 @cute.jit
-def meet(work, step, place):
+def meet(work, step, place, before):
     """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. What the
     copy engine has waited for goes out: dQ of the step before, dS as dbias."""
     config = work.config
@@ -75,26 +75,19 @@ def meet(work, step, place):
         bias.store(work, step, place)
     if cutlass.const_expr(config.stages_dq):  # noqa: SIM102
         if step > 0:
-            results.send_queries(work, work.tile.preceding(*place))
+            results.send_queries(work, before)
 
 
 @cute.jit
-def hand_on(work, step):
-    """Late: the consumer's dS is there, and dO of the step, and Q of the one before, have been read."""
-    if cutlass.const_expr(work.config.late):
-        cute.arch.fence_proxy("async.shared", space="cta")
-        work.channels["ds_full"].arrive_warp(step)
-
-
-@cute.jit
-def take_dq(work, step, place):
+def take_dq(work, step, place, before):
     """What ``issue_dq`` has issued leaves its registers."""
     if cutlass.const_expr(work.config.wants_q):
         warpgroup.wait_group(int(work.config.wants_k))
     if cutlass.const_expr(work.config.late):
-        work.channels["ds_empty"].arrive_behind_collective(step)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        work.channels["exchanged"].arrive_warp(step)
         if step > 0:
-            results.take_queries(work, step - 1, work.tile.preceding(*place))
+            results.take_queries(work, step - 1, before)
     elif cutlass.const_expr(work.config.wants_q):
         results.take_queries(work, step, place)
 
@@ -104,7 +97,7 @@ def add_last(work):
     """dQ of the last step of a tile."""
     if cutlass.const_expr(work.config.late):
         last = work.tile.steps - 1
-        work.channels["ds_full"].wait(last)
+        work.channels["exchanged"].wait(last)
         work.issue_dq(last, mma=other_products(work))
         warpgroup.wait_group(0)
         results.take_queries(work, last, work.tile.last)
@@ -112,26 +105,29 @@ def add_last(work):
 
 @cute.jit
 def fetch_first(work):
-    """The first loads of a tile, by the first warp: K and Q, then V, and so many steps as are fetched ahead."""
-    if work.index < WARP_THREADS:
-        tile = work.tile
-        place = (tile.kv_head * tile.group, tile.start)
+    """The first loads of a tile, by the first warp: K and Q, then V, and so many steps as are fetched ahead. Returns
+    the (query head, query tile) of the step behind these."""
+    loads, tile = work.index < WARP_THREADS, work.tile
+    place = (tile.kv_head * tile.group, tile.start)
+    if loads:
         fetch_keys(work, "k")
-        for step in cutlass.range(cutlass.min(work.config.ahead, tile.steps), unroll=1):
-            fetch(work, step, place)
-            place = tile.following(*place)
-            if step == 0:
+    for step in cutlass.range_constexpr(work.config.ahead):
+        if Boolean(loads) & Boolean(step < tile.steps):
+            fetch(work, Int32(step), place)
+        place = tile.following(*place)
+        if cutlass.const_expr(step == 0):  # noqa: SIM102
+            if loads:
                 fetch_keys(work, "v")
+    return place
 
 
 @cute.jit
 def fetch_ahead(work, step, place):
-    """Loads of the step that comes ``ahead`` steps later, by the first warp, to where all have read."""
-    ahead = work.config.ahead
-    if Boolean(work.index < WARP_THREADS) & Boolean(step + ahead < work.tile.steps):
-        for _ in range(ahead):
-            place = work.tile.following(*place)
-        fetch(work, step + ahead, place)
+    """Loads of the step that comes ``ahead`` steps later, by the first warp, to where all have read. place: its (query
+    head, query tile)."""
+    step += work.config.ahead
+    if Boolean(step < work.tile.steps) & Boolean(work.index < WARP_THREADS):
+        fetch(work, step, place)
 
 
 def fetch_keys(work, name: str) -> None:
