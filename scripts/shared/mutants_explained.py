@@ -73,7 +73,7 @@ EXPLAINED = (
         "the products join the next group, which is waited for before the stage is handed back",
     ),
     (
-        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:200",
+        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:206",
         "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",
     ),
     (
@@ -81,15 +81,11 @@ EXPLAINED = (
         "consumers are half a step apart for speed: it orders no memory",
     ),
     (
-        r"`wgmma\.(commit|wait)_group.*sm90/exchange\.py:55",
-        "dV: ds_empty of the step comes behind it, too, and whoever fetches over dO has waited for that",
+        r"`wgmma\.(commit|wait)_group.*sm90/exchange\.py:57",
+        "dV: exchanged of the step comes behind it, too, and whoever fetches over dO has waited for that",
     ),
     (
-        r"try_wait.*behind sm90/(exchange\.py:58|consumer\.py:207), before sm90/consumer\.py:103",
-        "ds_full: ds_empty of the same step comes behind it, and has been waited for before dS was stored",
-    ),
-    (
-        r"`wgmma\.commit.*before sm90/arithmetic\.py:50",
+        r"`wgmma\.commit.*before sm90/arithmetic\.py:51",
         "of the next S: it joins the group of dQ, which is waited for before P is made",
     ),
     (r"`bar\.warp.*backward/sm90/results\.py", "stmatrix gathers the warp itself"),
