@@ -29,7 +29,11 @@ class Gathers:
     """What a configuration adds whose keys are gathered.
 
     format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
-    depth: groups of eight FP8 keys that a producer warp has under way. float8: of the result.
+    depth: groups of eight FP8 keys that a producer warp has under way. float8: of the result. staged: FP8 rows are
+    copied to shared memory and converted from there, instead of being loaded to registers. addresses_first: of bf16
+    rows, all of a tile before it may be filled. pv_first: PV of the other consumer's tile comes before QK.
+    divides_fast: slots by page sizes, by multiplication. one_factor: FP8 keys are multiplied once where no scale of the
+    warp's eight is large.
     """
 
     format: str = "v4-fp8"
@@ -38,6 +42,11 @@ class Gathers:
     rotate_back: bool = False
     depth: int = 2
     float8: bool = False
+    staged: bool = False
+    addresses_first: bool = False
+    pv_first: bool = False
+    divides_fast: bool = False
+    one_factor: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
@@ -45,6 +54,7 @@ class Gathers:
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
         assert self.normalize or not self.float8
+        assert not (self.copies and self.staged)
 
     @classmethod
     def of(cls, **options):
@@ -90,9 +100,15 @@ class Gathers:
         return self.kv_stages * self.tile_n // (8 * MASK_BYTES)
 
     @property
+    def raw_bytes(self) -> int:
+        """A producer warp's own place for eight FP8 keys as they are: five vectors of 16 bytes and a word a lane."""
+        return WARP_THREADS * (5 * 16 + 4) if self.staged else 0
+
+    @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         masks = ("masks", self.mask_words * MASK_BYTES, "which keys of each KV tile are there")
-        return (*super().smem_regions, masks)
+        raw = ("raw", WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes, "the next tile's first FP8 keys")
+        return (*super().smem_regions, masks, *([raw] if self.staged else []))
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

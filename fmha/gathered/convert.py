@@ -24,29 +24,45 @@ FIELD_BIAS = 127
 NAN_PAIR = 0x7FC07FC0
 LOW_BITS, ONES, HIGH_BITS = 0x7F7F7F7F, 0x01010101, 0x80808080
 SCALE_NAN = 255
+SMALL = LARGEST_FIELD - EXPONENT_GAP  # the largest scale whose factor is one power of two
+BELOW_LARGE = 0x7F - SMALL + 128  # a scale that is larger, less 128, makes bit 7 when this is added
 
 
 @cute.jit
-def to_bf16(words: cutlass.Constexpr, scale: Uint32) -> list:
-    """Words of two bf16 of words of four e4m3, times 2**(scale - 127). scale: ue8m0, 255 for NaN.
+def to_bf16(words: cutlass.Constexpr, scale: Uint32, small: cutlass.Constexpr = False) -> list:
+    """Words of two bf16 of words of four e4m3, times 2**(scale - 127). scale: ue8m0, 255 for NaN. small: it is no more
+    than SMALL, and one multiplication is enough.
 
     Any e4m3 NaN among them makes all NaN: its bits would pass for 480.
     """
     field = scale + EXPONENT_GAP
-    most = cutlass.min(field, Uint32(LARGEST_FIELD))
+    most = field
+    if cutlass.const_expr(not small):
+        most = cutlass.min(field, Uint32(LARGEST_FIELD))
     factor, rest = pair_of(most), pair_of(field - most + FIELD_BIAS)
     marks = Uint32(0)
     for word in words:
         marks = marks | ((word & Uint32(LOW_BITS)) + Uint32(ONES))
-    bad = Boolean((marks & Uint32(HIGH_BITS)) != 0) | Boolean(scale == SCALE_NAN)
+    bad = Boolean((marks & Uint32(HIGH_BITS)) != 0)
+    if cutlass.const_expr(not small):
+        bad = bad | Boolean(scale == SCALE_NAN)
     factor = Uint32(cutlass.select_(bad, Uint32(NAN_PAIR), factor))
     out = cute.make_rmem_tensor(2 * len(words), Uint32)
     for i in cutlass.range_constexpr(len(words)):
         for half, order in enumerate((BYTES_LOW, BYTES_HIGH)):
             spread = permute(words[i], order)
             moved = (spread << EXPONENT_SHIFT) & Uint32(FIELDS)
-            out[2 * i + half] = multiply_bf16x2(multiply_bf16x2(moved, factor), rest)
+            product = multiply_bf16x2(moved, factor)
+            if cutlass.const_expr(not small):
+                product = multiply_bf16x2(product, rest)
+            out[2 * i + half] = product
     return [out[i] for i in range(2 * len(words))]
+
+
+def some_large(scales: Uint32) -> Boolean:
+    """One of four scales is larger than SMALL."""
+    marks = (scales & Uint32(LOW_BITS)) + Uint32(ONES * BELOW_LARGE)
+    return Boolean((marks & scales & Uint32(HIGH_BITS)) != 0)
 
 
 def pair_of(field: Uint32) -> Uint32:

@@ -19,7 +19,7 @@ from warpspec.common import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.words import permute, shuffle_address
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.gathered.convert import to_bf16
+from warpspec.fmha.gathered.convert import some_large, to_bf16
 from warpspec.fmha.gathered.task import WORD_BYTES, Gathered, place_of, task_at
 
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
@@ -27,7 +27,9 @@ MEMBERS = 4  # lanes that load a key together: 64 values of a byte are 16 bytes 
 GROUP_KEYS = WARP_THREADS // MEMBERS  # keys that a warp loads at a time
 NO_SLOT = -1
 BYTE_ALONE = 0x4440  # prmt: one byte below three of zeros
+ALL_SCALES = 0xFFFFFFFF  # bytes of a part's word that are scales: four in the first part, three in the second
 LINE_BYTES = 128  # that a prefetch brings
+RAW_PAIR = 2 * WARP_THREADS * VECTOR_BYTES  # bytes of two vectors of a warp's lanes
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def gather(
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
     fill = copy_tiles if cutlass.const_expr(config.copies) else convert_tiles
+    if cutlass.const_expr(config.staged):
+        fill = stage_tiles
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
         task = task_at(config, operands, units, index)
         if task.span.count > 0:
@@ -138,9 +142,148 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
 
 
 @cute.jit
+def stage_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
+    """A task's tiles of FP8 rows, by copies to shared memory, of which each lane reads its own, and registers. use: KV
+    tiles that came before.
+
+    A tile's first group of keys is on its way a tile ahead, to the warp's own place. The others come to where they
+    will stand converted, as soon as the tile may be filled, under the conversion of the first. So no load of a loop's
+    next turn is ever waited for: ptxas gives all of these one scoreboard, and a wait for one is a wait for all.
+    """
+    config, groups = loader.config, loader.groups
+    behind = groups - 1  # copies of groups that may be under way when the next is converted
+    words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors), Uint32)
+    warp = loader.part * config.warps_of_part + loader.half
+    first = shared.raw.toint() + warp * config.raw_bytes + loader.lane * VECTOR_BYTES
+    row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
+    copy_raw(loader, first, RAW_PAIR, *source_of(loader, row, scale_at, 0))
+    cute.arch.cp_async_commit_group()
+    slot = look_up(loader, task, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, next_scale_at = locate(loader, task, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, step + 2)
+        sources = [source_of(loader, row, scale_at, group) for group in range(1, groups)]
+        base = begin_tile(loader, channels, shared, use + step, row)
+        block_bytes = config.tile_n * tma.ROW_BYTES
+        group_bytes = GROUP_KEYS * tma.ROW_BYTES
+        inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
+        for group in cutlass.range_constexpr(1, groups):
+            copy_raw(loader, inside + group * group_bytes, block_bytes, *sources[group - 1])
+            cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(behind)
+        scale = load_raw(loader, first, RAW_PAIR, words)
+        store_group(loader, base, 0, words, scale)
+        copy_raw(loader, first, RAW_PAIR, *source_of(loader, next_row, next_scale_at, 0))
+        cute.arch.cp_async_commit_group()
+        for group in cutlass.range(1, groups, unroll=1):
+            cute.arch.cp_async_wait_group(behind)
+            scale = load_raw(loader, inside + group * group_bytes, block_bytes, words)
+            cute.arch.sync_warp()  # before lanes write where others have read
+            store_group(loader, base, group, words, scale)
+            cute.arch.cp_async_commit_group()  # of nothing: as many come behind every group
+        cute.arch.fence_view_async_shared()
+        channels["k_full"].arrive_warp(loader.ring_use(use + step))
+        row, scale_at = next_row, next_scale_at
+    cute.arch.cp_async_wait_group(0)  # zeros of a tile behind the last
+
+
+def source_of(loader, row, scale_at, group) -> tuple:
+    """(address of the row, bytes from there to its scales) of the lane's key of a group."""
+    source = group * GROUP_KEYS + loader.lane // MEMBERS  # the lane that looked the key up
+    return shuffle_address(row, source), Int32(cute.arch.shuffle_sync(scale_at, source))
+
+
+def copy_raw(loader, target, pair_bytes: int, address, scale_at) -> None:
+    """Issue the copies of what the lane converts of its FP8 key, as it is; zeros of a key that is not there. target: of
+    the lane's first vector, in shared memory; two vectors of every lane stand together, pair_bytes from the next."""
+    fmt = loader.config.fmt
+    wanted = Int32(cutlass.select_(Boolean(address != 0), Int32(VECTOR_BYTES), Int32(0)))
+    begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
+    for block in range(loader.converted):
+        copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
+    # The last block: e4m3 of the first part, the tail of the second.
+    chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
+    value = loader.converted * BLOCK + loader.member * VECTOR_BYTES
+    offset = Int32(cutlass.select_(Boolean(loader.part == 1), chunk, value))
+    at = raw_place(loader.converted, pair_bytes)
+    copy_vector(target, at, address + Int64(offset), 0, wanted)
+    chunk = address + Int64(loader.plain_chunk(1) * VECTOR_BYTES)
+    at = raw_place(loader.converted + 1, pair_bytes)
+    copy_vector(target, at, chunk, fmt.tail_offset, wanted * loader.part)
+    at = raw_place(loader.vectors, pair_bytes)
+    cute.arch.inline_ptx(
+        f"cp.async.ca.shared.global [{{$r0}}+{at}], [{{$r1}}], {WORD_BYTES}, {{$r2}};",
+        read_only_args=[
+            target - loader.lane * (VECTOR_BYTES - WORD_BYTES),
+            address + Int64(scale_at + loader.part * loader.blocks),
+            wanted // VECTOR_WORDS,
+        ],
+    )
+
+
+def raw_place(vector: int, pair_bytes: int) -> int:
+    """Bytes from a lane's first vector to another."""
+    return vector // 2 * pair_bytes + vector % 2 * (WARP_THREADS * VECTOR_BYTES)
+
+
+def copy_vector(target, at: int, source, offset: int, wanted) -> None:
+    """16 bytes of source + offset to target + at in shared memory, those beyond the first ``wanted`` zeros."""
+    cute.arch.inline_ptx(
+        f"cp.async.cg.shared.global [{{$r0}}+{at}], [{{$r1}}+{offset}], {VECTOR_BYTES}, {{$r2}};",
+        read_only_args=[target, source, wanted],
+    )
+
+
+def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
+    """words (WORD, VECTOR) become what ``copy_raw`` brought; returns the scales."""
+    outputs = ", ".join(f"{{$w{i}}}" for i in range(VECTOR_WORDS))
+    for vector in range(loader.vectors):
+        loaded = cute.arch.inline_ptx(
+            f"ld.shared.v4.b32 {{{outputs}}}, [{{$r0}}+{raw_place(vector, pair_bytes)}];",
+            write_only_types=[Uint32] * VECTOR_WORDS,
+            read_only_args=[target],
+        )
+        for i in range(VECTOR_WORDS):
+            words[i, vector] = loaded[i]
+    return cute.arch.inline_ptx(
+        f"ld.shared.b32 {{$w0}}, [{{$r0}}+{raw_place(loader.vectors, pair_bytes)}];",
+        write_only_types=[Uint32],
+        read_only_args=[target - loader.lane * (VECTOR_BYTES - WORD_BYTES)],
+    )
+
+
+@cute.jit
 def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
     """A task's tiles of bf16 rows, which go to shared memory without registers: as many bytes are under way as a tile
     has, and none of the next one, whose rows are on their way to L2 meanwhile."""
+    if cutlass.const_expr(loader.config.addresses_first):
+        copy_tiles_at_once(loader, channels, shared, task, use)
+    else:
+        copy_tiles_by_groups(loader, channels, shared, task, use)
+
+
+@cute.jit
+def copy_tiles_at_once(loader, channels: cutlass.Constexpr, shared, task, use):
+    """As ``copy_tiles``: what is known before a tile may be filled is worked out before, so that it is filled in as few
+    instructions as there are copies."""
+    row, _ = locate(loader, task, look_up(loader, task, Int32(0)))
+    slot = look_up(loader, task, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, _ = locate(loader, task, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, step + 2)
+        copy_tile(loader, channels, shared, use + step, row)
+        row = next_row
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        channels["k_full"].arrive_warp(loader.ring_use(use + step))
+
+
+@cute.jit
+def copy_tiles_by_groups(loader, channels: cutlass.Constexpr, shared, task, use):
+    """As ``copy_tiles``."""
     row, _ = locate(loader, task, look_up(loader, task, Int32(0)))
     next_row, _ = locate(loader, task, look_up(loader, task, Int32(1)))
     prefetch(loader, next_row)
@@ -275,6 +418,28 @@ def copy_group(loader, base, row, group) -> None:
             )
 
 
+def copy_tile(loader, channels, shared, number, row) -> None:
+    """Issue the copies of a warp's part of the number-th tile, of bf16 rows, once it may be filled; all that they need
+    is worked out before."""
+    config, swizzle = loader.config, loader.lane // MEMBERS
+    row_bytes, group_bytes = BLOCK * BF16_BYTES, GROUP_KEYS * tma.ROW_BYTES
+    begin = loader.part * (loader.blocks * row_bytes)
+    keys = []
+    for group in range(loader.groups):
+        address = shuffle_address(row, group * GROUP_KEYS + swizzle)
+        wanted = Int32(cutlass.select_(Boolean(address != 0), Int32(VECTOR_BYTES), Int32(0)))
+        keys.append((address + Int64(begin), wanted))
+    base = begin_tile(loader, channels, shared, number, row)
+    target = base + loader.half * (loader.groups * group_bytes) + swizzle * tma.ROW_BYTES
+    places = [target + (swizzle ^ loader.plain_chunk(i)) * VECTOR_BYTES for i in range(2)]
+    for group, (address, wanted) in enumerate(keys):
+        for i in range(2):
+            source = address + Int64(loader.plain_chunk(i) * VECTOR_BYTES)
+            for block in range(loader.blocks):
+                at = block * (config.tile_n * tma.ROW_BYTES) + group * group_bytes
+                copy_vector(places[i], at, source, block * row_bytes, wanted)
+
+
 def load_vector(words: cute.Tensor, vector: int, address: Int64, offset: int, present) -> None:
     """words (WORD, VECTOR): one vector becomes the 16 bytes at address + offset, zeros where not present.
 
@@ -305,6 +470,19 @@ def load_word(address: Int64, present) -> Uint32:
 @cute.jit
 def store_group(loader, base, group, words: cute.Tensor, scales):
     """The lane's part of one key, in bf16, into the tile's part at ``base``: where the 128-byte swizzle puts it."""
+    if cutlass.const_expr(loader.config.one_factor):
+        used = Uint32(cutlass.select_(Boolean(loader.part == 0), Uint32(ALL_SCALES), Uint32(ALL_SCALES >> 8)))
+        if cute.arch.vote_any_sync(some_large(scales & used)):
+            store_values(loader, base, group, words, scales, False)
+        else:
+            store_values(loader, base, group, words, scales, True)
+    else:
+        store_values(loader, base, group, words, scales, False)
+
+
+@cute.jit
+def store_values(loader, base, group, words: cute.Tensor, scales, small: cutlass.Constexpr):
+    """As ``store_group``. small: so are all scales of the warp's keys (``to_bf16``)."""
     swizzle = loader.lane // MEMBERS  # of the key's row: its number in the group
     key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + swizzle
     row = base + key * tma.ROW_BYTES
@@ -313,18 +491,18 @@ def store_group(loader, base, group, words: cute.Tensor, scales):
     converted = row + (swizzle ^ (2 * loader.member)) * VECTOR_BYTES
     plain = row + (swizzle ^ loader.plain_chunk(0)) * VECTOR_BYTES
     for block in cutlass.range_constexpr(loader.converted):
-        store_converted(converted + block * block_bytes, words, block, scales)
+        store_converted(converted + block * block_bytes, words, block, scales, small)
     at = loader.converted * block_bytes
     if loader.part == 0:
-        store_converted(converted + at, words, loader.converted, scales)
+        store_converted(converted + at, words, loader.converted, scales, small)
     else:
         store_plain(plain + at, words, loader.converted)
 
 
-def store_converted(address, words: cute.Tensor, block: int, scales) -> None:
+def store_converted(address, words: cute.Tensor, block: int, scales, small: bool) -> None:
     """16 numbers of the part's block, converted. address: of the first chunk."""
     scale = permute(scales, BYTE_ALONE | block)
-    out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale)
+    out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale, small)
     store_vector(address, out[:VECTOR_WORDS])
     store_vector(address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
 

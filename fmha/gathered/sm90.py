@@ -46,6 +46,7 @@ class Shared(NamedTuple):
     statistics: cute.Pointer
     sums: cute.Pointer
     masks: cute.Tensor
+    raw: cute.Pointer | None
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class GatheredAttention(GatheredHost):
             statistics: cute.struct.MemRange[Float32, config.statistics_bytes // FP32_BYTES]
             sums: cute.struct.MemRange[Float32, config.sums_bytes // FP32_BYTES]
             masks: cute.struct.MemRange[Uint32, config.mask_words]
+            raw: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.consumers * 2 * config.raw_bytes], 16
+            ]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -114,6 +118,7 @@ class GatheredAttention(GatheredHost):
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.masks.get_tensor(cute.make_layout(config.mask_words)),
+            storage.raw.data_ptr() if cutlass.const_expr(config.staged) else None,
         )
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)

@@ -19,12 +19,14 @@ WORD_BYTES = 4
 
 
 class DeviceKeySet(NamedTuple):
-    """pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page."""
+    """pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page; divisor: the
+    same, dividing by which is a multiplication, or None."""
 
     pool: cute.Tensor
     slots: cute.Tensor
     lengths: cute.Tensor | None
     page_size: Int32
+    divisor: cute.FastDivmodDivisorV2 | None = None
 
     def length(self, token) -> Int32:
         """Slots of the token that count."""
@@ -40,7 +42,10 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
     address, scale_at = Int64(0), Int32(0)
     here = Boolean(slot >= 0) & Boolean(slot < key_set.pool.shape[0] * key_set.page_size)
     if here:
-        page, within = slot // key_set.page_size, slot % key_set.page_size
+        divisor = key_set.page_size
+        if cutlass.const_expr(key_set.divisor is not None):
+            divisor = key_set.divisor
+        page, within = slot // divisor, slot % divisor
         address = key_set.pool.iterator.toint() + Int64(page) * Int64(key_set.pool.stride[0] * WORD_BYTES)
         address = address + Int64(within * fmt.row_stride)
         scale_at = key_set.page_size * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)

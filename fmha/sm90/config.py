@@ -130,6 +130,11 @@ class AttentionConfig(KernelFeatures):
         return self.column_parts == 2 and self.shared_kv
 
     @property
+    def pv_first(self) -> bool:
+        """Of paired consumers: PV of the other's tile comes before QK, not into the middle of it."""
+        return False
+
+    @property
     def takes_turns(self) -> bool:
         """Consumers issue their products one after another."""
         return self.consumers > 1 and not self.paired

@@ -181,10 +181,16 @@ def own_below(at, start):
 @cute.jit
 def turn(pair, step, state, masked: cutlass.Constexpr):
     """The step-th KV tile, this consumer's, with PV of the other's tile before it."""
-    pair.issue_qk(step, 0)
-    state = follow(pair, step - 1, state)
-    pair.issue_qk(step, 1)
-    warpgroup.wait_group(1)  # PV; QK goes on
+    if cutlass.const_expr(pair.config.pv_first):
+        state = follow(pair, step - 1, state)
+        pair.issue_qk(step, 0)
+        pair.issue_qk(step, 1)
+        warpgroup.wait_group(2)  # PV; QK goes on
+    else:
+        pair.issue_qk(step, 0)
+        state = follow(pair, step - 1, state)
+        pair.issue_qk(step, 1)
+        warpgroup.wait_group(1)  # PV; QK goes on
     pair.release_other(step - 1)
     warpgroup.wait_group(0)
     release_q(pair.work, step)
