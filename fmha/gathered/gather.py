@@ -99,14 +99,18 @@ def gather(
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
     fill = copy_tiles if cutlass.const_expr(config.copies) else convert_tiles
-    if cutlass.const_expr(config.staged):
-        fill = stage_tiles
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
         task = task_at(config, operands, units, index)
         if task.span.count > 0:
-            if warp == 0:
-                load_q(config, channels, shared, task, (atom, coordinates), task_use)
-            fill(loader, channels, shared, task, use)
+            q_load = (atom, coordinates), task_use
+            if cutlass.const_expr(config.staged):
+                stage_tiles(loader, channels, shared, task, use, q_load)
+            elif cutlass.const_expr(config.addresses_first):
+                copy_tiles_at_once(loader, channels, shared, task, use, q_load)
+            else:
+                if warp == 0:
+                    load_q(config, channels, shared, task, *q_load)
+                fill(loader, channels, shared, task, use)
             use += task.span.count
             task_use += 1
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
@@ -142,7 +146,7 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
 
 
 @cute.jit
-def stage_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
+def stage_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
     """A task's tiles of FP8 rows, by copies to shared memory, of which each lane reads its own, and registers. use: KV
     tiles that came before.
 
@@ -155,14 +159,15 @@ def stage_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
     words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors), Uint32)
     warp = loader.part * config.warps_of_part + loader.half
     first = shared.raw.toint() + warp * config.raw_bytes + loader.lane * VECTOR_BYTES
-    row, scale_at = locate(loader, task, look_up(loader, task, Int32(0)))
+    slots = Slots.of(loader, task)
+    row, scale_at = locate(loader, task, look_up_at(loader, task, slots, Int32(0)))
     copy_raw(loader, first, RAW_PAIR, *source_of(loader, row, scale_at, 0))
     cute.arch.cp_async_commit_group()
-    slot = look_up(loader, task, Int32(1))
+    slot = look_up_at(loader, task, slots, Int32(1))
     for step in cutlass.range(task.span.count, unroll=1):
         next_row, next_scale_at = locate(loader, task, slot)
         prefetch(loader, next_row)
-        slot = look_up(loader, task, step + 2)
+        slot = look_up_at(loader, task, slots, step + 2)
         sources = [source_of(loader, row, scale_at, group) for group in range(1, groups)]
         base = begin_tile(loader, channels, shared, use + step, row)
         block_bytes = config.tile_n * tma.ROW_BYTES
@@ -171,6 +176,7 @@ def stage_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
         for group in cutlass.range_constexpr(1, groups):
             copy_raw(loader, inside + group * group_bytes, block_bytes, *sources[group - 1])
             cute.arch.cp_async_commit_group()
+        load_q_first(loader, channels, shared, task, step, q_load)
         cute.arch.cp_async_wait_group(behind)
         scale = load_raw(loader, first, RAW_PAIR, words)
         store_group(loader, base, 0, words, scale)
@@ -257,33 +263,6 @@ def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
 def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use):
     """A task's tiles of bf16 rows, which go to shared memory without registers: as many bytes are under way as a tile
     has, and none of the next one, whose rows are on their way to L2 meanwhile."""
-    if cutlass.const_expr(loader.config.addresses_first):
-        copy_tiles_at_once(loader, channels, shared, task, use)
-    else:
-        copy_tiles_by_groups(loader, channels, shared, task, use)
-
-
-@cute.jit
-def copy_tiles_at_once(loader, channels: cutlass.Constexpr, shared, task, use):
-    """As ``copy_tiles``: what is known before a tile may be filled is worked out before, so that it is filled in as few
-    instructions as there are copies."""
-    row, _ = locate(loader, task, look_up(loader, task, Int32(0)))
-    slot = look_up(loader, task, Int32(1))
-    for step in cutlass.range(task.span.count, unroll=1):
-        next_row, _ = locate(loader, task, slot)
-        prefetch(loader, next_row)
-        slot = look_up(loader, task, step + 2)
-        copy_tile(loader, channels, shared, use + step, row)
-        row = next_row
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_view_async_shared()
-        channels["k_full"].arrive_warp(loader.ring_use(use + step))
-
-
-@cute.jit
-def copy_tiles_by_groups(loader, channels: cutlass.Constexpr, shared, task, use):
-    """As ``copy_tiles``."""
     row, _ = locate(loader, task, look_up(loader, task, Int32(0)))
     next_row, _ = locate(loader, task, look_up(loader, task, Int32(1)))
     prefetch(loader, next_row)
@@ -303,6 +282,26 @@ def copy_tiles_by_groups(loader, channels: cutlass.Constexpr, shared, task, use)
 
 
 @cute.jit
+def copy_tiles_at_once(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
+    """As ``copy_tiles``: what is known before a tile may be filled is worked out before, so that it is filled in as few
+    instructions as there are copies."""
+    slots = Slots.of(loader, task)
+    row, _ = locate(loader, task, look_up_at(loader, task, slots, Int32(0)))
+    slot = look_up_at(loader, task, slots, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, _ = locate(loader, task, slot)
+        prefetch(loader, next_row)
+        slot = look_up_at(loader, task, slots, step + 2)
+        copy_tile(loader, channels, shared, use + step, row)
+        row = next_row
+        cute.arch.cp_async_commit_group()
+        load_q_first(loader, channels, shared, task, step, q_load)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        channels["k_full"].arrive_warp(loader.ring_use(use + step))
+
+
+@cute.jit
 def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int32:
     """Where the warp's part of the number-th tile goes, once it may; its mask is written. row: address of the lane's
     row of it."""
@@ -314,6 +313,14 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
         shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
     base = shared.k.toint() + stage * config.kv_tile_bytes
     return base + loader.part * (config.kv_tile_bytes // config.parts)
+
+
+@cute.jit
+def load_q_first(loader, channels: cutlass.Constexpr, shared, task, step, q_load):
+    """``load_q`` by the first producer warp, once its keys of the first tile are under way: it waits for the task
+    before."""
+    if (loader.part == 0) & (loader.half == 0) & (step == 0):
+        load_q(loader.config, channels, shared, task, *q_load)
 
 
 @cute.jit
@@ -352,6 +359,50 @@ def look_up(loader, task, step) -> tuple:
                 if at < sets[number].length(task.token):
                     slot = Int32(sets[number].slots[task.token, at])
             begin = task.ends[number]
+    return slot, which
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Of a task, for each key set: the address of the lane's slot of the set's first tile, and how many slots count
+    from there on."""
+
+    addresses: tuple
+    limits: tuple
+
+    @classmethod
+    def of(cls, loader, task):
+        own = loader.half * loader.config.keys_of_warp + loader.lane
+        addresses, limits = [], []
+        for each in loader.operands.sets:
+            row = Int64(task.token) * Int64(each.slots.stride[0]) + Int64(own)
+            addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
+            limits.append(each.length(task.token) - own)
+        return cls(tuple(addresses), tuple(limits))
+
+
+def look_up_at(loader, task, slots: Slots, step) -> tuple:
+    """``look_up`` without branches, by what is known of the task."""
+    tile, begin, which = task.span.first + step, Int32(0), Int32(0)
+    address, here = slots.addresses[0], Boolean(False)
+    for number in range(loader.config.sets):
+        inside = Boolean(tile >= begin) & Boolean(tile < task.ends[number])
+        at = (tile - begin) * loader.config.tile_n
+        here = here | (inside & Boolean(at < slots.limits[number]))
+        if number == 0:
+            address = address + Int64(at * WORD_BYTES)
+        else:
+            there = slots.addresses[number] + Int64(at * WORD_BYTES)
+            address = Int64(cutlass.select_(inside, there, address))
+            which = Int32(cutlass.select_(inside, Int32(number), which))
+        begin = task.ends[number]
+    here = here & Boolean(step < task.span.count)
+    slot = cute.arch.inline_ptx(
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        f"mov.b32 {{$w0}}, {NO_SLOT}; @here ld.global.b32 {{$w0}}, [at]; }}",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(here)],
+    )
     return slot, which
 
 

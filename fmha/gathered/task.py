@@ -46,7 +46,10 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
         if cutlass.const_expr(key_set.divisor is not None):
             divisor = key_set.divisor
         page, within = slot // divisor, slot % divisor
-        address = key_set.pool.iterator.toint() + Int64(page) * Int64(key_set.pool.stride[0] * WORD_BYTES)
+        page_bytes = Int64(key_set.pool.stride[0] * WORD_BYTES)
+        if cutlass.const_expr(key_set.divisor is not None):
+            page_bytes = Int64(Int32(page_bytes))  # a factor of 32 bits
+        address = key_set.pool.iterator.toint() + Int64(page) * page_bytes
         address = address + Int64(within * fmt.row_stride)
         scale_at = key_set.page_size * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
     return address, scale_at
