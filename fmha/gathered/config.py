@@ -1,8 +1,9 @@
 """What the gathered-attention kernels are compiled for. Plain Python.
 
-Four producer warps gather rows by slot, convert them to bf16 and write them where TMA would have put them. What is done
-with the keys is what the attention kernels of D 512 do whose K and V are one tensor: on sm_90a the two consumers of
-``fmha.sm90.pair``, 64 query heads of one query, half of O's columns each; on sm_100a the roles of ``fmha.sm100``.
+Four producer warps gather rows by slot and put them, in bf16, where TMA would have put them: FP8 rows by way of shared
+memory and registers, bf16 rows by copies alone. What is done with the keys is what the attention kernels of D 512 do
+whose K and V are one tensor: on sm_90a the two consumers of ``fmha.sm90.pair``, 64 query heads of one query, half of
+O's columns each; on sm_100a the roles of ``fmha.sm100``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from warpspec.cache.formats import LATENT_FORMATS, RowFormat
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import Barrier
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
@@ -21,6 +22,7 @@ MAX_KEY_SETS = 3
 GATHERED_FORMATS = ("v4-fp8", "bf16")
 ROPE_DIM = 64  # numbers of a row that are rotated, the last
 MASK_BYTES = 4
+SCALES_BYTES = 4  # of a key's part: a byte a block
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
@@ -28,25 +30,15 @@ GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 class Gathers:
     """What a configuration adds whose keys are gathered.
 
-    format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back: of the result.
-    depth: groups of eight FP8 keys that a producer warp has under way. float8: of the result. staged: FP8 rows are
-    copied to shared memory and converted from there, instead of being loaded to registers. addresses_first: of bf16
-    rows, all of a tile before it may be filled. pv_first: PV of the other consumer's tile comes before QK.
-    divides_fast: slots by page sizes, by multiplication. one_factor: FP8 keys are multiplied once where no scale of the
-    warp's eight is large.
+    format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back, float8: of the
+    result.
     """
 
     format: str = "v4-fp8"
     sets: int = 1
     lengths: tuple[bool, ...] = (True,)
     rotate_back: bool = False
-    depth: int = 2
     float8: bool = False
-    staged: bool = False
-    addresses_first: bool = False
-    pv_first: bool = False
-    divides_fast: bool = False
-    one_factor: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
@@ -54,7 +46,6 @@ class Gathers:
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
         assert self.normalize or not self.float8
-        assert not (self.copies and self.staged)
 
     @classmethod
     def of(cls, **options):
@@ -95,20 +86,39 @@ class Gathers:
         return self.tile_n // self.warps_of_part
 
     @property
+    def part_blocks(self) -> int:
+        """Blocks of 64 columns of a part."""
+        return self.blocks // self.parts
+
+    @property
+    def raw_vectors(self) -> int:
+        """16-byte vectors of an FP8 key that each of its four lanes brings: one of every block but the part's last, of
+        which it may be two, in bf16."""
+        return self.part_blocks + 1
+
+    @property
+    def raw_bytes(self) -> int:
+        """A producer warp's own place for eight FP8 keys as they are: vectors and a word of scales of every lane."""
+        return 0 if self.copies else WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
+
+    @property
+    def raw_bytes_of_cta(self) -> int:
+        return WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes
+
+    @property
     def mask_words(self) -> int:
         """Words of the masks: a bit for each key of a tile that is there, of every stage."""
         return self.kv_stages * self.tile_n // (8 * MASK_BYTES)
 
     @property
-    def raw_bytes(self) -> int:
-        """A producer warp's own place for eight FP8 keys as they are: five vectors of 16 bytes and a word a lane."""
-        return WARP_THREADS * (5 * 16 + 4) if self.staged else 0
-
-    @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
         masks = ("masks", self.mask_words * MASK_BYTES, "which keys of each KV tile are there")
-        raw = ("raw", WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes, "the next tile's first FP8 keys")
-        return (*super().smem_regions, masks, *([raw] if self.staged else []))
+        raw = (
+            "FP8 keys",
+            self.raw_bytes_of_cta,
+            "of each producer warp the next tile's first eight, as they are",
+        )
+        return (*super().smem_regions, masks, *([] if self.copies else [raw]))
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -153,6 +163,11 @@ class GatheredConfig(Gathers, AttentionConfig):
     @property
     def every_tile_masked(self) -> bool:
         return True
+
+    @property
+    def pv_first(self) -> bool:
+        """With FP8 rows consumers wait for tiles most of all, and PV of the other's is done meanwhile."""
+        return not self.copies
 
 
 @dataclass(frozen=True)

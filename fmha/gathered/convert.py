@@ -1,9 +1,9 @@
 """e4m3 to bf16 times a power of two, in registers: exact, subnormal numbers included.
 
 An e4m3 number's exponent and mantissa, moved to the low end of bf16's fields, are the number times 2**-120. One
-multiplication by 2**(120 + k) makes up for it and applies the block's scale 2**k, another one what bf16 has no power
-for; a branch around it would cost as much, and keep the instructions of blocks apart. Three integer instructions for
-two numbers, against a conversion unit of an eighth of their rate.
+multiplication by 2**(120 + k) makes up for it and applies the block's scale 2**k. Above k = 7 bf16 has no such power,
+and a second multiplication does the rest: who has many blocks to convert looks at all their scales before
+(``some_large``). Three integer instructions for two numbers, against a conversion unit of an eighth of their rate.
 """
 
 from __future__ import annotations

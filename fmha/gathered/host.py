@@ -54,9 +54,9 @@ class GatheredHost:
         at most so many, where they are persistent."""
         config = self.config
         sets = (
-            DeviceKeySet(pool0, slots0, lengths0, page_size0, divisor_of(config, page_size0)),
-            DeviceKeySet(pool1, slots1, lengths1, page_size1, divisor_of(config, page_size1)),
-            DeviceKeySet(pool2, slots2, lengths2, page_size2, divisor_of(config, page_size2)),
+            DeviceKeySet(pool0, slots0, lengths0, cute.FastDivmodDivisorV2(page_size0)),
+            DeviceKeySet(pool1, slots1, lengths1, cute.FastDivmodDivisorV2(page_size1)),
+            DeviceKeySet(pool2, slots2, lengths2, cute.FastDivmodDivisorV2(page_size2)),
         )[: config.sets]
         operands = Gathered(q, o, scales, sink, lse, row_max, row_sum, cos_sin, positions, sets)
         head_groups = cute.ceil_div(q.shape[2], config.pack)
@@ -72,11 +72,6 @@ class GatheredHost:
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
         )
-
-
-def divisor_of(config, page_size):
-    """``DeviceKeySet.divisor``, made on the host."""
-    return cute.FastDivmodDivisorV2(page_size) if config.divides_fast else None
 
 
 def gathered_arguments(host: type, config) -> tuple:

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 
 from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.gathered.config import ROPE_DIM, Sm100GatheredConfig
@@ -28,11 +29,13 @@ MASK_BITS = 32
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin, as ``gather`` knows them. masks: (STAGE WORD) words."""
+    """Where the regions of shared memory begin, as ``gather`` knows them. masks: (STAGE WORD) words. raw: of
+    producer warps, bytes."""
 
     q: cute.Pointer
     k: cute.Pointer
     masks: cute.Tensor
+    raw: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class GatheredAttention(GatheredHost):
             ]
             p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
             masks: cute.struct.MemRange[Uint32, config.mask_words]
+            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.raw_bytes_of_cta], VECTOR_BYTES]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -117,7 +121,7 @@ class GatheredAttention(GatheredHost):
             cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
 
         masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))
-        shared = Shared(storage.q.data_ptr(), storage.k.data_ptr(), masks)
+        shared = Shared(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())
         if warp < len(config.softmax_warps):
             cute.arch.setmaxregister_increase(config.softmax_registers)
             task = task_at(config, operands, units, cute.arch.block_idx()[0])

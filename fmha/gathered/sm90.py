@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from warpspec.common import tma
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.pipeline import init_barriers
 from warpspec.common.wgmma import (
     PAIR,
@@ -37,7 +37,8 @@ MASK_BITS = 32
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin: as ``fmha.sm90.kernel.Shared``; masks: (STAGE WORD) words."""
+    """Where the regions of shared memory begin: as ``fmha.sm90.kernel.Shared``; masks: (STAGE WORD) words. raw: of
+    producer warps, bytes."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -46,7 +47,7 @@ class Shared(NamedTuple):
     statistics: cute.Pointer
     sums: cute.Pointer
     masks: cute.Tensor
-    raw: cute.Pointer | None
+    raw: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,7 @@ class GatheredAttention(GatheredHost):
             statistics: cute.struct.MemRange[Float32, config.statistics_bytes // FP32_BYTES]
             sums: cute.struct.MemRange[Float32, config.sums_bytes // FP32_BYTES]
             masks: cute.struct.MemRange[Uint32, config.mask_words]
-            raw: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.consumers * 2 * config.raw_bytes], 16
-            ]
+            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.raw_bytes_of_cta], VECTOR_BYTES]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
@@ -118,7 +117,7 @@ class GatheredAttention(GatheredHost):
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.masks.get_tensor(cute.make_layout(config.mask_words)),
-            storage.raw.data_ptr() if cutlass.const_expr(config.staged) else None,
+            storage.raw.data_ptr(),
         )
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)

@@ -19,14 +19,13 @@ WORD_BYTES = 4
 
 
 class DeviceKeySet(NamedTuple):
-    """pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page; divisor: the
-    same, dividing by which is a multiplication, or None."""
+    """pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page, prepared so
+    that dividing by it is a multiplication."""
 
     pool: cute.Tensor
     slots: cute.Tensor
     lengths: cute.Tensor | None
-    page_size: Int32
-    divisor: cute.FastDivmodDivisorV2 | None = None
+    page_size: cute.FastDivmodDivisorV2
 
     def length(self, token) -> Int32:
         """Slots of the token that count."""
@@ -40,18 +39,13 @@ class DeviceKeySet(NamedTuple):
 def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
     """(address of the row, bytes from there to its scales) of a slot; address 0: there is no such row."""
     address, scale_at = Int64(0), Int32(0)
-    here = Boolean(slot >= 0) & Boolean(slot < key_set.pool.shape[0] * key_set.page_size)
+    page_rows = key_set.page_size.divisor
+    here = Boolean(slot >= 0) & Boolean(slot < key_set.pool.shape[0] * page_rows)
     if here:
-        divisor = key_set.page_size
-        if cutlass.const_expr(key_set.divisor is not None):
-            divisor = key_set.divisor
-        page, within = slot // divisor, slot % divisor
-        page_bytes = Int64(key_set.pool.stride[0] * WORD_BYTES)
-        if cutlass.const_expr(key_set.divisor is not None):
-            page_bytes = Int64(Int32(page_bytes))  # a factor of 32 bits
-        address = key_set.pool.iterator.toint() + Int64(page) * page_bytes
+        page, within = slot // key_set.page_size, slot % key_set.page_size
+        address = key_set.pool.iterator.toint() + Int64(page) * Int64(key_set.pool.stride[0] * WORD_BYTES)
         address = address + Int64(within * fmt.row_stride)
-        scale_at = key_set.page_size * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
+        scale_at = page_rows * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
     return address, scale_at
 
 

@@ -10,6 +10,9 @@ which that tile's buffer waits for, goes into the middle of QK.
     tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
 
+Where consumers wait for tiles most of all (``config.pv_first``), PV of the other's tile goes before QK instead: it is
+done while the next tile is on its way, and its own buffer is back earlier.
+
 Which half comes first is fixed when the kernel is compiled, once for either consumer: chosen at run time, the
 descriptors of every wgmma would have to be computed, and registers spill.
 """
@@ -181,16 +184,14 @@ def own_below(at, start):
 @cute.jit
 def turn(pair, step, state, masked: cutlass.Constexpr):
     """The step-th KV tile, this consumer's, with PV of the other's tile before it."""
-    if cutlass.const_expr(pair.config.pv_first):
+    pv_first = pair.config.pv_first
+    if cutlass.const_expr(pv_first):
         state = follow(pair, step - 1, state)
-        pair.issue_qk(step, 0)
-        pair.issue_qk(step, 1)
-        warpgroup.wait_group(2)  # PV; QK goes on
-    else:
-        pair.issue_qk(step, 0)
+    pair.issue_qk(step, 0)
+    if cutlass.const_expr(not pv_first):
         state = follow(pair, step - 1, state)
-        pair.issue_qk(step, 1)
-        warpgroup.wait_group(1)  # PV; QK goes on
+    pair.issue_qk(step, 1)
+    warpgroup.wait_group(DEPTH_PARTS if cutlass.const_expr(pv_first) else 1)  # PV; QK goes on
     pair.release_other(step - 1)
     warpgroup.wait_group(0)
     release_q(pair.work, step)

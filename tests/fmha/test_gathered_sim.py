@@ -1,17 +1,19 @@
 """The gathered-attention kernels in the simulator, against the reference."""
 
+from dataclasses import replace
+
 import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Uint32
-from gathered_cases import O_TOLERANCE, judge, judge_lse, random_case
+from gathered_cases import O_TOLERANCE, judge, judge_lse, pool_of_rows, random_case
 from suites import long
 
 from warpspec.common.compile import fake_rows, resources
 from warpspec.common.launch import SIMULATED, Kernel
 from warpspec.fmha import merge
-from warpspec.fmha.gathered import gathered_attention, launch, ops, problem
+from warpspec.fmha.gathered import KeySet, gathered_attention, launch, ops, problem
 from warpspec.fmha.gathered.convert import some_large, to_bf16
 from warpspec.fmha.projection import Float8Tensor
 
@@ -63,6 +65,39 @@ def test_against_reference(simulated, monkeypatch, heads, slots, options):
         got = compare(case)
         assert got[0].isnan().all() and not got[2].any()
         assert got[1, :, -64:].isnan().all() and got[1, :, :-64].isfinite().all()
+
+
+@pytest.mark.parametrize("format", ["v4-fp8", "bf16"])
+@pytest.mark.usefixtures("check_order")
+def test_one_cta(monkeypatch, format):
+    """Queries one after another on one CTA, of no, one and many tiles that end anywhere; keys missing at a tile's begin
+    and end, or all of it; scales of both sizes side by side; pages of one row. What no query selects is NaN."""
+    monkeypatch.setattr(ops, "target_of", lambda device: replace(TARGET, sm_count=1))
+    counts = torch.tensor([[130, 70], [1, 0], [0, 0], [64, 0], [65, 64], [0, 8], [128, 1]], dtype=torch.int32)
+    case = random_case(len(counts), 8, (130, 70), format=format, num_splits=1, rotate=False)
+    generator = torch.Generator().manual_seed(1)
+    for number, (k, page_size) in enumerate(((130, 33), (70, 1))):
+        pool = pool_of_rows(3 * k, page_size, format, generator)
+        slots = torch.randint(1, 3 * k, (len(counts), k), generator=generator).to(torch.int32)
+        slots[torch.arange(k) >= counts[:, number, None]] = pool.capacity - 1  # a row of NaN
+        case.key_sets[number] = KeySet(pool, slots, counts[:, number].contiguous())
+    first, second = (each.slots for each in case.key_sets)
+    first[0, :8], first[3, 56:64], first[4, 64], first[6, :64] = -1, -1, -1, -1
+    second[0, 8:16], second[4, 1:] = -1, -1
+    columns = torch.cat([torch.arange(64), torch.arange(256, 320)])  # a block of each half
+    case.q[..., columns] = 0  # so that other keys are seen beside the large one
+    row = torch.randn(1, 512, generator=generator)
+    row[:, columns] *= 1e6
+    case.key_sets[0].pool.write(torch.tensor([0]), row.bfloat16())
+    first[0, 11], first[1, 0], first[6, 127] = 0, 0, 0
+    got, lse = gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
+    wanted, wanted_lse = gathered_attention(case.q, case.key_sets, backend="reference", **case.options)
+    judge_lse(lse, wanted_lse)
+    large = torch.zeros(512, dtype=torch.bool)
+    large[columns] = True
+    assert judge(got[..., large], wanted[..., large]) < O_TOLERANCE
+    assert judge(got[..., ~large], wanted[..., ~large]) < O_TOLERANCE
+    assert not got[2].any() and got.isfinite().all()
 
 
 def numbers_slots(case, token, number):
