@@ -90,7 +90,7 @@ def run_scores(
     if target.major == 9:
         from warpspec.indexer.sm90.scores import SCORES as kernel
 
-        config = ScoresConfig(name, heads, page_size)
+        config = ScoresConfig.of(name, heads, page_size, tokens, columns, target.sm_count)
     else:
         from warpspec.indexer.sm100.scores import SCORES as kernel
 

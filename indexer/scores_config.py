@@ -18,18 +18,22 @@ SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but 
 FORMATS = ("mxfp4", "fp8")
 MOST_PARTS = 256  # CTAs of a query
 BEGIN_TILES = 4  # what a CTA's begin takes, in tiles of a warpgroup
+COPIED_DEPTH = 4
+COPIED_MOST_TILES = 16  # of a warpgroup, where copied FP8 keys are as fast as those in registers, or faster
 
 
 @dataclass(frozen=True)
 class ScoresConfig:
     """format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA, each with tiles of
-    its own. depth: tiles whose loads are under way."""
+    its own. depth: tiles whose loads are under way. copied: keys are copied to shared memory, each lane its own
+    (``sm90.ring``), by a programmatic dependent launch; else they are loaded to registers."""
 
     format: str
     heads: int
     page_size: int
     warpgroups: int = 4
     depth: int = 2
+    copied: bool = False
 
     tile_keys = TILE_KEYS
 
@@ -37,7 +41,22 @@ class ScoresConfig:
         assert self.format in FORMATS
         assert self.heads % HEADS_STEP == 0 and HEADS_STEP <= self.heads <= MAX_HEADS
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
+        if self.copied:
+            assert self.format == "fp8" and self.page_size % WARP_ROWS == 0, "a warp's keys are of one page"
         assert self.threads >= self.heads * BLOCKS, "a thread prepares a block of a head"
+
+    @classmethod
+    def of(
+        cls, format: str, heads: int, page_size: int, queries: int, columns: int, sm_count: int
+    ) -> ScoresConfig:
+        """The faster way for a call. FP8 keys are copied where warpgroups have few tiles: that begins sooner, and takes
+        longer for each tile. Scores are the same bits."""
+        found = cls(format, heads, page_size)
+        tiles = queries * -(-columns // TILE_KEYS)
+        few = tiles <= COPIED_MOST_TILES * found.warpgroups * sm_count
+        if format == "fp8" and few and page_size % WARP_ROWS == 0:
+            return cls(format, heads, page_size, depth=COPIED_DEPTH, copied=True)
+        return found
 
     @property
     def fmt(self) -> RowFormat:
@@ -50,6 +69,32 @@ class ScoresConfig:
         return self.format == "mxfp4" and self.page_size % WARP_ROWS == 0
 
     @property
+    def early(self) -> bool:
+        """Whether a CTA's first keys are on their way before its query is prepared."""
+        return self.format == "mxfp4" or self.copied
+
+    @property
+    def dependent(self) -> bool:
+        """Whether the launch is a programmatic dependent one, which comes up while the one before ends."""
+        return self.copied
+
+    @property
+    def least_ctas(self) -> int:
+        """Of an SM, that ptxas is told of; 0: none, and the loop of FP8 keys in registers does not spill."""
+        return 1 if self.copied else 0
+
+    @property
+    def lap(self) -> int:
+        """Tiles of a warpgroup that the loop takes at once."""
+        return 1 if self.copied else self.depth
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a tile of every warpgroup, as lanes copy it: a lane's numbers of two keys and a scale, 0 without
+        copies."""
+        return self.threads * (2 * self.fmt.data_bytes // BLOCKS + self.fmt.scale_bytes) if self.copied else 0
+
+    @property
     def threads(self) -> int:
         return self.warpgroups * WARPGROUP_THREADS
 
@@ -60,18 +105,20 @@ class ScoresConfig:
 
     def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
         """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin
-        and then its tiles, ``depth`` of every warpgroup at a time."""
+        and then its tiles, ``lap`` of every warpgroup at a time."""
         tiles = -(-columns // TILE_KEYS)
 
         def time(parts):
-            turns = -(-tiles // (parts * self.warpgroups * self.depth))
-            return -(-queries * parts // sm_count) * (BEGIN_TILES + turns * self.depth)
+            turns = -(-tiles // (parts * self.warpgroups * self.lap))
+            return -(-queries * parts // sm_count) * (BEGIN_TILES + turns * self.lap)
 
-        return min(range(1, max(1, min(MOST_PARTS, tiles // self.warpgroups)) + 1), key=time)
+        choices = range(1, max(1, min(MOST_PARTS, tiles // self.warpgroups)) + 1)
+        return min(choices, key=lambda parts: (time(parts), -parts if self.copied else parts))
 
     @property
     def smem_bytes(self) -> int:
-        return self.heads * (self.fmt.dim + 4) + (SCALE_STEPS + 2) * 8  # and the table
+        table = (SCALE_STEPS + 2) * 8
+        return self.heads * (self.fmt.dim + 4) + table + self.depth * self.stage_bytes
 
 
 def e4m3_table() -> list[tuple[int, int]]:

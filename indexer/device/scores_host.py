@@ -49,7 +49,11 @@ class ScoresHost:
         [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query."""
         arguments = (queries, weights, pool, page_table, requests, lengths, logits, parts)
         self.kernel(*arguments).launch(
-            grid=(parts, queries.shape[0], 1), block=(self.config.threads, 1, 1), stream=stream
+            grid=(parts, queries.shape[0], 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=self.config.least_ctas,
+            use_pdl=self.config.dependent,
+            stream=stream,
         )
 
 

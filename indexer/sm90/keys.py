@@ -1,10 +1,11 @@
 """Index keys and queries as e4m3 in registers, as products on tensor cores take them; scores to logits.
 
-A row is four blocks of 32 numbers, a lane's each. The products deal a row's numbers to lanes by fours; a sum does not
-mind their order, so queries and keys are dealt by blocks alike. FP4 becomes e4m3 by a table of eight bytes, which a
-byte permutation looks up: one power of two for each block, relative to the row's largest, is in the table. What is left
-of the scales, one power of two a row, is multiplied in at the end, that of a query's head into its weight: ReLU
-commutes with it. Exact while the scales of a row's blocks are at most 2**11 apart, and nearly so beyond.
+A row is dealt to four lanes by vectors of 16 bytes: of FP4 a lane has a block of 32 numbers, of FP8 16 numbers of each
+half. The products deal a row's numbers to lanes by fours; a sum does not mind their order, so queries and keys are
+dealt alike. FP4 becomes e4m3 by a table of eight bytes, which a byte permutation looks up: one power of two for each
+block, relative to the row's largest, is in the table. What is left of the scales, one power of two a row, is multiplied
+in at the end, that of a query's head into its weight: ReLU commutes with it. Exact while the scales of a row's blocks
+are at most 2**11 apart, and nearly so beyond.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.indexer.device.entries import WORD_BYTES, divided, find_page, load_global
 from warpspec.indexer.scores_config import (
     BLOCKS,
@@ -26,7 +27,8 @@ from warpspec.indexer.scores_config import (
     e4m3_table,
 )
 
-WORDS = 8  # of e4m3, of a block
+WORDS = 8  # of e4m3, of a lane's numbers
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 THREAD_ROWS, ROW_DISTANCE = 2, 8  # keys of a thread
 SCALE_NAN = 255
 FP32_EXPONENT_BIT = 23
@@ -42,29 +44,42 @@ def loaded_words(config) -> int:
     return (4 if config.format == "mxfp4" else WORDS) + 1
 
 
-def fill_table(table: cute.Tensor, thread) -> None:
-    """table (2, TABLE_ENTRIES): ``e4m3_table`` with the sign bits set, then ONES, by one thread an entry. The caller
-    synchronises."""
-    signs = SIGN * ONES
-    entries = [(low | signs, high | signs) for low, high in e4m3_table()]
-    for number, entry in enumerate([*entries, (ONES, ONES)]):
-        _fill(table, number, entry, thread)
-
-
 @cute.jit
-def _fill(table: cute.Tensor, number: cutlass.Constexpr, entry: cutlass.Constexpr, thread):
-    if thread == number:
-        table[0, number], table[1, number] = Uint32(entry[0]), Uint32(entry[1])
+def fill_table(table: cute.Tensor, thread):
+    """table (2, TABLE_ENTRIES): ``e4m3_table`` with the sign bits set, then ONES, by one thread an entry. The caller
+    synchronises. By selections: of a branch for each entry ptxas makes a jump table, and a warp's threads jump one by
+    one."""
+    signs = SIGN * ONES
+    entries = (*((low | signs, high | signs) for low, high in e4m3_table()), (ONES, ONES))
+    if thread < TABLE_ENTRIES:
+        for half in cutlass.range_constexpr(2):
+            word = Uint32(0)
+            for number in cutlass.range_constexpr(TABLE_ENTRIES):
+                word = Uint32(cutlass.select_(Boolean(thread == number), Uint32(entries[number][half]), word))
+            table[half, thread] = word
 
 
 @cute.jit
 def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor):
-    """words (WORD): a block of a head of the query, and the head's scales."""
+    """words (WORD): a lane's numbers of a head of the query, and the head's scales."""
     fmt = config.fmt
     block_words = loaded_words(config) - 1
     for i in cutlass.range_constexpr(block_words):
-        words[i] = query[head * (fmt.data_bytes // WORD_BYTES) + block * block_words + i]
+        at = (i // VECTOR_WORDS * BLOCKS + block) * VECTOR_WORDS + i % VECTOR_WORDS
+        words[i] = query[head * (fmt.data_bytes // WORD_BYTES) + at]
     words[block_words] = query[config.heads * (fmt.data_bytes // WORD_BYTES) + head]
+
+
+@cute.jit
+def load_asked(config: cutlass.Constexpr, query, weights, thread) -> tuple:
+    """(words, weight): what ``scores.prepare`` makes the thread's block of, its loads under way."""
+    words, weight = cute.make_rmem_tensor(loaded_words(config), Uint32), cute.make_rmem_tensor(1, Float32)
+    words.fill(0), weight.fill(0)
+    head, block = thread // BLOCKS, thread % BLOCKS
+    if head < config.heads:
+        load_query(config, query, head, block, words)
+        weight[0] = Float32(weights[head])
+    return words, weight
 
 
 def pages_of_tile(config) -> int:
@@ -132,14 +147,14 @@ def load_tile(
             there = Boolean(page >= 0) & Boolean(page < pool.shape[0])
             at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
             scale_at = at + Int64(config.page_size * fmt.data_bytes + row_of_page * fmt.scale_bytes)
-            at = at + Int64(row_of_page * fmt.data_bytes + member * (block_words * WORD_BYTES))
+            at = at + Int64(row_of_page * fmt.data_bytes + member * VECTOR_BYTES)
         else:
             at = at + Int64(ROW_DISTANCE * fmt.data_bytes)
             scale_at = scale_at + Int64(ROW_DISTANCE * fmt.scale_bytes)
         present = Int32(there & Boolean(index < length))
-        for first in cutlass.range_constexpr(0, block_words, 4):
-            loaded = load_global(at + Int64(first * WORD_BYTES), present, 4)
-            for i in cutlass.range_constexpr(4):
+        for first in cutlass.range_constexpr(0, block_words, VECTOR_WORDS):
+            loaded = load_global(at + Int64(first * BLOCKS * WORD_BYTES), present, VECTOR_WORDS)
+            for i in cutlass.range_constexpr(VECTOR_WORDS):
                 words[first + i, r] = loaded[i]
         words[block_words, r] = load_global(scale_at, present, 1)[0]
         here[r] = present
@@ -204,3 +219,28 @@ def store_tile(
         index = key + r * ROW_DISTANCE
         if (member == r) & (index < sink.limit):
             sink.put(index, total)
+
+
+@cute.jit
+def store_row(
+    config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, there, sink, index, member
+):
+    """As ``store_tile``, of the one of the thread's keys that its bit of ``member`` says, which is the index-th; two
+    lanes have the same one, and two exchange what they have of each other's. there: whether that key is."""
+    flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
+    totals = []
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        plain, magnitudes = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(len(weight)):
+            value = flat[i // 2 * 4 + r * 2 + i % 2]
+            plain = plain + weight[i] * value
+            magnitudes = magnitudes + weight[i] * cute.math.absf(value)
+        totals.append(0.5 * (plain + magnitudes))
+    second = Boolean(member & 1 != 0)
+    total = Float32(cutlass.select_(second, totals[1], totals[0]))
+    total += cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(second, totals[0], totals[1])), 1)
+    total += cute.arch.shuffle_sync_bfly(total, 2)
+    total = total * Float32(cutlass.select_(second, factors[1], factors[0]))
+    total = Float32(cutlass.select_(there, total, -Float32.inf))
+    if (member < THREAD_ROWS) & (index < sink.limit):
+        sink.put(index, total)

@@ -1,26 +1,35 @@
 """Scores of index keys on sm_90a: S = K Q^T by wgmma on e4m3, then a weighted sum of ReLUs over the heads.
 
-A warpgroup takes 64 keys at a time as rows of A, straight from memory into registers. The queries lie in shared memory
-in the order in which lanes have the keys' numbers (``keys``).
+A warpgroup takes 64 keys at a time as rows of A, in registers: straight from memory, or from what its lanes have copied
+to shared memory (``ring``). The queries lie in shared memory in the order in which lanes have the keys' numbers
+(``keys``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.indexer.device.entries import WORD_BYTES, entries_of
-from warpspec.indexer.device.scores_host import ScoresHost, WarpgroupScorer, score_part, scores_arguments
+from warpspec.indexer.device.scores_host import (
+    LogitsRow,
+    ScoresHost,
+    WarpgroupScorer,
+    score_part,
+    scores_arguments,
+)
 from warpspec.indexer.scores_config import BLOCKS, TILE_KEYS, WARP_ROWS, ScoresConfig
 from warpspec.indexer.sm90.keys import (
+    ROW_DISTANCE,
     TABLE_ENTRIES,
     THREAD_ROWS,
     WORDS,
@@ -28,12 +37,14 @@ from warpspec.indexer.sm90.keys import (
     block_of,
     fill_table,
     find_pages,
-    load_query,
+    load_asked,
     load_tile,
     loaded_words,
     pages_of_tile,
+    store_row,
     store_tile,
 )
+from warpspec.indexer.sm90.ring import Ring, opaque
 
 E4M3 = cutlass.Float8E4M3FN
 ROW_BYTES = 128  # of a query in shared memory: one span of the swizzle
@@ -55,11 +66,12 @@ class Scorer(WarpgroupScorer):
     thread: Int32
 
     def score(self, entries, first, end, step, sink) -> None:
-        score_tiles(self, entries, first, end, step, sink)
+        loads = begin_loads(self.config, self.thread, entries, first, step)
+        score_tiles(self, entries, first, end, step, sink, loads)
 
 
-def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
-    """Prepare a query, by all threads; ends with a barrier. smem: the kernel's allocator. query, weights: its rows."""
+def scorer(config: ScoresConfig, smem, asked, thread) -> Scorer:
+    """Prepare a query, by all threads; ends with a barrier. smem: the kernel's allocator. asked: ``load_asked``'s."""
     layout = hopper.make_smem_layout_b(
         LayoutEnum.ROW_MAJOR, (TILE_KEYS, config.heads, config.fmt.dim), E4M3, 1
     )
@@ -67,10 +79,12 @@ def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
     q = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=E4M3), layout.outer)
     table = smem.allocate_tensor(Uint32, cute.make_layout((2, TABLE_ENTRIES)), byte_alignment=8)
     factors = smem.allocate_tensor(Float32, cute.make_layout(config.heads), byte_alignment=16)
-    fill_table(table, thread)
-    cute.arch.sync_threads()
-    ones = table[0, TABLE_ENTRIES - 1]
-    prepare(config, query, weights, base.toint(), table, ones, factors, thread)
+    ones = Uint32(0)
+    if config.format == "mxfp4":
+        fill_table(table, thread)
+        cute.arch.sync_threads()
+        ones = table[0, TABLE_ENTRIES - 1]
+    prepare(config, asked, base.toint(), table, ones, factors, thread)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_threads()
 
@@ -90,24 +104,38 @@ def scorer(config: ScoresConfig, smem, query, weights, thread) -> Scorer:
     return Scorer(config, mma, b, table, ones, [factors[column + 2 * member] for column in columns], thread)
 
 
-@cute.jit
-def score_tiles(query, entries, first, end, step, sink):
-    """Scores of tiles first, first + step, ... below ``end``, by one warpgroup, to ``sink``: ``depth`` tiles' loads
-    under way. query: ``Scorer``."""
-    config, mma = query.config, query.mma
-    own = query.thread % WARPGROUP_THREADS
+def lane_of(thread) -> tuple:
+    """(lane, its place among those of a row, row of its first key in a tile) of a thread."""
+    own = thread % WARPGROUP_THREADS
     lane = own % WARP_THREADS
-    member = lane % BLOCKS
-    row = own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
-    a = cute.make_rmem_tensor(mma.partition_shape_A((TILE_KEYS, config.fmt.dim)), E4M3)
-    scores = cute.make_rmem_tensor(mma.partition_shape_C((TILE_KEYS, config.heads)), Float32)
+    return lane, lane % BLOCKS, own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
+
+
+class Loads(NamedTuple):
+    """Tiles whose loads are under way, in registers: words (WORD, ROW, TILE), here (ROW, TILE), pages (PAGE, TILE) of
+    the next ones, what ``LanePages`` keeps, or None."""
+
+    words: cute.Tensor
+    here: cute.Tensor
+    pages: cute.Tensor
+    kept: tuple | None
+
+
+def pages_by_lane(config, thread, entries, first, step) -> LanePages:
+    lane, _, row = lane_of(thread)
+    return LanePages(config, entries, Int32(first), Int32(step), TILE_KEYS, row - lane // BLOCKS, lane)
+
+
+@cute.jit
+def begin_loads(config: cutlass.Constexpr, thread, entries, first, step) -> Loads:
+    """Loads of the first ``depth`` tiles."""
+    _, member, row = lane_of(thread)
     words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
     here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
-    there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
     pages = cute.make_rmem_tensor((pages_of_tile(config), config.depth), Int32)
     lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
-    by_lane = LanePages(config, entries, Int32(first), Int32(step), TILE_KEYS, row - lane // BLOCKS, lane)
-    kept, number = None, Int32(config.depth)
+    by_lane = pages_by_lane(config, thread, entries, first, step)
+    kept = None
     if cutlass.const_expr(config.pages_by_lane):
         kept = by_lane.begin()
     for i in cutlass.range_constexpr(config.depth):
@@ -120,6 +148,21 @@ def score_tiles(query, entries, first, end, step, sink):
         load_tile(config, entries, key, member, pages[None, i], words[None, None, i], here[None, i])
         if cutlass.const_expr(not config.pages_by_lane):
             find_pages(config, entries, key + lap, pages[None, i])
+    return Loads(words, here, pages, kept)
+
+
+@cute.jit
+def score_tiles(query, entries, first, end, step, sink, loads):
+    """Scores of tiles first, first + step, ... below ``end``, by one warpgroup, to ``sink``: ``depth`` tiles' loads
+    under way. query: ``Scorer``. loads: from ``begin_loads``."""
+    config, mma = query.config, query.mma
+    _, member, row = lane_of(query.thread)
+    a = cute.make_rmem_tensor(mma.partition_shape_A((TILE_KEYS, config.fmt.dim)), E4M3)
+    scores = cute.make_rmem_tensor(mma.partition_shape_C((TILE_KEYS, config.heads)), Float32)
+    there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
+    lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
+    by_lane, number = pages_by_lane(config, query.thread, entries, first, step), Int32(config.depth)
+    words, here, pages, kept = loads
     for tile in cutlass.range(first, end, step * config.depth, unroll=1):
         for i in cutlass.range_constexpr(config.depth):
             key = (tile + i * step) * TILE_KEYS + row
@@ -132,13 +175,50 @@ def score_tiles(query, entries, first, end, step, sink):
             load_tile(config, entries, key + lap, member, pages[None, i], words[None, None, i], here[None, i])
             if cutlass.const_expr(not config.pages_by_lane):
                 find_pages(config, entries, key + 2 * lap, pages[None, i])
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(STEPS):
-                mma.set(warpgroup.Field.ACCUMULATE, k > 0)
-                cute.gemm(mma, scores, a[None, None, k], query.b[None, None, k], scores)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
+            multiply(config, query, a, scores)
             store_tile(config, scores, query.weight, row_factors, there, sink, key, member)
+
+
+@cute.jit
+def score_copied(query, ring: cutlass.Constexpr, state, end, sink):
+    """As ``score_tiles``, of tiles that lanes copy to shared memory. state: from ``Ring.begin``."""
+    config, mma = query.config, query.mma
+    _, member, row = lane_of(opaque(query.thread))
+    row += member % THREAD_ROWS * ROW_DISTANCE
+    a = cute.make_rmem_tensor(mma.partition_shape_A((TILE_KEYS, config.fmt.dim)), E4M3)
+    scores = cute.make_rmem_tensor(mma.partition_shape_C((TILE_KEYS, config.heads)), Float32)
+    words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS), Uint32)
+    tile = Int32(ring.first)
+    while tile < end:
+        key = tile * TILE_KEYS + row
+        there = ring.read(state, words) & Boolean(key < ring.entries.length)
+        factors = convert(config, words, query.table, query.ones, member, a)
+        state = ring.follow(*state)
+        multiply(config, query, a, scores)
+        store_row(config, scores, query.weight, factors, there, sink, key, member)
+        tile += ring.step
+
+
+def multiply(config: ScoresConfig, query: Scorer, a, scores) -> None:
+    """scores = a times the query's heads, waited for."""
+    warpgroup.fence()
+    for k in range(STEPS):
+        query.mma.set(warpgroup.Field.ACCUMULATE, k > 0)
+        cute.gemm(query.mma, scores, a[None, None, k], query.b[None, None, k], scores)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+def in_registers(row: cute.Tensor) -> cute.Tensor:
+    """The same row, whose address stays in registers."""
+    address = row.iterator.toint()
+    low, high = (
+        Uint32(cute.arch.shuffle_sync_bfly(Uint32(word), 0)) for word in (address & 0xFFFFFFFF, address >> 32)
+    )
+    address = (Int64(high) << Int64(32)) | Int64(low)
+    return cute.make_tensor(
+        cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4), row.layout
+    )
 
 
 class Scores(ScoresHost):
@@ -150,18 +230,38 @@ class Scores(ScoresHost):
         thread, _, _ = cute.arch.thread_idx()
         part, token, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        query = scorer(config, smem, queries[token, None], weights[token, None], thread)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
-        score_part(query, entries, logits[token, None], part, parts)
+        if cutlass.const_expr(config.dependent):
+            cute.arch.griddepcontrol_wait()  # for what an earlier launch writes: until here nothing is read
+            cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
+        row = logits[token, None]
+        asked = load_asked(config, queries[token, None], weights[token, None], thread)
+        if cutlass.const_expr(config.early):
+            entries = entries_of(config, pool, page_table, requests, lengths, token)
+            tiles = cute.ceil_div(row.shape[0], TILE_KEYS)
+            first = part * config.warpgroups + thread // WARPGROUP_THREADS
+            step = parts * config.warpgroups
+            if cutlass.const_expr(config.copied):
+                ring = Ring.of(config, smem, entries, thread, first, step)
+                begun = ring.begin(ring.first_pages())
+                query = scorer(config, smem, asked, thread)
+                score_copied(query, ring, begun, tiles, LogitsRow(in_registers(row)))
+            else:
+                loads = begin_loads(config, thread, entries, first, step)
+                query = scorer(config, smem, asked, thread)
+                score_tiles(query, entries, first, tiles, step, LogitsRow(row), loads)
+        else:
+            query = scorer(config, smem, asked, thread)
+            entries = entries_of(config, pool, page_table, requests, lengths, token)
+            score_part(query, entries, row, part, parts)
 
 
 @cute.jit
-def prepare(config: cutlass.Constexpr, query, weights, base, table, ones, factors, thread):
-    """The query's heads in e4m3, in the order of the keys' numbers; factors (H): weights times the heads' scales."""
+def prepare(config: cutlass.Constexpr, asked, base, table, ones, factors, thread):
+    """The query's heads in e4m3, in the order of the keys' numbers; factors (H): weights times the heads' scales.
+    asked: ``load_asked``'s."""
     head, block = thread // BLOCKS, thread % BLOCKS
+    words, weight = asked
     if head < config.heads:
-        words = cute.make_rmem_tensor(loaded_words(config), Uint32)
-        load_query(config, query, head, block, words)
         out, factor = block_of(config, words, table, ones, block)
         for i in cutlass.range_constexpr(WORDS):  # i: half of a step, in the order of steps
             chunk = Int32(i) ^ (head % 8)
@@ -169,7 +269,7 @@ def prepare(config: cutlass.Constexpr, query, weights, base, table, ones, factor
             pointer = cute.make_ptr(Uint32, Int32(at), cute.AddressSpace.smem, assumed_align=WORD_BYTES)
             cute.make_tensor(pointer, cute.make_layout(1))[0] = out[i]
         if block == 0:
-            factors[head] = Float32(weights[head]) * factor
+            factors[head] = weight[0] * factor
 
 
 @cute.jit

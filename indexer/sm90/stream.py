@@ -10,6 +10,7 @@ from warpspec.indexer.config import StreamConfig
 from warpspec.indexer.device.choose import allocate
 from warpspec.indexer.device.entries import entries_of
 from warpspec.indexer.device.stream import StreamHost, select_entries, stream_arguments
+from warpspec.indexer.sm90.keys import load_asked
 from warpspec.indexer.sm90.scores import scorer
 
 
@@ -23,7 +24,8 @@ class Stream(StreamHost):
         token, _, _ = cute.arch.block_idx()
         shared = allocate(config.select)
         smem = cutlass.memory.SmemAllocator()
-        query = scorer(config.scores, smem, queries[token, None], weights[token, None], thread)
+        asked = load_asked(config.scores, queries[token, None], weights[token, None], thread)
+        query = scorer(config.scores, smem, asked, thread)
         entries = entries_of(config.scores, pool, page_table, requests, lengths, token)
         select_entries(config, query, shared, entries, page_table, requests, slots, counts, token)
 
