@@ -33,7 +33,7 @@ EXPLAINED = (
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*behind sm90/pair\.py:(187|247)",
+        r"`bar\.warp.*behind sm90/pair\.py:(194|254)",
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
@@ -156,6 +156,10 @@ EXPLAINED = (
     (
         r"`bar\.warp.*behind gathered/host\.py:24, before gathered/host\.py:24",
         "of pair.attend_paired: a consumer without QK has read nothing of the Q that it hands back",
+    ),
+    (
+        r"`cp\.async\.wait_group 0.*gathered/gather\.py:107",
+        "the copies behind a task's last tile: the three groups committed behind them are of nothing",
     ),
     (
         r"`bar\.warp.*behind sm90/products\.py:98, before sm90/kernel\.py:41",
