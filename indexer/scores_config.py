@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.cache.formats import INDEX_FORMATS, RowFormat
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARPGROUP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.nvfp4 import E2M1_VALUES
 
 TILE_KEYS = 64  # M of wgmma
@@ -26,7 +26,8 @@ COPIED_MOST_TILES = 16  # of a warpgroup, where copied FP8 keys are as fast as t
 class ScoresConfig:
     """format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA, each with tiles of
     its own. depth: tiles whose loads are under way. copied: keys are copied to shared memory, each lane its own
-    (``sm90.ring``), by a programmatic dependent launch; else they are loaded to registers."""
+    (``sm90.ring``), by a programmatic dependent launch; else they are loaded to registers. balanced: warpgroups take
+    equal shares of the tiles that have keys (``sm90.balanced``), of as many queries as a CTA has threads at most."""
 
     format: str
     heads: int
@@ -34,6 +35,7 @@ class ScoresConfig:
     warpgroups: int = 4
     depth: int = 2
     copied: bool = False
+    balanced: bool = False
 
     tile_keys = TILE_KEYS
 
@@ -76,7 +78,7 @@ class ScoresConfig:
     @property
     def dependent(self) -> bool:
         """Whether the launch is a programmatic dependent one, which comes up while the one before ends."""
-        return self.copied
+        return self.copied or self.balanced
 
     @property
     def least_ctas(self) -> int:
@@ -99,6 +101,10 @@ class ScoresConfig:
         return self.warpgroups * WARPGROUP_THREADS
 
     @property
+    def warps(self) -> int:
+        return self.threads // WARP_THREADS
+
+    @property
     def score_threads(self) -> int:
         """All make scores."""
         return self.threads
@@ -107,6 +113,8 @@ class ScoresConfig:
         """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin
         and then its tiles, ``lap`` of every warpgroup at a time."""
         tiles = -(-columns // TILE_KEYS)
+        if self.balanced:  # CTAs of all queries
+            return min(sm_count, -(-queries * tiles // self.warpgroups))
 
         def time(parts):
             turns = -(-tiles // (parts * self.warpgroups * self.lap))
@@ -118,7 +126,8 @@ class ScoresConfig:
     @property
     def smem_bytes(self) -> int:
         table = (SCALE_STEPS + 2) * 8
-        return self.heads * (self.fmt.dim + 4) + table + self.depth * self.stage_bytes
+        copies, plan = (self.warpgroups, (3 * self.threads + 1) * 4) if self.balanced else (1, 0)
+        return copies * self.heads * (self.fmt.dim + 4) + table + plan + self.depth * self.stage_bytes
 
 
 def e4m3_table() -> list[tuple[int, int]]:

@@ -21,13 +21,20 @@ class Entries(NamedTuple):
     length: Int32
 
 
-def entries_of(config, pool, page_table, requests, lengths, token) -> Entries:
-    """The entries that a query sees: a length within 0 and the table's, 0 of a request that there is not."""
+def request_of(config, page_table, requests, lengths, token) -> tuple:
+    """(row of the page table, length) of a query: a length within 0 and the table's, 0 of a request that there is
+    not."""
     request = Int32(requests[token])
     known = Boolean(request >= 0) & Boolean(request < page_table.shape[0])
     length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
     length = Int32(cutlass.select_(known, length, Int32(0)))
-    return Entries(pool, page_table[Int32(cutlass.select_(known, request, Int32(0))), None], length)
+    return Int32(cutlass.select_(known, request, Int32(0))), length
+
+
+def entries_of(config, pool, page_table, requests, lengths, token) -> Entries:
+    """The entries that a query sees."""
+    request, length = request_of(config, page_table, requests, lengths, token)
+    return Entries(pool, page_table[request, None], length)
 
 
 @cute.jit

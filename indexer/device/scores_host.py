@@ -46,10 +46,10 @@ class ScoresHost:
         stream: CUstream,
     ):
         """queries: [T, words], a page of H rows each. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
-        [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query."""
+        [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query, or of all."""
         arguments = (queries, weights, pool, page_table, requests, lengths, logits, parts)
         self.kernel(*arguments).launch(
-            grid=(parts, queries.shape[0], 1),
+            grid=(parts, 1 if self.config.balanced else queries.shape[0], 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.least_ctas,
             use_pdl=self.config.dependent,

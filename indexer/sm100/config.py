@@ -41,7 +41,7 @@ class Sm100ScoresConfig:
 
     tile_keys = 128  # M of tcgen05.mma
     loaders = 4  # warps
-    least_ctas, dependent = 0, False  # as ``ScoresConfig``'s
+    least_ctas, dependent, balanced = 0, False, False  # as ``ScoresConfig``'s
 
     def __post_init__(self):
         assert self.format in FORMATS and 0 < self.heads <= MAX_HEADS

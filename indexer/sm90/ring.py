@@ -39,9 +39,9 @@ class Ring:
     lane: Int32
 
     @classmethod
-    def of(cls, config, smem, entries, thread, first, step) -> Ring:
+    def of(cls, config, base, entries, thread, first, step) -> Ring:
+        """base: from ``allocate_ring``."""
         thread = opaque(thread)
-        base = Int32(smem.allocate(config.depth * config.stage_bytes, VECTOR_BYTES).toint())
         vectors = base + thread * VECTOR_BYTES
         scales = base + config.threads * vectors_of(config) * VECTOR_BYTES + thread * WORD_BYTES
         warp_row = thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS
@@ -110,6 +110,11 @@ class Ring:
                     words[part * VECTOR_WORDS + i, r] = found[i]
             words[last, r] = shared(self.scales + offset, 1)[0]
         return Boolean((here >> (config.depth - 1)) & 1 != 0)
+
+
+def allocate_ring(config, smem) -> Int32:
+    """The address of all threads' rings."""
+    return Int32(smem.allocate(config.depth * config.stage_bytes, VECTOR_BYTES).toint())
 
 
 def opaque(word: Int32) -> Int32:

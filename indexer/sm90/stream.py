@@ -11,7 +11,7 @@ from warpspec.indexer.device.choose import allocate
 from warpspec.indexer.device.entries import entries_of
 from warpspec.indexer.device.stream import StreamHost, select_entries, stream_arguments
 from warpspec.indexer.sm90.keys import load_asked
-from warpspec.indexer.sm90.scores import scorer
+from warpspec.indexer.sm90.query import scorer
 
 
 class Stream(StreamHost):

@@ -106,6 +106,39 @@ def test_scores_kernel(check_order, monkeypatch, format, heads, size, arch):
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "pages", "sms"),
+    [
+        ([300, 0, 0, 17, 640, 64, 65, 1], 10, 2),  # off tiles, none; a page and a request that are not there
+        ([3, 5, 1700, 9, 2], 27, 3),  # one long among short
+        ([100, 0, 30], 3, 6),  # fewer tiles than warpgroups
+        long([640], 10, 3),
+        long([0, 0, 0], 2, 2),
+        long([50] * 40 + [0] * 3 + [200], 4, 3),
+    ],
+)
+def test_balanced_scores(check_order, monkeypatch, lengths, pages, sms, copied):
+    """Tiles dealt by lengths: the same bits, and -inf in the same places."""
+    format, tokens = ("fp8" if copied else "mxfp4"), len(lengths)
+    monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED["sm_90a"], sm_count=sms))
+    monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
+    generator = torch.Generator().manual_seed(1)
+    asked, pool = queries(tokens=tokens, heads=16, format=format), IndexPool.empty(2 * pages, 64, format)
+    rows = torch.randn(pool.capacity, 128, generator=generator).bfloat16()
+    pool.write(torch.arange(pool.capacity), rows)
+    table = torch.randperm(2 * pages, generator=generator).view(2, pages).to(torch.int32)
+    requests = (torch.arange(tokens) % 2).to(torch.int32)
+    if tokens == 8:
+        table[1, 1], requests[5] = -1, -1
+    lengths, found = torch.tensor(lengths, dtype=torch.int32), []
+    for balanced in (False, True):
+        config = ScoresConfig(format, 16, 64, depth=4 if copied else 2, copied=copied, balanced=balanced)
+        monkeypatch.setattr(ops.ScoresConfig, "of", lambda *arguments, config=config: config)
+        found.append(index_scores(asked, pool, table, requests, lengths, backend="sim"))
+    assert torch.equal(*found) and found[0].isneginf().any() == (lengths < pages * 64).any()
+
+
 def test_scores_way():
     """The way of sm_90a is within 2.5% of the faster one's time (us, an H200: registers, copied). Copied keys' kernel
     waits for the launch before it reads anything."""
