@@ -1,11 +1,10 @@
 """Index keys and queries as e4m3 in registers, as products on tensor cores take them; scores to logits.
 
-A row is dealt to four lanes by vectors of 16 bytes: of FP4 a lane has a block of 32 numbers, of FP8 16 numbers of each
-half. The products deal a row's numbers to lanes by fours; a sum does not mind their order, so queries and keys are
-dealt alike. FP4 becomes e4m3 by a table of eight bytes, which a byte permutation looks up: one power of two for each
-block, relative to the row's largest, is in the table. What is left of the scales, one power of two a row, is multiplied
-in at the end, that of a query's head into its weight: ReLU commutes with it. Exact while the scales of a row's blocks
-are at most 2**11 apart, and nearly so beyond.
+A row is four blocks of 32 numbers, a lane's each. The products deal a row's numbers to lanes by fours; a sum does not
+mind their order, so queries and keys are dealt by blocks alike. FP4 becomes e4m3 by a table of eight bytes, which a
+byte permutation looks up: one power of two for each block, relative to the row's largest, is in the table. What is left
+of the scales, one power of two a row, is multiplied in at the end, that of a query's head into its weight: ReLU
+commutes with it. Exact while the scales of a row's blocks are at most 2**11 apart, and nearly so beyond.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from warpspec.indexer.scores_config import (
     e4m3_table,
 )
 
-WORDS = 8  # of e4m3, of a lane's numbers
+WORDS = 8  # of e4m3, of a block
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 THREAD_ROWS, ROW_DISTANCE = 2, 8  # keys of a thread
 SCALE_NAN = 255
@@ -61,12 +60,11 @@ def fill_table(table: cute.Tensor, thread):
 
 @cute.jit
 def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor):
-    """words (WORD): a lane's numbers of a head of the query, and the head's scales."""
+    """words (WORD): a block of a head of the query, and the head's scales."""
     fmt = config.fmt
     block_words = loaded_words(config) - 1
     for i in cutlass.range_constexpr(block_words):
-        at = (i // VECTOR_WORDS * BLOCKS + block) * VECTOR_WORDS + i % VECTOR_WORDS
-        words[i] = query[head * (fmt.data_bytes // WORD_BYTES) + at]
+        words[i] = query[head * (fmt.data_bytes // WORD_BYTES) + block * block_words + i]
     words[block_words] = query[config.heads * (fmt.data_bytes // WORD_BYTES) + head]
 
 
@@ -147,13 +145,13 @@ def load_tile(
             there = Boolean(page >= 0) & Boolean(page < pool.shape[0])
             at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
             scale_at = at + Int64(config.page_size * fmt.data_bytes + row_of_page * fmt.scale_bytes)
-            at = at + Int64(row_of_page * fmt.data_bytes + member * VECTOR_BYTES)
+            at = at + Int64(row_of_page * fmt.data_bytes + member * (block_words * WORD_BYTES))
         else:
             at = at + Int64(ROW_DISTANCE * fmt.data_bytes)
             scale_at = scale_at + Int64(ROW_DISTANCE * fmt.scale_bytes)
         present = Int32(there & Boolean(index < length))
         for first in cutlass.range_constexpr(0, block_words, VECTOR_WORDS):
-            loaded = load_global(at + Int64(first * BLOCKS * WORD_BYTES), present, VECTOR_WORDS)
+            loaded = load_global(at + Int64(first * WORD_BYTES), present, VECTOR_WORDS)
             for i in cutlass.range_constexpr(VECTOR_WORDS):
                 words[first + i, r] = loaded[i]
         words[block_words, r] = load_global(scale_at, present, 1)[0]

@@ -1,7 +1,8 @@
-"""FP8 index keys on their way: a ring of tiles in shared memory, each lane's keys copied by the lane itself.
+"""FP8 index keys on their way: a ring of tiles in shared memory, each warp's keys copied by the warp itself.
 
-A lane reads what it has copied and nothing else, so no thread waits for another one. What is under way takes no
-registers, and no compiler moves it.
+The four lanes of a row copy it by halves, a vector of 16 bytes each, and read it by blocks: what a lane reads other
+lanes of its warp have copied, and a warp waits for no other. What is under way takes no registers, and no compiler
+moves it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from warpspec.indexer.scores_config import BLOCKS, WARP_ROWS, ScoresConfig
 from warpspec.indexer.sm90.keys import ROW_DISTANCE, THREAD_ROWS, VECTOR_WORDS
 
 NO_ADDRESS = -1  # high word
-QUAD_BYTES = BLOCKS * VECTOR_BYTES  # that the lanes of a row read of it at once
+QUAD_BYTES = BLOCKS * VECTOR_BYTES  # that the lanes of a row copy of it at once
+ODD_ROW = BLOCKS + 1  # XORed with a vector's place in an odd row: no two meet in a bank
 
 
 @dataclass(frozen=True)
 class Ring:
     """A warpgroup's tiles first, first + step, ..., as a lane has them.
 
-    vectors, scales: addresses of the lane's in the first stage. warp_row: of the warp's first key in a tile. Nothing is
+    vectors: address in the first stage of what the lane reads first; target: of what it copies first; scales: of its
+    scale, which it copies itself. A row's vectors are together. warp_row: of the warp's first key in a tile. Nothing is
     copied where there is no page; keys past the length that share one are.
     """
 
@@ -34,6 +37,7 @@ class Ring:
     first: Int32
     step: Int32
     vectors: Int32
+    target: Int32
     scales: Int32
     warp_row: Int32
     lane: Int32
@@ -42,10 +46,13 @@ class Ring:
     def of(cls, config, base, entries, thread, first, step) -> Ring:
         """base: from ``allocate_ring``."""
         thread = opaque(thread)
-        vectors = base + thread * VECTOR_BYTES
-        scales = base + config.threads * vectors_of(config) * VECTOR_BYTES + thread * WORD_BYTES
+        member, quad = thread % BLOCKS, thread // BLOCKS
+        row, odd = base + quad * config.fmt.data_bytes, quad % 2 * ODD_ROW
+        vectors = row + (member * row_vectors(config) ^ odd) * VECTOR_BYTES
+        target = row + (member ^ odd) * VECTOR_BYTES
+        scales = base + THREAD_ROWS * rows_bytes(config) + thread * WORD_BYTES
         warp_row = thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS
-        return cls(config, entries, first, step, vectors, scales, warp_row, thread % WARP_THREADS)
+        return cls(config, entries, first, step, vectors, target, scales, warp_row, thread % WARP_THREADS)
 
     def index(self, number) -> Int32:
         """Of the warp's first key of a tile, that of the lane among those from the number-th on."""
@@ -97,24 +104,26 @@ class Ring:
         return number + 1, offset, here << 1 | Int32(there), low, high, ahead
 
     def read(self, state: tuple, words: cute.Tensor) -> Boolean:
-        """The oldest tile's words (WORD, ROW), waited for; whether it has a page. Its stage is the next to be copied
-        to."""
+        """The oldest tile's words (WORD, ROW), waited for by all lanes; whether it has a page. Its stage is the next
+        to be copied to."""
         config, (_, offset, here, *_) = self.config, state
         cute.arch.cp_async_wait_group(config.depth - 1)
+        cute.arch.sync_warp()  # the other lanes' copies too
         parts, last = row_vectors(config), row_vectors(config) * VECTOR_WORDS
         for r in range(THREAD_ROWS):
             for part in range(parts):
-                at = self.vectors + offset + (r * parts + part) * config.threads * VECTOR_BYTES
+                at = (self.vectors ^ part * VECTOR_BYTES) + offset + r * rows_bytes(config)
                 found = shared(at, VECTOR_WORDS)
                 for i in range(VECTOR_WORDS):
                     words[part * VECTOR_WORDS + i, r] = found[i]
             words[last, r] = shared(self.scales + offset, 1)[0]
+        cute.arch.sync_warp()  # no lane copies to the stage before
         return Boolean((here >> (config.depth - 1)) & 1 != 0)
 
 
 def allocate_ring(config, smem) -> Int32:
     """The address of all threads' rings."""
-    return Int32(smem.allocate(config.depth * config.stage_bytes, VECTOR_BYTES).toint())
+    return Int32(smem.allocate(config.depth * config.stage_bytes, config.fmt.data_bytes).toint())
 
 
 def opaque(word: Int32) -> Int32:
@@ -127,9 +136,9 @@ def row_vectors(config) -> int:
     return config.fmt.data_bytes // BLOCKS // VECTOR_BYTES
 
 
-def vectors_of(config) -> int:
-    """Of a lane's keys of a tile."""
-    return THREAD_ROWS * row_vectors(config)
+def rows_bytes(config) -> int:
+    """Of one key of each row of lanes, of all threads."""
+    return config.threads // BLOCKS * config.fmt.data_bytes
 
 
 def shared(address: Int32, count: int) -> cute.Tensor:
@@ -141,14 +150,14 @@ def shared(address: Int32, count: int) -> cute.Tensor:
 
 
 def copy_keys(ring: Ring, address, number, offset) -> None:
-    """A lane's two keys of a tile. address: of the warp's first. A row's scale is wanted by the lane that stores the
-    row's score: a lane has one key's."""
+    """A lane's vectors of two keys of a tile: one of each half of a row. address: of the warp's first. A row's scale
+    is wanted by the lane that stores the row's score: a lane has one key's."""
     config, fmt = ring.config, ring.config.fmt
     member, quad = ring.lane % BLOCKS, ring.lane // BLOCKS
     row = address + Int64(quad * fmt.data_bytes + member * VECTOR_BYTES)
     for r in range(THREAD_ROWS):
         for part in range(row_vectors(config)):
-            at = ring.vectors + offset + (r * row_vectors(config) + part) * config.threads * VECTOR_BYTES
+            at = (ring.target ^ part * QUAD_BYTES) + offset + r * rows_bytes(config)
             copy(at, row, r * ROW_DISTANCE * fmt.data_bytes + part * QUAD_BYTES, VECTOR_BYTES)
     within = divided(ring.warp_row, config.page_size)[1]
     if config.tile_keys % config.page_size:  # else the same in every tile
