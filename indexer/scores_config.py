@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.cache.formats import INDEX_FORMATS, RowFormat
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS, WARPGROUP_THREADS
@@ -16,18 +16,19 @@ MAX_HEADS = 64
 E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
 SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
 FORMATS = ("mxfp4", "fp8")
+EVEN_CTAS = 0.94  # of the SMs are enough, where queries are then cut alike
 MOST_PARTS = 256  # CTAs of a query
 BEGIN_TILES = 4  # what a CTA's begin takes, in tiles of a warpgroup
 COPIED_DEPTH = 4
-COPIED_MOST_TILES = 16  # of a warpgroup, where copied FP8 keys are as fast as those in registers, or faster
+COPIED_MOST_TILES = 12  # of a warpgroup, where copied FP8 keys are as fast as those in registers, or faster
 
 
 @dataclass(frozen=True)
 class ScoresConfig:
     """format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA, each with tiles of
-    its own. depth: tiles whose loads are under way. copied: keys are copied to shared memory, each lane its own
-    (``sm90.ring``), by a programmatic dependent launch; else they are loaded to registers. balanced: warpgroups take
-    equal shares of the tiles that have keys (``sm90.balanced``), of as many queries as a CTA has threads at most."""
+    its own. depth: tiles whose loads are under way. copied: keys are copied to shared memory, each warp its own
+    (``sm90.ring``); else they are loaded to registers. balanced: warpgroups take equal shares of the tiles that have
+    keys (``sm90.balanced``), of as many queries as a CTA has threads at most; else CTAs take turns at a query's."""
 
     format: str
     heads: int
@@ -44,6 +45,7 @@ class ScoresConfig:
         assert self.heads % HEADS_STEP == 0 and HEADS_STEP <= self.heads <= MAX_HEADS
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         if self.copied:
+            assert not self.balanced
             assert self.format == "fp8" and self.page_size % WARP_ROWS == 0, "a warp's keys are of one page"
         assert self.threads >= self.heads * BLOCKS, "a thread prepares a block of a head"
 
@@ -51,13 +53,16 @@ class ScoresConfig:
     def of(
         cls, format: str, heads: int, page_size: int, queries: int, columns: int, sm_count: int
     ) -> ScoresConfig:
-        """The faster way for a call. FP8 keys are copied where warpgroups have few tiles: that begins sooner, and takes
-        longer for each tile. Scores are the same bits."""
+        """The way for a call, whose lengths nobody on the host knows: of several queries each may be short, so their
+        tiles are dealt by length. FP8 keys of one query are copied where warpgroups have few tiles: that begins sooner,
+        and takes longer for each tile. Scores are the same bits."""
         found = cls(format, heads, page_size)
+        if 1 < queries <= found.threads:
+            return replace(found, balanced=True)
         tiles = queries * -(-columns // TILE_KEYS)
         few = tiles <= COPIED_MOST_TILES * found.warpgroups * sm_count
         if format == "fp8" and few and page_size % WARP_ROWS == 0:
-            return cls(format, heads, page_size, depth=COPIED_DEPTH, copied=True)
+            return replace(found, depth=COPIED_DEPTH, copied=True)
         return found
 
     @property
@@ -113,8 +118,10 @@ class ScoresConfig:
         """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin
         and then its tiles, ``lap`` of every warpgroup at a time."""
         tiles = -(-columns // TILE_KEYS)
-        if self.balanced:  # CTAs of all queries
-            return min(sm_count, -(-queries * tiles // self.warpgroups))
+        if self.balanced:  # CTAs of all queries: where these are equally long, none has a part of two
+            most = min(sm_count, -(-queries * tiles // self.warpgroups))
+            even = (c for c in range(most, int(EVEN_CTAS * most), -1) if c % queries == 0 or queries % c == 0)
+            return next(even, most)
 
         def time(parts):
             turns = -(-tiles // (parts * self.warpgroups * self.lap))

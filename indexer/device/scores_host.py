@@ -17,10 +17,7 @@ class LogitsRow(NamedTuple):
     """Where scores go: a row of logits (N). limit: keys from here on go nowhere."""
 
     row: cute.Tensor
-
-    @property
-    def limit(self):
-        return self.row.shape[0]
+    limit: Int32
 
     def put(self, index, value) -> None:
         self.row[index] = value
@@ -83,7 +80,7 @@ def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts)
     """
     tiles = cute.ceil_div(row.shape[0], query.tile_keys)
     first, step = part * query.groups + query.group, parts * query.groups
-    query.score(entries, first, tiles, step, LogitsRow(row))
+    query.score(entries, first, tiles, step, LogitsRow(row, row.shape[0]))
 
 
 def operand_arguments() -> tuple:

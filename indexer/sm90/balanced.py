@@ -15,18 +15,16 @@ from cutlass import Float32, Int32, Uint32
 
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.indexer.device.entries import Entries, request_of
+from warpspec.indexer.device.scores_host import LogitsRow
 from warpspec.indexer.scores_config import BLOCKS, TILE_KEYS
 from warpspec.indexer.sm90.keys import load_asked
 from warpspec.indexer.sm90.query import (
     ROW_BYTES,
     begin_loads,
-    in_registers,
     prepare,
-    score_copied,
     score_tiles,
     view_query,
 )
-from warpspec.indexer.sm90.ring import Ring, allocate_ring
 
 GROUP_BARRIER = 1  # of the first warpgroup, the others' behind it
 FILL_COLUMNS = 4  # of a thread, of a chunk
@@ -47,16 +45,6 @@ class Plan(NamedTuple):
     def allocate(cls, config, smem) -> Plan:
         sizes = (config.threads + 1, config.threads, config.threads, config.warpgroups, config.warps)
         return cls(*(smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=4) for size in sizes))
-
-
-class LimitedRow(NamedTuple):
-    """Where scores go, as ``LogitsRow``; limit: keys from here on go nowhere."""
-
-    row: cute.Tensor
-    limit: Int32
-
-    def put(self, index, value) -> None:
-        self.row[index] = value
 
 
 @cute.jit
@@ -109,9 +97,6 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
     factors = smem.allocate_tensor(
         Float32, cute.make_layout((config.heads, config.warpgroups)), byte_alignment=16
     )
-    ring = Int32(0)
-    if cutlass.const_expr(config.copied):
-        ring = allocate_ring(config, smem)
     plan = Plan.allocate(config, smem)
     total = deal(config, plan, page_table, requests, lengths, columns, cta, ctas, thread)
     group = Int32(cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS))
@@ -131,7 +116,7 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
                 cutlass.min(plan.lengths[token], (stop - before) * TILE_KEYS),
             )
             rows = queries[token, None], weights[token, None], logits[token, None]
-            places = base, factors[None, group], table, ones, ring
+            places = base, factors[None, group], table, ones
             score_share(config, rows, places, entries, tile - before, stop - before, group, thread)
         tile = stop
         token += 1
@@ -141,28 +126,21 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
 @cute.jit
 def score_share(config: cutlass.Constexpr, rows, places, entries, first, end, group, thread):
     """Scores of tiles first to end of a query, by a warpgroup. rows: of queries, weights and logits. places: where the
-    warpgroup's query and its factors go; the table; the CTA's ring."""
+    warpgroup's query and its factors go; the table."""
     query, weights, row = rows
-    base, factors, table, ones, ring = places
+    base, factors, table, ones = places
     own = thread % WARPGROUP_THREADS
     rounds = -(-config.heads * BLOCKS // WARPGROUP_THREADS)
     asked = [load_asked(config, query, weights, own + i * WARPGROUP_THREADS) for i in range(rounds)]
     limit = cutlass.min(row.shape[0], end * TILE_KEYS)
-    if cutlass.const_expr(config.copied):
-        keys = Ring.of(config, ring, entries, thread, first, Int32(1))
-        begun = keys.begin(keys.first_pages())
-    else:
-        begun = begin_loads(config, thread, entries, first, 1)
+    begun = begin_loads(config, thread, entries, first, 1)
     meet(group)  # the query before has been read
     for i in cutlass.range_constexpr(rounds):
         prepare(config, asked[i], base, table, ones, factors, own + i * WARPGROUP_THREADS)
     cute.arch.fence_view_async_shared()
     meet(group)
     scorer = view_query(config, base, factors, table, ones, thread)
-    if cutlass.const_expr(config.copied):
-        score_copied(scorer, keys, begun, end, LimitedRow(in_registers(row), limit))
-    else:
-        score_tiles(scorer, entries, first, end, 1, LimitedRow(row, limit), begun)
+    score_tiles(scorer, entries, first, end, 1, LogitsRow(row, limit), begun)
 
 
 def meet(group) -> None:

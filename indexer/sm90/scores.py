@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32
 
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.indexer.device.entries import entries_of
-from warpspec.indexer.device.scores_host import LogitsRow, ScoresHost, score_part, scores_arguments
+from warpspec.indexer.device.scores_host import LogitsRow, ScoresHost, scores_arguments
 from warpspec.indexer.scores_config import TILE_KEYS, ScoresConfig
 from warpspec.indexer.sm90.balanced import score_shares
 from warpspec.indexer.sm90.keys import load_asked
@@ -44,30 +45,32 @@ class Scores(ScoresHost):
 
 @cute.jit
 def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cutlass.Constexpr, parts):
-    """A CTA's scores: every ``parts``-th tiles of a query."""
+    """A CTA's scores: every ``parts``-th tiles of a query's that have keys, and as much of what lies behind them."""
     queries, weights, pool, page_table, requests, lengths, logits = operands
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
     row = logits[token, None]
     asked = load_asked(config, queries[token, None], weights[token, None], thread)
-    if cutlass.const_expr(config.early):
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
-        tiles = cute.ceil_div(row.shape[0], TILE_KEYS)
-        first = part * config.warpgroups + thread // WARPGROUP_THREADS
-        step = parts * config.warpgroups
-        if cutlass.const_expr(config.copied):
-            ring = Ring.of(config, allocate_ring(config, smem), entries, thread, first, step)
-            begun = ring.begin(ring.first_pages())
-            query = scorer(config, smem, asked, thread)
-            score_copied(query, ring, begun, tiles, LogitsRow(in_registers(row)))
-        else:
-            loads = begin_loads(config, thread, entries, first, step)
-            query = scorer(config, smem, asked, thread)
-            score_tiles(query, entries, first, tiles, step, LogitsRow(row), loads)
+    entries = entries_of(config, pool, page_table, requests, lengths, token)
+    tiles = cute.ceil_div(cutlass.min(entries.length, row.shape[0]), TILE_KEYS)
+    seen = cutlass.min(tiles * TILE_KEYS, row.shape[0])  # columns of tiles that have keys
+    first = part * config.warpgroups + thread // WARPGROUP_THREADS
+    step = parts * config.warpgroups
+    if cutlass.const_expr(config.copied):
+        ring = Ring.of(config, allocate_ring(config, smem), entries, thread, first, step)
+        begun = ring.begin(ring.first_pages())
+        query = scorer(config, smem, asked, thread)
+        score_copied(query, ring, begun, tiles, LogitsRow(in_registers(row), seen))
+    elif cutlass.const_expr(config.early):
+        loads = begin_loads(config, thread, entries, first, step)
+        query = scorer(config, smem, asked, thread)
+        score_tiles(query, entries, first, tiles, step, LogitsRow(row, seen), loads)
     else:
         query = scorer(config, smem, asked, thread)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
-        score_part(query, entries, row, part, parts)
+        query.score(entries, first, tiles, step, LogitsRow(row, seen))
+    begin, lap = seen + part * config.threads + thread, parts * config.threads
+    for column in cutlass.range(begin, row.shape[0], lap, unroll=1):
+        row[column] = -Float32.inf
 
 
 def host_and_arguments(config: ScoresConfig) -> tuple:

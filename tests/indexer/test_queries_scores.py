@@ -1,6 +1,7 @@
 """index_queries: bits of the reference, simulated; index_scores: the definition; selection within a workspace."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_scores_kernel(check_order, monkeypatch, format, heads, size, arch):
     assert 1 - 2 * (x * y).sum() / (x.square() + y.square()).sum() < 1e-5
 
 
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("format", ["mxfp4", "fp8"])
 @pytest.mark.parametrize(
     ("lengths", "pages", "sms"),
     [
@@ -118,9 +119,9 @@ def test_scores_kernel(check_order, monkeypatch, format, heads, size, arch):
         long([50] * 40 + [0] * 3 + [200], 4, 3),
     ],
 )
-def test_balanced_scores(check_order, monkeypatch, lengths, pages, sms, copied):
+def test_balanced_scores(check_order, monkeypatch, lengths, pages, sms, format):
     """Tiles dealt by lengths: the same bits, and -inf in the same places."""
-    format, tokens = ("fp8" if copied else "mxfp4"), len(lengths)
+    tokens = len(lengths)
     monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED["sm_90a"], sm_count=sms))
     monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
     generator = torch.Generator().manual_seed(1)
@@ -133,28 +134,36 @@ def test_balanced_scores(check_order, monkeypatch, lengths, pages, sms, copied):
         table[1, 1], requests[5] = -1, -1
     lengths, found = torch.tensor(lengths, dtype=torch.int32), []
     for balanced in (False, True):
-        config = ScoresConfig(format, 16, 64, depth=4 if copied else 2, copied=copied, balanced=balanced)
+        config = ScoresConfig(format, 16, 64, balanced=balanced)
         monkeypatch.setattr(ops.ScoresConfig, "of", lambda *arguments, config=config: config)
         found.append(index_scores(asked, pool, table, requests, lengths, backend="sim"))
     assert torch.equal(*found) and found[0].isneginf().any() == (lengths < pages * 64).any()
 
 
 def test_scores_way():
-    """The way of sm_90a is within 2.5% of the faster one's time (us, an H200: registers, copied). Copied keys' kernel
-    waits for the launch before it reads anything."""
-    for queries, columns, registers, copied in [
-        (64, 32768, 72.09, 77.82), (1, 262144, 13.72, 9.36), (256, 8192, 75.76, 79.86), (1, 65536, 7.44, 5.19),
-        (2, 131072, 14.49, 13.81), (4, 262144, 39.08, 41.77), (32, 16384, 22.90, 23.00), (1, 16384, 6.15, 3.05),
-        (1, 131072, 10.36, 8.86), (1, 524288, 22.70, 23.20), (2, 262144, 22.83, 23.03), (3, 262144, 30.99, 32.53),
-        (16, 32768, 22.95, 22.93), (64, 4096, 14.51, 13.73),
+    """The way of sm_90a: FP8 keys of one query in the faster of both (us, an H200: registers, copied); several queries
+    dealt by length, by CTAs that cut equal ones alike. Who launches dependent waits before anything is read."""
+    way = partial(ScoresConfig.of, heads=64, page_size=64, sm_count=132)
+    for columns, registers, copied in [
+        (16384, 5.0, 3.1), (65536, 6.3, 5.2), (131072, 9.3, 8.0), (262144, 12.7, 9.3), (524288, 21.8, 23.3),
     ]:  # fmt: skip
-        config = ScoresConfig.of("fp8", 64, 64, queries, columns, 132)
+        config = way("fp8", queries=1, columns=columns)
         assert (copied if config.copied else registers) < 1.025 * min(registers, copied)
-        assert not ScoresConfig.of("mxfp4", 64, 64, queries, columns, 132).copied
-    config = ScoresConfig.of("fp8", 64, 64, 1, 16384, 132)
-    ptx = SCORES.compiled(config, "sm_90a").artifacts.PTX
-    first_read = min(ptx.index(name) for name in ("ld.global", "cp.async.c", "griddepcontrol.launch"))
-    assert config.copied and ptx.index("griddepcontrol.wait") < first_read
+        assert way("mxfp4", queries=1, columns=columns) == ScoresConfig("mxfp4", 64, 64)
+    for format, queries, ctas in [
+        ("fp8", 64, 128),
+        ("mxfp4", 3, 132),
+        ("fp8", 256, 128),
+        ("mxfp4", 100, 132),
+    ]:
+        config = way(format, queries=queries, columns=32768)
+        assert config.balanced and not config.copied and config.choose_parts(queries, 32768, 132) == ctas
+    for config in (way("fp8", queries=1, columns=16384), way("fp8", queries=2, columns=16384)):
+        ptx = SCORES.compiled(config, "sm_90a").artifacts.PTX
+        first_read = min(
+            ptx.find(name) % len(ptx) for name in ("ld.global", "cp.async.c", "griddepcontrol.launch")
+        )
+        assert config.dependent and ptx.index("griddepcontrol.wait") < first_read
 
 
 def exact_case(format, heads, pages, equal):
