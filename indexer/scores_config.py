@@ -53,17 +53,16 @@ class ScoresConfig:
     def of(
         cls, format: str, heads: int, page_size: int, queries: int, columns: int, sm_count: int
     ) -> ScoresConfig:
-        """The way for a call, whose lengths nobody on the host knows: of several queries each may be short, so their
-        tiles are dealt by length. FP8 keys of one query are copied where warpgroups have few tiles: that begins sooner,
+        """The way for a call, whose lengths nobody on the host knows: each may be short, so tiles are dealt by length,
+        but for one query of FP4. FP8 keys of one query are copied where warpgroups have few tiles: that begins sooner,
         and takes longer for each tile. Scores are the same bits."""
         found = cls(format, heads, page_size)
-        if 1 < queries <= found.threads:
-            return replace(found, balanced=True)
         tiles = queries * -(-columns // TILE_KEYS)
         few = tiles <= COPIED_MOST_TILES * found.warpgroups * sm_count
-        if format == "fp8" and few and page_size % WARP_ROWS == 0:
+        if format == "fp8" and queries == 1 and few and page_size % WARP_ROWS == 0:
             return replace(found, depth=COPIED_DEPTH, copied=True)
-        return found
+        balanced = queries <= found.threads and (queries > 1 or format == "fp8")
+        return replace(found, balanced=balanced)
 
     @property
     def fmt(self) -> RowFormat:

@@ -9,7 +9,7 @@ from cutlass import Float32
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.indexer.device.entries import entries_of
-from warpspec.indexer.device.scores_host import LogitsRow, ScoresHost, scores_arguments
+from warpspec.indexer.device.scores_host import LogitsRow, ScoresHost, score_part, scores_arguments
 from warpspec.indexer.scores_config import TILE_KEYS, ScoresConfig
 from warpspec.indexer.sm90.balanced import score_shares
 from warpspec.indexer.sm90.keys import load_asked
@@ -45,15 +45,27 @@ class Scores(ScoresHost):
 
 @cute.jit
 def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cutlass.Constexpr, parts):
-    """A CTA's scores: every ``parts``-th tiles of a query's that have keys, and as much of what lies behind them."""
+    """A CTA's scores: every ``parts``-th tiles of a query's."""
     queries, weights, pool, page_table, requests, lengths, logits = operands
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
     row = logits[token, None]
     asked = load_asked(config, queries[token, None], weights[token, None], thread)
-    entries = entries_of(config, pool, page_table, requests, lengths, token)
+    if cutlass.const_expr(config.early):
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        score_seen(config, smem, asked, entries, row, part, parts, thread)
+    else:  # tiles without keys, too: for another end of the loop there are no registers
+        query = scorer(config, smem, asked, thread)
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        score_part(query, entries, row, part, parts)
+
+
+@cute.jit
+def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entries, row, part, parts, thread):
+    """Scores of every ``parts``-th tiles that have keys, the first of which are asked for before the query is prepared,
+    and -inf in as much of what lies behind them."""
     tiles = cute.ceil_div(cutlass.min(entries.length, row.shape[0]), TILE_KEYS)
-    seen = cutlass.min(tiles * TILE_KEYS, row.shape[0])  # columns of tiles that have keys
+    seen = cutlass.min(tiles * TILE_KEYS, row.shape[0])
     first = part * config.warpgroups + thread // WARPGROUP_THREADS
     step = parts * config.warpgroups
     if cutlass.const_expr(config.copied):
@@ -61,13 +73,10 @@ def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cu
         begun = ring.begin(ring.first_pages())
         query = scorer(config, smem, asked, thread)
         score_copied(query, ring, begun, tiles, LogitsRow(in_registers(row), seen))
-    elif cutlass.const_expr(config.early):
+    else:
         loads = begin_loads(config, thread, entries, first, step)
         query = scorer(config, smem, asked, thread)
         score_tiles(query, entries, first, tiles, step, LogitsRow(row, seen), loads)
-    else:
-        query = scorer(config, smem, asked, thread)
-        query.score(entries, first, tiles, step, LogitsRow(row, seen))
     begin, lap = seen + part * config.threads + thread, parts * config.threads
     for column in cutlass.range(begin, row.shape[0], lap, unroll=1):
         row[column] = -Float32.inf
