@@ -197,20 +197,25 @@ def permute(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
     )
 
 
+def weighted_sum(scores: cute.Tensor, weight: list, r: int) -> Float32:
+    """Of the ReLUs of key r in the thread's columns. weight * ReLU(x) is half of weight * x + weight * |x|: two
+    instructions of the pipe that is less in demand."""
+    flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
+    plain, magnitudes = Float32(0.0), Float32(0.0)
+    for i in range(len(weight)):
+        value = flat[i // 2 * 4 + r * 2 + i % 2]
+        plain = plain + weight[i] * value
+        magnitudes = magnitudes + weight[i] * cute.math.absf(value)
+    return 0.5 * (plain + magnitudes)
+
+
 @cute.jit
 def store_tile(
     config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, sink, key, member
 ):
     """The weighted sums of the thread's two keys, over the four lanes that share them, to ``sink``."""
-    flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
     for r in cutlass.range_constexpr(THREAD_ROWS):
-        # weight * ReLU(x) is half of weight * x + weight * |x|: two instructions of the pipe that is less in demand.
-        plain, magnitudes = Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(len(weight)):
-            value = flat[i // 2 * 4 + r * 2 + i % 2]
-            plain = plain + weight[i] * value
-            magnitudes = magnitudes + weight[i] * cute.math.absf(value)
-        total = 0.5 * (plain + magnitudes)
+        total = weighted_sum(scores, weight, r)
         for distance in (1, 2):
             total += cute.arch.shuffle_sync_bfly(total, distance)
         total = Float32(cutlass.select_(Boolean(here[r] != 0), total * factors[r], -Float32.inf))
@@ -225,15 +230,7 @@ def store_row(
 ):
     """As ``store_tile``, of the one of the thread's keys that its bit of ``member`` says, which is the index-th; two
     lanes have the same one, and two exchange what they have of each other's. there: whether that key is."""
-    flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
-    totals = []
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        plain, magnitudes = Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(len(weight)):
-            value = flat[i // 2 * 4 + r * 2 + i % 2]
-            plain = plain + weight[i] * value
-            magnitudes = magnitudes + weight[i] * cute.math.absf(value)
-        totals.append(0.5 * (plain + magnitudes))
+    totals = [weighted_sum(scores, weight, r) for r in range(THREAD_ROWS)]
     second = Boolean(member & 1 != 0)
     total = Float32(cutlass.select_(second, totals[1], totals[0]))
     total += cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(second, totals[0], totals[1])), 1)
