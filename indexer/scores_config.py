@@ -57,8 +57,7 @@ class ScoresConfig:
         but for one query of FP4. FP8 keys of one query are copied where warpgroups have few tiles: that begins sooner,
         and takes longer for each tile. Scores are the same bits."""
         found = cls(format, heads, page_size)
-        tiles = queries * -(-columns // TILE_KEYS)
-        few = tiles <= COPIED_MOST_TILES * found.warpgroups * sm_count
+        few = -(-columns // TILE_KEYS) <= COPIED_MOST_TILES * found.warpgroups * sm_count
         if format == "fp8" and queries == 1 and few and page_size % WARP_ROWS == 0:
             return replace(found, depth=COPIED_DEPTH, copied=True)
         balanced = queries <= found.threads and (queries > 1 or format == "fp8")
@@ -115,9 +114,10 @@ class ScoresConfig:
 
     def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
         """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin
-        and then its tiles, ``lap`` of every warpgroup at a time."""
+        and then its tiles, ``lap`` of every warpgroup at a time. Balanced, CTAs of all queries: where these are equally
+        long, none has a part of two."""
         tiles = -(-columns // TILE_KEYS)
-        if self.balanced:  # CTAs of all queries: where these are equally long, none has a part of two
+        if self.balanced:
             most = min(sm_count, -(-queries * tiles // self.warpgroups))
             even = (c for c in range(most, int(EVEN_CTAS * most), -1) if c % queries == 0 or queries % c == 0)
             return next(even, most)
@@ -131,8 +131,9 @@ class ScoresConfig:
 
     @property
     def smem_bytes(self) -> int:
-        table = (SCALE_STEPS + 2) * 8
-        copies, plan = (self.warpgroups, (3 * self.threads + 1) * 4) if self.balanced else (1, 0)
+        table, copies, plan = (SCALE_STEPS + 2) * 8, 1, 0
+        if self.balanced:  # a query for each warpgroup, and ``balanced.Plan``
+            copies, plan = self.warpgroups, (3 * self.threads + 1 + self.warpgroups + self.warps) * 4
         return copies * self.heads * (self.fmt.dim + 4) + table + plan + self.depth * self.stage_bytes
 
 
