@@ -15,7 +15,7 @@ import torch
 from shared.gpu_bench import graph_time, graph_times, header, rotation, table
 from shared.latent_peers import deep_gemm_scores, flash_mla_decode, flash_mla_prefill
 
-from warpspec.cache import (
+from warpspec.latent.cache import (
     DEEPSEEK_V4_FLASH,
     IndexPool,
     LatentPool,
@@ -25,10 +25,10 @@ from warpspec.cache import (
     rope_table,
     store_rows,
 )
-from warpspec.cache.reference import rotate
-from warpspec.fmha.gathered import KeySet, gathered_attention
-from warpspec.fmha.projection import Float8Tensor, output_projection
-from warpspec.indexer import index_queries, index_scores, index_topk
+from warpspec.latent.cache.reference import rotate
+from warpspec.latent.gathered import KeySet, gathered_attention
+from warpspec.latent.indexer import index_queries, index_scores, index_topk
+from warpspec.latent.projection import Float8Tensor, output_projection
 
 POSITIONS = 65536
 INSERTED = [(1, 64), (128, 64), (128, 128), (8192, 64)]  # (tokens, query heads)

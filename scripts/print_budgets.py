@@ -19,11 +19,11 @@ from shared.generated_tables import Section, main, table
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
 from warpspec.common.tmem import TMEM_COLUMNS
 from warpspec.fmha.features import BLOCK
-from warpspec.fmha.gathered.config import GatheredConfig, Sm100GatheredConfig
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
+from warpspec.latent.gathered.config import GatheredConfig, Sm100GatheredConfig
 
 MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
     ("<!-- scripts/print_budgets.py: begin -->", "<!-- scripts/print_budgets.py: end -->"),

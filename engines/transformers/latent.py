@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-from warpspec.cache import (
+from warpspec.latent.cache import (
     CacheConfig,
     IndexPool,
     LatentPool,
@@ -27,9 +27,9 @@ from warpspec.cache import (
     store_rows,
     table_slots,
 )
-from warpspec.fmha.gathered import KeySet, gathered_attention
-from warpspec.fmha.projection import Float8Tensor, output_projection
-from warpspec.indexer import index_queries, select_entries
+from warpspec.latent.gathered import KeySet, gathered_attention
+from warpspec.latent.indexer import index_queries, select_entries
+from warpspec.latent.projection import Float8Tensor, output_projection
 
 KINDS = {
     "sliding_attention": "window",

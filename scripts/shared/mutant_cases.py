@@ -20,7 +20,9 @@ from warpspec.fmha import attention, ops
 from warpspec.fmha import launch as attention_launch
 
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
-sys.path[:0] = [str(TESTS / name) for name in ("helpers", "fmha", "indexer", "moe", "softmax")]
+sys.path[:0] = [
+    str(TESTS / name) for name in ("helpers", "fmha", "latent", "latent/indexer", "moe", "softmax")
+]
 
 
 def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
@@ -86,8 +88,8 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
     def run() -> None:
         from gathered_cases import random_case
 
-        from warpspec.fmha.gathered import gathered_attention
-        from warpspec.fmha.gathered import ops as gathered_ops
+        from warpspec.latent.gathered import gathered_attention
+        from warpspec.latent.gathered import ops as gathered_ops
 
         case = random_case(6, 8, (130, 70), **{"num_splits": 1, **options})
         case.q.mul_(40)  # maxima rise: O is rescaled
@@ -101,8 +103,8 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
 
 
 def _quantize_output() -> None:
-    from warpspec.fmha.projection import ops as projection_ops
-    from warpspec.fmha.projection import quantize_output
+    from warpspec.latent.projection import ops as projection_ops
+    from warpspec.latent.projection import quantize_output
 
     with mock.patch.object(projection_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
         quantize_output(torch.randn(3, 7, 512).bfloat16(), backend="sim")
@@ -112,8 +114,8 @@ def _insert(arch: str) -> Callable[[], None]:
     """Queries and keys into rows; rows into a pool."""
 
     def run() -> None:
-        from warpspec.cache import IndexPool, LatentPool, insert_window, rope_table, store_rows
-        from warpspec.cache import ops as cache_ops
+        from warpspec.latent.cache import IndexPool, LatentPool, insert_window, rope_table, store_rows
+        from warpspec.latent.cache import ops as cache_ops
 
         torch.manual_seed(0)
         table = rope_table(1e4 ** (-torch.arange(32) / 32), 512)
@@ -135,7 +137,7 @@ def _compress(kind: str, arch: str) -> Callable[[], None]:
     def run() -> None:
         from cache_cases import Compressor, Run, grow
 
-        from warpspec.cache import ops as cache_ops
+        from warpspec.latent.cache import ops as cache_ops
 
         tokens = 26 if kind == "csa" else 260
         with mock.patch.object(cache_ops, "target_of", lambda device: SIMULATED[arch]):
@@ -149,7 +151,7 @@ def _compress(kind: str, arch: str) -> Callable[[], None]:
 def _index_queries() -> None:
     from test_queries_scores import queries
 
-    from warpspec.indexer import ops as index_ops
+    from warpspec.latent.indexer import ops as index_ops
 
     with mock.patch.object(index_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
         queries(backend="sim")
@@ -161,9 +163,9 @@ def _index(arch: str, sms: int, streams: bool = False) -> Callable[[], None]:
     def run() -> None:
         from test_queries_scores import queries
 
-        from warpspec.cache import IndexPool
-        from warpspec.indexer import index_scores, select_entries
-        from warpspec.indexer import ops as index_ops
+        from warpspec.latent.cache import IndexPool
+        from warpspec.latent.indexer import index_scores, select_entries
+        from warpspec.latent.indexer import ops as index_ops
 
         asked = queries(heads=8)
         pool = IndexPool.empty(10, 64, "mxfp4")
@@ -182,8 +184,8 @@ def _index(arch: str, sms: int, streams: bool = False) -> Callable[[], None]:
 
 def _index_topk(length: int, k: int) -> Callable[[], None]:
     def run() -> None:
-        from warpspec.indexer import index_topk
-        from warpspec.indexer import ops as index_ops
+        from warpspec.latent.indexer import index_topk
+        from warpspec.latent.indexer import ops as index_ops
 
         torch.manual_seed(0)
         with mock.patch.object(index_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
@@ -317,8 +319,8 @@ def _projection(arch: str) -> Callable[[], None]:
     def run() -> None:
         from projection_cases import case
 
-        from warpspec.fmha.projection import ops as projection_ops
-        from warpspec.fmha.projection import output_projection
+        from warpspec.latent.projection import ops as projection_ops
+        from warpspec.latent.projection import output_projection
 
         target = replace(SIMULATED[arch], sm_count=1)
         with mock.patch.object(projection_ops, "target_of", lambda device: target):

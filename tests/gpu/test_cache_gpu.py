@@ -4,8 +4,8 @@ import pytest
 import torch
 from cache_cases import POISON, Compressor, Run, grow
 
-from warpspec.cache import IndexPool, LatentPool, compress, insert_window, rope_table, store_rows
-from warpspec.cache.quantize import quantize_rows
+from warpspec.latent.cache import IndexPool, LatentPool, compress, insert_window, rope_table, store_rows
+from warpspec.latent.cache.quantize import quantize_rows
 
 pytestmark = pytest.mark.gpu
 

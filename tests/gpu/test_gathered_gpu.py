@@ -5,7 +5,7 @@ import torch
 from gathered_cases import O_TOLERANCE, judge, judge_lse, random_case
 
 from warpspec.fmha import merge
-from warpspec.fmha.gathered import gathered_attention
+from warpspec.latent.gathered import gathered_attention
 
 pytestmark = pytest.mark.gpu
 

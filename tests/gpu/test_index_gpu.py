@@ -4,8 +4,8 @@ import pytest
 import torch
 from index_cases import KINDS, rows
 
-from warpspec.cache import IndexPool, rope_table
-from warpspec.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries
+from warpspec.latent.cache import IndexPool, rope_table
+from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from projection_cases import O_TOLERANCE, case, judge
 
-from warpspec.fmha.projection import Float8Tensor, output_projection, quantize_output
+from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.cache import IndexPool, LatentPool, Tail, compress, rope_table, table_slots
+from warpspec.latent.cache import IndexPool, LatentPool, Tail, compress, rope_table, table_slots
 
 POISON = 0xA5
 PAGE_SIZE = 16

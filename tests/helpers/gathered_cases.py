@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from warpspec.cache import LatentPool, rope_table
-from warpspec.fmha.gathered import KeySet
+from warpspec.latent.cache import LatentPool, rope_table
+from warpspec.latent.gathered import KeySet
 
 O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3
 POSITIONS = 4096

@@ -2,7 +2,7 @@
 
 import torch
 
-from warpspec.fmha.projection import Float8Tensor
+from warpspec.latent.projection import Float8Tensor
 
 O_TOLERANCE = 3e-3
 

@@ -13,8 +13,7 @@ from shared import attention_layer, deepseek_v4_layer, gpt_oss_layer, latent_lay
 from shared.devices import device_of
 from transformers import AttentionInterface
 
-from warpspec import cache, indexer
-from warpspec.fmha import gathered, projection
+from warpspec.latent import cache, gathered, indexer, projection
 
 SCRIPT = Path(validate_layer.__file__)
 PNG_SIGNATURE = b"\x89PNG"

@@ -1,0 +1,68 @@
+"""DeepSeek-V4's serving path: caches of latent keys, the indexer, attention over selected rows, the output projection.
+
+Each step of a layer has a package of its own; all public names can be imported from here.
+
+- ``warpspec.latent.cache``: row formats, paged pools, states of requests; insert, compress
+- ``warpspec.latent.indexer``: queries, scores and selection of the indexer
+- ``warpspec.latent.gathered``: attention over rows that are found by slot
+- ``warpspec.latent.projection``: the grouped output projection
+
+docs/latent.md shows how they follow each other.
+"""
+
+from __future__ import annotations
+
+from warpspec.latent.cache import (
+    DEEPSEEK_V4_FLASH,
+    DEEPSEEK_V4_PRO,
+    INDEX_FORMATS,
+    LATENT_FORMATS,
+    MODELS,
+    NO_SLOT,
+    CacheConfig,
+    IndexPool,
+    LatentPool,
+    RowFormat,
+    StateCache,
+    Tail,
+    bytes_per_token,
+    compress,
+    insert_window,
+    rope_table,
+    store_rows,
+    table_slots,
+)
+from warpspec.latent.gathered import KeySet, gathered_attention
+from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries
+from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output
+
+__all__ = [
+    "DEEPSEEK_V4_FLASH",
+    "DEEPSEEK_V4_PRO",
+    "INDEX_FORMATS",
+    "LATENT_FORMATS",
+    "MODELS",
+    "NO_SLOT",
+    "CacheConfig",
+    "Float8Tensor",
+    "IndexPool",
+    "IndexQueries",
+    "KeySet",
+    "LatentPool",
+    "RowFormat",
+    "StateCache",
+    "Tail",
+    "bytes_per_token",
+    "compress",
+    "gathered_attention",
+    "index_queries",
+    "index_scores",
+    "index_topk",
+    "insert_window",
+    "output_projection",
+    "quantize_output",
+    "rope_table",
+    "select_entries",
+    "store_rows",
+    "table_slots",
+]

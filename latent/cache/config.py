@@ -1,0 +1,117 @@
+"""What one insert or compress kernel is compiled for. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, MAX_THREADS_PER_CTA, WARP_THREADS
+from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, RowFormat
+from warpspec.latent.cache.models import OVERLAP
+
+FP32_BYTES = 4
+VECTOR = 4  # fp32 of one 16-byte access
+STORED_BY_KERNELS = ("v4-fp8", "bf16", "mxfp4", "fp8")  # formats whose rows kernels write
+
+
+def row_format(kind: str, name: str) -> RowFormat:
+    """The record of a format that kernels write; UnsupportedProblem for others."""
+    if name not in STORED_BY_KERNELS:
+        raise UnsupportedProblem(
+            f"pool: kernels store rows of {', '.join(STORED_BY_KERNELS)}, got {name!r} (backend 'reference' stores all)"
+        )
+    return (LATENT_FORMATS if kind == "latent" else INDEX_FORMATS)[name]
+
+
+@dataclass(frozen=True)
+class InsertConfig:
+    """The kernel of ``insert_window`` and ``store_rows``: a warp a row.
+
+    kind, format: of the pool. project: rows are normalised and rotated before they are stored. queries: so are queries,
+    which are returned. weight: dtype of the norm's weight; None: rows are rotated only. transformed: rows go through
+    the Hadamard transform. share: so many rows in a row have one position.
+    """
+
+    kind: str
+    format: str
+    project: bool = True
+    queries: bool = True
+    weight: str | None = "float32"
+    transformed: bool = False
+    share: int = 1
+
+    def __post_init__(self):
+        assert self.threads <= MAX_THREADS_PER_CTA
+        assert self.project or not (self.queries or self.transformed)
+        assert self.share == 1 or not self.queries
+
+    @property
+    def fmt(self) -> RowFormat:
+        return row_format(self.kind, self.format)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA, a row each."""
+        return 8
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP_THREADS
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """The kernel of ``compress``: a CTA a request, for what needs its state, and one for every ``stride`` tokens.
+
+    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: of the pool. rotated:
+    rows go through the Hadamard transform. weight, ape: dtypes of the norm's weight and of the positions' bias.
+    """
+
+    tail: str
+    stride: int
+    max_draft: int
+    kind: str
+    format: str
+    rotated: bool = False
+    weight: str = "float32"
+    ape: str = "float32"
+
+    def __post_init__(self):
+        assert self.tail in ("csa", "hca") and self.stride >= 1 and self.max_draft >= 0
+        assert self.dim % (VECTOR * WARP_THREADS) == 0 and self.threads <= MAX_THREADS_PER_CTA
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+        assert self.tail == "hca" or self.stride * OVERLAP <= 32, "a CSA entry's rows are in registers"
+
+    @property
+    def fmt(self) -> RowFormat:
+        return row_format(self.kind, self.format)
+
+    @property
+    def dim(self) -> int:
+        """Channels of an entry."""
+        return self.fmt.dim
+
+    @property
+    def series(self) -> int:
+        """Times ``dim`` channels of a token's C and Z."""
+        return OVERLAP if self.tail == "csa" else 1
+
+    @property
+    def reach(self) -> int:
+        """Tokens that an entry is made of."""
+        return self.series * self.stride
+
+    @property
+    def ring(self) -> int:
+        """Rows of a request's tail."""
+        return self.max_draft + (self.reach if self.tail == "csa" else 0)
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: each has VECTOR channels."""
+        return self.dim // VECTOR
+
+    @property
+    def smem_bytes(self) -> int:
+        """An entry's channels, from the threads that pool them to the warp that stores the row."""
+        return self.dim * FP32_BYTES

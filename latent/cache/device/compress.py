@@ -1,0 +1,420 @@
+"""Compress: entries of 4 or 128 tokens, pooled by a softmax of each channel, stored; tails brought up to date.
+
+The first CTAs have a request each. Such a CTA makes the entries that need tokens of earlier calls (two at most), then
+writes the request's tail; a thread has its channels from the first load to the last store, so that what it reads of the
+tail it reads before it writes there. Each other CTA has ``stride`` neighbouring tokens of the call, among which at most
+one completes an entry that is made of new tokens alone: those of one request are ``stride`` apart, and its first comes
+no earlier than its ``reach``-th token. The host knows neither the lengths nor which entries are complete.
+
+A request whose start does not go on from what was written, less at most max_draft tokens, has a state that is not its
+own, or lost: what would be made of it becomes NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.launch import Kernel
+from warpspec.latent.cache.config import VECTOR, CompressConfig
+from warpspec.latent.cache.device.insert import DTYPES, ROPE_DIM, load_weights
+from warpspec.latent.cache.device.rows import hadamard, load_angles, normalize, rotate, store_row, to_bf16
+from warpspec.latent.cache.models import CONTENT_AND_GATE, ONLINE_NUMBERS
+from warpspec.latent.cache.state import FOLDED, WRITTEN
+
+LOG2_E = 1.4426950408889634
+FOLD_BATCH = 8  # tokens whose loads are under way together
+CONTENT, GATE = range(CONTENT_AND_GATE)
+
+
+class Operands(NamedTuple):
+    """new: [T, 2, c dim] fp32, C and Z. ape: [stride, c dim]. weight: [dim]. cos_sin: [N, R] fp32. tail: [requests,
+    ring, 2, c dim] fp32. online: [requests, 3, dim] fp32, of HCA, else None. progress: int32 [requests, 2]. requests,
+    starts: int32 [R]. cu_seqlens: int32 [R + 1]. slots: int32 [T]. pool: [pages, words]."""
+
+    new: cute.Tensor
+    ape: cute.Tensor
+    weight: cute.Tensor
+    cos_sin: cute.Tensor
+    tail: cute.Tensor
+    online: cute.Tensor | None
+    progress: cute.Tensor
+    requests: cute.Tensor
+    starts: cute.Tensor
+    cu_seqlens: cute.Tensor
+    slots: cute.Tensor
+    pool: cute.Tensor
+
+
+class Compress:
+    """``Compress(config)(...)`` is the host function."""
+
+    def __init__(self, config: CompressConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        new: cute.Tensor,
+        ape: cute.Tensor,
+        weight: cute.Tensor,
+        cos_sin: cute.Tensor,
+        tail: cute.Tensor,
+        online,
+        progress: cute.Tensor,
+        requests: cute.Tensor,
+        starts: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        slots: cute.Tensor,
+        pool: cute.Tensor,
+        page_size: Int32,
+        eps: Float32,
+        stream: CUstream,
+    ):
+        """Tensors as in ``Operands``."""
+        operands = Operands(
+            new, ape, weight, cos_sin, tail, online, progress, requests, starts, cu_seqlens, slots, pool
+        )
+        groups = cute.ceil_div(new.shape[0], self.config.stride)
+        self.kernel(operands, page_size, eps).launch(
+            grid=(requests.shape[0] + groups, 1, 1), block=(self.config.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, operands, page_size, eps):
+        block, _, _ = cute.arch.block_idx()
+        requests = operands.requests.shape[0]
+        if block < requests:
+            request_cta(self.config, operands, page_size, eps, block)
+        else:
+            group_cta(self.config, operands, page_size, eps, block - requests)
+
+
+@cute.jit
+def request_cta(config: cutlass.Constexpr, operands, page_size, eps, number):
+    """Entries of one request that need its tail; then the tail."""
+    progress, tokens = operands.progress, operands.new.shape[0]
+    request = Int32(operands.requests[number])
+    begin, count = extent_of(operands.cu_seqlens, number, tokens)
+    start = Int32(operands.starts[number])
+    if (count > 0) & (start >= 0) & (request >= 0) & (request < progress.shape[0]):
+        written, folded = Int32(progress[request, WRITTEN]), Int32(progress[request, FOLDED])
+        cute.arch.sync_threads()  # all have read what one of them writes at the end
+        whole = Boolean(start == 0) | (
+            Boolean(start <= written) & Boolean(written - start <= config.max_draft)
+        )
+        at = (begin, start, start + count)
+        if cutlass.const_expr(config.tail == "csa"):
+            csa_request(config, operands, page_size, eps, operands.tail[request, None, None, None], at, whole)
+            folded = Int32(0)
+        else:
+            if (start == 0) | (whole == Boolean(False)):
+                folded = start
+            of_request = (operands.tail[request, None, None, None], operands.online[request, None, None])
+            folded = hca_request(config, operands, page_size, eps, of_request, at, whole, folded)
+        if cute.arch.thread_idx()[0] == 0:
+            progress[request, WRITTEN] = start + count
+            progress[request, FOLDED] = folded
+
+
+@cute.jit
+def group_cta(config: cutlass.Constexpr, operands, page_size, eps, group):
+    """The entry of new tokens alone that one of ``stride`` neighbouring tokens completes, if one does."""
+    new, ape, cu_seqlens = operands.new, operands.ape, operands.cu_seqlens
+    tokens, states = new.shape[0], operands.progress.shape[0]
+    number = request_of(cu_seqlens, group * config.stride, tokens)
+    begin, count = extent_of(cu_seqlens, number, tokens)
+    start, request = Int32(operands.starts[number]), Int32(operands.requests[number])
+    # The first position from the group's begin on that completes an entry.
+    position = start + cutlass.max(group * config.stride - begin, 0)
+    last = (position // config.stride + 1) * config.stride - 1
+    token = begin + last - start
+    mine = Boolean(token < cutlass.min((group + 1) * config.stride, begin + count))
+    mine = mine & Boolean(start >= 0) & Boolean(request >= 0) & Boolean(request < states)
+    if mine & (last - config.reach + 1 >= start):
+        at = (begin, start, start + count)
+        if cutlass.const_expr(config.tail == "csa"):
+            pooled = csa_pooled(config, new, ape, None, at, last, Boolean(True))
+        else:
+            state = fold_new(config, new, ape, at, last - config.stride + 1, last + 1, empty_fold())
+            pooled = pooled_of(state)
+        finish(config, operands, page_size, eps, pooled, last, token)
+
+
+@cute.jit
+def csa_request(config: cutlass.Constexpr, operands, page_size, eps, tail, at, whole):
+    """tail: (RING, 2, 2 dim) of the request. at: (first token, its position, one past the last's position)."""
+    new, ape = operands.new, operands.ape
+    begin, start, end = at
+    for i in cutlass.range_constexpr(2):
+        last = (start // config.stride + i + 1) * config.stride - 1
+        if (last < end) & (last - config.reach + 1 < start):
+            pooled = csa_pooled(config, new, ape, tail, at, last, whole)
+            finish(config, operands, page_size, eps, pooled, last, begin + last - start)
+    if whole == Boolean(False):
+        nothing = [Float32.nan] * VECTOR
+        for row in cutlass.range(config.ring, unroll=1):
+            for half in cutlass.range_constexpr(config.series):
+                for which in cutlass.range_constexpr(CONTENT_AND_GATE):
+                    store_channels(tail[row, which, None], half, nothing)
+    for position in cutlass.range(cutlass.max(start, end - config.ring), end, unroll=1):
+        for half in cutlass.range_constexpr(config.series):
+            content, gate = new_channels(config, new, ape, at, position, half)
+            store_channels(tail[position % config.ring, CONTENT, None], half, content)
+            store_channels(tail[position % config.ring, GATE, None], half, gate)
+
+
+@cute.jit
+def csa_pooled(config: cutlass.Constexpr, new, ape, tail, at, last, whole) -> list:
+    """fp32 [VECTOR]: the thread's channels of the entry that the token at position ``last`` completes.
+
+    A softmax over the reach's tokens: of the earlier half their first channels, of the later half their second. tail:
+    (RING, 2, 2 dim), or None where all tokens are new. whole: the tail is that of the request; else NaN.
+    """
+    _, start, _ = at
+    contents = cute.make_rmem_tensor((VECTOR, config.reach), Float32)
+    gates = cute.make_rmem_tensor((VECTOR, config.reach), Float32)
+    gates.fill(-Float32.inf)
+    contents.fill(0.0)
+    for i in cutlass.range_constexpr(config.reach):
+        position = last - config.reach + 1 + i
+        half = i // config.stride
+        if cutlass.const_expr(tail is None):
+            content, gate = new_channels(config, new, ape, at, position, half)
+            put(contents[None, i], content), put(gates[None, i], gate)
+        else:
+            if position >= start:
+                content, gate = new_channels(config, new, ape, at, position, half)
+                put(contents[None, i], content), put(gates[None, i], gate)
+            elif position >= 0:
+                row = tail[position % config.ring, None, None]
+                put(contents[None, i], load_channels(row[CONTENT, None], half))
+                put(gates[None, i], load_channels(row[GATE, None], half))
+                if whole == Boolean(False):
+                    gates[None, i].fill(Float32.nan)
+    pooled = []
+    for v in cutlass.range_constexpr(VECTOR):
+        largest = gates[v, 0]
+        for i in cutlass.range_constexpr(1, config.reach):
+            largest = cute.arch.fmax(largest, gates[v, i], nan=True)
+        total, weighted = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(config.reach):
+            weight = cute.math.exp2((gates[v, i] - largest) * LOG2_E, fastmath=True)
+            total += weight
+            weighted += weight * contents[v, i]
+        pooled.append(weighted / total)
+    return pooled
+
+
+@cute.jit
+def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request, at, whole, folded) -> Int32:
+    """of_request: (RING, 2, dim) and (3, dim) of the request. folded: tokens in its fold. Returns how many are now."""
+    new, ape = operands.new, operands.ape
+    tail, online = of_request
+    begin, start, end = at
+    # 1. The fold up to start: what the state has, and the tokens that stood beside it.
+    state = empty_fold()
+    if folded % config.stride != 0:
+        for i in cutlass.range_constexpr(ONLINE_NUMBERS):
+            put(state[None, i], load_channels(online[i, None], 0))
+    if whole == Boolean(False):
+        state.fill(Float32.nan)
+    if cutlass.const_expr(config.ring > 0):
+        for position in cutlass.range(folded, start, unroll=1):
+            row = tail[position % config.ring, None, None]
+            fold(state, load_channels(row[CONTENT, None], 0), load_channels(row[GATE, None], 0))
+            if (position + 1) % config.stride == 0:
+                clear(state)
+    # 2. The window that start lies in, if this call completes it.
+    last = (start // config.stride + 1) * config.stride - 1
+    if (last < end) & (start % config.stride != 0):
+        complete = cute.make_rmem_tensor((VECTOR, ONLINE_NUMBERS), Float32)
+        copy(state, complete)
+        complete = fold_new(config, new, ape, at, start, last + 1, complete)
+        finish(config, operands, page_size, eps, pooled_of(complete), last, begin + last - start)
+    # 3. The fold of all but the last max_draft tokens, and those beside it.
+    kept = cutlass.max(start, end - config.max_draft)
+    first = kept // config.stride * config.stride
+    if first > start:
+        clear(state)
+    state = fold_new(config, new, ape, at, cutlass.max(first, start), kept, state)
+    for i in cutlass.range_constexpr(ONLINE_NUMBERS):
+        store_channels(online[i, None], 0, [state[v, i] for v in range(VECTOR)])
+    if cutlass.const_expr(config.ring > 0):
+        for position in cutlass.range(kept, end, unroll=1):
+            content, gate = new_channels(config, new, ape, at, position, 0)
+            store_channels(tail[position % config.ring, CONTENT, None], 0, content)
+            store_channels(tail[position % config.ring, GATE, None], 0, gate)
+    return kept
+
+
+def empty_fold() -> cute.Tensor:
+    """(VECTOR, 3): the thread's channels of the fold of no tokens: largest gate, sum, weighted sum."""
+    state = cute.make_rmem_tensor((VECTOR, ONLINE_NUMBERS), Float32)
+    clear(state)
+    return state
+
+
+def clear(state: cute.Tensor) -> None:
+    for v in range(VECTOR):
+        state[v, 0], state[v, 1], state[v, 2] = -Float32.inf, Float32(0.0), Float32(0.0)
+
+
+def copy(source: cute.Tensor, target: cute.Tensor) -> None:
+    for i in range(cute.size(source)):
+        target[i] = source[i]
+
+
+def pooled_of(state: cute.Tensor) -> list:
+    """What a fold's tokens are pooled to."""
+    return [state[v, 2] / state[v, 1] for v in range(VECTOR)]
+
+
+@cute.jit
+def fold_new(config: cutlass.Constexpr, new, ape, at, first, end, state: cute.Tensor) -> cute.Tensor:
+    """The fold with the new tokens at positions ``first`` to ``end`` - 1, in place."""
+    count = cutlass.max(end - first, 0)
+    batches = count // FOLD_BATCH
+    for batch in cutlass.range(batches, unroll=1):
+        loaded = cute.make_rmem_tensor((VECTOR, CONTENT_AND_GATE, FOLD_BATCH), Float32)
+        for i in cutlass.range_constexpr(FOLD_BATCH):
+            content, gate = new_channels(config, new, ape, at, first + batch * FOLD_BATCH + i, 0)
+            put(loaded[None, CONTENT, i], content), put(loaded[None, GATE, i], gate)
+        for i in cutlass.range_constexpr(FOLD_BATCH):
+            fold(state, *([loaded[v, which, i] for v in range(VECTOR)] for which in (CONTENT, GATE)))
+    for position in cutlass.range(first + batches * FOLD_BATCH, end, unroll=1):
+        content, gate = new_channels(config, new, ape, at, position, 0)
+        fold(state, content, gate)
+    return state
+
+
+def fold(state: cute.Tensor, content: list, gate: list) -> None:
+    """One token more, in place: ``reference.fold``."""
+    for v in range(VECTOR):
+        largest, total, weighted = state[v, 0], state[v, 1], state[v, 2]
+        apart = gate[v] - largest
+        above = Boolean(gate[v] > largest)
+        down = Float32(cutlass.select_(Boolean(apart > 0.0), -apart, apart))  # NaN stays
+        factor = cute.math.exp2(down * LOG2_E, fastmath=True)
+        factor = Float32(cutlass.select_(Boolean(gate[v] == -Float32.inf), Float32(0.0), factor))
+        state[v, 0] = Float32(cutlass.select_(above, gate[v], largest))
+        state[v, 1] = Float32(cutlass.select_(above, total * factor + 1.0, total + factor))
+        state[v, 2] = Float32(
+            cutlass.select_(above, weighted * factor + content[v], weighted + factor * content[v])
+        )
+
+
+@cute.jit
+def finish(config: cutlass.Constexpr, operands, page_size, eps, pooled: cutlass.Constexpr, last, token):
+    """Stores the entry that position ``last`` completes. pooled: the thread's channels, a list."""
+    thread, _, _ = cute.arch.thread_idx()
+    numbers = config.dim // WARP_THREADS
+    smem = cutlass.memory.SmemAllocator()
+    channels = smem.allocate_tensor(Float32, cute.make_layout(config.dim), byte_alignment=VECTOR_BYTES)
+    cute.arch.sync_threads()  # the entry before has been read
+    store_channels(channels, 0, pooled)
+    cute.arch.sync_threads()
+    if thread < WARP_THREADS:
+        row = cute.make_rmem_tensor(numbers, Float32)
+        cute.autovec_copy(cute.local_tile(channels, (numbers,), (thread,)), row)
+        angles = load_angles(operands.cos_sin, last - (config.stride - 1), thread, numbers)
+        weights = load_weights(operands.weight, thread, numbers)
+        values = to_bf16([row[i] for i in range(numbers)])
+        values = to_bf16(rotate(to_bf16(normalize(values, eps, weights)), angles))
+        if cutlass.const_expr(config.rotated):
+            values = to_bf16(hadamard(values, thread))
+        store_row(config.fmt, operands.pool, page_size, Int32(operands.slots[token]), values, thread)
+
+
+@cute.jit
+def request_of(cu_seqlens: cute.Tensor, token, tokens) -> Int32:
+    """The request that a token belongs to: the last that begins no later. By a whole warp."""
+    lane = cute.arch.lane_idx()
+    requests = Int32(cute.size(cu_seqlens) - 1)
+    begun = Int32(0)
+    for i in cutlass.range(lane, requests, WARP_THREADS, unroll=4):
+        begun += Int32(Boolean(entry(cu_seqlens, i, tokens) <= token))
+    begun = Int32(cute.arch.warp_redux_sync(begun, "add"))
+    return cutlass.max(begun - 1, 0)
+
+
+def entry(cu_seqlens: cute.Tensor, number, tokens) -> Int32:
+    """Where a request begins, within 0..tokens."""
+    return cutlass.max(cutlass.min(Int32(cu_seqlens[number]), tokens), 0)
+
+
+def extent_of(cu_seqlens: cute.Tensor, number, tokens) -> tuple[Int32, Int32]:
+    """(first token, tokens) of a request; never negative, whatever cu_seqlens hold."""
+    first = entry(cu_seqlens, number, tokens)
+    return first, cutlass.max(entry(cu_seqlens, number + 1, tokens) - first, 0)
+
+
+def new_channels(config, new, ape, at, position, half) -> tuple[list, list]:
+    """(C, Z with the position's bias) of a new token, the thread's channels of one series."""
+    begin, start, _ = at
+    token = new[begin + position - start, None, None]
+    content, gate = (load_channels(token[which, None], half) for which in (CONTENT, GATE))
+    bias = load_channels(ape[position % config.stride, None], half)
+    return content, [x + y for x, y in zip(gate, bias, strict=True)]
+
+
+def load_channels(row: cute.Tensor, half) -> list:
+    """fp32: the thread's channels of row (c dim), of its half ``half``."""
+    thread, _, _ = cute.arch.thread_idx()
+    loaded = cute.make_rmem_tensor(VECTOR, row.element_type)
+    threads, _, _ = cute.arch.block_dim()
+    cute.autovec_copy(cute.local_tile(row, (VECTOR,), (half * threads + thread,)), loaded)
+    return [loaded[v].to(Float32) for v in range(VECTOR)]
+
+
+def store_channels(row: cute.Tensor, half, values: list) -> None:
+    """The reverse, of fp32 rows."""
+    thread, _, _ = cute.arch.thread_idx()
+    threads, _, _ = cute.arch.block_dim()
+    vector = cute.make_rmem_tensor(VECTOR, Float32)
+    put(vector, values)
+    cute.autovec_copy(vector, cute.local_tile(row, (VECTOR,), (half * threads + thread,)))
+
+
+def put(target: cute.Tensor, values: list) -> None:
+    """values into registers target (n)."""
+    for i, value in enumerate(values):
+        target[i] = value
+
+
+def host_and_arguments(config: CompressConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    width = config.series * config.dim
+
+    def fp32(rank, last):
+        return fake_rows(Float32, rank, last, alignment=VECTOR_BYTES)
+
+    def int32(rank):
+        return fake_rows(Int32, rank)
+
+    return (
+        Compress(config),
+        fp32(3, width),
+        fake_rows(DTYPES[config.ape], 2, width, alignment=VECTOR_BYTES),
+        fake_rows(DTYPES[config.weight], 1, config.dim, alignment=VECTOR_BYTES),
+        fp32(2, ROPE_DIM),
+        fp32(4, width),
+        fp32(3, config.dim) if config.tail == "hca" else None,
+        int32(2),
+        int32(1),
+        int32(1),
+        int32(1),
+        int32(1),
+        fake_rows(Uint32, 2, alignment=VECTOR_BYTES),
+        Int32(1),
+        Float32(0.0),
+    )
+
+
+COMPRESS = Kernel("cache.compress", host_and_arguments)  # by CompressConfig

@@ -1,0 +1,271 @@
+"""A row of a pool, in the registers of one warp: norm, rotation, Hadamard transform, quantised and stored.
+
+Lane l holds numbers l n to (l + 1) n - 1 of a row of 32 n, in fp32. Bits are those of ``quantize.quantize_rows``.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
+
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.nvfp4 import TO_INTEGER
+from warpspec.latent.cache.quantize import E2M1_NAN_CODE, E4M3_NAN, FP32_MANTISSA, LARGEST, UE8M0_NAN
+
+WORD_BYTES = 4
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
+HALF_BITS, HIGH_HALF = 16, 0xFFFF0000
+MAGNITUDE, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
+FP32_EXPONENT_BIT, FP32_BIAS = 23, 127
+SIGN_BIT, CODE_SIGN_BIT = 31, 3  # of fp32, of e2m1
+CODE_BITS, CODE_MASK = 4, 0xF
+
+
+def load_words(row: cute.Tensor, first, count: int) -> cute.Tensor:
+    """(count) words of row (WORD) from word ``first`` on, a multiple of count, by the widest accesses."""
+    words = cute.make_rmem_tensor(count, Uint32)
+    step = min(count, VECTOR_WORDS)
+    for part in range(count // step):
+        source = cute.local_tile(row, (step,), (first // step + part,))
+        cute.autovec_copy(source, cute.local_tile(words, (step,), (part,)))
+    return words
+
+
+def store_words(row: cute.Tensor, first, words: list) -> None:
+    """Stores words at word ``first``, a multiple of their number, of row (WORD)."""
+    step = min(len(words), VECTOR_WORDS)
+    vector = cute.make_rmem_tensor(step, Uint32)
+    for part in range(len(words) // step):
+        for i in range(step):
+            vector[i] = words[part * step + i]
+        cute.autovec_copy(vector, cute.local_tile(row, (step,), (first // step + part,)))
+
+
+def unpack(words: cute.Tensor) -> list:
+    """fp32 of words of two bf16."""
+    values = []
+    for i in range(cute.size(words)):
+        values.append((words[i] << HALF_BITS).bitcast(Float32))
+        values.append((words[i] & Uint32(HIGH_HALF)).bitcast(Float32))
+    return values
+
+
+def pack(values: list) -> list:
+    """Words of two bf16, to the nearest, ties to even."""
+    words = []
+    for i in range(0, len(values), 2):
+        pair = cute.make_rmem_tensor(2, BFloat16)
+        pair[0], pair[1] = values[i].to(BFloat16), values[i + 1].to(BFloat16)
+        words.append(cute.recast_tensor(pair, Uint32)[0])
+    return words
+
+
+def join(values: list) -> list:
+    """Words of two bf16 numbers held in fp32: their bits, NaN's included."""
+    return [
+        (values[i].bitcast(Uint32) >> HALF_BITS) | (values[i + 1].bitcast(Uint32) & Uint32(HIGH_HALF))
+        for i in range(0, len(values), 2)
+    ]
+
+
+def to_bf16(values: list) -> list:
+    """fp32 values rounded to bf16."""
+    return [value.to(BFloat16).to(Float32) for value in values]
+
+
+def normalize(values: list, eps, weights: list | None) -> list:
+    """``reference.rms_norm`` of the warp's row, in fp32. weights: fp32, of the lane's numbers."""
+    squares = values[0] * values[0]
+    for value in values[1:]:
+        squares += value * value
+    for distance in (1, 2, 4, 8, 16):
+        squares += cute.arch.shuffle_sync_bfly(squares, distance)
+    factor = cute.math.rsqrt(squares * (1.0 / (WARP_THREADS * len(values))) + eps, approx=True)
+    scaled = [value * factor for value in values]
+    if weights is None:
+        return scaled
+    return [value * weight for value, weight in zip(scaled, weights, strict=True)]
+
+
+@cute.jit
+def load_angles(
+    cos_sin: cute.Tensor, position: Int32, lane: Int32, numbers: cutlass.Constexpr
+) -> cute.Tensor:
+    """(PAIR, 2): cosines and sines of the lane's pairs of ``numbers``; of numbers that are not rotated 1 and 0, at
+    positions that the table does not have NaN."""
+    pairs = numbers // 2
+    rotated = cos_sin.shape[1]  # numbers of a row, known when the kernel is compiled
+    first = lane * pairs - (WARP_THREADS * numbers - rotated) // 2  # among the rotated pairs
+    angles = cute.make_rmem_tensor((pairs, 2), Float32)
+    for i in cutlass.range_constexpr(pairs):
+        angles[i, 0], angles[i, 1] = Float32(1.0), Float32(0.0)
+    if first >= 0:
+        inside = Boolean(position >= 0) & Boolean(position < cos_sin.shape[0])
+        if inside:
+            for part in cutlass.range_constexpr(2):
+                source = cute.local_tile(
+                    cos_sin[position, None], (pairs,), (first // pairs + part * (rotated // 2 // pairs),)
+                )
+                cute.autovec_copy(source, angles[None, part])
+        else:
+            angles.fill(Float32.nan)
+    return angles
+
+
+def rotate(values: list, angles: cute.Tensor, back: bool = False) -> list:
+    """Neighbours rotated by their angles, in fp32; numbers that are not rotated stay as they are."""
+    out = []
+    for i in range(len(values) // 2):
+        cos, sin = angles[i, 0], angles[i, 1]
+        if back:
+            sin = -sin
+        first, second = values[2 * i], values[2 * i + 1]
+        out.append(first * cos - second * sin)
+        out.append(second * cos + first * sin)
+    return out
+
+
+def hadamard(values: list, lane: Int32) -> list:
+    """``reference.hadamard`` of the warp's row, in its order."""
+    count, apart = len(values), 1
+    while apart < count:
+        out = list(values)
+        for i in range(count):
+            if not i & apart:
+                out[i], out[i | apart] = values[i] + values[i | apart], values[i] - values[i | apart]
+        values, apart = out, 2 * apart
+    for distance in (1, 2, 4, 8, 16):
+        upper = Boolean((lane & distance) != 0)
+        others = [Float32(cute.arch.shuffle_sync_bfly(value, distance)) for value in values]
+        values = [
+            Float32(cutlass.select_(upper, other - value, value + other))
+            for value, other in zip(values, others, strict=True)
+        ]
+    return [value * (count * WARP_THREADS) ** -0.5 for value in values]
+
+
+@cute.jit
+def store_row(
+    fmt: cutlass.Constexpr,
+    pool: cute.Tensor,
+    page_size: Int32,
+    slot: Int32,
+    values: cutlass.Constexpr,
+    lane: Int32,
+):
+    """Quantise and store the warp's row at ``slot`` of a pool [pages, words]; nothing where there is no such slot.
+
+    values: a list of the lane's numbers, bf16 numbers in fp32.
+    """
+    if (slot >= 0) & (slot < pool.shape[0] * page_size):
+        page, row = pool[slot // page_size, None], slot % page_size
+        data = row * (fmt.row_stride // WORD_BYTES)
+        if cutlass.const_expr(fmt.value == "bf16"):
+            words = join(values)
+            store_words(page, data + lane * len(words), words)
+        else:
+            store_quantized(fmt, page, page_size, row, data, values, lane)
+
+
+@cute.jit
+def store_quantized(
+    fmt: cutlass.Constexpr, page: cute.Tensor, page_size, row, data, values: cutlass.Constexpr, lane
+):
+    """As ``store_row``, of a row whose first numbers are quantised. page: (WORD); data: word of the row's first."""
+    count = len(values)
+    lanes = fmt.block // count  # of a block
+    bits, finite = block_scale(fmt, values, lanes)
+    factor = Uint32((2 * FP32_BIAS << FP32_EXPONENT_BIT) - bits).bitcast(Float32)  # 1 / scale
+    scaled = [value * factor for value in values]
+    if cutlass.const_expr(fmt.value == "e4m3"):
+        codes = [
+            Uint32(cutlass.select_(finite, to_e4m3(scaled[i : i + 4]), Uint32(E4M3_NAN * 0x01010101)))
+            for i in range(0, count, 4)
+        ]
+        if lane * count < fmt.values:
+            store_words(page, data + lane * len(codes), codes)
+    else:
+        half = e2m1_codes(scaled)
+        half = Uint32(cutlass.select_(finite, half, Uint32(E2M1_NAN_CODE * 0x1111)))
+        word = half | (Uint32(cute.arch.shuffle_sync_down(half, 1)) << HALF_BITS)
+        if lane % 2 == 0:
+            store_words(page, data + lane // 2, [word])
+    if cutlass.const_expr(fmt.tail > 0):
+        tail = join(values)
+        first = fmt.values // count  # lane
+        if lane >= first:
+            at = data + fmt.tail_offset // WORD_BYTES + (lane - first) * len(tail)
+            store_words(page, at, tail)
+    store_scales(fmt, page, page_size, row, bits, finite, lanes, lane)
+
+
+def block_scale(fmt, values: list, lanes: int):
+    """(the scale's fp32 bits, whether the block is finite), known to all ``lanes`` lanes of a block."""
+    amax = values[0].bitcast(Uint32) & Uint32(MAGNITUDE)  # magnitudes order like their bits, NaN last
+    for value in values[1:]:
+        amax = cutlass.max(amax, value.bitcast(Uint32) & Uint32(MAGNITUDE))
+    distance = 1
+    while distance < lanes:
+        amax = cutlass.max(amax, Uint32(cute.arch.shuffle_sync_bfly(amax, distance)))
+        distance *= 2
+    finite = Boolean(amax < Uint32(INFINITY_BITS))
+    least = struct.unpack("<I", struct.pack("<f", fmt.min_amax))[0]
+    amax = Uint32(
+        cutlass.select_(finite, cutlass.max(amax, Uint32(least)), Uint32(FP32_BIAS << FP32_EXPONENT_BIT))
+    )
+    exponent, mantissa = LARGEST[fmt.value]
+    biased = ((amax + Uint32(FP32_MANTISSA - mantissa)) >> FP32_EXPONENT_BIT) - Uint32(exponent)
+    return biased << FP32_EXPONENT_BIT, finite
+
+
+@cute.jit
+def store_scales(fmt: cutlass.Constexpr, page, page_size, row, bits, finite, lanes: cutlass.Constexpr, lane):
+    """A row's scales and their padding. bits: of the lane's block."""
+    base = page_size * (fmt.data_bytes // WORD_BYTES) if cutlass.const_expr(fmt.apart) else Int32(0)
+    at = base + row * (fmt.scale_stride // WORD_BYTES)
+    if cutlass.const_expr(fmt.scale == "fp32"):
+        word = Uint32(cutlass.select_(finite, bits, Uint32(0x7FC00000)))
+        if lane == 0:
+            store_words(page, at, [word])
+    else:
+        byte = Uint32(cutlass.select_(finite, bits >> FP32_EXPONENT_BIT, Uint32(UE8M0_NAN)))
+        byte = Uint32(cutlass.select_(Boolean(lane < fmt.blocks * lanes), byte, Uint32(0)))  # padding
+        words = fmt.scale_bytes // WORD_BYTES
+        word = Uint32(0)
+        for i in cutlass.range_constexpr(WORD_BYTES):
+            source = (lane % words * WORD_BYTES + i) * lanes
+            word = word | (Uint32(cute.arch.shuffle_sync(byte, source)) << (8 * i))
+        if lane < words:
+            page[at + lane] = word
+
+
+def to_e4m3(values: list) -> Uint32:
+    """Four fp32 to the nearest e4m3, ties to even; the first in the lowest byte."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low; .reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
+        " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=list(values),
+    )
+
+
+def e2m1_codes(values: list) -> Uint32:
+    """fp32 of at most 6 to the nearest e2m1, ties to even, the first in the lowest bits; without the conversion that
+    sm_90a lacks. As ``nvfp4.e2m1_codes``."""
+    word = Uint32(0)
+    for i, value in enumerate(values):
+        bits = value.bitcast(Uint32)
+        magnitude = (bits & Uint32(MAGNITUDE)).bitcast(Float32)
+        # Steps are 1/2 below 2, 1 below 4, 2 above; a number's code is its count of steps, with those below its range.
+        two, four = Boolean(magnitude >= 2.0), Boolean(magnitude >= 4.0)
+        factor = Float32(
+            cutlass.select_(four, Float32(0.5), cutlass.select_(two, Float32(1.0), Float32(2.0)))
+        )
+        below = Uint32(cutlass.select_(four, Uint32(4), cutlass.select_(two, Uint32(2), Uint32(0))))
+        steps = (magnitude * factor + TO_INTEGER).bitcast(Uint32) & Uint32(CODE_MASK)
+        code = (steps + below) | (bits >> SIGN_BIT << CODE_SIGN_BIT)
+        word = word | (code << (CODE_BITS * i))
+    return word

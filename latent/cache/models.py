@@ -1,0 +1,82 @@
+"""What a model's layers keep of its tokens, and how many bytes that is. Plain Python.
+
+A layer is of one of three kinds: "window" (the last tokens, plain keys), "csa" (the window, and an entry for every
+``csa_stride`` tokens, with an index key each, of which the indexer selects) and "hca" (the window, and an entry for
+every ``hca_stride`` tokens).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, format_named
+
+KINDS = ("window", "csa", "hca")
+OVERLAP = 2  # windows that a CSA entry is made of: its own and the one before
+FP32_BYTES = 4
+CONTENT_AND_GATE = 2  # the compressor's two projections, C and Z
+ONLINE_NUMBERS = 3  # of an HCA window that is not over, by channel: largest gate, sum, weighted sum
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Shapes of a model's caches. layers: how many of each kind. dim: of a latent row; rope_dim: of its last numbers
+    that are rotated. window: plain keys that a token sees, its own included. index_dim, index_heads, top_k: of the
+    indexer. latent, index: formats' names."""
+
+    layers: tuple[tuple[str, int], ...]
+    dim: int = 512
+    rope_dim: int = 64
+    window: int = 128
+    csa_stride: int = 4
+    hca_stride: int = 128
+    index_dim: int = 128
+    index_heads: int = 64
+    top_k: int = 512
+    latent: str = "v4-fp8"
+    index: str = "mxfp4"
+
+    def __post_init__(self):
+        format_named(LATENT_FORMATS, self.latent)
+        format_named(INDEX_FORMATS, self.index)
+        assert all(kind in KINDS and count >= 0 for kind, count in self.layers)
+
+    def stride(self, kind: str) -> int:
+        """Tokens of an entry; 0: none are made."""
+        return {"window": 0, "csa": self.csa_stride, "hca": self.hca_stride}[kind]
+
+    def bytes_per_token(self) -> float:
+        """Bytes that a token adds to the pools of all layers together: entries and index keys, pages filled."""
+        latent = LATENT_FORMATS[self.latent].row_bytes
+        index = INDEX_FORMATS[self.index].row_bytes
+        of_kind = {"window": 0.0, "csa": (latent + index) / self.csa_stride, "hca": latent / self.hca_stride}
+        return sum(count * of_kind[kind] for kind, count in self.layers)
+
+    def state_bytes(self, kind: str, max_draft: int = 0) -> int:
+        """Bytes of a request's state in one layer (``StateCache``), whatever its length."""
+        ring = LATENT_FORMATS[self.latent].page_stride(self.window + max_draft)
+        if kind == "csa":
+            rows = OVERLAP * self.csa_stride + max_draft
+            return ring + rows * CONTENT_AND_GATE * OVERLAP * (self.dim + self.index_dim) * FP32_BYTES
+        if kind == "hca":
+            return ring + (ONLINE_NUMBERS + max_draft * CONTENT_AND_GATE) * self.dim * FP32_BYTES
+        return ring
+
+    def bytes_per_request(self, max_draft: int = 0) -> int:
+        """Bytes of a request's states in all layers."""
+        return sum(count * self.state_bytes(kind, max_draft) for kind, count in self.layers)
+
+
+DEEPSEEK_V4_FLASH = CacheConfig((("window", 2), ("csa", 21), ("hca", 20)))
+DEEPSEEK_V4_PRO = CacheConfig((("csa", 30), ("hca", 31)), top_k=1024)
+MODELS = {"deepseek-v4-flash": DEEPSEEK_V4_FLASH, "deepseek-v4-pro": DEEPSEEK_V4_PRO}
+
+
+def bytes_per_token(model: str, **formats: str) -> float:
+    """Bytes of cache that a token adds in all layers of a model of ``MODELS``; a request's fixed states come on top.
+
+    formats: ``latent=`` and ``index=`` instead of the model's own. Raises ValueError for names there are not.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model: must be one of {', '.join(MODELS)}, got {model!r}")
+    return replace(MODELS[model], **formats).bytes_per_token()

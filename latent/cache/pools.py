@@ -1,0 +1,181 @@
+"""Paged pools of rows, as engines allocate them, and the numbers of rows in them.
+
+A slot is page * page_size + row, int32. Slots below 0 and beyond the pool belong to no row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpspec.latent.cache.formats import (
+    INDEX_FORMATS,
+    LATENT_FORMATS,
+    PAGE_ALIGNMENT,
+    RowFormat,
+    format_named,
+)
+from warpspec.latent.cache.quantize import dequantize_rows, quantize_rows
+
+SLOT_LIMIT = 2**31  # slots are int32
+NO_SLOT = NO_PAGE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Pages of rows of one format, in memory that someone else may own.
+
+    data: uint8 [pages, bytes], a page's bytes contiguous and at least ``format.page_bytes(page_size)`` of them; pages
+    any multiple of 16 bytes apart, the first at an address that is one too. page_size: rows of a page. format: a name.
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    data: torch.Tensor
+    page_size: int
+    format: str
+
+    formats = {}  # noqa: RUF012  (of the class: which formats its rows may have)
+
+    def __post_init__(self):
+        fmt = format_named(self.formats, self.format)
+        check_page_size(self.page_size)
+        data = self.data
+        if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
+            raise TypeError(
+                f"data: must be a uint8 tensor, got {getattr(data, 'dtype', type(data).__name__)}"
+            )
+        needed = fmt.page_bytes(self.page_size)
+        if data.dim() != 2 or data.shape[1] < needed:
+            raise ValueError(
+                f"data: must be [pages, bytes] with at least {needed} bytes for pages of {self.page_size} rows of "
+                f"{self.format!r}, got shape {list(data.shape)}"
+            )
+        if data.stride(1) != 1:
+            raise ValueError(f"data: a page's bytes must be contiguous, got strides {list(data.stride())}")
+        apart = data.stride(0)
+        if len(data) > 1 and (apart < needed or apart % PAGE_ALIGNMENT):
+            raise ValueError(
+                f"data: pages must be a multiple of {PAGE_ALIGNMENT} bytes apart, and at least {needed}, got {apart}"
+            )
+        if len(data) * self.page_size >= SLOT_LIMIT:
+            raise ValueError(
+                f"data: at most {SLOT_LIMIT - 1} rows have a slot, got {len(data)} pages of {self.page_size}"
+            )
+        if has_memory(data) and data.data_ptr() % PAGE_ALIGNMENT:
+            raise ValueError(f"data: the first page must be aligned to {PAGE_ALIGNMENT} bytes")
+
+    @classmethod
+    def empty(cls, pages: int, page_size: int, format: str, *, device="cpu", multiple: int = PAGE_ALIGNMENT):
+        """A pool of zeros. multiple: pages are so many bytes apart, or times it (FlashMLA on sm100: 576)."""
+        fmt = format_named(cls.formats, format)
+        check_page_size(page_size)
+        if type(multiple) is not int or multiple <= 0 or multiple % PAGE_ALIGNMENT:
+            raise ValueError(f"multiple: must be a positive multiple of {PAGE_ALIGNMENT}, got {multiple!r}")
+        if type(pages) is not int or pages < 0:
+            raise ValueError(f"pages: must be an int of at least 0, got {pages!r}")
+        stride = fmt.page_stride(page_size, multiple)
+        data = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
+        return cls(data, page_size, format)
+
+    @property
+    def row_format(self) -> RowFormat:
+        return self.formats[self.format]
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the pool: slots are 0 to capacity - 1."""
+        return len(self.data) * self.page_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def words(self) -> torch.Tensor:
+        """uint32 [pages, words]: the pages' bytes as kernels take them."""
+        needed = self.row_format.page_bytes(self.page_size)
+        return self.data[:, :needed].view(torch.uint32)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """fp32 [..., dim]: the rows of ``slots`` [...], an integer tensor; zeros where there is none."""
+        seen = (slots >= 0) & (slots < self.capacity)
+        flat = torch.where(seen, slots, 0).reshape(-1).long()
+        fmt = self.row_format
+        if self.capacity == 0:
+            return torch.zeros(*slots.shape, fmt.dim, device=self.device)
+        page, data_at, scale_at = self._bytes_of(flat)
+        rows = dequantize_rows(self.data[page, data_at], self.data[page, scale_at], fmt)
+        return torch.where(seen.reshape(-1, 1), rows, 0.0).reshape(*slots.shape, fmt.dim)
+
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Stores rows [T, dim] at ``slots`` [T]; those of no slot are not stored. Of slots given twice, one stays."""
+        seen = (slots >= 0) & (slots < self.capacity)
+        page, data_at, scale_at = self._bytes_of(slots[seen].long())
+        data, scales = quantize_rows(rows[seen], self.row_format)
+        self.data[page, data_at] = data
+        self.data[page, scale_at] = scales
+
+    def _bytes_of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(page [T, 1], where values and tail are [T, data_bytes], where scales are [T, scale_bytes]), in bytes."""
+        fmt = self.row_format
+        page, row = slots // self.page_size, slots % self.page_size
+        within = torch.arange(fmt.data_bytes, device=slots.device)
+        within = within + (within >= fmt.value_bytes) * (fmt.tail_offset - fmt.value_bytes)
+        data_at = row[:, None] * fmt.row_stride + within
+        scales = torch.arange(fmt.scale_bytes, device=slots.device)
+        scale_at = fmt.scale_base(self.page_size) + row[:, None] * fmt.scale_stride + scales
+        return page[:, None], data_at, scale_at
+
+
+class LatentPool(Pool):
+    """Rows that are keys and values: ``format`` "v4-fp8", "bf16" (512 numbers) or "v3.2-fp8" (576). See ``Pool``."""
+
+    formats = LATENT_FORMATS
+
+
+class IndexPool(Pool):
+    """Rows of index keys, 128 numbers: ``format`` "mxfp4", "fp8" or "bf16". See ``Pool``."""
+
+    formats = INDEX_FORMATS
+
+
+def check_page_size(page_size) -> None:
+    """Raise for a number of rows that no page has."""
+    if type(page_size) is not int:
+        raise TypeError(f"page_size: must be an int, got {page_size!r} ({type(page_size).__name__})")
+    if page_size < 1:
+        raise ValueError(f"page_size: must be at least 1, got {page_size}")
+
+
+def table_slots(page_table: torch.Tensor, rows: torch.Tensor, page_size: int) -> torch.Tensor:
+    """int32 slots of a request's rows by its page table.
+
+    page_table: integer [R, pages]. rows: integer [R, ...], numbers of rows from the request's first on; those below 0
+    or past its pages get NO_SLOT, and so do those of pages below 0 or beyond all slots.
+    """
+    pages = page_table.shape[1]
+    flat = rows.reshape(len(rows), -1).long()
+    inside = (flat >= 0) & (flat < pages * page_size)
+    if pages == 0:
+        return torch.full(rows.shape, NO_SLOT, dtype=torch.int32, device=rows.device)
+    safe = torch.where(inside, flat, 0)
+    page = page_table.long().gather(1, safe // page_size)
+    known = (page >= 0) & (page < (SLOT_LIMIT - 1) // page_size)
+    slots = torch.where(inside & known, page * page_size + safe % page_size, NO_SLOT)
+    return slots.to(torch.int32).reshape(rows.shape)
+
+
+def pages_of(page_table: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+    """[T, pages]: rows ``requests`` [T] of a page table [R, pages]; NO_PAGE throughout for those that there are not."""
+    known = (requests >= 0) & (requests < len(page_table))
+    if len(page_table) == 0:
+        return torch.full((len(requests), page_table.shape[1]), NO_PAGE, device=page_table.device)
+    return torch.where(known[:, None], page_table[torch.where(known, requests, 0).long()], NO_PAGE)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an address that means something: not while it is traced."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and tensor.numel() > 0

@@ -1,0 +1,201 @@
+"""Checks of ``insert_window``, ``store_rows`` and ``compress``: each argument once.
+
+They raise TypeError (wrong kind of object or dtype) or ValueError (wrong value) with the argument's name, what it was
+and what is allowed, before anything is launched or written. Values that small tensors hold are looked at on the CPU
+only; kernels on a GPU read nothing out of bounds whatever they hold, as the public docstrings say.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from warpspec.common.backend import refuse_tangents
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.latent.cache.models import CONTENT_AND_GATE
+from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool, has_memory
+from warpspec.latent.cache.state import Tail
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+ROPE_DIM = 64  # numbers of a row that are rotated
+POSITION_LIMIT = 2**30
+ROW_LIMIT = 2**31 - 2**10  # kernels count rows in int32, those of idle warps too
+
+
+def check_tensor(name, tensor, dtypes, shape, device, *, aligned: bool = False) -> None:
+    """One tensor: kind, dtype, shape (-1: any), device, last dimension contiguous; aligned: addresses of rows, too."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: must be a strided tensor, got layout {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.dim() != len(shape) or any(w not in (-1, n) for w, n in zip(shape, tensor.shape, strict=True)):
+        wanted = ", ".join("any" if n == -1 else str(n) for n in shape)
+        raise ValueError(f"{name}: shape must be [{wanted}], got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: must be on {device}, got {tensor.device}")
+    if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name}: the last dimension must be contiguous, got strides {list(tensor.stride())}"
+        )
+    if aligned and has_memory(tensor):
+        width = tensor.element_size()
+        strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+        if any(s * width % VECTOR_BYTES for s in strides) or tensor.data_ptr() % VECTOR_BYTES:
+            raise ValueError(
+                f"{name}: rows must be aligned to {VECTOR_BYTES} bytes, got strides {list(tensor.stride())} at an "
+                f"address of {tensor.data_ptr() % VECTOR_BYTES} past a multiple"
+            )
+
+
+def check_pool(pool, kinds: tuple[type, ...], device=None) -> None:
+    """A pool of one of these kinds, on the device."""
+    if not isinstance(pool, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"pool: must be a {names}, got {type(pool).__name__}")
+    if device is not None and pool.device != device:
+        raise ValueError(f"pool: must be on {device}, got {pool.device}")
+
+
+def check_eps(eps) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps: must be a finite number of at least 0, got {eps!r}")
+
+
+def check_store(rows, pool: Pool, slots) -> None:
+    """Arguments of ``store_rows``."""
+    check_pool(pool, (LatentPool, IndexPool))
+    check_tensor("rows", rows, (torch.bfloat16,), (-1, pool.row_format.dim), pool.device, aligned=True)
+    check_count("rows", len(rows))
+    check_tensor("slots", slots, (torch.int32,), (len(rows),), pool.device)
+
+
+def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> None:
+    """Arguments of ``insert_window``."""
+    check_pool(pool, (LatentPool,))
+    if pool.row_format.dim != 512:
+        raise ValueError(
+            f"pool: insert_window stores rows of 512 numbers, {pool.format!r} has {pool.row_format.dim}"
+        )
+    device, bf16 = pool.device, (torch.bfloat16,)
+    dim = pool.row_format.dim
+    check_tensor("kv", kv, bf16, (-1, dim), device, aligned=True)
+    tokens = len(kv)
+    rows = tokens
+    if q is not None:
+        check_tensor("q", q, bf16, (tokens, -1, dim), device, aligned=True)
+        rows += q.shape[0] * q.shape[1]
+    if out is not None:
+        if q is None:
+            raise ValueError("out: there are no queries (q is None)")
+        check_tensor("out", out, bf16, tuple(q.shape), device, aligned=True)
+    check_count("kv", rows)
+    check_projection(cos_sin, weight, dim, device)
+    check_tensor("positions", positions, (torch.int32,), (tokens,), device)
+    check_tensor("slots", slots, (torch.int32,), (tokens,), device)
+    check_eps(eps)
+
+
+def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
+    """What the small tensors of ``insert_window`` and ``store_rows`` hold, on the CPU. capacity: of the pool."""
+    if slots.device.type != "cpu":
+        return
+    if positions is not None:
+        check_range("positions", positions, 0, len(cos_sin) - 1, "rows of cos_sin")
+    if not torch.compiler.is_compiling():
+        found, counts = slots[(slots >= 0) & (slots < capacity)].unique(return_counts=True)
+        for slot in found[counts > 1][:1].tolist():
+            raise ValueError(f"slots: each may be given once, got {slot} twice")
+
+
+def check_projection(cos_sin, weight, dim, device) -> None:
+    """The table of angles and the norm's weight."""
+    check_tensor("cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
+    check_tensor("weight", weight, WEIGHT_DTYPES, (dim,), device, aligned=True)
+
+
+def check_compress(
+    content_gate, ape, weight, cos_sin, *, tail, requests, starts, cu_seqlens, pool, slots, eps, rotated
+) -> None:
+    """Arguments of ``compress``."""
+    if not isinstance(tail, Tail):
+        raise TypeError(f"tail: must be a Tail, of a StateCache, got {type(tail).__name__}")
+    check_pool(pool, (LatentPool, IndexPool))
+    if pool.row_format.dim != tail.dim:
+        raise ValueError(
+            f"pool: rows must have the tail's {tail.dim} numbers, got {pool.row_format.dim} ({pool.format!r})"
+        )
+    if not isinstance(rotated, bool):
+        raise TypeError(f"rotated: must be a bool, got {rotated!r}")
+    if rotated and not isinstance(pool, IndexPool):
+        raise ValueError("rotated: only index keys go through the Hadamard transform, got a LatentPool")
+    device = pool.device
+    if tail.rows.device != device:
+        raise ValueError(f"tail: must be on the pool's {device}, got {tail.rows.device}")
+    width = tail.series * tail.dim
+    shape = (-1, CONTENT_AND_GATE, width)
+    check_tensor("content_gate", content_gate, (torch.float32,), shape, device, aligned=True)
+    tokens = len(content_gate)
+    check_count("content_gate", tokens)
+    check_tensor("ape", ape, WEIGHT_DTYPES, (tail.stride, width), device, aligned=True)
+    check_projection(cos_sin, weight, tail.dim, device)
+    check_tensor("requests", requests, (torch.int32,), (-1,), device)
+    count = len(requests)
+    check_tensor("starts", starts, (torch.int32,), (count,), device)
+    check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), (count + 1,), device)
+    check_tensor("slots", slots, (torch.int32,), (tokens,), device)
+    check_eps(eps)
+
+
+def check_compress_values(tokens: int, tail: Tail, requests, starts, cu_seqlens) -> None:
+    """What ``compress``'s small tensors hold, on the CPU. tokens: of content_gate."""
+    if requests.device.type != "cpu":
+        return
+    check_range("requests", requests, 0, tail.requests - 1, "the tail's requests")
+    if len(requests.unique()) != len(requests):
+        raise ValueError(f"requests: each may be given once, got {requests.tolist()}")
+    check_range("starts", starts, 0, POSITION_LIMIT, "positions")
+    lengths = cu_seqlens.diff()
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or bool((lengths < 0).any()):
+        raise ValueError(
+            f"cu_seqlens: must rise from 0 to the {tokens} tokens of content_gate, got {cu_seqlens.tolist()}"
+        )
+    check_starts(tail, requests, starts, lengths)
+
+
+def check_starts(tail: Tail, requests, starts, lengths) -> None:
+    """Whether each request goes on from what was written."""
+    written = tail.progress[requests.long(), 0]
+    back = written - starts
+    wrong = (lengths > 0) & (starts > 0) & ((back < 0) | (back > tail.max_draft))
+    for i in wrong.nonzero()[:1, 0].tolist():
+        raise ValueError(
+            f"starts: request {int(requests[i])} has written {int(written[i])} tokens, of which at most "
+            f"{tail.max_draft} (max_draft) can be taken back, got a start of {int(starts[i])}"
+        )
+
+
+def check_range(name, tensor, low, high, what) -> None:
+    """Values of a CPU tensor; not while it is traced, when it has none."""
+    if torch.compiler.is_compiling():
+        return
+    wrong = (tensor < low) | (tensor > high)
+    for i in wrong.nonzero()[:1, 0].tolist():
+        raise ValueError(f"{name}: must be within {low}..{high} ({what}), got {int(tensor[i])} at index {i}")
+
+
+def check_count(name, rows) -> None:
+    if rows > ROW_LIMIT:
+        raise ValueError(f"{name}: at most {ROW_LIMIT} rows at a time, got {rows}")
+
+
+def refuse_gradients(**tensors: torch.Tensor | None) -> None:
+    """Raise NotImplementedError naming the first argument that carries a derivative, or of which one is wanted."""
+    refuse_tangents(**tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name}: gradients are not implemented (forward only); detach it, or call under torch.no_grad()"
+            )

@@ -1,0 +1,95 @@
+"""Rows to stored bytes and back, in FP32 torch: the definition that kernels give the same bits as.
+
+A block's scale is 2**k with k the least integer for which amax <= largest value * 2**k, amax being the block's largest
+magnitude or the format's floor. Values are x * 2**-k, to the nearest of the value type, ties to even; signs stay, of
+zeros too. A block that holds NaN or Inf has the scale NaN (ue8m0 255) and all its values are e4m3 NaN or e2m1 +6:
+it reads as NaN throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common import nvfp4
+from warpspec.latent.cache.formats import BF16_BYTES, RowFormat
+
+E4M3_NAN = nvfp4.E4M3_NAN
+UE8M0_BIAS, UE8M0_NAN = nvfp4.UE8M0_BIAS, nvfp4.UE8M0_NAN
+FP32_EXPONENT_BIT = 23
+FP32_MANTISSA = (1 << FP32_EXPONENT_BIT) - 1
+FP32_BIAS = 127
+E2M1_NAN_CODE = 7  # there is no NaN: the largest value, as NVFP4's rows have it
+# The largest value of a type is 1.m * 2**e: (e, the bits of m in fp32).
+LARGEST = {"e4m3": (8, 0x600000), "e2m1": (2, 0x400000)}
+
+
+def scale_exponents(amax: torch.Tensor, value: str) -> torch.Tensor:
+    """int32 k of fp32 largest magnitudes: the least with amax <= largest * 2**k; for NaN and Inf any number.
+
+    value: "e4m3" or "e2m1". From the bits: with amax = 1.m * 2**e, k is e less the largest value's exponent, and one
+    more where m is above its mantissa.
+    """
+    exponent, mantissa = LARGEST[value]
+    bits = amax.float().view(torch.int32)
+    rounded = (bits + (FP32_MANTISSA - mantissa)) >> FP32_EXPONENT_BIT
+    return rounded - FP32_BIAS - exponent
+
+
+def quantize_rows(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data uint8 [..., data_bytes], scales uint8 [..., scale_bytes]) of rows [..., dim], bf16 or fp32.
+
+    data: values, then the tail. fp32 rows are quantised as they are, and rounded to bf16 for the tail.
+    """
+    shape = rows.shape[:-1]
+    tail = _bytes_of(rows[..., fmt.values :].bfloat16(), fmt.tail * BF16_BYTES)
+    if fmt.value == "bf16":
+        values = _bytes_of(rows[..., : fmt.values].bfloat16(), fmt.value_bytes)
+        return torch.cat((values, tail), dim=-1), rows.new_empty((*shape, 0), dtype=torch.uint8)
+    blocks = rows[..., : fmt.values].float().unflatten(-1, (fmt.blocks, fmt.block))
+    amax = blocks.abs().amax(-1)  # NaN if one is
+    finite = amax.isfinite()
+    k = scale_exponents(torch.where(finite, amax, 1.0).clamp(min=fmt.min_amax), fmt.value)
+    scaled = torch.where(finite[..., None], torch.ldexp(blocks, -k[..., None]), 0.0)
+    if fmt.value == "e4m3":
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = torch.where(finite[..., None], codes, E4M3_NAN).flatten(-2)
+    else:
+        codes = torch.where(finite[..., None], nvfp4.e2m1_codes(scaled), E2M1_NAN_CODE).flatten(-2)
+        codes = nvfp4.pack(codes)
+    if fmt.scale == "ue8m0":
+        scales = torch.where(finite, k + UE8M0_BIAS, UE8M0_NAN).to(torch.uint8)
+    else:
+        powers = torch.where(finite, torch.ldexp(torch.ones_like(amax), k), torch.nan)
+        scales = _bytes_of(powers, 4 * fmt.blocks)
+    padding = scales.new_zeros((*shape, fmt.padding))
+    return torch.cat((codes, tail), dim=-1), torch.cat((scales, padding), dim=-1)
+
+
+def dequantize_rows(data: torch.Tensor, scales: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """fp32 [..., dim] of what ``quantize_rows`` returns; exact where scales are powers of two."""
+    tail = data[..., fmt.value_bytes :].contiguous().view(torch.bfloat16).float()
+    stored = data[..., : fmt.value_bytes].contiguous()
+    if fmt.value == "bf16":
+        return torch.cat((stored.view(torch.bfloat16).float(), tail), dim=-1)
+    if fmt.value == "e4m3":
+        values = stored.view(torch.float8_e4m3fn).float()
+    else:
+        values = nvfp4.packed_values(stored)
+    used = scales[..., : fmt.scale_bytes - fmt.padding].contiguous()
+    if fmt.scale == "ue8m0":
+        factors = torch.ldexp(torch.ones_like(used, dtype=torch.float32), used.int() - UE8M0_BIAS)
+        factors = torch.where(used == UE8M0_NAN, torch.nan, factors)
+    else:
+        factors = used.view(torch.float32)
+    values = values.unflatten(-1, (fmt.blocks, fmt.block)) * factors[..., None]
+    return torch.cat((values.flatten(-2), tail), dim=-1)
+
+
+def round_trip(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """fp32 [..., dim]: what rows are once they have been stored and read."""
+    return dequantize_rows(*quantize_rows(rows, fmt), fmt)
+
+
+def _bytes_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """uint8 [..., count]: the bytes of a tensor's last dimension."""
+    return tensor.contiguous().view(torch.uint8).reshape(*tensor.shape[:-1], count)

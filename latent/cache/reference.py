@@ -1,0 +1,174 @@
+"""Insert and compress by their definitions, in FP32 torch: what the kernels are compared with.
+
+Rounding to bf16 stands where the kernels have it: after the norm, and after the rotation. One token, one entry at a
+time; the states are read and written as the kernels do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.latent.cache.state import FOLDED, WRITTEN, Tail
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """bf16 [..., D]: rows over the root of their mean square (plus eps), times weight [D]; in fp32 but for the end."""
+    x = rows.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x if weight is None else x * weight.float()).bfloat16()
+
+
+def rope_table(inv_freq: torch.Tensor, length: int) -> torch.Tensor:
+    """fp32 [length, 2 F] of frequencies inv_freq [F] (radians a token): cosines, then sines, of positions 0, 1, ..."""
+    angles = torch.arange(length, device=inv_freq.device)[:, None].float() * inv_freq.float()
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def rotate(rows: torch.Tensor, cos_sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """fp32 [..., D]: the last numbers of rows, in pairs of neighbours, rotated by cos_sin [..., R] (R of them)."""
+    half = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[..., :half], cos_sin[..., half:]
+    if back:
+        sin = -sin
+    x = rows.float()
+    still, turned = x[..., : -2 * half], x[..., -2 * half :].unflatten(-1, (half, 2))
+    first, second = turned[..., 0], turned[..., 1]
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((still, pairs.flatten(-2)), dim=-1)
+
+
+def angles_at(cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[..., R]: rows of the table; NaN for positions that it does not have."""
+    inside = (positions >= 0) & (positions < len(cos_sin))
+    if len(cos_sin) == 0:
+        return torch.full((*positions.shape, cos_sin.shape[1]), torch.nan, device=cos_sin.device)
+    rows = cos_sin[torch.where(inside, positions, 0).long()]
+    return torch.where(inside[..., None], rows, torch.nan)
+
+
+def hadamard(rows: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., D], D a power of two: rows times Sylvester's Hadamard matrix over the root of D, by butterflies."""
+    dim = rows.shape[-1]
+    x, apart = rows.float(), 1
+    while apart < dim:
+        pairs = x.unflatten(-1, (-1, 2, apart))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        apart *= 2
+    return x * dim**-0.5
+
+
+def insert_window(q, kv, cos_sin, positions, *, kv_weight, eps, pool, slots) -> torch.Tensor | None:
+    """K1 of checked arguments: the rotated queries; kv's rows stored."""
+    angles = angles_at(cos_sin, positions)
+    rows = rotate(rms_norm(kv, kv_weight, eps), angles).bfloat16()
+    pool.write(slots, rows)
+    return None if q is None else rotate(rms_norm(q, None, eps), angles[:, None]).bfloat16()
+
+
+def finish_entry(
+    pooled: torch.Tensor, position: int, cos_sin, weight, eps: float, rotated: bool
+) -> torch.Tensor:
+    """bf16 [D]: an entry's row of its pooled channels [D] fp32. rotated: through ``hadamard``."""
+    row = rms_norm(pooled.bfloat16(), weight, eps)
+    at = torch.tensor(position, device=pooled.device)
+    row = rotate(row, angles_at(cos_sin, at)).bfloat16()
+    return hadamard(row).bfloat16() if rotated else row
+
+
+def compress(
+    content_gate, ape, weight, cos_sin, *, tail: Tail, requests, starts, cu_seqlens, pool, slots, eps, rotated
+) -> None:
+    """K2 of checked arguments: entries that are complete are stored, the tail is brought up to date."""
+    for i, request in enumerate(requests.tolist()):
+        begin, end = cu_seqlens[i].item(), cu_seqlens[i + 1].item()
+        count, start = end - begin, starts[i].item()
+        if count == 0 or not 0 <= request < tail.requests:
+            continue
+        new = content_gate[begin:end].clone()
+        at = torch.arange(start, start + count, device=new.device)
+        new[:, 1] += ape.float()[at % tail.stride]
+        whole = start == 0 or start <= tail.progress[request, WRITTEN] <= start + tail.max_draft
+        make = csa_entries if tail.kind == "csa" else hca_entries
+        for position, pooled in make(tail, request, new, start, whole):
+            row = finish_entry(pooled, position - tail.stride + 1, cos_sin, weight, eps, rotated)
+            pool.write(slots[begin + position - start][None], row[None])
+
+
+def csa_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool):
+    """Yields (position of the entry's last token, pooled [dim]); then new [T, 2, 2 dim] goes into the ring."""
+    ring = tail.rows[request]
+    size, end = len(ring), start + len(new)
+    first = start // tail.stride * tail.stride + tail.stride - 1
+    for last in range(first, end, tail.stride):
+        contents, gates = [], []
+        for p in range(last - 2 * tail.stride + 1, last + 1):
+            own = p > last - tail.stride  # of the entry's own window: the second half of channels
+            if p < 0:
+                continue
+            row = (
+                new[p - start]
+                if p >= start
+                else ring[p % size]
+                if whole
+                else torch.full_like(new[0], torch.nan)
+            )
+            half = row[:, tail.dim :] if own else row[:, : tail.dim]
+            contents.append(half[0]), gates.append(half[1])
+        weights = torch.stack(gates).softmax(dim=0)
+        yield last, (weights * torch.stack(contents)).sum(0)
+    if not whole:
+        ring.fill_(torch.nan)
+    for p in range(max(start, end - size), end):
+        ring[p % size] = new[p - start]
+    tail.progress[request, WRITTEN] = end
+
+
+def hca_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool):
+    """As ``csa_entries``; new [T, 2, dim] is folded, but for the last max_draft tokens."""
+    end = start + len(new)
+    ring, drafts = tail.rows[request], tail.max_draft
+    folded = tail.progress[request, FOLDED].item() if start > 0 and whole else start
+    state = tail.online[request].clone() if folded % tail.stride else empty_fold(tail)
+    if start > 0 and not whole:
+        state = torch.full_like(state, torch.nan)
+    for p in range(folded, start):
+        state = fold(state, ring[p % drafts])
+        if (p + 1) % tail.stride == 0:
+            state = empty_fold(tail)
+    keep_from = max(start, end - drafts)  # not folded yet
+    kept = state if keep_from == start else None
+    for p in range(start, end):
+        state = fold(state, new[p - start])
+        if (p + 1) % tail.stride == 0:
+            yield p, state[2] / state[1]
+            state = empty_fold(tail)
+        if p + 1 == keep_from:
+            kept = state
+    tail.online[request] = kept
+    for p in range(keep_from, end):
+        ring[p % drafts] = new[p - start]
+    tail.progress[request] = torch.tensor([end, keep_from], dtype=torch.int32)
+
+
+def empty_fold(tail: Tail) -> torch.Tensor:
+    """[3, dim]: the fold of no tokens."""
+    state = torch.zeros(3, tail.dim, device=tail.rows.device)
+    state[0] = -torch.inf
+    return state
+
+
+def fold(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The fold [3, dim] with one token more, row [2, dim]. One exponential: of the largest gate so far and the token's,
+    the smaller one has a weight other than 1."""
+    largest, total, weighted = state
+    content, gate = row
+    above = gate > largest
+    factor = torch.where(gate == -torch.inf, 0.0, torch.exp(-(gate - largest).abs()))
+    return torch.stack(
+        (
+            torch.where(above, gate, largest),
+            torch.where(above, total * factor + 1.0, total + factor),
+            torch.where(above, weighted * factor + content, weighted + factor * content),
+        )
+    )

@@ -1,0 +1,146 @@
+"""What a layer keeps of each request besides its pools: the window and the compressor's unfinished entries.
+
+Everything is a ring by position, so that drafted tokens which are not accepted cost nothing to take back: rings have
+``max_draft`` rows more than are needed, and what was written at positions that are given again is written over. Only
+the number of accepted tokens moves (``commit``). HCA's windows are long, and kept folded instead: tokens that may
+still be taken back stand beside it as rows until the call that follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpspec.latent.cache.models import CONTENT_AND_GATE, KINDS, ONLINE_NUMBERS, OVERLAP, CacheConfig
+from warpspec.latent.cache.pools import LatentPool
+
+WRITTEN, FOLDED = range(2)  # numbers of ``Tail.progress``
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """The compressor's unfinished entries of every request, for one compressor of one layer.
+
+    kind: "csa" or "hca". stride: tokens of an entry. dim: channels of an entry. max_draft: tokens that a call may take
+    back of what the call before wrote. rows: fp32 [requests, ring, 2, c dim], C and Z (with the position's bias) of the
+    tokens at ring row position % ring; c is 2 for CSA. online: fp32 [requests, 3, dim], of HCA: largest Z, sum of
+    exp(Z - largest), sum of exp(Z - largest) C over the window's folded tokens; None for CSA. progress: int32
+    [requests, 2]: tokens written, and folded into ``online``.
+    """
+
+    kind: str
+    stride: int
+    dim: int
+    max_draft: int
+    rows: torch.Tensor
+    online: torch.Tensor | None
+    progress: torch.Tensor
+
+    @classmethod
+    def empty(cls, kind: str, stride: int, dim: int, requests: int, max_draft: int, device="cpu") -> Tail:
+        numbers = {"dtype": torch.float32, "device": device}
+        online = None
+        if kind == "csa":
+            ring, width = OVERLAP * stride + max_draft, OVERLAP * dim
+        else:
+            ring, width = max_draft, dim
+            online = torch.zeros(requests, ONLINE_NUMBERS, dim, **numbers)
+        rows = torch.zeros(requests, ring, CONTENT_AND_GATE, width, **numbers)
+        progress = torch.zeros(requests, 2, dtype=torch.int32, device=device)
+        return cls(kind, stride, dim, max_draft, rows, online, progress)
+
+    @property
+    def requests(self) -> int:
+        return len(self.progress)
+
+    @property
+    def series(self) -> int:
+        """c: how many times ``dim`` channels a token's C and Z have."""
+        return OVERLAP if self.kind == "csa" else 1
+
+
+class StateCache:
+    """The states of ``requests`` requests in one layer.
+
+    config: the model's shapes. kind: "window", "csa" or "hca". max_draft: drafted tokens of a call, at most: all but a
+    call's first token may be taken back. lengths: int32 [requests], shared by a model's layers; None: this layer's own,
+    zeros.
+
+    .window: a ``LatentPool`` whose page r is request r's ring: the token at position p is its row p % page_size.
+    .tail, .index_tail: ``Tail`` of the entries and of the index keys, None where the kind has none. .lengths: accepted
+    tokens. A request that starts anew needs nothing but the length 0 (``release``).
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        kind: str,
+        requests: int,
+        max_draft: int = 0,
+        *,
+        lengths: torch.Tensor | None = None,
+        device="cpu",
+    ):
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"config: must be a CacheConfig, got {type(config).__name__}")
+        if kind not in KINDS:
+            raise ValueError(f"kind: must be one of {', '.join(KINDS)}, got {kind!r}")
+        for name, value, least in (("requests", requests, 1), ("max_draft", max_draft, 0)):
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}: must be an int of at least {least}, got {value!r}")
+        if lengths is None:
+            lengths = torch.zeros(requests, dtype=torch.int32, device=device)
+        elif not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
+            raise TypeError(
+                f"lengths: must be an int32 tensor, got {getattr(lengths, 'dtype', type(lengths).__name__)}"
+            )
+        elif lengths.shape != (requests,):
+            raise ValueError(f"lengths: shape must be [{requests}], got {list(lengths.shape)}")
+        self.config, self.kind, self.requests, self.max_draft = config, kind, requests, max_draft
+        self.lengths = lengths
+        device = lengths.device
+        self.window = LatentPool.empty(requests, config.window + max_draft, config.latent, device=device)
+        self.tail = self.index_tail = None
+        if kind != "window":
+            sizes = (kind, config.stride(kind))
+            self.tail = Tail.empty(*sizes, config.dim, requests, max_draft, device)
+        if kind == "csa":
+            self.index_tail = Tail.empty(*sizes, config.index_dim, requests, max_draft, device)
+
+    def commit(self, accepted: torch.Tensor | int, requests: torch.Tensor | None = None) -> None:
+        """The first ``accepted`` of the tokens just written count; the others are taken back.
+
+        accepted: an int, or int32 on the state's device, one number a request. requests: int [R], which requests
+        these are; None: all. No synchronisation. A call that goes on from anything but the tokens written, less at
+        most ``max_draft``, gets NaN entries: see ``compress``.
+        """
+        if requests is None:
+            self.lengths += accepted
+        else:
+            new = torch.as_tensor(accepted, dtype=torch.int32, device=self.lengths.device)
+            self.lengths.index_add_(0, requests.long(), new.expand(len(requests)))
+
+    def release(self, requests: torch.Tensor | None = None) -> None:
+        """Requests' states are those of no tokens. requests: int [R]; None: all."""
+        if requests is None:
+            self.lengths.zero_()
+        else:
+            self.lengths.index_fill_(0, requests.long(), 0)
+
+    def window_slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int32 slots in ``window`` of tokens: request and position of each, any shape; -1 for negative ones."""
+        size = self.window.page_size
+        slots = requests.to(torch.int32) * size + positions.to(torch.int32) % size
+        return torch.where(positions >= 0, slots, -1).to(torch.int32)
+
+    def window_keys(
+        self, requests: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slots int32 [T, window], lengths int32 [T]): the keys that tokens at ``positions`` [T] see, oldest first."""
+        lengths = (positions + 1).clamp(0, self.config.window).to(torch.int32)
+        steps = torch.arange(self.config.window, device=positions.device)
+        seen = positions[:, None] + 1 - lengths[:, None] + steps
+        slots = self.window_slots(requests[:, None], seen)
+        return torch.where(steps < lengths[:, None], slots, -1), lengths

@@ -1,0 +1,212 @@
+"""What the gathered-attention kernels are compiled for. Plain Python.
+
+Four producer warps gather rows by slot and put them, in bf16, where TMA would have put them: FP8 rows by way of shared
+memory and registers, bf16 rows by copies alone. What is done with the keys is what the attention kernels of D 512 do
+whose K and V are one tensor: on sm_90a the two consumers of ``fmha.sm90.pair``, 64 query heads of one query, half of
+O's columns each; on sm_100a the roles of ``fmha.sm100``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.pipeline import Barrier
+from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
+from warpspec.fmha.sm100 import config as sm100
+from warpspec.fmha.sm100.shapes import SHARED_SHAPES
+from warpspec.latent.cache.formats import LATENT_FORMATS, RowFormat
+
+MAX_KEY_SETS = 3
+GATHERED_FORMATS = ("v4-fp8", "bf16")
+ROPE_DIM = 64  # numbers of a row that are rotated, the last
+MASK_BYTES = 4
+SCALES_BYTES = 4  # of a key's part: a byte a block
+GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathers:
+    """What a configuration adds whose keys are gathered.
+
+    format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back, float8: of the
+    result.
+    """
+
+    format: str = "v4-fp8"
+    sets: int = 1
+    lengths: tuple[bool, ...] = (True,)
+    rotate_back: bool = False
+    float8: bool = False
+
+    def check(self) -> None:
+        assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
+        assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
+        assert self.warps_of_part * self.keys_of_warp == self.tile_n
+        assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
+        assert self.normalize or not self.float8
+
+    @classmethod
+    def of(cls, **options):
+        """The configuration with the fixed part filled in."""
+        return cls(dtype="bfloat16", head_dim=512, shared_kv=True, pack=WARPGROUP_ROWS, **options)
+
+    @property
+    def fmt(self) -> RowFormat:
+        return LATENT_FORMATS[self.format]
+
+    @property
+    def copies(self) -> bool:
+        """Rows are as the products take them: they go to shared memory without registers."""
+        return self.format == "bf16"
+
+    @property
+    def ends_in_tile(self) -> bool:
+        """What no query sees was never written to shared memory: zeros stand there."""
+        return False
+
+    @property
+    def kv_box(self) -> tuple[int, int, int]:
+        raise AssertionError("keys are gathered, not loaded by TMA")
+
+    # The producer's warps: half of them fill each part of the columns, each for its keys of the tile.
+
+    @property
+    def parts(self) -> int:
+        """Parts of a row's columns, of two producer warps each."""
+        return 2
+
+    @property
+    def warps_of_part(self) -> int:
+        return WARPGROUP_THREADS // WARP_THREADS // self.parts
+
+    @property
+    def keys_of_warp(self) -> int:
+        return self.tile_n // self.warps_of_part
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks of 64 columns of a part."""
+        return self.blocks // self.parts
+
+    @property
+    def raw_vectors(self) -> int:
+        """16-byte vectors of an FP8 key that each of its four lanes brings: one of every block but the part's last, of
+        which it may be two, in bf16."""
+        return self.part_blocks + 1
+
+    @property
+    def raw_bytes(self) -> int:
+        """A producer warp's own place for eight FP8 keys as they are: vectors and a word of scales of every lane."""
+        return 0 if self.copies else WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
+
+    @property
+    def raw_bytes_of_cta(self) -> int:
+        return WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes
+
+    @property
+    def mask_words(self) -> int:
+        """Words of the masks: a bit for each key of a tile that is there, of every stage."""
+        return self.kv_stages * self.tile_n // (8 * MASK_BYTES)
+
+    @property
+    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
+        masks = ("masks", self.mask_words * MASK_BYTES, "which keys of each KV tile are there")
+        raw = (
+            "FP8 keys",
+            self.raw_bytes_of_cta,
+            "of each producer warp the next tile's first eight, as they are",
+        )
+        return (*super().smem_regions, masks, *([] if self.copies else [raw]))
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """As the attention kernel has them, but for who fills the tiles."""
+        changed = {
+            "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
+            "k_full": {
+                "arrivals": WARPGROUP_THREADS // WARP_THREADS // self.barrier_parts,
+                "producer": "the part's producer warps, one thread each",
+                "meaning": "the part of the gathered keys is in shared memory, in bf16",
+            },
+            "k_empty": {"consumer": "the part's producer warps"},
+        }
+        return tuple(replace(row, **changed.get(row.name, {})) for row in super().barriers)
+
+
+@dataclass(frozen=True)
+class GatheredConfig(Gathers, AttentionConfig):
+    """The kernel for sm_90a."""
+
+    shape: Shape = GATHERED
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.paired
+        self.check()
+
+    @property
+    def persistent(self) -> bool:
+        return True
+
+    @property
+    def pieces(self) -> int:
+        """A part of a tile is complete as a whole: all of a warp's columns of a key arrive together."""
+        return self.parts
+
+    @property
+    def barrier_parts(self) -> int:
+        """Parts of a tile that have mbarriers of their own."""
+        return self.parts
+
+    @property
+    def every_tile_masked(self) -> bool:
+        return True
+
+    @property
+    def pv_first(self) -> bool:
+        """With FP8 rows consumers wait for tiles most of all, and PV of the other's is done meanwhile."""
+        return not self.copies
+
+
+@dataclass(frozen=True)
+class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
+    """The kernel for sm_100a: warps 0 to 3 are softmax and epilogue, 4 to 7 producers, 8 issues products; three more
+    make its warpgroup whole, whose registers go to softmax. A CTA a task."""
+
+    shape: object = SHARED_SHAPES[512][0]
+    softmax_registers: int = 232
+    producer_registers: int = 184
+    other_registers: int = 88
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check()
+
+    @property
+    def persistent(self) -> bool:
+        return False
+
+    @property
+    def barrier_parts(self) -> int:
+        return 1
+
+    @property
+    def load_warp(self) -> int:
+        """The first producer warp."""
+        return 4
+
+    @property
+    def mma_warp(self) -> int:
+        return 8
+
+    @property
+    def threads(self) -> int:
+        return 3 * WARPGROUP_THREADS
+
+    @property
+    def role_registers(self) -> int:
+        """Registers of a CTA once the roles have set theirs."""
+        per_lane = self.softmax_registers + self.producer_registers + self.other_registers
+        return per_lane * WARPGROUP_THREADS

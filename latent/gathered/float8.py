@@ -1,0 +1,169 @@
+"""O in FP8: the epilogues' part, the same bits as ``quantize_output`` of the result in bf16.
+
+Blocks of 128 columns have a scale each. On sm_90a four lanes share a row of a block, on sm_100a a thread has all of it,
+where splits are combined a warp.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Uint32
+
+from warpspec.common import tmem
+from warpspec.common.compile import fake_rows
+from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
+from warpspec.common.launch import Kernel
+from warpspec.common.wgmma import PAIR, THREAD_ROWS, elements, flat, transpose
+from warpspec.fmha.combine import CombineConfig
+from warpspec.fmha.device.combine import combine_row, divided, launch_options, log_sum
+from warpspec.fmha.features import BLOCK as COLUMNS
+from warpspec.fmha.sm90.epilogue import finish_row
+from warpspec.fmha.sm100 import epilogue as sm100
+from warpspec.latent.cache.device.rows import store_words, to_bf16
+from warpspec.latent.projection.float8 import BLOCK
+from warpspec.latent.projection.quantize import quantize_block
+
+CODES = 4  # of a word
+LOW_HALF = 0xFFFF
+
+
+# sm_90a.
+
+
+@cute.jit
+def write_pair(work, state, operands):
+    """As ``sm90.epilogue.epilogue``: both rows of a thread, the consumer's columns."""
+    config, o = work.config, flat(work.mma.o)
+    blocks = config.o_columns // BLOCK
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        row = work.rows[r]
+        place, factor, empty = finish_row(work, r, state, operands)
+        index = (place.batch, place.query, place.head, None)
+        own = elements(o, r)
+        count = len(own) // blocks  # of the thread's columns in a block
+        for block in cutlass.range_constexpr(blocks):
+            values = [
+                Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
+                for i in own[block * count : (block + 1) * count]
+            ]
+            codes, scale = quantize_block(to_bf16(values), QUAD)
+            vectors = gather_columns(codes, row.member)
+            if place.in_range:
+                number = work.part * blocks + block
+                for i in cutlass.range_constexpr(len(vectors)):
+                    at = number * (BLOCK // CODES) + (i * QUAD + row.member) * QUAD
+                    store_words(operands.o[index], at, vectors[i])
+                if row.member == 0:
+                    operands.scales[(*index[:-1], number)] = scale
+
+
+def gather_columns(words: list, member) -> list:
+    """A lane's words have two columns 8 w + 2 member, of w and w + 1: made vectors of 16 columns next to each other."""
+    vectors = []
+    for first in range(0, len(words), QUAD):
+        moved = [Uint32(word) for word in transpose([Int32(w) for w in words[first : first + QUAD]], member)]
+        low = [(a & LOW_HALF) | (b << 16) for a, b in zip(moved[::PAIR], moved[1::PAIR], strict=True)]
+        high = [
+            (a >> 16) | (b & Uint32(LOW_HALF << 16))
+            for a, b in zip(moved[::PAIR], moved[1::PAIR], strict=True)
+        ]
+        vectors.append(low + high)
+    return vectors
+
+
+# sm_100a.
+
+
+@cute.jit
+def write_row(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    row,
+    place,
+    task,
+    state,
+    columns,
+    operands,
+    scale_log2,
+):
+    """As ``sm100.epilogue.epilogue``: a thread's columns of a row."""
+    factor, empty = sm100.finish_row(config, channels, row, place, task, state, operands, scale_log2)
+    blocks = config.o_columns // BLOCK
+    index = (place.batch, place.query, place.head, None)
+    for block in cutlass.range_constexpr(blocks):
+        values = cute.make_rmem_tensor(BLOCK, Float32)
+        if task.span.count > 0:
+            tmem.load_row(columns.o + block * BLOCK, values, columns.thread)
+            tmem.wait_loads()
+        for half in cutlass.range_constexpr(BLOCK // COLUMNS):
+            part = cute.local_tile(values, (COLUMNS,), (half,))
+            columns.finish(config, row, block * (BLOCK // COLUMNS) + half, part)
+        if place.in_range:
+            sm100.scale_or_zero(values, factor, empty)
+            codes, scale = quantize_block(to_bf16([values[i] for i in range(BLOCK)]), 1)
+            number = row.member * blocks + block
+            store_words(operands.o[index], number * len(codes), codes)
+            operands.scales[(*index[:-1], number)] = scale
+
+
+# Splits.
+
+
+class CombineFloat8:
+    """``device.combine.Combine`` whose results are FP8."""
+
+    def __init__(self, config: CombineConfig):
+        self.config = config
+        assert config.lanes == WARP_THREADS and config.chunk == BLOCK and config.normalize
+
+    @cute.jit
+    def __call__(
+        self,
+        partial_o: cute.Tensor,
+        partial_max: cute.Tensor,
+        partial_sum: cute.Tensor,
+        sink: cute.Tensor | None,
+        o: cute.Tensor,
+        scales: cute.Tensor,
+        lse: cute.Tensor | None,
+        stream: CUstream,
+    ):
+        """As ``Combine``'s; o: words of four e4m3 [B, Sq, Hq, 128], scales: fp32 [B, Sq, Hq, 4]."""
+        _, batch, seq_q, heads, _ = partial_o.shape
+        parts = batch * seq_q * heads * self.config.chunks
+        self.kernel(partial_o, partial_max, partial_sum, sink, o, scales, lse, parts).launch(
+            stream=stream, **launch_options(self.config, parts)
+        )
+
+    @cute.kernel
+    def kernel(self, partial_o, partial_max, partial_sum, sink, o, scales, lse, parts: Int32):
+        config = self.config
+        found = combine_row(config, partial_o, partial_max, partial_sum, None, parts)
+        writes, (batch, query, head), column, maximum, total, values = found
+        scaled = divided(config, sink, head, maximum, total, values)
+        codes, scale = quantize_block(to_bf16(scaled), WARP_THREADS)
+        if writes:
+            store_words(o[batch, query, head, None], column, codes)
+            if column % WARP_THREADS == 0:
+                scales[batch, query, head, column // WARP_THREADS] = scale
+            if cutlass.const_expr(config.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
+                if column == 0:
+                    lse[batch, head, query] = log_sum(maximum, total)
+
+
+def combine_arguments(config: CombineConfig) -> tuple:
+    """The host function of a configuration and its arguments but the stream."""
+    return (
+        CombineFloat8(config),
+        fake_rows(Float32, 5, config.head_dim, alignment=TMA_ALIGNMENT),
+        *(fake_rows(Float32, 4) for _ in range(2)),
+        fake_rows(Float32, 1) if config.has_sink else None,
+        fake_rows(Uint32, 4, config.head_dim // CODES, alignment=TMA_ALIGNMENT),
+        fake_rows(Float32, 4),
+        fake_rows(Float32, 3) if config.has_lse else None,
+    )
+
+
+COMBINE_FLOAT8 = Kernel("fmha.gathered.combine", combine_arguments)

@@ -1,0 +1,247 @@
+"""The producer: four warps that bring rows from pools into KV tiles, in bf16, by slot. And Q, by TMA.
+
+Two warps have the first half of the columns, two the second half; each of them 32 keys of a tile. A lane looks up one
+key's slot two tiles ahead, has its row brought to L2 a tile ahead, and with three others brings every eighth key
+(``rows``). FP8 rows are copied to shared memory as they are and converted from there, eight keys at a time; bf16 rows
+are copied to where they belong. What is not there (slots of no row, keys past the length) is zeros in shared memory and
+a bit in the tile's mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.latent.gathered.rows import (
+    GROUP_KEYS,
+    RAW_PAIR,
+    Loader,
+    copy_raw,
+    copy_rows,
+    load_raw,
+    row_of,
+    rows_of_groups,
+    store_group,
+)
+from warpspec.latent.gathered.task import WORD_BYTES, place_of, task_at
+
+NO_SLOT = -1
+LINE_BYTES = 128  # that a prefetch brings
+
+
+@cute.jit
+def gather(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, atom, coordinates
+):
+    """One producer warp: its keys of every KV tile; Q, by the first.
+
+    Produces: q_full (TMA), k_full, one arrival a warp. Consumes: q_empty, k_empty, each before what it guards is filled
+    again; leaves only when all has been released.
+    """
+    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
+    part = warp // config.warps_of_part
+    loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    use, task_use = Int32(0), Int32(0)
+    bring = copy_tiles if cutlass.const_expr(config.copies) else convert_tiles
+    for index in cutlass.range(cta, units.total, ctas, unroll=1):
+        task = task_at(config, operands, units, index)
+        if task.span.count > 0:
+            bring(loader, channels, shared, task, use, ((atom, coordinates), task_use))
+            use += task.span.count
+            task_use += 1
+    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
+        channels["k_empty"].wait(loader.ring_use(last))
+
+
+@cute.jit
+def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
+    """A task's tiles of FP8 rows, by copies to shared memory, of which each lane reads its own, and registers. use: KV
+    tiles that came before.
+
+    A tile's first group of keys is on its way a tile ahead, to the warp's own place. The others come to where they
+    will stand converted, as soon as the tile may be filled, under the conversion of the first. So no load of a loop's
+    next turn is ever waited for: ptxas gives all of these one scoreboard, and a wait for one is a wait for all.
+    """
+    config, groups = loader.config, loader.groups
+    behind = groups - 1  # copies of groups that may be under way when the next is converted
+    block_bytes, group_bytes = config.tile_n * tma.ROW_BYTES, GROUP_KEYS * tma.ROW_BYTES
+    words = loader.words()
+    own = loader.part * config.warps_of_part + loader.half
+    first = shared.raw.toint() + own * config.raw_bytes + loader.lane * VECTOR_BYTES
+    slots = Slots.of(loader, task)
+    row, scale_at = locate(loader, look_up(loader, task, slots, Int32(0)))
+    copy_raw(loader, first, RAW_PAIR, *row_of(loader, row, scale_at, 0))
+    cute.arch.cp_async_commit_group()
+    slot = look_up(loader, task, slots, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, next_scale_at = locate(loader, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, slots, step + 2)
+        rows = [row_of(loader, row, scale_at, group) for group in range(1, groups)]
+        base = begin_tile(loader, channels, shared, use + step, row)
+        inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
+        for group in cutlass.range_constexpr(1, groups):
+            copy_raw(loader, inside + group * group_bytes, block_bytes, *rows[group - 1])
+            cute.arch.cp_async_commit_group()
+        load_q_first(loader, channels, shared, task, step, q_load)
+        cute.arch.cp_async_wait_group(behind)
+        scales = load_raw(loader, first, RAW_PAIR, words)
+        store_group(loader, base, 0, words, scales)
+        copy_raw(loader, first, RAW_PAIR, *row_of(loader, next_row, next_scale_at, 0))
+        cute.arch.cp_async_commit_group()
+        for group in cutlass.range(1, groups, unroll=1):
+            cute.arch.cp_async_wait_group(behind)
+            scales = load_raw(loader, inside + group * group_bytes, block_bytes, words)
+            cute.arch.sync_warp()  # before lanes write where others have read
+            store_group(loader, base, group, words, scales)
+            cute.arch.cp_async_commit_group()  # of nothing: as many come behind every group
+        end_tile(loader, channels, use + step)
+        row, scale_at = next_row, next_scale_at
+    cute.arch.cp_async_wait_group(0)  # zeros of a tile behind the last
+
+
+@cute.jit
+def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
+    """A task's tiles of bf16 rows, which go to shared memory without registers. use: KV tiles that came before.
+
+    As many bytes are under way as a tile has, and none of the next one, whose rows are on their way to L2 meanwhile.
+    What copies need is worked out before the tile may be filled: then it is in as few instructions as there are copies.
+    """
+    slots = Slots.of(loader, task)
+    row, _ = locate(loader, look_up(loader, task, slots, Int32(0)))
+    slot = look_up(loader, task, slots, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, _ = locate(loader, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, slots, step + 2)
+        rows = rows_of_groups(loader, row)
+        base = begin_tile(loader, channels, shared, use + step, row)
+        copy_rows(loader, base, rows)
+        cute.arch.cp_async_commit_group()
+        load_q_first(loader, channels, shared, task, step, q_load)
+        cute.arch.cp_async_wait_group(0)
+        end_tile(loader, channels, use + step)
+        row = next_row
+
+
+@cute.jit
+def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int32:
+    """Where the warp's part of the number-th tile goes, once it may; its mask is written. row: address of the lane's
+    row of it."""
+    config = loader.config
+    stage = number % config.kv_stages
+    mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
+    channels["k_empty"].wait_previous(loader.ring_use(number))
+    if (loader.part == 0) & (loader.lane == 0):
+        shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
+    base = shared.k.toint() + stage * config.kv_tile_bytes
+    return base + loader.part * (config.kv_tile_bytes // config.parts)
+
+
+def end_tile(loader, channels, number) -> None:
+    """The warp's part of the number-th tile is in shared memory."""
+    cute.arch.fence_view_async_shared()
+    channels["k_full"].arrive_warp(loader.ring_use(number))
+
+
+@cute.jit
+def load_q_first(loader, channels: cutlass.Constexpr, shared, task, step, q_load):
+    """Q by the first producer warp, once its keys of the task's first tile are under way: it waits for the task
+    before. q_load: what ``load_q`` takes last."""
+    if (loader.part == 0) & (loader.half == 0) & (step == 0):
+        load_q(loader.config, channels, shared, task, *q_load)
+
+
+@cute.jit
+def load_q(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, task, q_map, task_use):
+    """Q of the task's heads; heads that q does not have arrive as zeros. q_map: TMA's atom and coordinates."""
+    atom, coordinates = q_map
+    q = coordinates[None, None, None, None, 0]  # (D, HEAD, QUERY, BLOCK)
+    q = cute.domain_offset((0, task.head_group * config.pack, task.token, 0), q)
+    tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
+    box_bytes = config.q_bytes // config.blocks
+    stages = tma.shared_tiles(shared.q, config_dtype(config), config.q_box, config.blocks, box_bytes)
+    ring = tma.TileRing.make(atom, tiles, stages)
+    if cutlass.const_expr(config.persistent):
+        channels["q_empty"].wait_previous(task_use)
+    channels["q_full"].expect_bytes(task_use, config.q_bytes)
+    for block in cutlass.range_constexpr(config.blocks):
+        ring.load(block, block, channels["q_full"].barrier(task_use))
+
+
+def config_dtype(config):
+    return {"bfloat16": cutlass.BFloat16}[config.dtype]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Of a task, for each key set: the address of the lane's slot of the set's first tile, and how many slots count
+    from there on."""
+
+    addresses: tuple
+    limits: tuple
+
+    @classmethod
+    def of(cls, loader, task):
+        own = loader.half * loader.config.keys_of_warp + loader.lane
+        addresses, limits = [], []
+        for each in loader.operands.sets:
+            row = Int64(task.token) * Int64(each.slots.stride[0]) + Int64(own)
+            addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
+            limits.append(each.length(task.token) - own)
+        return cls(tuple(addresses), tuple(limits))
+
+
+def look_up(loader, task, slots: Slots, step) -> tuple:
+    """(slot, which key set) of this lane's key of the task's step-th tile; slot -1 past the last. No branches: the load
+    is all that waits."""
+    tile, begin, which = task.span.first + step, Int32(0), Int32(0)
+    address, here = slots.addresses[0], Boolean(False)
+    for number in range(loader.config.sets):
+        inside = Boolean(tile >= begin) & Boolean(tile < task.ends[number])
+        at = (tile - begin) * loader.config.tile_n
+        here = here | (inside & Boolean(at < slots.limits[number]))
+        if number == 0:
+            address = address + Int64(at * WORD_BYTES)
+        else:
+            there = slots.addresses[number] + Int64(at * WORD_BYTES)
+            address = Int64(cutlass.select_(inside, there, address))
+            which = Int32(cutlass.select_(inside, Int32(number), which))
+        begin = task.ends[number]
+    here = here & Boolean(step < task.span.count)
+    slot = cute.arch.inline_ptx(
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        f"mov.b32 {{$w0}}, {NO_SLOT}; @here ld.global.b32 {{$w0}}, [at]; }}",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(here)],
+    )
+    return slot, which
+
+
+@cute.jit
+def locate(loader, found) -> tuple:
+    """(address of the row, bytes from there to its scales) of this lane's slot; address 0: there is no such row."""
+    config, (slot, which) = loader.config, found
+    row, scale_at = Int64(0), Int32(0)
+    for number in cutlass.range_constexpr(config.sets):
+        if which == number:
+            row, scale_at = place_of(config.fmt, loader.operands.sets[number], slot)
+    return row, scale_at
+
+
+@cute.jit
+def prefetch(loader, row):
+    """Have the part of the lane's row in L2: its copies begin about a tile later."""
+    fmt = loader.config.fmt
+    part_bytes = fmt.data_bytes // loader.config.parts
+    if row != 0:
+        at = row + Int64(loader.part * part_bytes)
+        for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):
+            cute.arch.inline_ptx(f"prefetch.global.L2 [{{$r0}}+{offset}];", read_only_args=[at])

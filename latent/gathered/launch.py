@@ -1,0 +1,133 @@
+"""Running a checked problem: splits, compile, launch; on a GPU or in the simulator."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import Kernel, Target
+from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.launch import partial_results
+from warpspec.fmha.plan.splits import choose_splits
+from warpspec.latent.gathered.config import (
+    GATHERED_FORMATS,
+    GatheredConfig,
+    Gathers,
+    Sm100GatheredConfig,
+)
+from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
+
+LOG2_E = math.log2(math.e)
+
+
+def host_and_arguments(config: Gathers) -> tuple:
+    """The host function of a configuration and its arguments but the stream."""
+    if isinstance(config, GatheredConfig):
+        from warpspec.latent.gathered.sm90 import host_and_arguments  # brings in the DSL
+    else:
+        from warpspec.latent.gathered.sm100 import host_and_arguments
+    return host_and_arguments(config)
+
+
+GATHERED = Kernel("fmha.gathered", host_and_arguments)  # by GatheredConfig or Sm100GatheredConfig
+
+
+class Plan(NamedTuple):
+    """config: of the attention kernel. splits: parts of each query's keys. combine: None without splits."""
+
+    config: Gathers
+    splits: int
+    combine: CombineConfig | None
+
+
+@lru_cache(maxsize=4096)
+def make_plan(problem: GatheredProblem, target: Target) -> Plan:
+    """How a problem is computed. UnsupportedProblem names what there is no kernel for."""
+    check_format(problem)
+    kind = GatheredConfig if target.major == 9 else Sm100GatheredConfig
+    tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
+    tiles = sum(-(-k // tile_n) for k in problem.slots)
+    splits = problem.num_splits
+    if splits is None:
+        splits = choose_splits(
+            m_tiles=problem.tokens * -(-problem.heads // tile_m),
+            kv_tiles=tiles,
+            rows=problem.tokens * problem.heads,
+            head_dim=512,
+            tile_m=tile_m,
+            tile_n=tile_n,
+            shared_kv=True,
+            sm_count=target.sm_count,
+        )
+    splits = max(1, min(splits, tiles))
+    of_kernel = problem.states if splits > 1 else problem
+    config = kind.of(
+        format=problem.format,
+        sets=len(problem.slots),
+        lengths=problem.lengths,
+        has_sink=of_kernel.has_sink,
+        has_lse=of_kernel.return_lse,
+        normalize=of_kernel.normalize,
+        rotate_back=problem.rotate_back,
+        splits=splits > 1,
+        float8=of_kernel.float8,
+    )
+    combine = None
+    if splits > 1:
+        combine = CombineConfig.of(
+            512,
+            splits,
+            dtype="bfloat16" if problem.normalize else "float32",
+            normalize=problem.normalize,
+            has_sink=problem.has_sink,
+            has_lse=problem.return_lse,
+        )
+    return Plan(config, splits, combine)
+
+
+def check_format(problem: GatheredProblem) -> None:
+    """Raise UnsupportedProblem for rows that no kernel reads."""
+    if problem.format not in GATHERED_FORMATS:
+        raise UnsupportedProblem(
+            f"gathered_attention: kernels read rows of {', '.join(GATHERED_FORMATS)}, got {problem.format!r} (backend "
+            "'reference' reads all)"
+        )
+
+
+def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 0):
+    """Launch on the tensors' device and its current stream; no synchronisation.
+
+    tensors: q [T, H, D], o (words of FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions (None where there is
+    none) and key_sets, as (words, slots, lengths, page_size). Returns the simulator's report, natively None.
+    """
+    plan = make_plan(problem, target)
+    q, o, scales, sink = (tensors[name] for name in ("q", "o", "scales", "sink"))
+    scales = None if scales is None else scales[None]
+    row_stats = [
+        None if t is None else t[None] for t in (tensors["lse"], tensors["row_max"], tensors["row_sum"])
+    ]
+    angles = (tensors["cos_sin"], tensors["positions"])
+    sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
+    flat = [part for each in sets for part in each]
+    numbers = (problem.scale * LOG2_E, plan.splits, target.sm_count)
+    attention = GATHERED.launcher(plan.config, target, seed=seed)
+    with target.current():
+        if plan.combine is None:
+            return attention(q[None], o[None], scales, sink, *row_stats, *angles, *flat, *numbers)
+        partial = partial_results(q[None, ..., :VALUE_DIM], plan.splits)
+        first = attention(q[None], partial[0], None, None, None, *partial[1:], *angles, *flat, *numbers)
+        if problem.float8:
+            from warpspec.latent.gathered.float8 import COMBINE_FLOAT8
+
+            combine = COMBINE_FLOAT8.launcher(plan.combine, target, seed=seed)
+            second = combine(*partial, sink, o[None], scales, row_stats[0])
+        else:
+            combine = COMBINE.launcher(plan.combine, target, seed=seed)
+            second = combine(*partial, sink, o[None], *row_stats, None)
+    if first is None:
+        return None
+    from warpspec import sim
+
+    return sim.remember(first + second)

@@ -1,0 +1,198 @@
+"""The arguments of ``gathered_attention``: key sets, and the problem that they make, every size checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from warpspec.fmha.checks import SINK_DTYPES
+from warpspec.latent.cache.pools import LatentPool, has_memory, table_slots
+from warpspec.latent.cache.problem import ROPE_DIM, check_pool, check_range, check_tensor
+from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
+
+VALUE_DIM = 512  # of a row, the first numbers: what O is made of
+MAX_KEY_SETS = 3
+HEAD_LIMIT = 128
+OUT_FORMATS = ("bf16", "fp8")
+
+
+@dataclass(frozen=True, eq=False)
+class KeySet:
+    """Rows of one pool, for each query its own, by slot.
+
+    pool: a ``LatentPool``. slots: int32 [T, K], page * page_size + row; those below 0 or beyond the pool are of no key.
+    lengths: int32 [T], how many of a query's slots count, from the first; None: all. Raises TypeError or ValueError.
+    """
+
+    pool: LatentPool
+    slots: torch.Tensor
+    lengths: torch.Tensor | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.pool, LatentPool):
+            raise TypeError(f"pool: must be a LatentPool, got {type(self.pool).__name__}")
+        device = self.pool.device
+        check_tensor("slots", self.slots, (torch.int32,), (-1, -1), device)
+        if self.lengths is not None:
+            check_tensor("lengths", self.lengths, (torch.int32,), (len(self.slots),), device)
+            if device.type == "cpu" and has_memory(self.lengths):
+                check_range("lengths", self.lengths, 0, self.slots.shape[1], "slots of a query")
+
+    @classmethod
+    def from_table(
+        cls, pool: LatentPool, page_table: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor
+    ) -> KeySet:
+        """All rows of requests, in order, by their pages.
+
+        page_table: int32 [R, pages]. requests: int32 or int64 [T], whose queries these are. lengths: int32 [T], rows
+        that a query sees, from the first; none of a request that there is not, and on the CPU ValueError. Slots are
+        written out, 4 bytes a row of the table and query.
+        """
+        check_pool(pool, (LatentPool,))
+        device = pool.device
+        check_tensor("page_table", page_table, (torch.int32,), (-1, -1), device)
+        check_tensor("requests", requests, (torch.int32, torch.int64), (-1,), device)
+        check_tensor("lengths", lengths, (torch.int32,), (len(requests),), device)
+        if device.type == "cpu" and has_memory(requests):
+            check_range("requests", requests, 0, len(page_table) - 1, "rows of page_table")
+        count = page_table.shape[1] * pool.page_size
+        rows = torch.arange(count, device=device).expand(len(page_table), -1)
+        slots = table_slots(page_table, rows, pool.page_size)
+        known = (requests >= 0) & (requests < len(page_table))
+        return cls(pool, slots[torch.where(known, requests, 0).long()], torch.where(known, lengths, 0))
+
+
+@dataclass(frozen=True)
+class GatheredProblem:
+    """What a call computes: sizes and switches, no tensors. Hashable.
+
+    tokens, heads: of q. format: of all rows. slots: K of each key set; lengths: which have lengths.
+    """
+
+    tokens: int
+    heads: int
+    format: str
+    slots: tuple[int, ...]
+    lengths: tuple[bool, ...]
+    scale: float
+    has_sink: bool = False
+    normalize: bool = True
+    return_lse: bool = False
+    rotate_back: bool = False
+    num_splits: int | None = None
+    float8: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q,
+        key_sets,
+        *,
+        scale,
+        sink,
+        normalize,
+        return_lse,
+        rotate_back,
+        num_splits,
+        out,
+        out_format="bf16",
+    ) -> GatheredProblem:
+        """Check everything; TypeError or ValueError naming the argument."""
+        check_key_sets(key_sets)
+        pool = key_sets[0].pool
+        fmt, device = pool.row_format, pool.device
+        check_tensor("q", q, (torch.bfloat16,), (-1, -1, fmt.dim), device, aligned=True)
+        tokens, heads = q.shape[:2]
+        if not 1 <= heads <= HEAD_LIMIT:
+            raise ValueError(f"q: must have 1 to {HEAD_LIMIT} heads, got {heads}")
+        for number, each in enumerate(key_sets):
+            if len(each.slots) != tokens:
+                raise ValueError(
+                    f"key_sets: slots of set {number} must be of q's {tokens} queries, got {len(each.slots)}"
+                )
+        for name, flag in (("normalize", normalize), ("return_lse", return_lse)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: must be a bool, got {flag!r}")
+        if not normalize and (sink is not None or return_lse or out is not None):
+            raise ValueError("normalize: an un-normalised state has no sink, lse or out")
+        if scale is None:
+            scale = VALUE_DIM**-0.5
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise ValueError(f"scale: must be a finite number above 0, got {scale!r}")
+        if sink is not None:
+            check_tensor("sink", sink, SINK_DTYPES, (heads,), device)
+        if out_format not in OUT_FORMATS:
+            raise ValueError(f"out_format: must be one of {', '.join(OUT_FORMATS)}, got {out_format!r}")
+        if out_format == "fp8" and not normalize:
+            raise ValueError("out_format: an un-normalised state is fp32")
+        if out is not None:
+            check_out(out, out_format, (tokens, heads, VALUE_DIM), device)
+        if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
+            raise ValueError(f"num_splits: must be None or an int of at least 1, got {num_splits!r}")
+        if rotate_back is not None:
+            check_rotation(rotate_back, tokens, fmt, device)
+        return cls(
+            tokens,
+            heads,
+            pool.format,
+            tuple(each.slots.shape[1] for each in key_sets),
+            tuple(each.lengths is not None for each in key_sets),
+            float(scale),
+            sink is not None,
+            normalize,
+            return_lse,
+            rotate_back is not None,
+            num_splits,
+            out_format == "fp8",
+        )
+
+    @property
+    def states(self) -> GatheredProblem:
+        """The same, as un-normalised states of splits."""
+        return replace(self, has_sink=False, return_lse=False, normalize=False, float8=False)
+
+
+def check_key_sets(key_sets) -> None:
+    """A sequence of one to MAX_KEY_SETS key sets whose rows are alike."""
+    if isinstance(key_sets, KeySet) or not isinstance(key_sets, (list, tuple)):
+        raise TypeError(f"key_sets: must be a list of KeySet, got {type(key_sets).__name__}")
+    if not 1 <= len(key_sets) <= MAX_KEY_SETS:
+        raise ValueError(f"key_sets: must be 1 to {MAX_KEY_SETS}, got {len(key_sets)}")
+    for number, each in enumerate(key_sets):
+        if not isinstance(each, KeySet):
+            raise TypeError(f"key_sets: must hold KeySet, got {type(each).__name__} at index {number}")
+    first = key_sets[0].pool
+    for number, each in enumerate(key_sets):
+        if each.pool.format != first.format:
+            raise ValueError(
+                f"key_sets: rows must be of one format, got {first.format!r} in set 0 and {each.pool.format!r} in set "
+                f"{number} (states of each apart: normalize=False and merge)"
+            )
+        if each.pool.device != first.device:
+            raise ValueError(f"key_sets: must be on {first.device}, got {each.pool.device} in set {number}")
+
+
+def check_out(out, out_format: str, shape: tuple, device) -> None:
+    """A tensor or ``Float8Tensor`` of the results' shape."""
+    if out_format == "bf16":
+        check_tensor("out", out, (torch.bfloat16,), shape, device, aligned=True)
+        return
+    if not isinstance(out, Float8Tensor):
+        raise TypeError(f"out: must be a Float8Tensor, got {type(out).__name__}")
+    check_tensor("out data", out.data, (torch.float8_e4m3fn,), shape, device, aligned=True)
+    check_tensor("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // BLOCK), device)
+
+
+def check_rotation(rotate_back, tokens, fmt, device) -> None:
+    """(cos_sin, positions)."""
+    if not isinstance(rotate_back, (tuple, list)) or len(rotate_back) != 2:
+        raise TypeError(f"rotate_back: must be (cos_sin, positions), got {rotate_back!r}")
+    if fmt.dim != VALUE_DIM:
+        raise ValueError(f"rotate_back: values of {fmt.name!r} rows are not rotated")
+    cos_sin, positions = rotate_back
+    check_tensor("rotate_back cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
+    check_tensor("rotate_back positions", positions, (torch.int32,), (tokens,), device)
+    if device.type == "cpu" and has_memory(positions):
+        check_range("rotate_back positions", positions, 0, len(cos_sin) - 1, "rows of cos_sin")

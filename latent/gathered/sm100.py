@@ -1,0 +1,176 @@
+"""The gathered-attention kernel for sm_100a: storage, role dispatch, softmax over keys that may be missing.
+
+Products, softmax and epilogue are attention's. A CTA does 64 heads of one query, or a split of its keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
+
+from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.pipeline import init_barriers
+from warpspec.fmha.features import BLOCK
+from warpspec.fmha.sm100.epilogue import epilogue
+from warpspec.fmha.sm100.mma import fragments, mma
+from warpspec.fmha.sm100.softmax_warps import Columns, share, tile_step
+from warpspec.latent.gathered.config import ROPE_DIM, Sm100GatheredConfig
+from warpspec.latent.gathered.float8 import write_row
+from warpspec.latent.gathered.gather import gather
+from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
+from warpspec.latent.gathered.task import task_at
+
+MASK_BITS = 32
+
+
+class Shared(NamedTuple):
+    """Where the regions of shared memory begin, as ``gather`` knows them. masks: (STAGE WORD) words. raw: of
+    producer warps, bytes."""
+
+    q: cute.Pointer
+    k: cute.Pointer
+    masks: cute.Tensor
+    raw: cute.Pointer
+
+
+@dataclass(frozen=True)
+class GatheredColumns(Columns):
+    """Where a softmax thread finds the tiles of a task. operands: ``task.Gathered``. token: the task's."""
+
+    masks: cute.Tensor
+    operands: object
+    token: Int32
+
+    def hide(self, config, channels, row, step, first_key, scores) -> None:
+        """As ``Columns.hide``: by the tile's mask, alike for all rows."""
+        channels["k_full"].wait(step)  # who wrote the mask arrived there
+        words = config.tile_n // MASK_BITS
+        hide_missing(scores, [self.masks[step % config.kv_stages * words + i] for i in range(words)])
+
+    def finish(self, config, row, part, values) -> None:
+        """As ``Columns.finish``: the row's last columns are rotated back."""
+        if config.rotate_back and part == config.o_columns // BLOCK - 1:
+            turn_back(config, row, values, self.operands, self.token)
+
+
+@cute.jit
+def hide_missing(scores: cute.Tensor, words: cutlass.Constexpr):
+    """Scores (KEY) of keys whose bit is 0 become -inf. words: (key / 32) of the tile."""
+    every = words[0]
+    for word in words[1:]:
+        every = every & word
+    if every != Uint32(0xFFFFFFFF):
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            bit = (words[i // MASK_BITS] >> (i % MASK_BITS)) & Uint32(1)
+            scores[i] = Float32(cutlass.select_(Boolean(bit == 0), -Float32.inf, scores[i]))
+
+
+@cute.jit
+def turn_back(config: cutlass.Constexpr, row, values: cute.Tensor, operands, token):
+    """A row's last ROPE_DIM columns rotated back by the query's position; NaN where the table lacks it."""
+    if row.member == config.column_parts - 1:
+        position = Int32(operands.positions[token])
+        table = operands.cos_sin
+        inside = Boolean(position >= 0) & Boolean(position < table.shape[0])
+        for pair in cutlass.range_constexpr(ROPE_DIM // 2):
+            cos, sin = Float32.nan, Float32.nan
+            if inside:
+                cos, sin = table[position, pair], table[position, ROPE_DIM // 2 + pair]
+            low, high = values[2 * pair], values[2 * pair + 1]
+            values[2 * pair] = low * cos + high * sin
+            values[2 * pair + 1] = high * cos - low * sin
+
+
+class GatheredAttention(GatheredHost):
+    """The kernel of one ``Sm100GatheredConfig``."""
+
+    @cute.kernel
+    def kernel(self, operands, atom, coordinates, units, scale_log2):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
+            tmem_address: Int32
+            q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
+            k: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
+            masks: cute.struct.MemRange[Uint32, config.mask_words]
+            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.raw_bytes_of_cta], VECTOR_BYTES]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+        if warp == 0:
+            cute.arch.alloc_tmem(config.tmem_allocation, storage.tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == config.load_warp:
+            cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        if cutlass.const_expr(config.splits):
+            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
+
+        masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))
+        shared = Shared(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())
+        if warp < len(config.softmax_warps):
+            cute.arch.setmaxregister_increase(config.softmax_registers)
+            task = task_at(config, operands, units, cute.arch.block_idx()[0])
+            places = GatheredColumns(
+                thread=thread,
+                s=columns + config.tmem_s,
+                p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
+                o=columns + config.tmem_o,
+                p_smem=storage.p.data_ptr(),
+                v_smem=shared.k,
+                bias=None,
+                use=0,
+                masks=masks,
+                operands=operands,
+                token=task.token,
+            )
+            attend(config, channels, task, places, operands, scale_log2, thread)
+            cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
+            if warp == 0:
+                cute.arch.dealloc_tmem(columns, config.tmem_allocation)
+        elif warp < config.mma_warp:
+            cute.arch.setmaxregister_increase(config.producer_registers)
+            gather(config, channels, shared, operands, units, atom, coordinates)
+        else:
+            cute.arch.setmaxregister_decrease(config.other_registers)
+            if warp == config.mma_warp:
+                task = task_at(config, operands, units, cute.arch.block_idx()[0])
+                bases = (shared.q, shared.k, shared.k, storage.p.data_ptr())
+                mma(config, channels, fragments(config, BFloat16, *bases, columns), task.span, BFloat16)
+
+
+@cute.jit
+def attend(
+    config: cutlass.Constexpr, channels: cutlass.Constexpr, task, columns, operands, scale_log2, thread
+):
+    """A softmax thread: its row of all KV tiles, then the results, as ``fmha.sm100.softmax_warps.softmax`` and the
+    epilogue do. Consumes k_full besides what they do: who fills a tile writes its mask."""
+    row = task.row(config.row_of(thread), config.column_part_of(thread))
+    reference, maximum, total = -Float32.inf, -Float32.inf, Float32(0.0)
+    for step in cutlass.range(task.span.count, unroll=1):
+        state = (reference, maximum, total)
+        reference, maximum, total = tile_step(
+            config, channels, row, task.span, columns, scale_log2, BFloat16, step, state, True
+        )
+    state = (reference, share(config, thread, maximum), share(config, thread, total))
+    write = write_row if cutlass.const_expr(config.float8) else epilogue
+    write(config, channels, row, task.place(row.index), task, state, columns, operands, scale_log2)
+
+
+def host_and_arguments(config: Sm100GatheredConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return gathered_arguments(GatheredAttention, config)

@@ -1,0 +1,198 @@
+"""The gathered-attention kernel for sm_90a: storage, role dispatch, consumers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+
+from warpspec.common import tma
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.pipeline import init_barriers
+from warpspec.common.wgmma import (
+    PAIR,
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARP_ROWS,
+    column,
+    elements,
+    flat,
+)
+from warpspec.fmha.features import FP32_BYTES
+from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
+from warpspec.fmha.sm90.consumer import Work, products
+from warpspec.fmha.sm90.epilogue import epilogue
+from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
+from warpspec.latent.gathered.config import ROPE_DIM, GatheredConfig
+from warpspec.latent.gathered.float8 import write_pair
+from warpspec.latent.gathered.gather import gather
+from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
+from warpspec.latent.gathered.task import task_at
+
+MASK_BITS = 32
+
+
+class Shared(NamedTuple):
+    """Where the regions of shared memory begin: as ``fmha.sm90.kernel.Shared``; masks: (STAGE WORD) words. raw: of
+    producer warps, bytes."""
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    p: cute.Pointer
+    statistics: cute.Pointer
+    sums: cute.Pointer
+    masks: cute.Tensor
+    raw: cute.Pointer
+
+
+@dataclass(frozen=True)
+class GatheredWork(Work):
+    """A consumer's part of a task, whose keys may be missing. masks: as in ``Shared``."""
+
+    masks: cute.Tensor = None
+
+    def hide(self, scores: cute.Tensor, r: int, step) -> None:
+        """As ``Work.hide``: by the tile's mask, alike for all rows."""
+        words = self.config.tile_n // MASK_BITS
+        stage = (self.use + step) % self.config.kv_stages
+        hide_missing(scores, r, self.rows[r].member, [self.masks[stage * words + i] for i in range(words)])
+
+
+@cute.jit
+def hide_missing(scores: cute.Tensor, r: cutlass.Constexpr, member, words: cutlass.Constexpr):
+    """Scores (n) of row r of keys whose bit is 0 become -inf. words: (key / 32) of the tile."""
+    every = words[0]
+    for word in words[1:]:
+        every = every & word
+    if every != Uint32(0xFFFFFFFF):
+        own = [word >> Uint32(PAIR * member) for word in words]  # bit 0: the key of the thread's element 0
+        for i in elements(scores, r):
+            bit = (own[column(i) // MASK_BITS] >> (column(i) % MASK_BITS)) & Uint32(1)
+            scores[i] = Float32(cutlass.select_(cutlass.Boolean(bit == 0), -Float32.inf, scores[i]))
+
+
+class GatheredAttention(GatheredHost):
+    """The kernel of one ``GatheredConfig``."""
+
+    @cute.kernel
+    def kernel(self, operands, atom, coordinates, units, scale_log2):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
+            q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
+            k: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
+                tma.TILE_ALIGNMENT,
+            ]
+            p: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, WEIGHT_STAGES * config.p_bytes], tma.TILE_ALIGNMENT
+            ]
+            statistics: cute.struct.MemRange[Float32, config.statistics_bytes // FP32_BYTES]
+            sums: cute.struct.MemRange[Float32, config.sums_bytes // FP32_BYTES]
+            masks: cute.struct.MemRange[Uint32, config.mask_words]
+            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.raw_bytes_of_cta], VECTOR_BYTES]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+        if warp == config.load_warp:
+            cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(config.splits):
+            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
+        k_base = storage.k.data_ptr()
+        shared = Shared(
+            storage.q.data_ptr(),
+            k_base,
+            k_base,
+            storage.p.data_ptr(),
+            storage.statistics.data_ptr(),
+            storage.sums.data_ptr(),
+            storage.masks.get_tensor(cute.make_layout(config.mask_words)),
+            storage.raw.data_ptr(),
+        )
+        if warp >= config.load_warp:
+            cute.arch.setmaxregister_decrease(config.shape.producer_registers)
+            gather(config, channels, shared, operands, units, atom, coordinates)
+        else:
+            cute.arch.setmaxregister_increase(config.shape.consumer_registers)
+            for each in cutlass.range_constexpr(config.consumers):
+                if warp // (WARPGROUP_THREADS // WARP_THREADS) == each:
+                    consume(config, channels, shared, operands, units, scale_log2, thread, each)
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared,
+    operands,
+    units,
+    scale_log2,
+    thread,
+    part: cutlass.Constexpr,
+):
+    """One consumer: half of O's columns of the CTA's tasks, one after another. Consumes q_full, and what
+    ``pair.attend_paired`` does; produces what that does."""
+    thread = thread % WARPGROUP_THREADS
+    mma = products(config, BFloat16, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    use, task_use = Int32(0), Int32(0)
+    for index in cutlass.range(cta, units.total, ctas, unroll=1):
+        task = task_at(config, operands, units, index)
+        lane = thread % WARP_THREADS
+        first = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
+        rows = tuple(task.row(first + r * ROW_DISTANCE, lane % QUAD) for r in range(THREAD_ROWS))
+        count = task.span.count
+        if count > 0:
+            channels["q_full"].wait(task_use)
+        work = GatheredWork(
+            config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, scale_log2, shared.v,
+            shared.masks,
+        )  # fmt: skip
+        state = attend_paired(Pair(work, shared, task_use))
+        if count > 0:
+            task_use += 1
+        use += count
+        if cutlass.const_expr(config.rotate_back and part == config.column_parts - 1):
+            turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
+        if cutlass.const_expr(config.float8):
+            write_pair(work, state, operands)
+        else:
+            stage = None
+            if cutlass.const_expr(config.normalize):
+                stage = own_stage(config, shared, part)  # every P has been read
+            epilogue(work, state, operands, stage)
+
+
+@cute.jit
+def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token):
+    """O's last columns (o (n): the consumer's) rotated back by the query's position; NaN where the table lacks it."""
+    position = Int32(operands.positions[token])
+    table = operands.cos_sin
+    inside = cutlass.Boolean(position >= 0) & cutlass.Boolean(position < table.shape[0])
+    first_column = config.o_columns - ROPE_DIM
+    half = ROPE_DIM // 2
+    for block in cutlass.range_constexpr(ROPE_DIM // (PAIR * QUAD)):
+        pair = block * QUAD + member
+        cos, sin = Float32.nan, Float32.nan
+        if inside:
+            cos, sin = table[position, pair], table[position, half + pair]
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            i = (first_column // (PAIR * QUAD) + block) * PAIR * THREAD_ROWS + r * PAIR
+            low, high = o[i], o[i + 1]
+            o[i] = low * cos + high * sin
+            o[i + 1] = high * cos - low * sin
+
+
+def host_and_arguments(config: GatheredConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return gathered_arguments(GatheredAttention, config)

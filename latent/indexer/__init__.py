@@ -1,0 +1,123 @@
+"""The indexer of sparse attention (DeepSeek-V4's CSA layers): queries, scores of index keys, the largest as slots."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.backend import refuse_tangents, resolve_backend
+from warpspec.latent.cache.formats import INDEX_FORMATS, format_named
+from warpspec.latent.cache.pools import IndexPool
+from warpspec.latent.cache.problem import refuse_gradients
+from warpspec.latent.indexer import ops
+from warpspec.latent.indexer.config import K_LIMIT
+from warpspec.latent.indexer.problem import IndexQueries, check_queries, check_scores, check_table, check_topk
+
+__all__ = ["IndexQueries", "index_queries", "index_scores", "index_topk", "select_entries"]
+
+
+def index_queries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    format: str = "mxfp4",
+    rotated: bool = True,
+    backend: str = "auto",
+) -> IndexQueries:
+    """Rotate the indexer's queries by position and quantise them as index keys are. One launch.
+
+    q: bf16 [T, H, 128], contiguous, H a multiple of 4. weights: fp32 [T, H], of the heads' scores, with all constant
+    factors. cos_sin: fp32 [N, 64] and positions: int32 [T], as in ``cache.insert_window``; the last 64 numbers of a
+    head are rotated. rotated: through the Hadamard transform then, as the keys have been (``cache.compress``). format:
+    of an ``IndexPool``. Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``.
+    Forward only.
+    """
+    format_named(INDEX_FORMATS, format)
+    refuse_gradients(q=q, weights=weights)
+    check_queries(q, weights, cos_sin, positions, rotated)
+    return ops.index_queries(q, weights, cos_sin, positions, format, rotated, backend)
+
+
+def index_scores(
+    queries: IndexQueries,
+    pool: IndexPool,
+    page_table: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """fp32 [T, N]: each query's score of every entry of its request, N = pages * page_size; -inf from its length on.
+
+    A score is sum over heads of weight * ReLU(q . k), on the quantised queries and keys. page_table: int32 [R, pages].
+    requests: int32 [T], whose queries these are. lengths: int32 [T], entries that a query sees, from the first. Pages
+    that there are not give -inf; so do requests, and lengths are clamped, on a GPU: on the CPU ValueError. Kernels take
+    rows of "mxfp4" or "fp8", the queries alike, and a multiple of 8 heads up to 64. Raises TypeError or ValueError
+    naming the argument, UnsupportedProblem.
+    """
+    check_scores(queries, pool, page_table, requests, lengths)
+    return ops.index_scores(queries, pool, page_table, requests, lengths, backend)
+
+
+def index_topk(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    requests: torch.Tensor | None = None,
+    page_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots int32 [T, k], counts int32 [T]): the k largest logits of each row, in order of index. One launch, two
+    where few rows are long.
+
+    logits: fp32 [T, N]. k: 1 to 2048. lengths: int32 [T], logits of a row that count, from the first (None: all);
+    clamped to 0..N on a GPU, on the CPU ValueError beyond. Exact: of equal logits the lower indices are taken, NaN is
+    above all numbers, and -inf is never taken. counts: how many there are; slots behind are -1. page_table: int32
+    [R, pages], with requests: int32 [T] and page_size: index i becomes the slot page_table[request, i // page_size] *
+    page_size + i % page_size; -1 where there is no such page or request. Raises TypeError or ValueError naming
+    the argument.
+    """
+    refuse_tangents(logits=logits)
+    check_topk(logits, k, lengths, page_table, requests, page_size)
+    return ops.index_topk(logits, k, lengths, page_table, requests, page_size, backend)
+
+
+def select_entries(
+    queries: IndexQueries,
+    pool: IndexPool,
+    page_table: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    *,
+    workspace_bytes: int = 1 << 30,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``index_topk`` of ``index_scores``: (slots [T, k], counts [T]) of the entries that each query attends to.
+
+    So many queries at a time that their logits take at most ``workspace_bytes``, one at least; 0: logits never reach
+    memory, scores and selection are one launch (with the same result), a CTA a query: for prefill. page_table is that
+    of the pool; slots are its rows, and the same rows of every pool that has its pages.
+    """
+    check_scores(queries, pool, page_table, requests, lengths)
+    check_table(len(requests), page_table, requests, page_table.device)
+    if type(workspace_bytes) is not int or workspace_bytes < 0:
+        raise ValueError(f"workspace_bytes: must be an int of at least 0, got {workspace_bytes!r}")
+    if type(k) is not int or not 1 <= k <= K_LIMIT:
+        raise ValueError(f"k: must be an int within 1..{K_LIMIT}, got {k!r}")
+    if workspace_bytes == 0 and resolve_backend(backend, page_table.device) != "reference":
+        return ops.stream_entries(queries, pool, page_table, requests, lengths, k)
+    columns = max(1, page_table.shape[1] * pool.page_size)
+    step = max(1, workspace_bytes // (4 * columns))
+    parts = []
+    for first in range(0, max(1, len(requests)), step):
+        at = slice(first, first + step)
+        size = queries.pool.page_size
+        some = IndexQueries(IndexPool(queries.pool.data[at], size, queries.pool.format), queries.weights[at])
+        logits = index_scores(some, pool, page_table, requests[at], lengths[at], backend=backend)
+        table = dict(page_table=page_table, requests=requests[at], page_size=pool.page_size)
+        parts.append(index_topk(logits, k, lengths=lengths[at], **table, backend=backend))
+    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))

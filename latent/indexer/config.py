@@ -1,0 +1,118 @@
+"""What a select kernel is compiled for. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS
+from warpspec.latent.indexer.scores_config import ScoresConfig
+from warpspec.latent.indexer.sm100.config import SCORE_BARRIER, Sm100ScoresConfig
+
+WORD_BYTES = 4
+K_LIMIT = 2048
+BINS, HISTOGRAMS = 256, 3  # of a search, and how many take turns
+TILE_ROOM = 1024  # bytes: the query in shared memory is aligned to them
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """The kernel of ``index_topk``: a CTA a row. lengths, table: whether those are given. parts: a row has several
+    CTAs, which each write the largest of their part, logits and indices; mapped: logits are such ones. threads: of a
+    CTA that select. chunk: logits in shared memory at a time. slots: of the list of candidates. barrier: a named one of
+    these threads; 0: the CTA has no others."""
+
+    lengths: bool
+    table: bool
+    parts: bool = False
+    mapped: bool = False
+    threads: int = 1024
+    chunk: int = 32768
+    slots: int = 4096
+    barrier: int = 0
+
+    def __post_init__(self):
+        assert not (self.parts and (self.table or self.mapped))
+        assert BINS <= self.threads <= WARP_THREADS**2, "a warp adds up the warps' counts"
+        assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
+        assert self.chunk % (self.group * self.threads) == 0
+        assert self.chunk + K_LIMIT < 2**16, "two counts share a word"
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+
+    @property
+    def per_thread(self) -> int:
+        """Logits of a chunk that a thread has: numbers thread, thread + threads, ..."""
+        return self.chunk // self.threads
+
+    @property
+    def group(self) -> int:
+        """Logits of a thread whose largest stands for them in the search for a threshold."""
+        return 8
+
+    @property
+    def kept(self) -> int:
+        """What was chosen of earlier chunks, by thread: numbers thread, thread + threads, ..."""
+        return K_LIMIT // self.threads
+
+    @property
+    def groups(self) -> int:
+        """Groups of a thread."""
+        return self.per_thread // self.group
+
+    @property
+    def place_words(self) -> int:
+        """Words with a bit for each place: what was kept, then the chunk."""
+        return (K_LIMIT + self.chunk) // WARP_THREADS
+
+    @property
+    def own_words(self) -> int:
+        """Of those, a thread's."""
+        return -(-self.place_words // self.threads)
+
+    @property
+    def smem_bytes(self) -> int:
+        words = self.chunk + 2 * self.slots + 4 * K_LIMIT + 4 + BINS * HISTOGRAMS
+        return (words + 2 * self.place_words + WARP_THREADS) * WORD_BYTES
+
+
+STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
+SPARE_ACCUMULATORS = 1  # beside one for each warpgroup
+MOST_PARTS = 16  # of a row: with K_LIMIT of each, a chunk
+PART_LOGITS = 16384  # that a part has at least
+
+
+def choose_parts(rows: int, logits: int, sm_count: int) -> int:
+    """CTAs of a row: several where rows are few and each more than a chunk, which a CTA takes one after another."""
+    if logits <= SelectConfig(False, False).chunk:
+        return 1
+    return max(1, min(sm_count // rows, logits // PART_LOGITS, MOST_PARTS))
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """The kernel of scores and selection in one launch: a CTA a query. scores, select: how it does each, by the same
+    threads."""
+
+    scores: ScoresConfig | Sm100ScoresConfig
+    select: SelectConfig
+
+    def __post_init__(self):
+        assert self.scores.score_threads == self.select.threads and self.select.table
+        assert self.select.chunk % (self.scores.tile_keys * self.scores.warpgroups) == 0
+        assert self.select.smem_bytes + self.scores.smem_bytes + TILE_ROOM <= MAX_SMEM_PER_CTA
+
+    @classmethod
+    def of(cls, major: int, format: str, heads: int, page_size: int) -> StreamConfig:
+        """major: 9 for sm_90a, where all warps select."""
+        if major == 9:
+            depth = 2 if format == "mxfp4" else 1
+            scores = ScoresConfig(format, heads, page_size, STREAM_WARPGROUPS, depth)
+        else:
+            accumulators = STREAM_WARPGROUPS + SPARE_ACCUMULATORS
+            scores = Sm100ScoresConfig(format, heads, page_size, STREAM_WARPGROUPS, accumulators)
+        barrier = 0 if scores.threads == scores.score_threads else SCORE_BARRIER
+        select = SelectConfig(True, True, threads=scores.score_threads, chunk=STREAM_CHUNK, barrier=barrier)
+        return cls(scores, select)
+
+    @property
+    def threads(self) -> int:
+        return self.scores.threads

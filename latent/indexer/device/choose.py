@@ -1,0 +1,360 @@
+"""Choose: the k largest of a chunk of keys and of what was chosen before, ties to the lower index. One CTA.
+
+Keys are 32-bit words that order like logits. For each chunk: a threshold that k keys reach at least, from the largest
+of every eight; the few keys that reach it, listed; among these the k-th largest, by histograms of eight bits at a time;
+then a bit for each key above it, and one for each that equals it, from which a scan makes places in order of index.
+Where most keys are alike the list is too short: then the k-th key is found among all. Nothing depends on the order in
+which warps run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.latent.indexer.config import BINS, HISTOGRAMS, K_LIMIT, SelectConfig
+
+NOTHING = 0  # key of what is not there: of -inf, and past the row's length
+SIGN = 0x80000000
+KEY_BITS, DIGIT_BITS = 32, 8
+SLACK_SHIFT = 3  # a threshold may let through an eighth more group maxima than are wanted
+LANE_BINS = BINS // WARP_THREADS
+HALF_BITS, HALF_MASK = (
+    16,
+    0xFFFF,
+)  # of a word with two counts: keys above the k-th, and below in it those equal to it
+
+
+class Shared(NamedTuple):
+    """keys: (CHUNK) of the row's logits. list, listed_at: (SLOT) candidates' keys and places. kept_keys, kept:
+    (K_LIMIT, TURN) what was chosen of earlier chunks, in order. listed: (1) how many are listed. bins: (BIN,
+    HISTOGRAM). above, equal: (WORD) a bit for each place that is above the k-th key, and equal to it. sums: (WARP).
+
+    A place is a kept key's number, or K_LIMIT and a key's number in the chunk: in order of index.
+    """
+
+    keys: cute.Tensor
+    list: cute.Tensor
+    listed_at: cute.Tensor
+    kept_keys: cute.Tensor
+    kept: cute.Tensor
+    listed: cute.Tensor
+    bins: cute.Tensor
+    above: cute.Tensor
+    equal: cute.Tensor
+    sums: cute.Tensor
+
+
+def allocate(config: SelectConfig) -> Shared:
+    """The regions of shared memory."""
+    smem = cutlass.memory.SmemAllocator()
+
+    def words(dtype, *shape):
+        return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
+
+    return Shared(
+        words(Uint32, config.chunk),
+        words(Uint32, config.slots),
+        words(Int32, config.slots),
+        words(Uint32, K_LIMIT, 2),
+        words(Int32, K_LIMIT, 2),
+        words(Int32, 1),
+        words(Int32, BINS, HISTOGRAMS),
+        words(Uint32, config.place_words),
+        words(Uint32, config.place_words),
+        words(Uint32, WARP_THREADS),
+    )
+
+
+def meet(config: SelectConfig) -> None:
+    """A barrier of the threads that choose."""
+    if config.barrier:
+        cute.arch.barrier(barrier_id=config.barrier, number_of_threads=config.threads)
+    else:
+        cute.arch.sync_threads()
+
+
+@cute.jit
+def begin(config: cutlass.Constexpr, shared):
+    """Empty histograms and sums; ``choose`` begins with a barrier."""
+    thread, _, _ = cute.arch.thread_idx()
+    flat = cute.make_tensor(shared.bins.iterator, cute.make_layout(BINS * HISTOGRAMS))
+    for i in cutlass.range(thread, BINS * HISTOGRAMS, config.threads, unroll=1):
+        flat[i] = 0
+    if thread < WARP_THREADS:
+        shared.sums[thread] = Uint32(0)  # of warps that there are not, for good
+
+
+def key_of(value: Float32) -> Uint32:
+    """A word that orders like the number: NaN largest, -0 as 0, -inf NOTHING."""
+    bits = (value + 0.0).bitcast(Uint32)
+    negative = Boolean((bits & Uint32(SIGN)) != 0)
+    key = Uint32(cutlass.select_(negative, ~bits, bits | Uint32(SIGN)))
+    key = Uint32(cutlass.select_(Boolean(value != value), Uint32(0xFFFFFFFF), key))
+    return Uint32(cutlass.select_(Boolean(value == -Float32.inf), Uint32(NOTHING), key))
+
+
+def larger(a: Uint32, b: Uint32) -> Uint32:
+    """The larger of two words; ``cutlass.max`` takes them for signed ones."""
+    return Uint32(cutlass.select_(Boolean(a > b), a, b))
+
+
+def value_of(key: Uint32) -> Float32:
+    """The reverse of ``key_of``, of keys of numbers and NaN."""
+    bits = cutlass.select_(Boolean((key & Uint32(SIGN)) != 0), key ^ Uint32(SIGN), ~key)
+    return Uint32(bits).bitcast(Float32)
+
+
+@cute.jit
+def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, turn, step, k) -> tuple:
+    """The k largest of those kept and of the chunk's keys, whose logits begin at ``first``, are kept. maxima: of the
+    thread's groups, with room behind. turn: which buffer has what is kept. step: of ``search``. Returns (how many are
+    kept, turn, step)."""
+    thread, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range(thread, config.place_words, config.threads, unroll=1):
+        shared.above[i], shared.equal[i] = Uint32(0), Uint32(0)
+    if thread == 0:
+        shared.listed[0] = 0
+    for i in cutlass.range_constexpr(config.kept):
+        at = thread + i * config.threads
+        key = Uint32(NOTHING)
+        if at < kept:
+            key = shared.kept_keys[at, turn]
+        maxima[config.groups + i] = key
+    meet(config)
+
+    # 1. A threshold that at least k keys reach, unless there are fewer: then all that are there.
+    zero = Uint32(0)
+    bound, step = search(
+        config, shared, maxima, False, zero, Int32(KEY_BITS), k, k + (k >> SLACK_SHIFT), step
+    )
+    bound = larger(bound, Uint32(1))
+    # 2. The keys that reach it, listed in any order.
+    listed, largest = list_keys(config, shared, maxima, bound)
+    # 3. The k-th largest key, if there are so many; a bit for each place above it, and equal to it.
+    bits = Int32(cute.arch.bfind(largest - bound)) + 1
+    if listed <= config.slots:
+        candidates = cute.make_rmem_tensor(config.slots // config.threads, Uint32)
+        for i in cutlass.range_constexpr(config.slots // config.threads):
+            at = thread + i * config.threads
+            key = Uint32(NOTHING)
+            if at < listed:
+                key = shared.list[at]
+            candidates[i] = key
+        if listed > k:
+            bound, step = search(config, shared, candidates, False, bound, bits, k, k, step)
+        for i in cutlass.range_constexpr(config.slots // config.threads):
+            if candidates[i] >= bound:
+                mark(shared, candidates[i], bound, shared.listed_at[thread + i * config.threads])
+    else:
+        bound, step = search(config, shared, maxima, True, bound, bits, k, k, step)
+        mark_all(config, shared, maxima, bound)
+    meet(config)
+    # 4. All above it, and of those equal to it the first.
+    return keep(config, shared, first, kept, turn, k), 1 - turn, step
+
+
+@cute.jit
+def search(
+    config: cutlass.Constexpr,
+    shared,
+    keys: cute.Tensor,
+    everything: cutlass.Constexpr,
+    low,
+    bits,
+    least,
+    most,
+    step,
+) -> tuple:
+    """(The largest word from ``low`` on that at least ``least`` keys reach, or the first found that at most ``most``
+    reach, too, or low where fewer are there; step after it.) By a histogram for every eight bits.
+
+    keys: (n), the thread's; everything: keys of the chunk and those kept, which end ``maxima``. bits: in which keys
+    differ from low. step: counts histograms, which take turns: the next one is emptied while one is filled.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    above = Int32(0)
+    while bits > 0:
+        shift = cutlass.max(bits - DIGIT_BITS, 0)
+        limit, histogram = Uint32(1) << Uint32(bits - shift), step % HISTOGRAMS
+        if thread < BINS:
+            shared.bins[thread, (step + 1) % HISTOGRAMS] = 0
+        if cutlass.const_expr(everything):
+            for i in cutlass.range(config.per_thread, unroll=4):
+                count(shared, shared.keys[i * config.threads + thread], low, shift, limit, histogram)
+            for i in cutlass.range_constexpr(config.kept):
+                count(shared, keys[config.groups + i], low, shift, limit, histogram)
+        else:
+            for i in cutlass.range_constexpr(cute.size(keys)):
+                count(shared, keys[i], low, shift, limit, histogram)
+        meet(config)
+        digit, above, total = narrow(shared.bins[None, histogram], above, least)
+        low = low + (Uint32(digit) << Uint32(shift))
+        stop = Boolean(total <= most)
+        bits = Int32(cutlass.select_(stop, Int32(0), shift))
+        step += 1
+    return low, step
+
+
+@cute.jit
+def count(shared, key: Uint32, low: Uint32, shift, limit: Uint32, histogram):
+    """A key into the histogram, if it is there and in its span."""
+    digit = (key - low) >> Uint32(shift)
+    if (key >= larger(low, Uint32(1))) & (digit < limit):
+        cute.arch.atomic_add(shared.bins.iterator + (histogram * BINS + Int32(digit)), Int32(1))
+
+
+@cute.jit
+def narrow(bins: cute.Tensor, above: Int32, least) -> tuple:
+    """(The largest digit that at least ``least`` keys reach, keys past that digit, keys that reach it), of a histogram
+    and the number of keys past it; (0, above, all) where fewer reach it. By every warp."""
+    lane = cute.arch.lane_idx()
+    own = cute.make_rmem_tensor(LANE_BINS, Int32)
+    cute.autovec_copy(cute.local_tile(bins, (LANE_BINS,), (lane,)), own)
+    mine = own[0]
+    for i in cutlass.range_constexpr(1, LANE_BINS):
+        mine += own[i]
+    reach = mine
+    for distance in (1, 2, 4, 8, 16):
+        other = cute.arch.shuffle_sync_down(reach, distance)
+        reach += Int32(cutlass.select_(Boolean(lane + distance < WARP_THREADS), other, Int32(0)))
+    reach += above  # keys from this lane's first bin on
+    enough = Uint32(cute.arch.vote_ballot_sync(Boolean(reach >= least)))
+    source = Int32(cutlass.select_(Boolean(enough == 0), Int32(0), Int32(cute.arch.bfind(enough))))
+    # Of that lane's bins, the last that enough keys reach.
+    past = reach - mine
+    digit, found_past, total = lane * LANE_BINS, past + mine - own[0], reach
+    running = past
+    for i in cutlass.range_constexpr(LANE_BINS - 1, 0, -1):
+        hit = Boolean(running < least) & Boolean(running + own[i] >= least)
+        digit = Int32(cutlass.select_(hit, lane * LANE_BINS + i, digit))
+        found_past = Int32(cutlass.select_(hit, running, found_past))
+        running += own[i]
+        total = Int32(cutlass.select_(hit, running, total))
+    return tuple(Int32(cute.arch.shuffle_sync(value, source)) for value in (digit, found_past, total))
+
+
+@cute.jit
+def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> tuple:
+    """Lists the keys that reach ``bound``, as far as the list goes; returns how many they are, and the largest key."""
+    thread, _, _ = cute.arch.thread_idx()
+    largest = maxima[0]
+    for i in cutlass.range_constexpr(1, config.groups + config.kept):
+        largest = larger(largest, maxima[i])
+    for group in cutlass.range_constexpr(config.groups):
+        if maxima[group] >= bound:
+            for i in cutlass.range_constexpr(config.group):
+                at = (group * config.group + i) * config.threads + thread
+                if shared.keys[at] >= bound:
+                    append(config, shared, shared.keys[at], K_LIMIT + at)
+    for i in cutlass.range_constexpr(config.kept):
+        if maxima[config.groups + i] >= bound:
+            append(config, shared, maxima[config.groups + i], thread + i * config.threads)
+    largest = Uint32(cute.arch.warp_redux_sync(largest, "umax"))
+    if thread % WARP_THREADS == 0:
+        shared.sums[thread // WARP_THREADS] = largest
+    meet(config)
+    largest = Uint32(cute.arch.warp_redux_sync(shared.sums[thread % WARP_THREADS], "umax"))
+    return shared.listed[0], largest
+
+
+@cute.jit
+def append(config: cutlass.Constexpr, shared, key, place):
+    """One key to the list, by any thread."""
+    at = cute.arch.atomic_add(shared.listed.iterator, Int32(1), sem="relaxed", scope="cta")
+    if at < config.slots:
+        shared.list[at], shared.listed_at[at] = key, place
+
+
+@cute.jit
+def mark(shared, key: Uint32, bound: Uint32, place):
+    """The bit of a place whose key reaches the bound."""
+    bit = Uint32(1) << Uint32(place % WARP_THREADS)
+    if key > bound:
+        cute.arch.atomic_or(shared.above.iterator + place // WARP_THREADS, bit)
+    else:
+        cute.arch.atomic_or(shared.equal.iterator + place // WARP_THREADS, bit)
+
+
+@cute.jit
+def mark_all(config: cutlass.Constexpr, shared, maxima, bound):
+    """The bits of all places."""
+    thread, _, _ = cute.arch.thread_idx()
+    warps = config.threads // WARP_THREADS
+    for line in cutlass.range(config.kept + config.per_thread, unroll=1):
+        key = Uint32(NOTHING)
+        if line < config.kept:
+            for i in cutlass.range_constexpr(config.kept):
+                key = Uint32(cutlass.select_(Boolean(line == i), maxima[config.groups + i], key))
+        else:
+            key = shared.keys[(line - config.kept) * config.threads + thread]
+        above = cute.arch.vote_ballot_sync(Boolean(key > bound))
+        equal = cute.arch.vote_ballot_sync(Boolean(key == bound))
+        if thread % WARP_THREADS == 0:
+            word = line * warps + thread // WARP_THREADS
+            shared.above[word], shared.equal[word] = Uint32(above), Uint32(equal)
+
+
+@cute.jit
+def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
+    """What is marked, of those equal to the bound as many as are wanted, goes to the other buffer in order of place.
+    Returns how many there are. A thread has neighbouring words of places."""
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+    above = cute.make_rmem_tensor(config.own_words, Uint32)
+    equal = cute.make_rmem_tensor(config.own_words, Uint32)
+    above.fill(0), equal.fill(0)
+    mine = Int32(0)
+    for i in cutlass.range_constexpr(config.own_words):
+        if thread * config.own_words + i < config.place_words:
+            above[i], equal[i] = (
+                shared.above[thread * config.own_words + i],
+                shared.equal[thread * config.own_words + i],
+            )
+        mine += (Int32(cute.arch.popc(above[i])) << HALF_BITS) + Int32(cute.arch.popc(equal[i]))
+    before = running(mine, lane)
+    if lane == WARP_THREADS - 1:
+        shared.sums[warp] = Uint32(before)
+    meet(config)
+    warps = running(Int32(shared.sums[lane]), lane)
+    everything = Int32(cute.arch.shuffle_sync(warps, WARP_THREADS - 1))
+    lower = Int32(cute.arch.shuffle_sync(warps, cutlass.max(warp - 1, 0)))
+    before += Int32(cutlass.select_(Boolean(warp > 0), lower, Int32(0))) - mine
+    wanted = cutlass.min(k - (everything >> HALF_BITS), everything & HALF_MASK)
+    at_above, at_equal = before >> HALF_BITS, before & HALF_MASK
+    for i in cutlass.range_constexpr(config.own_words):
+        left = above[i] | equal[i]
+        while left != 0:
+            bit = left & (Uint32(0) - left)
+            place = (thread * config.own_words + i) * WARP_THREADS + Int32(cute.arch.bfind(bit))
+            is_above = Boolean((above[i] & bit) != 0)
+            if is_above | Boolean(at_equal < wanted):
+                copy_kept(shared, place, first, turn, at_above + cutlass.min(at_equal, wanted))
+            at_above += Int32(is_above)
+            at_equal += 1 - Int32(is_above)
+            left = left ^ bit
+    meet(config)
+    return (everything >> HALF_BITS) + wanted
+
+
+@cute.jit
+def copy_kept(shared, place, first, turn, to):
+    """A place's key and index, into the other buffer."""
+    key, index = Uint32(0), Int32(0)
+    if place < K_LIMIT:
+        key, index = shared.kept_keys[place, turn], shared.kept[place, turn]
+    else:
+        key, index = shared.keys[place - K_LIMIT], first + place - K_LIMIT
+    shared.kept_keys[to, 1 - turn], shared.kept[to, 1 - turn] = key, index
+
+
+def running(value: Int32, lane) -> Int32:
+    """The sum over this lane and those below."""
+    for distance in (1, 2, 4, 8, 16):
+        other = cute.arch.shuffle_sync_up(value, distance, mask_and_clamp=0)
+        value += Int32(cutlass.select_(Boolean(lane >= distance), other, Int32(0)))
+    return value

@@ -1,0 +1,82 @@
+"""Index keys of a query in their pool: which there are, where they lie, loads of what may not be there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from warpspec.latent.cache.pools import NO_PAGE
+
+WORD_BYTES = 4
+
+
+class Entries(NamedTuple):
+    """Keys of a query. pool: [pages, words]. pages: the request's row of the page table. length: those that count."""
+
+    pool: cute.Tensor
+    pages: cute.Tensor
+    length: Int32
+
+
+def request_of(config, page_table, requests, lengths, token) -> tuple:
+    """(row of the page table, length) of a query: a length within 0 and the table's, 0 of a request that there is
+    not."""
+    request = Int32(requests[token])
+    known = Boolean(request >= 0) & Boolean(request < page_table.shape[0])
+    length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
+    length = Int32(cutlass.select_(known, length, Int32(0)))
+    return Int32(cutlass.select_(known, request, Int32(0))), length
+
+
+def entries_of(config, pool, page_table, requests, lengths, token) -> Entries:
+    """The entries that a query sees."""
+    request, length = request_of(config, page_table, requests, lengths, token)
+    return Entries(pool, page_table[request, None], length)
+
+
+@cute.jit
+def find_page(config: cutlass.Constexpr, entries, index) -> Int32:
+    """The page of the index-th entry, -1 where there is none. A load before the entry's own, so wanted ahead of it."""
+    page = Int32(NO_PAGE)
+    if index < entries.length:
+        page = Int32(entries.pages[divided(index, config.page_size)[0]])
+    return page
+
+
+@cute.jit
+def locate(config: cutlass.Constexpr, entries, index, page) -> tuple:
+    """(address of the index-th entry, of its scales); both 0 where there is none. page: from ``find_page``."""
+    fmt, pool = config.fmt, entries.pool
+    row, scales = Int64(0), Int64(0)
+    if (page >= 0) & (page < pool.shape[0]):
+        within = divided(index, config.page_size)[1]
+        start = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
+        row = start + Int64(within * fmt.data_bytes)
+        scales = start + Int64(config.page_size * fmt.data_bytes + within * fmt.scale_bytes)
+    return row, scales
+
+
+def divided(index: Int32, size: int) -> tuple:
+    """(index // size, index % size) of an index of at least 0."""
+    if size & (size - 1) == 0:
+        return index >> (size.bit_length() - 1), index & (size - 1)
+    quotient = Int32(Uint32(index) // size)
+    return quotient, index - quotient * size
+
+
+def load_global(address: Int64, present: Int32, count: int) -> list:
+    """``count`` words at address, zeros where not present."""
+    outputs = [f"{{$w{i}}}" for i in range(count)]
+    vector = f".v{count}" if count > 1 else ""
+    target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]
+    zeros = " ".join(f"mov.b32 {output}, 0;" for output in outputs)
+    loaded = cute.arch.inline_ptx(
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        f"{zeros} @here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [at]; }}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address, present],
+    )
+    return [loaded] if count == 1 else list(loaded)

@@ -1,0 +1,177 @@
+"""Select: the k largest logits of a row, ties to the lower index, as slots in order of index. One CTA a row.
+
+The row goes through shared memory a chunk at a time, and what was chosen of the chunks before goes along
+(``choose``). Where a row has several CTAs, each writes the largest of its part, and a second launch takes of them.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Uint32
+
+from warpspec.common.compile import fake_rows
+from warpspec.common.launch import Kernel
+from warpspec.latent.cache.pools import NO_SLOT, SLOT_LIMIT
+from warpspec.latent.indexer.config import SelectConfig
+from warpspec.latent.indexer.device.choose import (
+    NOTHING,
+    allocate,
+    begin,
+    choose,
+    key_of,
+    larger,
+    value_of,
+)
+
+BATCH = 8  # loads under way together
+
+
+class Select:
+    """``Select(config)(...)`` is the host function."""
+
+    def __init__(self, config: SelectConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Tensor,
+        lengths: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        requests: cute.Tensor | None,
+        slots: cute.Tensor,
+        counts: cute.Tensor | None,
+        values: cute.Tensor | None,
+        indices: cute.Tensor | None,
+        page_size: Int32,
+        parts: Int32,
+        stream: CUstream,
+    ):
+        """logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32
+        [T, k], of parts [T, parts k]. counts: int32 [T]. values: fp32 as slots, of parts. indices: int32 [T, N], of
+        logits where they are mapped."""
+        arguments = (logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts)
+        self.kernel(*arguments).launch(
+            grid=(logits.shape[0], parts, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts):
+        config = self.config
+        token, part, _ = cute.arch.block_idx()
+        shared = allocate(config)
+        length = Int32(logits.shape[1])
+        if cutlass.const_expr(config.lengths):
+            length = cutlass.max(cutlass.min(Int32(lengths[token]), length), 0)
+        k = Int32(slots.shape[1])
+        row, result = logits[token, None], slots[token, None]
+        start = Int32(0)
+        if cutlass.const_expr(config.parts):
+            k = k // parts
+            size = cute.ceil_div(Int32(logits.shape[1]), parts)
+            start = part * size
+            length = cutlass.min(length, start + size)
+        kept, turn, step = Int32(0), Int32(0), Int32(0)
+        begin(config, shared)
+        for chunk in cutlass.range(cute.ceil_div(cutlass.max(length - start, 0), config.chunk), unroll=1):
+            first = start + chunk * config.chunk
+            maxima = cute.make_rmem_tensor(config.groups + config.kept, Uint32)
+            load_keys(config, shared, row, first, cutlass.min(length - first, config.chunk), maxima)
+            kept, turn, step = choose(config, shared, maxima, first, kept, turn, step, k)
+        if cutlass.const_expr(config.parts):
+            finish_part(config, shared, result, values[token, None], part * k, kept, turn, k)
+        else:
+            if cutlass.const_expr(config.mapped):
+                map_back(config, shared, indices[token, None], kept, turn)
+            finish(config, shared, page_table, requests, result, counts, page_size, token, kept, turn, k)
+
+
+@cute.jit
+def load_keys(config: cutlass.Constexpr, shared, row, first, count, maxima: cute.Tensor):
+    """keys of the chunk's logits, and the largest of every ``group`` of a thread."""
+    thread, _, _ = cute.arch.thread_idx()
+    for batch in cutlass.range_constexpr(config.per_thread // BATCH):
+        largest = Uint32(NOTHING)
+        if batch * BATCH * config.threads < count:
+            values = cute.make_rmem_tensor(BATCH, Float32)
+            for i in cutlass.range_constexpr(BATCH):
+                at = (batch * BATCH + i) * config.threads + thread
+                values[i] = -Float32.inf
+                if at < count:
+                    values[i] = row[first + at].to(Float32)
+            for i in cutlass.range_constexpr(BATCH):
+                key = key_of(values[i])
+                shared.keys[(batch * BATCH + i) * config.threads + thread] = key
+                largest = larger(largest, key)
+        else:
+            for i in cutlass.range_constexpr(BATCH):
+                shared.keys[(batch * BATCH + i) * config.threads + thread] = Uint32(NOTHING)
+        maxima[batch] = largest
+
+
+@cute.jit
+def finish(
+    config: cutlass.Constexpr, shared, page_table, requests, result, counts, page_size, token, kept, turn, k
+):
+    """What is kept as slots; behind it NO_SLOT."""
+    thread, _, _ = cute.arch.thread_idx()
+    pages = (SLOT_LIMIT - 1) // page_size  # that have slots
+    for at in cutlass.range(thread, k, config.threads, unroll=1):
+        slot = Int32(NO_SLOT)
+        if at < kept:
+            slot = shared.kept[at, turn]
+            if cutlass.const_expr(config.table):
+                request = Int32(requests[token])
+                page, within = slot // page_size, slot % page_size
+                slot = Int32(NO_SLOT)
+                if (request >= 0) & (request < page_table.shape[0]) & (page < page_table.shape[1]):
+                    number = Int32(page_table[request, page])
+                    if (number >= 0) & (number < pages):
+                        slot = number * page_size + within
+        result[at] = slot
+    if thread == 0:
+        counts[token] = kept
+
+
+@cute.jit
+def finish_part(config: cutlass.Constexpr, shared, result, values, first, kept, turn, k):
+    """What is kept of a part, indices and logits, from ``first`` on; behind it NO_SLOT and -inf."""
+    thread, _, _ = cute.arch.thread_idx()
+    for at in cutlass.range(thread, k, config.threads, unroll=1):
+        index, value = Int32(NO_SLOT), -Float32.inf
+        if at < kept:
+            index, value = shared.kept[at, turn], value_of(shared.kept_keys[at, turn])
+        result[first + at], values[first + at] = index, value
+
+
+@cute.jit
+def map_back(config: cutlass.Constexpr, shared, indices, kept, turn):
+    """What is kept: instead of numbers of the row, what ``indices`` (N) have there. By the thread that reads it."""
+    thread, _, _ = cute.arch.thread_idx()
+    for at in cutlass.range(thread, kept, config.threads, unroll=1):
+        shared.kept[at, turn] = Int32(indices[shared.kept[at, turn]])
+
+
+def host_and_arguments(config: SelectConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return (
+        Select(config),
+        fake_rows(Float32, 2),
+        fake_rows(Int32, 1) if config.lengths else None,
+        fake_rows(Int32, 2) if config.table else None,
+        fake_rows(Int32, 1) if config.table else None,
+        fake_rows(Int32, 2),
+        None if config.parts else fake_rows(Int32, 1),
+        fake_rows(Float32, 2) if config.parts else None,
+        fake_rows(Int32, 2) if config.mapped else None,
+        Int32(1),
+        Int32(1),
+    )
+
+
+SELECT = Kernel("indexer.select", host_and_arguments)  # by SelectConfig

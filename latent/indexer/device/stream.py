@@ -1,0 +1,114 @@
+"""Scores and selection in one launch: a CTA a query, whose logits are in shared memory only, a chunk at a time.
+
+Scores are those of the architecture's scores kernel, selection that of ``choose``: the same slots as theirs, one after
+the other. For prefill, where logits would take gigabytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Uint32
+
+from warpspec.common.compile import fake_rows
+from warpspec.latent.indexer.config import StreamConfig
+from warpspec.latent.indexer.device.choose import NOTHING, begin, choose, key_of, larger, meet
+from warpspec.latent.indexer.device.scores_host import operand_arguments
+from warpspec.latent.indexer.device.select import finish
+
+
+class ChunkKeys(NamedTuple):
+    """Where scores go, as ``keys.LogitsRow``: keys of a chunk, which begins at ``first``. limit: behind its last
+    tile."""
+
+    keys: cute.Tensor
+    first: Int32
+    limit: Int32
+
+    def put(self, index, value) -> None:
+        self.keys[index - self.first] = key_of(value)
+
+
+class StreamHost:
+    """``Stream(config)(...)`` is the host function; an architecture's class adds ``kernel``."""
+
+    def __init__(self, config: StreamConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        queries: cute.Tensor,
+        weights: cute.Tensor,
+        pool: cute.Tensor,
+        page_table: cute.Tensor,
+        requests: cute.Tensor,
+        lengths: cute.Tensor,
+        slots: cute.Tensor,
+        counts: cute.Tensor,
+        stream: CUstream,
+    ):
+        """queries: [T, words], a page of H rows each. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
+        [R, pages]. requests, lengths: int32 [T]. slots: int32 [T, k]. counts: int32 [T]."""
+        arguments = (queries, weights, pool, page_table, requests, lengths, slots, counts)
+        self.kernel(*arguments).launch(
+            grid=(queries.shape[0], 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+
+@cute.jit
+def select_entries(
+    config: cutlass.Constexpr,
+    query: cutlass.Constexpr,
+    shared,
+    entries,
+    page_table,
+    requests,
+    slots,
+    counts,
+    token,
+):
+    """A thread that scores and selects: all chunks of a query's entries, then the slots. query: the architecture's
+    scorer (``scores_host.score_part``), whose groups are all threads that select. shared: ``choose.Shared``."""
+    select = config.select
+    thread, _, _ = cute.arch.thread_idx()
+    k = Int32(slots.shape[1])
+    kept, turn, step = Int32(0), Int32(0), Int32(0)
+    begin(select, shared)
+    for chunk in cutlass.range(cute.ceil_div(entries.length, select.chunk), unroll=1):
+        first = chunk * select.chunk
+        count = cutlass.min(entries.length - first, select.chunk)
+        tile, tiles = first // query.tile_keys, cute.ceil_div(count, query.tile_keys)
+        sink = ChunkKeys(shared.keys, first, first + tiles * query.tile_keys)
+        query.score(entries, tile + query.group, tile + tiles, Int32(query.groups), sink)
+        for i in cutlass.range(tiles * query.tile_keys + thread, select.chunk, select.threads, unroll=1):
+            shared.keys[i] = Uint32(NOTHING)
+        meet(select)
+        maxima = cute.make_rmem_tensor(select.groups + select.kept, Uint32)
+        largest_of_groups(select, shared, maxima)
+        kept, turn, step = choose(select, shared, maxima, first, kept, turn, step, k)
+    size = Int32(config.scores.page_size)
+    finish(select, shared, page_table, requests, slots[token, None], counts, size, token, kept, turn, k)
+
+
+@cute.jit
+def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
+    """maxima as ``select.load_keys`` leaves them, of keys that stand in shared memory."""
+    thread, _, _ = cute.arch.thread_idx()
+    for group in cutlass.range_constexpr(config.groups):
+        largest = Uint32(NOTHING)
+        for i in cutlass.range_constexpr(config.group):
+            key = shared.keys[(group * config.group + i) * config.threads + thread]
+            largest = larger(largest, key)
+        maxima[group] = largest
+
+
+def stream_arguments() -> tuple:
+    """Arguments of a stream kernel's host function but the stream."""
+    return (*operand_arguments(), fake_rows(Int32, 2), fake_rows(Int32, 1))

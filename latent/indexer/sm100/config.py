@@ -1,0 +1,165 @@
+"""What the kernels of scores for sm_100a are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.hardware import (
+    MAX_SMEM_PER_CTA,
+    TMEM_COLUMNS,
+    VECTOR_BYTES,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+)
+from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.latent.cache.formats import INDEX_FORMATS, RowFormat
+from warpspec.latent.indexer.scores_config import BEGIN_TILES, FORMATS, MAX_HEADS, MOST_PARTS
+
+COLUMNS_STEP = 16  # N of tcgen05.mma is a multiple of it where M is 128
+ATOM_COLUMNS = 4  # of tensor memory, of the scales of 128 rows
+ATOM_BYTES = 512  # of shared memory, the same
+PRODUCT_BYTES = 32  # K of a product: of a row, in every format
+FP32_BYTES = 4
+SCORE_BARRIER = 1  # named barrier of the threads that score
+
+
+@dataclass(frozen=True)
+class Sm100ScoresConfig:
+    """Keys go to the tensor core as they lie, FP4 with its scales or e4m3. The first ``warpgroups`` make scores, a
+    tile's keys a thread each, of the tiles in turn; four warps load, one issues the products.
+
+    format: of keys and queries. heads: of a query. page_size: of the pool. stages: tiles of keys in shared memory;
+    accumulators: in tensor memory.
+    """
+
+    format: str
+    heads: int
+    page_size: int
+    warpgroups: int = 1
+    accumulators: int = 2
+    stages: int = 4
+
+    tile_keys = 128  # M of tcgen05.mma
+    loaders = 4  # warps
+    least_ctas, dependent, balanced = 0, False, False  # as ``ScoresConfig``'s
+
+    def __post_init__(self):
+        assert self.format in FORMATS and 0 < self.heads <= MAX_HEADS
+        assert self.tmem_columns <= TMEM_COLUMNS and self.smem_bytes <= MAX_SMEM_PER_CTA
+
+    @property
+    def fmt(self) -> RowFormat:
+        return INDEX_FORMATS[self.format]
+
+    @property
+    def scaled(self) -> bool:
+        """The tensor core scales blocks; else a row's one scale is multiplied in by who scores."""
+        return self.format == "mxfp4"
+
+    # Warps.
+
+    @property
+    def score_threads(self) -> int:
+        return self.warpgroups * WARPGROUP_THREADS
+
+    @property
+    def first_loader(self) -> int:
+        return self.score_threads // WARP_THREADS
+
+    @property
+    def mma_warp(self) -> int:
+        return self.first_loader + self.loaders
+
+    @property
+    def threads(self) -> int:
+        return (self.mma_warp + 1) * WARP_THREADS
+
+    @property
+    def weights_in_registers(self) -> bool:
+        """A thread that scores has the heads' weights in registers, where warps are few."""
+        return self.warpgroups == 1
+
+    # Rows in shared memory.
+
+    @property
+    def columns(self) -> int:
+        """Of an accumulator: the heads, and zeros up to a number that the product takes."""
+        return -(-self.heads // COLUMNS_STEP) * COLUMNS_STEP
+
+    @property
+    def row_vectors(self) -> int:
+        """Of 16 bytes, of a row: lanes that load it together."""
+        return self.fmt.data_bytes // VECTOR_BYTES
+
+    @property
+    def products(self) -> int:
+        """Of a tile, along K."""
+        return self.fmt.data_bytes // PRODUCT_BYTES
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a tile's values."""
+        return self.tile_keys * self.fmt.data_bytes
+
+    @property
+    def query_bytes(self) -> int:
+        return self.columns * self.fmt.data_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of block scales: of each stage's keys, and of the query."""
+        return (self.stages + 1) * ATOM_BYTES if self.scaled else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = self.stages * self.key_bytes + self.query_bytes + self.scale_bytes
+        return rows + self.columns * FP32_BYTES + (barrier_count(self.barriers) + 1) * MBARRIER_BYTES
+
+    # Tensor memory, in columns: accumulators, the scales of each stage's keys, the query's.
+
+    @property
+    def tmem_key_scales(self) -> int:
+        return self.accumulators * self.columns
+
+    @property
+    def tmem_query_scales(self) -> int:
+        return self.tmem_key_scales + self.stages * ATOM_COLUMNS
+
+    @property
+    def tmem_columns(self) -> int:
+        return self.tmem_key_scales + ((self.stages + 1) * ATOM_COLUMNS if self.scaled else 0)
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        commit, scorers = "MMA warp, tcgen05.commit", "a warpgroup that scores, every thread"
+        return (
+            Barrier(
+                "full",
+                self.stages,
+                self.loaders * WARP_THREADS,
+                "loaders, every thread, when its copies are done",
+                "MMA warp",
+                "the keys are there",
+            ),
+            Barrier("empty", self.stages, 1, commit, "loaders", "the product has read the keys"),
+            Barrier(
+                "sum_full",
+                self.accumulators,
+                1,
+                commit,
+                "a warpgroup that scores",
+                "the accumulator is complete",
+            ),
+            Barrier(
+                "sum_empty", self.accumulators, WARPGROUP_THREADS, scorers, "MMA warp", "it has been read"
+            ),
+        )
+
+    def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
+        """CTAs of a query: rounds over the SMs, each of a begin and the tiles of a part."""
+        tiles = -(-columns // self.tile_keys)
+
+        def time(parts):
+            return -(-queries * parts // sm_count) * (BEGIN_TILES + -(-tiles // parts))
+
+        return min(range(1, min(MOST_PARTS, tiles) + 1), key=time)

@@ -1,0 +1,177 @@
+"""Scores of index keys on sm_100a: products by tcgen05 (``mma``), then a weighted sum of ReLUs over the heads.
+
+Keys and queries go to the tensor core as they lie in their pools, brought by load warps (``load``). A thread that
+scores has one key of a tile. The order of the sums over heads is that of sm_90a's kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common import tmem
+from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
+from warpspec.common.launch import Kernel
+from warpspec.common.pipeline import barrier_count, init_barriers
+from warpspec.latent.indexer.device.entries import entries_of, find_page, load_global, locate
+from warpspec.latent.indexer.device.scores_host import (
+    ScoresHost,
+    WarpgroupScorer,
+    score_part,
+    scores_arguments,
+)
+from warpspec.latent.indexer.sm100.config import ATOM_BYTES, SCORE_BARRIER, Sm100ScoresConfig
+from warpspec.latent.indexer.sm100.load import Shared, Work, load_tiles, stage_query
+from warpspec.latent.indexer.sm100.mma import multiply_tiles
+
+READ_COLUMNS = 16  # of an accumulator, at a time
+MEMBERS, PAIR = 4, 2  # partial sums over heads: of two of every eight heads each
+
+
+@dataclass(frozen=True)
+class Scorer(WarpgroupScorer):
+    """What a thread that scores has; see ``scores_host.score_part``. columns: tensor memory. weights: fp32 (HEAD).
+    work: the CTA's tiles."""
+
+    config: Sm100ScoresConfig
+    channels: dict
+    columns: cute.Pointer
+    weights: cute.Tensor
+    work: Work
+    thread: Int32
+
+    def score(self, entries, first, end, step, sink) -> None:
+        score_tiles(self, entries, first, end, step, sink)
+
+
+@cute.jit
+def score_tiles(query: cutlass.Constexpr, entries, first, end, step, sink):
+    """A thread that scores: its key of tiles first, first + step, ... below ``end``, to ``sink``. query: ``Scorer``;
+    ``step`` is that of its work, times its groups. Consumes sum_full; produces sum_empty."""
+    config, channels = query.config, query.channels
+    own = query.thread % WARPGROUP_THREADS
+    use = (first - query.work.first) // query.work.step
+    page = find_page(config, entries, first * config.tile_keys + own)
+    for tile in cutlass.range(first, end, step, unroll=1):
+        index = tile * config.tile_keys + own
+        address, scale = locate(config, entries, index, page)
+        page = find_page(config, entries, index + step * config.tile_keys)
+        factor = Float32(1.0)
+        if cutlass.const_expr(not config.scaled):
+            factor = load_global(scale, Int32(address != 0), 1)[0].bitcast(Float32)
+        channels["sum_full"].wait(use)
+        tmem.fence_after_wait()
+        sums = weighted_sums(config, query, use % config.accumulators, own)
+        tmem.fence_before_arrive()
+        channels["sum_empty"].arrive(use)
+        total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        if cutlass.const_expr(not config.scaled):
+            total = total * factor
+        if index < sink.limit:
+            sink.put(index, Float32(cutlass.select_(Boolean(address != 0), total, -Float32.inf)))
+        use += config.warpgroups
+
+
+def weighted_sums(config: Sm100ScoresConfig, query: Scorer, accumulator, own) -> list:
+    """fp32 [MEMBERS]: sums over heads of weight * ReLU(product), of the thread's row of an accumulator; half of weight
+    * x + weight * |x|, as sm_90a's kernel has them."""
+    plain, magnitudes = [Float32(0.0)] * MEMBERS, [Float32(0.0)] * MEMBERS
+    for first in range(0, config.columns, READ_COLUMNS):
+        read = cute.make_rmem_tensor(READ_COLUMNS, Float32)
+        tmem.load_row(query.columns + (accumulator * config.columns + first), read, own)
+        weight = cute.make_rmem_tensor(READ_COLUMNS, Float32)
+        part = cute.local_tile(query.weights, (READ_COLUMNS,), (first // READ_COLUMNS,))
+        cute.autovec_copy(part, weight)
+        tmem.wait_loads()
+        for i in range(min(READ_COLUMNS, config.heads - first)):
+            member = (first + i) // PAIR % MEMBERS
+            plain[member] = plain[member] + weight[i] * read[i]
+            magnitudes[member] = magnitudes[member] + weight[i] * cute.math.absf(read[i])
+    return [0.5 * (one + other) for one, other in zip(plain, magnitudes, strict=True)]
+
+
+@cute.jit
+def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
+    """(channels, ``Shared``, tensor memory): barriers initialised, tensor memory allocated, the query in shared memory.
+    By all threads; ends with a barrier."""
+
+    @cute.struct
+    class Storage:
+        barriers: cute.struct.MemRange[cutlass.Int64, barrier_count(config.barriers)]
+        tmem_address: Int32
+        weights: cute.struct.Align[cute.struct.MemRange[Float32, config.columns], VECTOR_BYTES]
+        keys: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.stages * config.key_bytes], 1024]
+        query: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.query_bytes], 1024]
+        scales: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.scale_bytes], 128]
+
+    storage = cutlass.memory.SmemAllocator().allocate(Storage)
+    channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+    if warp == 0:
+        cute.arch.alloc_tmem(tmem.allocation(config.tmem_columns), storage.tmem_address)
+        cute.arch.relinquish_tmem_alloc_permit()
+    key_scales, query_scales = None, None
+    if cutlass.const_expr(config.scaled):
+        key_scales = storage.scales.data_ptr()
+        query_scales = key_scales + config.stages * ATOM_BYTES
+    shared = Shared(
+        storage.keys.data_ptr(),
+        storage.query.data_ptr(),
+        key_scales,
+        query_scales,
+        storage.weights.get_tensor(cute.make_layout(config.columns)),
+    )
+    stage_query(config, shared, query, weights, thread)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_threads()
+    return channels, shared, cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+
+
+def scorer(config: Sm100ScoresConfig, channels, shared: Shared, columns, work: Work, thread) -> Scorer:
+    """What a thread that scores has."""
+    weights = shared.weights
+    if config.weights_in_registers:
+        weights = cute.make_rmem_tensor(config.columns, Float32)
+        cute.autovec_copy(shared.weights, weights)
+    return Scorer(config, channels, columns, weights, work, thread)
+
+
+@cute.jit
+def release(config: cutlass.Constexpr, columns, warp):
+    """Tensor memory is given back when all threads that score have read theirs, and wait here."""
+    cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=config.score_threads)
+    if warp == 0:
+        cute.arch.dealloc_tmem(columns, tmem.allocation(config.tmem_columns))
+
+
+class Scores(ScoresHost):
+    """The kernel of one ``Sm100ScoresConfig``."""
+
+    @cute.kernel
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        part, token, _ = cute.arch.block_idx()
+        of_query = (queries[token, None], weights[token, None])
+        channels, shared, columns = prepare(config, *of_query, thread, warp)
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        work = Work(part, cute.ceil_div(logits.shape[1], config.tile_keys), parts)
+        if warp == config.mma_warp:
+            multiply_tiles(config, channels, shared, columns, work)
+        elif warp >= config.first_loader:
+            load_tiles(config, channels, shared, entries, work, warp - config.first_loader)
+        else:
+            query = scorer(config, channels, shared, columns, work, thread)
+            score_part(query, entries, logits[token, None], part, parts)
+            release(config, columns, warp)
+
+
+def host_and_arguments(config: Sm100ScoresConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return (Scores(config), *scores_arguments())
+
+
+SCORES = Kernel("indexer.sm100.scores", host_and_arguments)  # by Sm100ScoresConfig

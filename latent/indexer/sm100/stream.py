@@ -1,0 +1,48 @@
+"""Scores and selection in one launch on sm_100a: load warps and the MMA warp run ahead of the threads that score and
+select, as far as accumulators go, while these choose of a chunk."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common.launch import Kernel
+from warpspec.latent.indexer.config import StreamConfig
+from warpspec.latent.indexer.device.choose import allocate
+from warpspec.latent.indexer.device.entries import entries_of
+from warpspec.latent.indexer.device.stream import StreamHost, select_entries, stream_arguments
+from warpspec.latent.indexer.sm100.load import Work, load_tiles
+from warpspec.latent.indexer.sm100.mma import multiply_tiles
+from warpspec.latent.indexer.sm100.scores import prepare, release, scorer
+
+
+class Stream(StreamHost):
+    """The kernel of one ``StreamConfig``."""
+
+    @cute.kernel
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, slots, counts):
+        config = self.config.scores
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        token, _, _ = cute.arch.block_idx()
+        of_query = (queries[token, None], weights[token, None])
+        channels, shared, columns = prepare(config, *of_query, thread, warp)
+        chosen = allocate(self.config.select)
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        work = Work(Int32(0), cute.ceil_div(entries.length, config.tile_keys), Int32(1))
+        if warp == config.mma_warp:
+            multiply_tiles(config, channels, shared, columns, work)
+        elif warp >= config.first_loader:
+            load_tiles(config, channels, shared, entries, work, warp - config.first_loader)
+        else:
+            query = scorer(config, channels, shared, columns, work, thread)
+            select_entries(self.config, query, chosen, entries, page_table, requests, slots, counts, token)
+            release(config, columns, warp)
+
+
+def host_and_arguments(config: StreamConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return (Stream(config), *stream_arguments())
+
+
+STREAM = Kernel("indexer.sm100.stream", host_and_arguments)  # by StreamConfig

@@ -1,0 +1,164 @@
+"""Index scores with tiles dealt by the queries' lengths: every warpgroup of the grid takes as many tiles that have keys
+as any other, to within one, of queries that follow each other, and prepares each of them for itself.
+
+A CTA finds out alone what is whose, by a sum over all queries' tiles: nothing is planned on the host. What lies behind
+the last tile that has keys is filled with -inf by chunks of columns, which CTAs take in turn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.latent.indexer.device.entries import Entries, request_of
+from warpspec.latent.indexer.device.scores_host import LogitsRow
+from warpspec.latent.indexer.scores_config import BLOCKS, TILE_KEYS
+from warpspec.latent.indexer.sm90.keys import load_asked
+from warpspec.latent.indexer.sm90.query import (
+    ROW_BYTES,
+    begin_loads,
+    prepare,
+    score_tiles,
+    view_query,
+)
+
+GROUP_BARRIER = 1  # of the first warpgroup, the others' behind it
+FILL_COLUMNS = 4  # of a thread, of a chunk
+
+
+class Plan(NamedTuple):
+    """In shared memory, of the query of each thread. ends (THREAD + 1): tiles that have keys, of the queries before.
+    requests, lengths (THREAD): as ``request_of`` gives them. starts (WARPGROUP): the query of its first tile.
+    sums (WARP): of the warp's queries' tiles."""
+
+    ends: cute.Tensor
+    requests: cute.Tensor
+    lengths: cute.Tensor
+    starts: cute.Tensor
+    sums: cute.Tensor
+
+    @classmethod
+    def allocate(cls, config, smem) -> Plan:
+        sizes = (config.threads + 1, config.threads, config.threads, config.warpgroups, config.warps)
+        return cls(*(smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=4) for size in sizes))
+
+
+@cute.jit
+def share(total: Int32, groups: Int32, group: Int32) -> Int32:
+    """The first tile of a warpgroup's."""
+    each = Int32(Uint32(total) // Uint32(groups))
+    return group * each + cutlass.min(group, total - each * groups)
+
+
+@cute.jit
+def deal(config: cutlass.Constexpr, plan, page_table, requests, lengths, columns, cta, ctas, thread) -> Int32:
+    """Fill in ``plan``, by all threads; the number of tiles. Ends with a barrier."""
+    lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+    count = Int32(0)
+    if thread < lengths.shape[0]:
+        request, length = request_of(config, page_table, requests, lengths, thread)
+        plan.requests[thread], plan.lengths[thread] = request, length
+        count = cute.ceil_div(cutlass.min(length, columns), TILE_KEYS)
+    until = count
+    for i in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
+        other = Int32(cute.arch.shuffle_sync_up(until, 1 << i, mask_and_clamp=0))
+        until += Int32(cutlass.select_(lane >= 1 << i, other, Int32(0)))
+    if lane == WARP_THREADS - 1:
+        plan.sums[warp] = until
+    cute.arch.sync_threads()
+    total = Int32(0)
+    for i in cutlass.range_constexpr(config.warps):
+        until += Int32(cutlass.select_(warp > i, plan.sums[i], Int32(0)))
+        total += plan.sums[i]
+    plan.ends[thread + 1] = until
+    if thread == 0:
+        plan.ends[0] = Int32(0)
+    for i in cutlass.range_constexpr(config.warpgroups):
+        first = share(total, ctas * config.warpgroups, i * ctas + cta)
+        if (until - count <= first) & (first < until):
+            plan.starts[i] = thread
+    cute.arch.sync_threads()
+    return total
+
+
+@cute.jit
+def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cutlass.Constexpr, table, ones):
+    """A CTA's scores. tensors: the kernel's arguments but the grid. table, ones: ``fill_table``'s."""
+    queries, weights, pool, page_table, requests, lengths, logits = tensors
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    columns = logits.shape[1]
+    base = Int32(smem.allocate(config.warpgroups * config.heads * ROW_BYTES, 1024).toint())
+    factors = smem.allocate_tensor(
+        Float32, cute.make_layout((config.heads, config.warpgroups)), byte_alignment=16
+    )
+    plan = Plan.allocate(config, smem)
+    total = deal(config, plan, page_table, requests, lengths, columns, cta, ctas, thread)
+    group = Int32(cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS))
+    base += group * (config.heads * ROW_BYTES)
+    number, groups = group * ctas + cta, ctas * config.warpgroups
+    tile, end = share(total, groups, number), share(total, groups, number + 1)
+    token = Int32(0)
+    if tile < end:
+        token = plan.starts[group]
+    while tile < end:
+        before = plan.ends[token]
+        stop = cutlass.min(end, plan.ends[token + 1])
+        if tile < stop:
+            entries = Entries(
+                pool,
+                page_table[plan.requests[token], None],
+                cutlass.min(plan.lengths[token], (stop - before) * TILE_KEYS),
+            )
+            rows = queries[token, None], weights[token, None], logits[token, None]
+            places = base, factors[None, group], table, ones
+            score_share(config, rows, places, entries, tile - before, stop - before, group, thread)
+        tile = stop
+        token += 1
+    fill(config, plan, logits, total, cta, ctas, thread)
+
+
+@cute.jit
+def score_share(config: cutlass.Constexpr, rows, places, entries, first, end, group, thread):
+    """Scores of tiles first to end of a query, by a warpgroup. rows: of queries, weights and logits. places: where the
+    warpgroup's query and its factors go; the table."""
+    query, weights, row = rows
+    base, factors, table, ones = places
+    own = thread % WARPGROUP_THREADS
+    rounds = -(-config.heads * BLOCKS // WARPGROUP_THREADS)
+    asked = [load_asked(config, query, weights, own + i * WARPGROUP_THREADS) for i in range(rounds)]
+    limit = cutlass.min(row.shape[0], end * TILE_KEYS)
+    begun = begin_loads(config, thread, entries, first, 1)
+    meet(group)  # the query before has been read
+    for i in cutlass.range_constexpr(rounds):
+        prepare(config, asked[i], base, table, ones, factors, own + i * WARPGROUP_THREADS)
+    cute.arch.fence_view_async_shared()
+    meet(group)
+    scorer = view_query(config, base, factors, table, ones, thread)
+    score_tiles(scorer, entries, first, end, 1, LogitsRow(row, limit), begun)
+
+
+def meet(group) -> None:
+    """A warpgroup's threads wait for each other."""
+    cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def fill(config: cutlass.Constexpr, plan, logits, total, cta, ctas, thread):
+    """-inf behind each query's last tile that has keys."""
+    queries, columns = logits.shape
+    if total < queries * cute.ceil_div(columns, TILE_KEYS):
+        width = FILL_COLUMNS * config.threads
+        chunks = cute.ceil_div(columns, width)
+        for number in cutlass.range(cta, queries * chunks, ctas, unroll=1):
+            token = Int32(Uint32(number) // Uint32(chunks))
+            scored = (plan.ends[token + 1] - plan.ends[token]) * TILE_KEYS
+            for i in cutlass.range_constexpr(FILL_COLUMNS):
+                column = (number - token * chunks) * width + i * config.threads + thread
+                if (column >= scored) & (column < columns):
+                    logits[token, column] = -Float32.inf

@@ -1,0 +1,90 @@
+"""The kernel of index scores on sm_90a."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.launch import Kernel
+from warpspec.latent.indexer.device.entries import entries_of
+from warpspec.latent.indexer.device.scores_host import LogitsRow, ScoresHost, score_part, scores_arguments
+from warpspec.latent.indexer.scores_config import TILE_KEYS, ScoresConfig
+from warpspec.latent.indexer.sm90.balanced import score_shares
+from warpspec.latent.indexer.sm90.keys import load_asked
+from warpspec.latent.indexer.sm90.query import (
+    allocate_table,
+    begin_loads,
+    in_registers,
+    score_copied,
+    score_tiles,
+    scorer,
+)
+from warpspec.latent.indexer.sm90.ring import Ring, allocate_ring
+
+
+class Scores(ScoresHost):
+    """The kernel of one ``ScoresConfig``."""
+
+    @cute.kernel
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cutlass.memory.SmemAllocator()
+        if cutlass.const_expr(config.dependent):
+            cute.arch.griddepcontrol_wait()  # for what an earlier launch writes: until here nothing is read
+            cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
+        operands = (queries, weights, pool, page_table, requests, lengths, logits)
+        if cutlass.const_expr(config.balanced):
+            table, ones = allocate_table(config, smem, thread)
+            score_shares(config, operands, smem, table, ones)
+        else:
+            score_parts(config, operands, smem, parts)
+
+
+@cute.jit
+def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cutlass.Constexpr, parts):
+    """A CTA's scores: every ``parts``-th tiles of a query's."""
+    queries, weights, pool, page_table, requests, lengths, logits = operands
+    thread, _, _ = cute.arch.thread_idx()
+    part, token, _ = cute.arch.block_idx()
+    row = logits[token, None]
+    asked = load_asked(config, queries[token, None], weights[token, None], thread)
+    if cutlass.const_expr(config.early):
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        score_seen(config, smem, asked, entries, row, part, parts, thread)
+    else:  # tiles without keys, too: for another end of the loop there are no registers
+        query = scorer(config, smem, asked, thread)
+        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        score_part(query, entries, row, part, parts)
+
+
+@cute.jit
+def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entries, row, part, parts, thread):
+    """Scores of every ``parts``-th tiles that have keys, the first of which are asked for before the query is prepared,
+    and -inf in as much of what lies behind them."""
+    tiles = cute.ceil_div(cutlass.min(entries.length, row.shape[0]), TILE_KEYS)
+    seen = cutlass.min(tiles * TILE_KEYS, row.shape[0])
+    first = part * config.warpgroups + thread // WARPGROUP_THREADS
+    step = parts * config.warpgroups
+    if cutlass.const_expr(config.copied):
+        ring = Ring.of(config, allocate_ring(config, smem), entries, thread, first, step)
+        begun = ring.begin(ring.first_pages())
+        query = scorer(config, smem, asked, thread)
+        score_copied(query, ring, begun, tiles, LogitsRow(in_registers(row), seen))
+    else:
+        loads = begin_loads(config, thread, entries, first, step)
+        query = scorer(config, smem, asked, thread)
+        score_tiles(query, entries, first, tiles, step, LogitsRow(row, seen), loads)
+    begin, lap = seen + part * config.threads + thread, parts * config.threads
+    for column in cutlass.range(begin, row.shape[0], lap, unroll=1):
+        row[column] = -Float32.inf
+
+
+def host_and_arguments(config: ScoresConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return (Scores(config), *scores_arguments())
+
+
+SCORES = Kernel("indexer.sm90.scores", host_and_arguments)  # by ScoresConfig

@@ -1,0 +1,38 @@
+"""Scores and selection in one launch on sm_90a: all warps score, then all select."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from warpspec.common.launch import Kernel
+from warpspec.latent.indexer.config import StreamConfig
+from warpspec.latent.indexer.device.choose import allocate
+from warpspec.latent.indexer.device.entries import entries_of
+from warpspec.latent.indexer.device.stream import StreamHost, select_entries, stream_arguments
+from warpspec.latent.indexer.sm90.keys import load_asked
+from warpspec.latent.indexer.sm90.query import scorer
+
+
+class Stream(StreamHost):
+    """The kernel of one ``StreamConfig``."""
+
+    @cute.kernel
+    def kernel(self, queries, weights, pool, page_table, requests, lengths, slots, counts):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        token, _, _ = cute.arch.block_idx()
+        shared = allocate(config.select)
+        smem = cutlass.memory.SmemAllocator()
+        asked = load_asked(config.scores, queries[token, None], weights[token, None], thread)
+        query = scorer(config.scores, smem, asked, thread)
+        entries = entries_of(config.scores, pool, page_table, requests, lengths, token)
+        select_entries(config, query, shared, entries, page_table, requests, slots, counts, token)
+
+
+def host_and_arguments(config: StreamConfig) -> tuple:
+    """The host function and its arguments but the stream."""
+    return (Stream(config), *stream_arguments())
+
+
+STREAM = Kernel("indexer.sm90.stream", host_and_arguments)  # by StreamConfig

@@ -1,0 +1,55 @@
+"""The grouped output projection behind gathered attention (DeepSeek-V4's wo_a): a product of its own for each group of
+heads, in bf16 or FP8."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.backend import refuse_tangents
+from warpspec.latent.cache.problem import check_tensor
+from warpspec.latent.projection import ops
+from warpspec.latent.projection.float8 import Float8Tensor
+from warpspec.latent.projection.problem import ProjectionProblem
+
+__all__ = ["Float8Tensor", "output_projection", "quantize_output"]
+
+
+def output_projection(
+    o: torch.Tensor | Float8Tensor,
+    weight: torch.Tensor | Float8Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Each group's columns of o times its own weight: result[t, g] = weight[g] @ o[t, group g]. One launch.
+
+    o: [T, H, D], heads and D contiguous behind each other, or [T, H D]. weight: [G, N, K] with G K = H D: group g takes
+    the K numbers from g K on, H / G heads. Both bf16; or both ``Float8Tensor``: o with a scale for 128 numbers of a
+    row, weight with one for 128 x 128, as ``Float8Tensor.quantize`` makes them. out: bf16 [T, G, N].
+
+    Returns bf16 [T, G, N]; ``flatten(1)`` of it is what wo_b takes. Sums are fp32. In FP8, products of 128 numbers are
+    summed by the tensor core and then scaled in fp32; NaN in a row makes that row NaN and no other. Kernels want K a
+    multiple of 128 and N of 64, in FP8 of 128. T may be 0.
+    Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot run it. Forward only.
+    """
+    tensors = {"o": o, "weight": weight}
+    refuse_tangents(**{name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)})
+    problem = ProjectionProblem.of(o, weight, out)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{name}: gradients are not implemented (forward only)")
+    return ops.call(problem, o, weight, out, backend)
+
+
+def quantize_output(o: torch.Tensor, *, backend: str = "auto") -> Float8Tensor:
+    """Attention's output in FP8, as ``output_projection`` takes it: the bits of ``Float8Tensor.quantize``. One launch.
+
+    o: bf16 [T, H, 512], any strides that leave rows aligned to 16 bytes. The result has data [T, H, 512] and scales
+    [T, H, 4]. Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot
+    run it. Forward only.
+    """
+    refuse_tangents(o=o)
+    check_tensor("o", o, (torch.bfloat16,), (-1, -1, 512), getattr(o, "device", None), aligned=True)
+    if o.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("o: gradients are not implemented (forward only)")
+    return ops.quantize(o, backend)

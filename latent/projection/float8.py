@@ -1,0 +1,80 @@
+"""e4m3 numbers with fp32 scales, one for a block: activations by row, weights by square."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from warpspec.latent.cache.problem import check_tensor
+from warpspec.latent.cache.quantize import E4M3_NAN, scale_exponents
+
+BLOCK = 128  # numbers of a row that share a scale
+MIN_AMAX = 1e-4  # a block's largest magnitude counts as at least this
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Tensor:
+    """data * scales, each scale for ``rows`` x 128 numbers of the last two dimensions.
+
+    data: float8_e4m3fn [..., R, C], C a multiple of 128. scales: fp32 [..., ceil(R / rows), C / 128], 1 or 128 rows
+    each. Raises TypeError or ValueError naming the field.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self):
+        data, scales = self.data, self.scales
+        if not isinstance(data, torch.Tensor) or data.dtype != torch.float8_e4m3fn:
+            raise TypeError(
+                f"data: must be a float8_e4m3fn tensor, got {getattr(data, 'dtype', type(data).__name__)}"
+            )
+        if data.dim() < 2 or data.shape[-1] % BLOCK:
+            raise ValueError(
+                f"data: must be [..., R, C], C a multiple of {BLOCK}, got shape {list(data.shape)}"
+            )
+        *lead, rows, columns = data.shape
+        shapes = {(*lead, -(-rows // of), columns // BLOCK): of for of in (BLOCK, 1)}  # one row: rows of 1
+        if isinstance(scales, torch.Tensor) and tuple(scales.shape) not in shapes:
+            allowed = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"scales: shape must be {allowed}, got {list(scales.shape)}")
+        check_tensor("scales", scales, (torch.float32,), (-1,) * data.dim(), data.device)
+
+    @property
+    def rows(self) -> int:
+        """Rows that share a scale: 1 or 128."""
+        return 1 if self.scales.shape[-2] == self.data.shape[-2] else BLOCK
+
+    @classmethod
+    def quantize(cls, x: torch.Tensor, rows: int = 1) -> Float8Tensor:
+        """x [..., R, C] by its definition: the scale is the least power of two under which the block's largest
+        magnitude (1e-4 at least) is at most 448, numbers to the nearest, ties to even. A block with NaN or Inf: scale
+        NaN, all numbers NaN. rows: 1 or 128."""
+        if rows not in (1, BLOCK):
+            raise ValueError(f"rows: must be 1 or {BLOCK}, got {rows!r}")
+        if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[-1] % BLOCK:
+            raise ValueError(f"x: must be [..., R, C], C a multiple of {BLOCK}, got {getattr(x, 'shape', x)}")
+        amax = x.float().abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+        if rows > 1:
+            padding = -x.shape[-2] % rows
+            amax = torch.nn.functional.pad(amax, (0, 0, 0, padding)).unflatten(-2, (-1, rows)).amax(-2)
+        finite = amax.isfinite()
+        k = scale_exponents(torch.where(finite, amax, 1.0).clamp(min=MIN_AMAX), "e4m3")
+        scales = torch.where(finite, torch.ldexp(torch.ones_like(amax), k), torch.nan)
+        scaled = torch.where(expand(finite, x.shape), x.float() / expand(scales, x.shape), 0.0)
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = torch.where(expand(finite, x.shape), codes, E4M3_NAN)
+        return cls(codes.view(torch.float8_e4m3fn), scales)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """fp32: what it stands for."""
+        return self.data.float() * expand(self.scales, self.data.shape)
+
+
+def expand(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A scale for each number of [..., R, C]."""
+    if scales.shape[-2] != shape[-2]:
+        scales = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
+    return scales.repeat_interleave(BLOCK, -1)

@@ -1,0 +1,147 @@
+"""The torch operator behind ``output_projection``: backend choice, output, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.backend import resolve_backend
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.common.repeated import watched
+from warpspec.latent.projection import reference
+from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, choose
+from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
+from warpspec.latent.projection.problem import ProjectionProblem
+
+COLUMN_STEP = 64  # of N, in kernels
+
+
+def host_and_arguments(config: ProjectionConfig) -> tuple:
+    """The host function of a configuration and its arguments but the stream."""
+    if isinstance(config, Sm90Config):
+        from warpspec.latent.projection.sm90 import host_and_arguments  # brings in the DSL
+    else:
+        from warpspec.latent.projection.sm100 import host_and_arguments
+    return host_and_arguments(config)
+
+
+PROJECTION = Kernel("fmha.projection", host_and_arguments)  # by ProjectionConfig
+
+
+def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
+    """The result of a checked call, through the operator where somebody watches."""
+    if out is None:
+        out = torch.empty(
+            problem.tokens,
+            problem.groups,
+            problem.columns,
+            dtype=torch.bfloat16,
+            device=(o.data if problem.float8 else o).device,
+        )
+    parts = (o.data, o.scales, weight.data, weight.scales) if problem.float8 else (o, None, weight, None)
+    seen = [part for part in parts if part is not None]
+    (projection_operator if watched(*seen) else compute)(*parts, out, backend)
+    return out
+
+
+def compute(o, o_scales, weight, weight_scales, out, backend) -> None:
+    """A checked call, into ``out`` [T, G, N]. Scales: None in bf16."""
+    float8 = o_scales is not None
+    groups, columns, depth = weight.shape
+    backend = resolve_backend(backend, o.device)
+    if backend == "reference":
+        if float8:
+            numbers = Float8Tensor(o, o_scales).values.reshape(len(o), groups, depth)
+            weights = Float8Tensor(weight, weight_scales).values
+        else:
+            numbers, weights = o.detach().float().reshape(len(o), groups, depth), weight.detach().float()
+        out.copy_(reference.forward(numbers, weights))
+        return
+    problem = ProjectionProblem(len(o), groups, columns, depth, float8)
+    target = target_of(o.device)
+    if problem.tokens:
+        check_kernels(problem)
+        launch(problem, target, o, o_scales, weight, weight_scales, out)
+
+
+def check_kernels(problem: ProjectionProblem) -> None:
+    """Raise UnsupportedProblem for what no kernel computes."""
+    step = BLOCK if problem.float8 else COLUMN_STEP
+    if problem.depth % BLOCK or problem.columns % step:
+        raise UnsupportedProblem(
+            f"output_projection: kernels take K a multiple of {BLOCK} and N of {step}, got K {problem.depth} and N "
+            f"{problem.columns} (backend 'reference' takes all)"
+        )
+
+
+def launch(
+    problem: ProjectionProblem, target: Target, o, o_scales, weight, weight_scales, out, *, seed: int = 0
+):
+    """Launch on the tensors' device and its current stream. Returns the simulator's report, natively None."""
+    config = choose(
+        target.major, problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count
+    )
+    a = o.detach().as_strided(
+        (problem.tokens, problem.groups, problem.depth), (o.stride(0), problem.depth, 1), o.storage_offset()
+    )
+    weight = weight.detach()
+    if problem.float8:
+        a, weight = a.view(torch.uint8), weight.view(torch.uint8)
+        o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // BLOCK)
+    return PROJECTION.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count, seed=seed)
+
+
+def quantize(o: torch.Tensor, backend) -> Float8Tensor:
+    """``quantize_output`` of a checked tensor, through the operator where somebody watches."""
+    parts = (quantize_operator if watched(o) else run_quantize)(o, backend)
+    return Float8Tensor(*parts)
+
+
+def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scales)."""
+    backend = resolve_backend(backend, o.device)
+    if backend == "reference":
+        made = Float8Tensor.quantize(o.detach())
+        return made.data, made.scales
+    data, scales = quantized_like(o)
+    if o.numel():
+        from warpspec.latent.projection.quantize import QUANTIZE
+
+        rows = o.detach().reshape(-1, o.shape[-1])
+        flat = (data.view(torch.uint8).flatten(0, 1).view(torch.uint32), scales.flatten(0, 1))
+        QUANTIZE.run(None, target_of(o.device), rows.view(torch.uint32), *flat)
+    return data, scales
+
+
+def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scales), uninitialised."""
+    scales = torch.empty(*o.shape[:-1], o.shape[-1] // BLOCK, device=o.device)
+    return torch.empty(o.shape, dtype=torch.float8_e4m3fn, device=o.device), scales
+
+
+@torch.library.custom_op(
+    "warpspec::output_projection",
+    mutates_args=("out",),
+    schema="(Tensor o, Tensor? o_scales, Tensor weight, Tensor? weight_scales, Tensor(a!) out, str backend) -> ()",
+)
+def projection_operator(o, o_scales, weight, weight_scales, out, backend) -> None:
+    """``output_projection``."""
+    compute(o, o_scales, weight, weight_scales, out, backend)
+
+
+@projection_operator.register_fake
+def _(*arguments):
+    return None
+
+
+@torch.library.custom_op(
+    "warpspec::quantize_output", mutates_args=(), schema="(Tensor o, str backend) -> (Tensor, Tensor)"
+)
+def quantize_operator(o, backend):
+    """``quantize_output``."""
+    return run_quantize(o, backend)
+
+
+@quantize_operator.register_fake
+def _(o, backend):
+    return quantized_like(o)
