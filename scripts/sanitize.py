@@ -1,0 +1,208 @@
+"""compute-sanitizer on the native kernels: small calls, one process each, several at a time.
+
+    python scripts/sanitize.py [--tool racecheck] [--seconds N] [--jobs N] [CASE ...]
+
+Needs an NVIDIA GPU and compute-sanitizer. Every case is first run without the tool, which compiles its kernels into
+the cache folder, then under the tool with a limit of time. Only warpspec's kernels are instrumented
+(``--kernel-name``): torch's would take most of the time. Sizes are a few tiles, because racecheck keeps the history of
+every word of shared memory and slows a kernel down by some thousand times. Prints a line a case: what the tool found,
+or that it did not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
+SANITIZER = "compute-sanitizer"
+OUR_KERNELS = "kernel_substring=warpspec"  # CuTe DSL puts a kernel's module into its name
+SECONDS, JOBS = 150, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU the cases run in the simulator, without the tool
+DONE = "case ran"  # printed by a case's process when its results are there
+SUMMARY = re.compile(r"^=+ ((?:RACECHECK|ERROR) SUMMARY: .*)$", re.MULTILINE)
+FINDING = re.compile(r"^=+ ((?:Error|Warning|Invalid|Uninitialized|Barrier)[^\n]*)", re.MULTILINE)
+MOST_FINDINGS = 4
+
+
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    """A seeded bf16 tensor, drawn on the CPU: the tool then has no kernel of torch's random numbers to load."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+
+
+def integers(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def attention_call(
+    queries: int,
+    keys: int,
+    heads: int,
+    heads_kv: int,
+    dim: int,
+    *,
+    shared: bool = False,
+    sink: bool = False,
+    **options,
+) -> Callable[[], None]:
+    """A call of ``attention`` on one request; K and V are one tensor if shared, every head has a sink if sink."""
+
+    def run() -> None:
+        from warpspec.fmha import attention
+
+        q, k = rows(1, queries, heads, dim), rows(1, keys, heads_kv, dim, seed=1)
+        v = k if shared else rows(1, keys, heads_kv, dim, seed=2)
+        attention(q, k, v, sink=torch.ones(heads, device=DEVICE) if sink else None, **options)
+
+    return run
+
+
+def packed() -> None:
+    from warpspec.fmha import attention_varlen
+
+    keys = {"k": rows(24, 16, 2, 128, seed=1), "v": rows(24, 16, 2, 128, seed=2)}
+    table = integers([list(range(12)), list(range(12, 24))])
+    attention_varlen(
+        rows(140, 8, 128),
+        **keys,
+        cu_seqlens_q=integers([0, 1, 140]),
+        max_seqlen_q=139,
+        page_table=table,
+        kv_lengths=integers([150, 180]),
+        causal=True,
+    )
+
+
+def gradients(dim: int) -> Callable[[], None]:
+    def run() -> None:
+        from warpspec.fmha import attention
+
+        q, k, v = rows(1, 150, 4, dim), rows(1, 200, 2, dim, seed=1), rows(1, 200, 2, dim, seed=2)
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        torch.autograd.grad(attention(*leaves, causal=True), leaves, rows(1, 150, 4, dim, seed=3))
+
+    return run
+
+
+def softmax_rows(count: int, length: int) -> Callable[[], None]:
+    def run() -> None:
+        from warpspec.softmax import softmax
+
+        softmax(rows(count, length))
+
+    return run
+
+
+def topk_rows() -> None:
+    from warpspec.softmax import softmax_topk
+
+    softmax_topk(rows(2, 5000), 8)
+
+
+def experts() -> None:
+    from warpspec.moe import NVFP4Experts, moe_ffn
+
+    weights = [rows(3, *size, seed=i).float() / 16 for i, size in enumerate(((128, 256), (128, 256), (256, 128)))]
+    layer = NVFP4Experts.quantize(*weights).for_backend("sm90")
+    ids = integers([[0, 1], [2, -1], [1, 0], [1, 2]])
+    moe_ffn(rows(4, 256, seed=5), layer, ids, torch.rand(4, 2, device=DEVICE))
+
+
+def gathered() -> None:
+    from warpspec.latent import KeySet, LatentPool, gathered_attention
+
+    pool = LatentPool.empty(8, 64, "v4-fp8", device=DEVICE)
+    pool.write(torch.arange(512, device=DEVICE), rows(512, 512, seed=1))
+    slots = torch.randint(0, 512, (3, 130), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+    gathered_attention(rows(3, 64, 512), [KeySet(pool, slots)])
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "attention D128 causal": attention_call(150, 300, 4, 2, 128, causal=True),
+    "attention D64 window, sink": attention_call(
+        150, 300, 4, 2, 64, window=(60, 0), causal=True, sink=True
+    ),
+    "attention D256": attention_call(70, 150, 2, 1, 256),
+    "attention D512, K and V one": attention_call(3, 100, 32, 1, 512, shared=True),
+    "attention, split keys": attention_call(1, 700, 8, 2, 128, num_splits=3),
+    "attention, packed, pages": packed,
+    "gradients D64": gradients(64),
+    "gradients D128": gradients(128),
+    "gradients D256": gradients(256),
+    "softmax, short rows": softmax_rows(4, 1000),
+    "softmax, long rows": softmax_rows(2, 70000),
+    "softmax and top-k": topk_rows,
+    "experts": experts,
+    "gathered attention": gathered,
+}
+
+
+def run_case(name: str) -> None:
+    """Run a case in this process."""
+    CASES[name]()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    print(DONE)
+
+
+def check(name: str, tool: str, seconds: float) -> str:
+    """What the tool says of a case, in a line or a few."""
+    command = [sys.executable, __file__, "--case", name]
+    environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
+    plain = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if DONE not in plain.stdout:
+        return f"failed without the tool: {(plain.stderr.strip().splitlines() or ['no output'])[-1]}"
+    options = ["--tool", tool, "--kernel-name", OUR_KERNELS]
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [SANITIZER, *options, *command], stdout=output, stderr=output, env=environment, text=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        took = time.monotonic() - began
+        output.seek(0)
+        text = output.read()
+    ended = DONE in text
+    found = list(dict.fromkeys(FINDING.findall(text)))[:MOST_FINDINGS]
+    last = SUMMARY.findall(text)
+    said = last[-1] if last else f"no summary; last line: {(text.strip().splitlines() or [''])[-1][:160]}"
+    verdict = "ended" if ended else "DID NOT END"
+    return "\n    ".join([f"{verdict} after {took:.0f} s: {said}", *found])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="CASE", help="part of a case's name")
+    parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0])
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of a case (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="cases at a time (default %(default)s)")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        run_case(options.case)
+        return
+    names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        futures = {name: pool.submit(check, name, options.tool, options.seconds) for name in names}
+        for name, future in futures.items():
+            print(f"{name}: {future.result()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
