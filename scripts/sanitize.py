@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,9 @@ TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 SANITIZER = "compute-sanitizer"
 OUR_KERNELS = "kernel_substring=warpspec"  # CuTe DSL puts a kernel's module into its name
 SECONDS, JOBS = 150, 8
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU the cases run in the simulator, without the tool
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # on a CPU the cases run in the simulator, without the tool
 DONE = "case ran"  # printed by a case's process when its results are there
 SUMMARY = re.compile(r"^=+ ((?:RACECHECK|ERROR) SUMMARY: .*)$", re.MULTILINE)
 FINDING = re.compile(r"^=+ ((?:Error|Warning|Invalid|Uninitialized|Barrier)[^\n]*)", re.MULTILINE)
@@ -112,7 +113,9 @@ def topk_rows() -> None:
 def experts() -> None:
     from warpspec.moe import NVFP4Experts, moe_ffn
 
-    weights = [rows(3, *size, seed=i).float() / 16 for i, size in enumerate(((128, 256), (128, 256), (256, 128)))]
+    weights = [
+        rows(3, *size, seed=i).float() / 16 for i, size in enumerate(((128, 256), (128, 256), (256, 128)))
+    ]
     layer = NVFP4Experts.quantize(*weights).for_backend("sm90")
     ids = integers([[0, 1], [2, -1], [1, 0], [1, 2]])
     moe_ffn(rows(4, 256, seed=5), layer, ids, torch.rand(4, 2, device=DEVICE))
@@ -129,9 +132,7 @@ def gathered() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "attention D128 causal": attention_call(150, 300, 4, 2, 128, causal=True),
-    "attention D64 window, sink": attention_call(
-        150, 300, 4, 2, 64, window=(60, 0), causal=True, sink=True
-    ),
+    "attention D64 window, sink": attention_call(150, 300, 4, 2, 64, window=(60, 0), causal=True, sink=True),
     "attention D256": attention_call(70, 150, 2, 1, 256),
     "attention D512, K and V one": attention_call(3, 100, 32, 1, 512, shared=True),
     "attention, split keys": attention_call(1, 700, 8, 2, 128, num_splits=3),
@@ -190,7 +191,9 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="CASE", help="part of a case's name")
     parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0])
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of a case (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="limit of a case (default %(default)s)"
+    )
     parser.add_argument("--jobs", type=int, default=JOBS, help="cases at a time (default %(default)s)")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
