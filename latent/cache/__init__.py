@@ -119,10 +119,13 @@ def compress(
     the window before and the second half of its own (CSA). Then bf16, normalised, bf16, rotated by the position of the
     window's first token, bf16, (transformed, bf16,) quantised. Bits do not depend on how tokens are divided into calls.
 
-    A start of 0 begins anew. Any other must go on from the tokens written, less at most the tail's max_draft: tokens
-    that are taken back. On the CPU anything else raises ValueError; on a GPU, which the host does not wait for, what
-    would have been made of lost tokens becomes NaN. Requests that are out of range are left out there, and cu_seqlens
-    clamped to the tokens there are.
+    A start of 0 begins anew. Any other goes on from the tokens that the request has: those from the start on are taken
+    back, and a start may be anything from F - max_draft to the end of the request's last call, F being the furthest end
+    of its calls since it began anew. So any pattern of calls takes back what it likes of the last max_draft tokens; a
+    call of more than max_draft tokens cannot be repeated. On the CPU any other start raises ValueError; on a GPU, which
+    the host does not wait for, entries that would have been made of lost tokens become NaN, and the call's own tokens
+    are those that the request has. Requests that are out of range are left out there, and cu_seqlens clamped to the
+    tokens there are. A request without tokens is left as it is, whatever its start.
 
     Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``. Forward only.
     """

@@ -15,7 +15,7 @@ from warpspec.common.backend import refuse_tangents
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.latent.cache.models import CONTENT_AND_GATE
 from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool, has_memory
-from warpspec.latent.cache.state import Tail
+from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 ROPE_DIM = 64  # numbers of a row that are rotated
@@ -166,14 +166,14 @@ def check_compress_values(tokens: int, tail: Tail, requests, starts, cu_seqlens)
 
 
 def check_starts(tail: Tail, requests, starts, lengths) -> None:
-    """Whether each request goes on from what was written."""
-    written = tail.progress[requests.long(), 0]
-    back = written - starts
-    wrong = (lengths > 0) & (starts > 0) & ((back < 0) | (back > tail.max_draft))
+    """Whether each request begins anew or goes on between its settled tokens and the end of those written."""
+    written, settled = tail.progress[requests.long()][:, [WRITTEN, SETTLED]].unbind(1)
+    wrong = (lengths > 0) & (starts > 0) & ((starts < settled) | (starts > written))
     for i in wrong.nonzero()[:1, 0].tolist():
         raise ValueError(
-            f"starts: request {int(requests[i])} has written {int(written[i])} tokens, of which at most "
-            f"{tail.max_draft} (max_draft) can be taken back, got a start of {int(starts[i])}"
+            f"starts: request {int(requests[i])} has written {int(written[i])} tokens, of which the first "
+            f"{int(settled[i])} cannot be taken back (max_draft {tail.max_draft}): must be 0 or within "
+            f"{int(settled[i])}..{int(written[i])}, got {int(starts[i])}"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.latent.cache.state import FOLDED, WRITTEN, Tail
+from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -88,15 +88,20 @@ def compress(
         new = content_gate[begin:end].clone()
         at = torch.arange(start, start + count, device=new.device)
         new[:, 1] += ape.float()[at % tail.stride]
-        whole = start == 0 or start <= tail.progress[request, WRITTEN] <= start + tail.max_draft
+        progress = tail.progress[request]
+        whole = start == 0 or progress[SETTLED].item() <= start <= progress[WRITTEN].item()
+        before = progress[SETTLED].item() if start > 0 and whole else start
+        settled = max(before, start + count - tail.max_draft)
         make = csa_entries if tail.kind == "csa" else hca_entries
-        for position, pooled in make(tail, request, new, start, whole):
+        for position, pooled in make(tail, request, new, start, whole, (before, settled)):
             row = finish_entry(pooled, position - tail.stride + 1, cos_sin, weight, eps, rotated)
             pool.write(slots[begin + position - start][None], row[None])
+        progress[WRITTEN], progress[SETTLED] = start + count, settled
 
 
-def csa_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool):
-    """Yields (position of the entry's last token, pooled [dim]); then new [T, 2, 2 dim] goes into the ring."""
+def csa_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool, _settled):
+    """Yields (position of the entry's last token, pooled [dim]); then new [T, 2, 2 dim] goes into the ring. whole: the
+    tail has the tokens before start; else NaN."""
     ring = tail.rows[request]
     size, end = len(ring), start + len(new)
     first = start // tail.stride * tail.stride + tail.stride - 1
@@ -121,34 +126,30 @@ def csa_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: 
         ring.fill_(torch.nan)
     for p in range(max(start, end - size), end):
         ring[p % size] = new[p - start]
-    tail.progress[request, WRITTEN] = end
 
 
-def hca_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool):
-    """As ``csa_entries``; new [T, 2, dim] is folded, but for the last max_draft tokens."""
-    end = start + len(new)
-    ring, drafts = tail.rows[request], tail.max_draft
-    folded = tail.progress[request, FOLDED].item() if start > 0 and whole else start
+def hca_entries(
+    tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool, settled: tuple[int, int]
+):
+    """As ``csa_entries``, new [T, 2, dim]. settled: how many tokens the state's fold has, and is to have: the others,
+    max_draft at most, are rows of the ring."""
+    ring, end = tail.rows[request], start + len(new)
+    folded, settled = settled
     state = tail.online[request].clone() if folded % tail.stride else empty_fold(tail)
-    if start > 0 and not whole:
+    if not whole and start % tail.stride:
         state = torch.full_like(state, torch.nan)
-    for p in range(folded, start):
-        state = fold(state, ring[p % drafts])
+    kept = state
+    for p in range(folded, end):
+        state = fold(state, new[p - start] if p >= start else ring[p % len(ring)])
         if (p + 1) % tail.stride == 0:
+            if p >= start:
+                yield p, state[2] / state[1]
             state = empty_fold(tail)
-    keep_from = max(start, end - drafts)  # not folded yet
-    kept = state if keep_from == start else None
-    for p in range(start, end):
-        state = fold(state, new[p - start])
-        if (p + 1) % tail.stride == 0:
-            yield p, state[2] / state[1]
-            state = empty_fold(tail)
-        if p + 1 == keep_from:
+        if p + 1 == settled:
             kept = state
     tail.online[request] = kept
-    for p in range(keep_from, end):
-        ring[p % drafts] = new[p - start]
-    tail.progress[request] = torch.tensor([end, keep_from], dtype=torch.int32)
+    for p in range(max(start, settled), end):
+        ring[p % len(ring)] = new[p - start]
 
 
 def empty_fold(tail: Tail) -> torch.Tensor:

@@ -3,7 +3,10 @@
 Everything is a ring by position, so that drafted tokens which are not accepted cost nothing to take back: rings have
 ``max_draft`` rows more than are needed, and what was written at positions that are given again is written over. Only
 the number of accepted tokens moves (``commit``). HCA's windows are long, and kept folded instead: tokens that may
-still be taken back stand beside it as rows until the call that follows.
+still be taken back stand beside the fold as rows, and join it when they are settled.
+
+A token is settled once it lies ``max_draft`` or more before the furthest position that the request has been written to.
+Settled tokens stay; all others can be taken back, by any pattern of calls.
 """
 
 from __future__ import annotations
@@ -15,18 +18,19 @@ import torch
 from warpspec.latent.cache.models import CONTENT_AND_GATE, KINDS, ONLINE_NUMBERS, OVERLAP, CacheConfig
 from warpspec.latent.cache.pools import LatentPool
 
-WRITTEN, FOLDED = range(2)  # numbers of ``Tail.progress``
+WRITTEN, SETTLED = range(2)  # numbers of ``Tail.progress``
 
 
 @dataclass(frozen=True, eq=False)
 class Tail:
     """The compressor's unfinished entries of every request, for one compressor of one layer.
 
-    kind: "csa" or "hca". stride: tokens of an entry. dim: channels of an entry. max_draft: tokens that a call may take
-    back of what the call before wrote. rows: fp32 [requests, ring, 2, c dim], C and Z (with the position's bias) of the
-    tokens at ring row position % ring; c is 2 for CSA. online: fp32 [requests, 3, dim], of HCA: largest Z, sum of
-    exp(Z - largest), sum of exp(Z - largest) C over the window's folded tokens; None for CSA. progress: int32
-    [requests, 2]: tokens written, and folded into ``online``.
+    kind: "csa" or "hca". stride: tokens of an entry. dim: channels of an entry. max_draft: how many of a request's last
+    tokens can be taken back: all from the furthest position written, less max_draft. rows: fp32 [requests, ring, 2, c
+    dim], C and Z (with the position's bias) of the tokens at ring row position % ring; c is 2 for CSA. online: fp32
+    [requests, 3, dim], of HCA: largest Z, sum of exp(Z - largest), sum of exp(Z - largest) C over the settled tokens of
+    the last window; None for CSA. progress: int32 [requests, 2]: tokens written, where the last call ended; and tokens
+    settled, which no call takes back. The next call starts between the two, or at 0.
     """
 
     kind: str
@@ -113,8 +117,7 @@ class StateCache:
         """The first ``accepted`` of the tokens just written count; the others are taken back.
 
         accepted: an int, or int32 on the state's device, one number a request. requests: int [R], which requests
-        these are; None: all. No synchronisation. A call that goes on from anything but the tokens written, less at
-        most ``max_draft``, gets NaN entries: see ``compress``.
+        these are; None: all. No synchronisation. ``compress`` says which tokens can be taken back.
         """
         if requests is None:
             self.lengths += accepted

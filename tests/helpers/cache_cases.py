@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.latent.cache import IndexPool, LatentPool, Tail, compress, rope_table, table_slots
+from warpspec.latent.cache import IndexPool, LatentPool, Tail, compress, ops, rope_table, table_slots
 
 POISON = 0xA5
 PAGE_SIZE = 16
@@ -100,12 +100,22 @@ class Run:
         }
 
     def call(
-        self, counts: list[int], accepted: list[int] | None = None, *, backend: str, rotated=False, given=None
+        self,
+        counts: list[int],
+        accepted: list[int] | None = None,
+        *,
+        backend: str,
+        rotated=False,
+        given=None,
+        checked=True,
     ):
-        """One call; the first ``accepted`` tokens of each request count, by default all."""
+        """One call; the first ``accepted`` tokens of each request count, by default all. checked: False: as on a GPU,
+        where the host does not see the values of starts."""
         arguments = self.arguments(counts, given)
-        inputs = [arguments.pop(name) for name in ("content_gate", "ape", "weight", "cos_sin")]
-        compress(*inputs, **arguments, rotated=rotated, backend=backend)
+        if checked:
+            compress(**arguments, rotated=rotated, backend=backend)
+        else:
+            ops.run_compress(**arguments, eps=1e-6, rotated=rotated, backend=backend)
         self.lengths += torch.tensor(accepted or counts, dtype=torch.int32, device=self.pool.device)
 
     def entry_slots(self, request: int) -> torch.Tensor:

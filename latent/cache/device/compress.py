@@ -6,8 +6,8 @@ tail it reads before it writes there. Each other CTA has ``stride`` neighbouring
 one completes an entry that is made of new tokens alone: those of one request are ``stride`` apart, and its first comes
 no earlier than its ``reach``-th token. The host knows neither the lengths nor which entries are complete.
 
-A request whose start does not go on from what was written, less at most max_draft tokens, has a state that is not its
-own, or lost: what would be made of it becomes NaN.
+A request whose start lies before its settled tokens' end or past the tokens written has a state that is not its own, or
+lost: what would be made of it becomes NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warpspec.latent.cache.config import VECTOR, CompressConfig
 from warpspec.latent.cache.device.insert import DTYPES, ROPE_DIM, load_weights
 from warpspec.latent.cache.device.rows import hadamard, load_angles, normalize, rotate, store_row, to_bf16
 from warpspec.latent.cache.models import CONTENT_AND_GATE, ONLINE_NUMBERS
-from warpspec.latent.cache.state import FOLDED, WRITTEN
+from warpspec.latent.cache.state import SETTLED, WRITTEN
 
 LOG2_E = 1.4426950408889634
 FOLD_BATCH = 8  # tokens whose loads are under way together
@@ -104,23 +104,21 @@ def request_cta(config: cutlass.Constexpr, operands, page_size, eps, number):
     begin, count = extent_of(operands.cu_seqlens, number, tokens)
     start = Int32(operands.starts[number])
     if (count > 0) & (start >= 0) & (request >= 0) & (request < progress.shape[0]):
-        written, folded = Int32(progress[request, WRITTEN]), Int32(progress[request, FOLDED])
+        written, before = Int32(progress[request, WRITTEN]), Int32(progress[request, SETTLED])
         cute.arch.sync_threads()  # all have read what one of them writes at the end
-        whole = Boolean(start == 0) | (
-            Boolean(start <= written) & Boolean(written - start <= config.max_draft)
-        )
+        whole = Boolean(start == 0) | (Boolean(before <= start) & Boolean(start <= written))
+        if (start == 0) | (whole == Boolean(False)):
+            before = start
+        settled = cutlass.max(before, start + count - config.max_draft)
         at = (begin, start, start + count)
         if cutlass.const_expr(config.tail == "csa"):
             csa_request(config, operands, page_size, eps, operands.tail[request, None, None, None], at, whole)
-            folded = Int32(0)
         else:
-            if (start == 0) | (whole == Boolean(False)):
-                folded = start
             of_request = (operands.tail[request, None, None, None], operands.online[request, None, None])
-            folded = hca_request(config, operands, page_size, eps, of_request, at, whole, folded)
+            hca_request(config, operands, page_size, eps, of_request, at, whole, (before, settled))
         if cute.arch.thread_idx()[0] == 0:
             progress[request, WRITTEN] = start + count
-            progress[request, FOLDED] = folded
+            progress[request, SETTLED] = settled
 
 
 @cute.jit
@@ -213,45 +211,42 @@ def csa_pooled(config: cutlass.Constexpr, new, ape, tail, at, last, whole) -> li
 
 
 @cute.jit
-def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request, at, whole, folded) -> Int32:
-    """of_request: (RING, 2, dim) and (3, dim) of the request. folded: tokens in its fold. Returns how many are now."""
+def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request, at, whole, settled):
+    """of_request: (RING, 2, dim) and (3, dim) of the request. settled: tokens of its fold, before and after the call;
+    those from there to the end stand in the ring, max_draft at most."""
     new, ape = operands.new, operands.ape
     tail, online = of_request
     begin, start, end = at
-    # 1. The fold up to start: what the state has, and the tokens that stood beside it.
+    before, settled = settled
+    # 1. The state's fold, and those of the ring's tokens that are settled now.
     state = empty_fold()
-    if folded % config.stride != 0:
+    if before % config.stride != 0:
         for i in cutlass.range_constexpr(ONLINE_NUMBERS):
             put(state[None, i], load_channels(online[i, None], 0))
-    if whole == Boolean(False):
+    if (whole == Boolean(False)) & (start % config.stride != 0):
         state.fill(Float32.nan)
-    if cutlass.const_expr(config.ring > 0):
-        for position in cutlass.range(folded, start, unroll=1):
-            row = tail[position % config.ring, None, None]
-            fold(state, load_channels(row[CONTENT, None], 0), load_channels(row[GATE, None], 0))
-            if (position + 1) % config.stride == 0:
-                clear(state)
+    reached = cutlass.min(settled, start)
+    state = fold_kept(config, tail, before, reached, state)
     # 2. The window that start lies in, if this call completes it.
     last = (start // config.stride + 1) * config.stride - 1
     if (last < end) & (start % config.stride != 0):
         complete = cute.make_rmem_tensor((VECTOR, ONLINE_NUMBERS), Float32)
         copy(state, complete)
+        complete = fold_kept(config, tail, reached, start, complete)
         complete = fold_new(config, new, ape, at, start, last + 1, complete)
         finish(config, operands, page_size, eps, pooled_of(complete), last, begin + last - start)
-    # 3. The fold of all but the last max_draft tokens, and those beside it.
-    kept = cutlass.max(start, end - config.max_draft)
-    first = kept // config.stride * config.stride
+    # 3. The fold of all settled tokens, and the new ones beside it.
+    first = settled // config.stride * config.stride
     if first > start:
         clear(state)
-    state = fold_new(config, new, ape, at, cutlass.max(first, start), kept, state)
+    state = fold_new(config, new, ape, at, cutlass.max(first, start), settled, state)
     for i in cutlass.range_constexpr(ONLINE_NUMBERS):
         store_channels(online[i, None], 0, [state[v, i] for v in range(VECTOR)])
     if cutlass.const_expr(config.ring > 0):
-        for position in cutlass.range(kept, end, unroll=1):
+        for position in cutlass.range(cutlass.max(start, settled), end, unroll=1):
             content, gate = new_channels(config, new, ape, at, position, 0)
             store_channels(tail[position % config.ring, CONTENT, None], 0, content)
             store_channels(tail[position % config.ring, GATE, None], 0, gate)
-    return kept
 
 
 def empty_fold() -> cute.Tensor:
@@ -274,6 +269,18 @@ def copy(source: cute.Tensor, target: cute.Tensor) -> None:
 def pooled_of(state: cute.Tensor) -> list:
     """What a fold's tokens are pooled to."""
     return [state[v, 2] / state[v, 1] for v in range(VECTOR)]
+
+
+@cute.jit
+def fold_kept(config: cutlass.Constexpr, tail, first, end, state: cute.Tensor) -> cute.Tensor:
+    """The fold with the ring's tokens at positions ``first`` to ``end`` - 1, in place; empty where a window begins."""
+    if cutlass.const_expr(config.ring > 0):
+        for position in cutlass.range(first, end, unroll=1):
+            row = tail[position % config.ring, None, None]
+            fold(state, load_channels(row[CONTENT, None], 0), load_channels(row[GATE, None], 0))
+            if (position + 1) % config.stride == 0:
+                clear(state)
+    return state
 
 
 @cute.jit
