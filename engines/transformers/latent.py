@@ -68,8 +68,8 @@ class DeepseekV4Cache(Cache):
 
     config: the model's ``DeepseekV4Config``. batch: sequences. max_tokens: of a sequence, at most. latent, index: row
     formats of keys and entries, and of index keys: "bf16" for no quantisation. rotated: index keys and queries go
-    through the Hadamard transform. max_draft: tokens that ``crop`` may take back after a call of at most one more.
-    backend: of all operations. Raises ValueError for shapes that the pools do not have.
+    through the Hadamard transform. max_draft: how many of the last tokens ``crop`` may take back, counted from the most
+    that the cache has had. backend: of all operations. Raises ValueError for shapes that the pools do not have.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DeepseekV4Cache(Cache):
         )
         self.batch, self.max_tokens, self.max_draft = batch, max_tokens, max_draft
         self.rotated, self.backend = rotated, backend
-        self.length = 0
+        self.length = self.settled = 0  # tokens; those that cannot be taken back any more
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         blocks = -(-max_tokens // PAGE_TOKENS)
         self.page_table = torch.arange(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
@@ -138,21 +138,23 @@ class DeepseekV4Cache(Cache):
     def advance(self, count: int) -> None:
         """A model's call has written ``count`` tokens."""
         self.length += count
+        self.settled = max(self.settled, self.length - self.max_draft)
         self.lengths += count
 
     def crop(self, max_length: int) -> None:
-        """Take back the tokens from max_length on; below 0: so many. ValueError for more than max_draft."""
+        """Take back the tokens from max_length on; below 0: so many. ValueError for tokens that are settled: those
+        that lie max_draft or more before the most tokens that there have been since the cache was empty."""
         length = max_length if max_length >= 0 else self.length + max_length
-        if not 0 <= self.length - length <= self.max_draft:
+        if not self.settled <= length <= self.length:
             raise ValueError(
-                f"max_length: of {self.length} tokens at most {self.max_draft} (max_draft) can be taken back, got "
-                f"{max_length}"
+                f"max_length: of {self.length} tokens the first {self.settled} cannot be taken back (max_draft "
+                f"{self.max_draft}), got {max_length}"
             )
         self.length = length
         self.lengths.fill_(length)
 
     def reset(self) -> None:
-        self.length = 0
+        self.length = self.settled = 0
         self.lengths.zero_()
 
 

@@ -165,8 +165,12 @@ def test_bad_use(models):
     cache = cache_for(ours)
     with torch.no_grad():
         ours(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="at most 3"):
+    with pytest.raises(ValueError, match=r"of 8 tokens the first 5 cannot be taken back \(max_draft 3\), got 2"):
         cache.crop(2)
+    cache.crop(-2)
+    with pytest.raises(ValueError, match=r"of 6 tokens the first 5 cannot .* got -2"):  # four in all
+        cache.crop(-2)
+    assert cache.length == 6 and cache.lengths.tolist() == [6, 6]
     with pytest.raises(ValueError, match="must have DeepseekV4Attention layers"):
         attach(torch.nn.Linear(2, 2))
 
