@@ -165,7 +165,9 @@ def test_bad_use(models):
     cache = cache_for(ours)
     with torch.no_grad():
         ours(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"of 8 tokens the first 5 cannot be taken back \(max_draft 3\), got 2"):
+    with pytest.raises(
+        ValueError, match=r"of 8 tokens the first 5 cannot be taken back \(max_draft 3\), got 2"
+    ):
         cache.crop(2)
     cache.crop(-2)
     with pytest.raises(ValueError, match=r"of 6 tokens the first 5 cannot .* got -2"):  # four in all
