@@ -29,7 +29,7 @@ MAX_REGISTERS_PER_THREAD = 255
 REGISTER_STEP = 8  # a thread's registers come in multiples of it
 SM_PARTITIONS = 4  # an SM's warp schedulers, each with its quarter of the registers
 
-# wgmma's fragments (``common/wgmma.py`` says which thread has what).
+# wgmma's fragments (``common/device/wgmma.py`` says which thread has what).
 WARPGROUP_ROWS = 64  # M of one wgmma
 WARP_ROWS = 16  # rows of a warp
 THREAD_ROWS = 2  # rows of a thread

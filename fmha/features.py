@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
+from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.pipeline import Barrier
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.problem import AttentionProblem
 

@@ -16,8 +16,8 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from warpspec.common import nvfp4_device
 from warpspec.common.compile import fake_rows
+from warpspec.common.device import nvfp4 as nvfp4_device
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of

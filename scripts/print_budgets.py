@@ -16,8 +16,13 @@ import torch
 from shared import backward_budgets, moe_budgets, swap_budgets
 from shared.generated_tables import Section, main, table
 
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, SMEM_PER_SM, SMEM_RESERVED_PER_CTA
-from warpspec.common.tmem import TMEM_COLUMNS
+from warpspec.common.hardware import (
+    MAX_SMEM_PER_CTA,
+    REGISTERS_PER_SM,
+    SMEM_PER_SM,
+    SMEM_RESERVED_PER_CTA,
+    TMEM_COLUMNS,
+)
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config

@@ -14,6 +14,7 @@ import torch
 from warpspec.common.hardware import VECTOR_BYTES
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 MOST_ELEMENTS = 2**25  # of a row
 MOST_ROWS = (
     2**31 - 2**10

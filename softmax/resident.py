@@ -20,9 +20,10 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
+from warpspec.common.barriers import Barrier
+from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.tma import bulk_load
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.pipeline import Barrier, init_barriers
-from warpspec.common.tma import bulk_load
 from warpspec.softmax.online import absorb, exponential, scale, state_of
 from warpspec.softmax.reduction import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_slots, warp_join
 from warpspec.softmax.vectors import (

@@ -17,8 +17,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
+from warpspec.common.device.tma import bulk_load
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.tma import bulk_load
 from warpspec.softmax.online import (
     absorb,
     exponential,

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.softmax.problem import WIDTHS
 
 WORDS = 4  # of 32 bits in a vector
 # Two elements of -inf (one of fp32) as a word.
@@ -26,7 +27,6 @@ TYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cut
 PAIRS = {"float16": "f16x2", "bfloat16": "bf16x2"}  # PTX types of two elements in a word
 HIGH_HALF = -0x10000  # of a word
 HALF_BITS = 16
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 
 # Cache hints, as PTX suffixes. PLAIN is the fastest for data read once too (on an H200; L1::no_allocate is not). LAST,
 # evict-first, goes to what is not read again while other data should stay in L2.

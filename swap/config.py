@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from warpspec.common import tma, tmem
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
     REGISTERS_PER_SM,
@@ -13,7 +14,6 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 
 ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
@@ -27,9 +27,9 @@ COLLAPSE_PHASES = ("pool", "basis", "decode")
 PHASES = (*ROWS_PHASES, *GEMM_PHASES, *COLLAPSE_PHASES, "fused")
 
 TILE_M = 128  # rows of a tile, and of the counters that phases wait for
-K_TILE = tma.ROW_BYTES // ELEMENT_BYTES  # of K to a stage: one span of the 128-byte swizzle
+K_TILE = memory.ROW_BYTES // ELEMENT_BYTES  # of K to a stage: one span of the 128-byte swizzle
 TILE_NS = (128, 256)  # columns of a tile
-A_BYTES = TILE_M * tma.ROW_BYTES  # activations of a stage
+A_BYTES = TILE_M * memory.ROW_BYTES  # activations of a stage
 
 # The threads that do rows and collapse phases: those of both consumers where the kernel is fused.
 CONSUMERS = 2
@@ -179,11 +179,11 @@ class SwapConfig:
 
     def stage_bytes(self, phase: str) -> int:
         """Activations and weights of a K tile."""
-        return (TILE_M + self.columns(phase)) * tma.ROW_BYTES
+        return (TILE_M + self.columns(phase)) * memory.ROW_BYTES
 
     def stages(self, phase: str) -> int:
         """Of a product's ring: as many as fit."""
-        fixed = sum(padded(size) for _, size, _ in self.other_regions) + tma.TILE_ALIGNMENT
+        fixed = sum(padded(size) for _, size, _ in self.other_regions) + memory.TILE_ALIGNMENT
         return min((MAX_SMEM_PER_CTA - fixed) // self.stage_bytes(phase), self.tiles.stages)
 
     @property
@@ -221,7 +221,7 @@ class SwapConfig:
     def accumulator_columns(self) -> int:
         if self.arch == "sm90":
             return 0
-        return tmem.allocation(self.columns(self.phase))
+        return memory.tmem_allocation(self.columns(self.phase))
 
     # Shared memory.
 
@@ -270,7 +270,7 @@ class SwapConfig:
     def smem_bytes(self) -> int:
         """With the room that alignment may take."""
         found = sum(padded(size) for _, size, _ in self.smem_regions)
-        return found + (tma.TILE_ALIGNMENT if self.multiplies else 0)
+        return found + (memory.TILE_ALIGNMENT if self.multiplies else 0)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

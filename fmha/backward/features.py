@@ -8,8 +8,8 @@ Statistics [Hq, slots, tile_m / 2, 4] fp32: of two neighbouring rows lse' in pow
 and delta 0.
 
 dQ's sums [Hq, slots, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
-registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.wgmma``). A part's
-number is its row block, or, where the tile has 64 rows, its column block.
+registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.device.wgmma``). A
+part's number is its row block, or, where the tile has 64 rows, its column block.
 """
 
 from __future__ import annotations

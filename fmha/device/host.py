@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from warpspec.common import tma
 from warpspec.common.compile import fake_rows
+from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.bias import TYPES
 from warpspec.fmha.features import BLOCK, JOIN_WORDS, KernelFeatures

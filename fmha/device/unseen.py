@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.fmha.device.bias import power, row_of, unit
 from warpspec.fmha.device.pages import address_of
 from warpspec.fmha.features import WORD_BYTES

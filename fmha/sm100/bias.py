@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.fmha.device.bias import TYPES, row_of
 from warpspec.fmha.device.softmax import LOG2_E

@@ -9,7 +9,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from warpspec.common import tma, tmem
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     MAX_REGISTERS_PER_THREAD,
@@ -22,7 +23,6 @@ from warpspec.common.hardware import (
     TMEM_COLUMNS,
     WARP_THREADS,
 )
-from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.fmha.features import (
     BIAS_BYTES,
     BLOCK,
@@ -70,7 +70,7 @@ class AttentionConfig(KernelFeatures):
         assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.ctas_per_sm <= SMEM_PER_SM
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
-        assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= tma.TILE_ALIGNMENT
+        assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= memory.TILE_ALIGNMENT
         assert not (self.chunked and (self.bias or self.column_parts > 1))
 
     @classmethod
@@ -230,7 +230,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def bias_box(self) -> tuple[int, int, int]:
         """(KEY, HEAD, QUERY) of a bias load: 128 bytes of keys."""
-        keys = tma.ROW_BYTES // BIAS_BYTES[self.bias]
+        keys = memory.ROW_BYTES // BIAS_BYTES[self.bias]
         return (keys, self.pack if self.bias_heads else 1, self.queries)
 
     @property
@@ -241,7 +241,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def bias_box_room(self) -> int:
         """Bytes of shared memory from one box to the next."""
-        return -(-self.bias_rows * tma.ROW_BYTES // tma.TILE_ALIGNMENT) * tma.TILE_ALIGNMENT
+        return -(-self.bias_rows * memory.ROW_BYTES // memory.TILE_ALIGNMENT) * memory.TILE_ALIGNMENT
 
     @property
     def bias_tile_bytes(self) -> int:
@@ -296,7 +296,7 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def p_columns(self) -> int:
-        return 0 if self.p_in_smem else self.tile_n * ELEMENT_BYTES // tmem.TMEM_COLUMN_BYTES
+        return 0 if self.p_in_smem else self.tile_n * ELEMENT_BYTES // memory.TMEM_COLUMN_BYTES
 
     @property
     def tmem_o(self) -> int:
@@ -309,7 +309,7 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def tmem_allocation(self) -> int:
-        return tmem.allocation(self.tmem_columns)
+        return memory.tmem_allocation(self.tmem_columns)
 
     # Shared memory, in bytes.
 
@@ -342,7 +342,7 @@ class AttentionConfig(KernelFeatures):
         return (
             (
                 "barriers, TMEM address" + (", ends of chunks, records" if self.chunked else ""),
-                tma.TILE_ALIGNMENT,
+                memory.TILE_ALIGNMENT,
                 f"{barrier_count(self.barriers)} mbarriers, {self.word_bytes} bytes",
             ),
             ("Q", self.q_bytes, f"[{self.tile_m}, {self.head_dim}], 128-byte swizzle"),

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted

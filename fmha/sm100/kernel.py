@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from warpspec.common import tma
-from warpspec.common.pipeline import init_barriers
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.fmha.device.grid import Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.sm100 import bias as biases
 

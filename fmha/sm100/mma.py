@@ -10,7 +10,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Boolean, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
 
 
 def make_qk(config, dtype) -> cute.TiledMma:

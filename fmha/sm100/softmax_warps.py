@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from warpspec.common import tma, tmem
+from warpspec.common.device import tma, tmem
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.bias import unit

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from warpspec.common.wgmma import column, elements
+from warpspec.common.device.wgmma import column, elements
 from warpspec.fmha.device.bias import TYPES, power
 
 

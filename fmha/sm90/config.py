@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+from warpspec.common.barriers import Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     MAX_REGISTERS_PER_THREAD,
@@ -20,7 +21,6 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,

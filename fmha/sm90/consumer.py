@@ -17,9 +17,9 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.mask import hide

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 
+from warpspec.common.device.wgmma import PAIR, QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, elements
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import PAIR, QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, elements
 from warpspec.fmha.device.tile import Row
 from warpspec.fmha.device.unseen import RowColumns
 

@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost

@@ -28,9 +28,9 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import settle
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import settle
 from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.features import WORD_BYTES
 from warpspec.fmha.sm90.fragment import ROW_DISTANCE, THREAD_ROWS, WARP_ROWS

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Uint32
 
-from warpspec.common.words import multiply_bf16x2, permute
+from warpspec.common.device.words import multiply_bf16x2, permute
 
 BYTES_LOW, BYTES_HIGH = 0x9180, 0xB3A2  # prmt: two bytes, each below eight copies of its sign
 EXPONENT_SHIFT = 4  # from there to bf16's fields

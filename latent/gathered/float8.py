@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
-from warpspec.common import tmem
 from warpspec.common.compile import fake_rows
+from warpspec.common.device import tmem
+from warpspec.common.device.wgmma import PAIR, THREAD_ROWS, elements, flat, transpose
 from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel
-from warpspec.common.wgmma import PAIR, THREAD_ROWS, elements, flat, transpose
 from warpspec.fmha.combine import CombineConfig
 from warpspec.fmha.device.combine import combine_row, divided, launch_options, log_sum
 from warpspec.fmha.features import BLOCK as COLUMNS

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Uint32
 
-from warpspec.common import tma
 from warpspec.common.compile import fake_rows
+from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
 from warpspec.latent.gathered.config import MAX_KEY_SETS, ROPE_DIM

@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.words import permute, shuffle_address
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.words import permute, shuffle_address
 from warpspec.fmha.features import BLOCK
 from warpspec.latent.cache.formats import BF16_BYTES
 from warpspec.latent.gathered.convert import some_large, to_bf16

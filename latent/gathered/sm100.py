@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.mma import fragments, mma

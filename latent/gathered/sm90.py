@@ -9,10 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
-from warpspec.common import tma
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.pipeline import init_barriers
-from warpspec.common.wgmma import (
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.wgmma import (
     PAIR,
     QUAD,
     ROW_DISTANCE,
@@ -22,6 +21,7 @@ from warpspec.common.wgmma import (
     elements,
     flat,
 )
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.features import FP32_BYTES
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Work, products

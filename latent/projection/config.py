@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common import tma, tmem
+from warpspec.common import memory
+from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
     REGISTERS_PER_SM,
     TMEM_COLUMNS,
     WARP_THREADS,
+    WARPGROUP_ROWS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.pipeline import Barrier
-from warpspec.common.wgmma import WARPGROUP_ROWS
 
 PRODUCER_REGISTERS = 40
 BARRIER_BYTES = 1024  # room for the mbarriers, and on sm_100a the TMEM address
@@ -53,16 +53,16 @@ class ProjectionConfig:
     @property
     def stage_depth(self) -> int:
         """Numbers of K of a stage."""
-        return tma.ROW_BYTES if self.float8 else tma.ROW_BYTES // 2
+        return memory.ROW_BYTES if self.float8 else memory.ROW_BYTES // 2
 
     @property
     def a_bytes(self) -> int:
         """One box of a stage."""
-        return self.box_rows * tma.ROW_BYTES
+        return self.box_rows * memory.ROW_BYTES
 
     @property
     def b_bytes(self) -> int:
-        return self.tile_n * tma.ROW_BYTES
+        return self.tile_n * memory.ROW_BYTES
 
     @property
     def stage_bytes(self) -> int:
@@ -123,11 +123,11 @@ class Sm100Config(ProjectionConfig):
 
     @property
     def box_rows(self) -> int:
-        return tmem.TMEM_LANES
+        return memory.TMEM_LANES
 
     @property
     def epilogue_threads(self) -> int:
-        return tmem.TMEM_LANES
+        return memory.TMEM_LANES
 
     @property
     def mma_warp(self) -> int:
@@ -143,7 +143,7 @@ class Sm100Config(ProjectionConfig):
 
     @property
     def tmem_columns(self) -> int:
-        return tmem.allocation(ACCUMULATORS * self.tile_n)
+        return memory.tmem_allocation(ACCUMULATORS * self.tile_n)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

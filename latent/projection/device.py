@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32
 
-from warpspec.common import tma
 from warpspec.common.compile import fake_rows
+from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.latent.projection.config import ProjectionConfig
 

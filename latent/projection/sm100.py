@@ -12,8 +12,8 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common import tma, tmem
-from warpspec.common.pipeline import init_barriers
+from warpspec.common.device import tma, tmem
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.latent.projection.config import ACCUMULATORS, BARRIER_BYTES, Sm100Config
 from warpspec.latent.projection.device import (
     SCALE_COLUMNS,

@@ -13,10 +13,9 @@ from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common import tma
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.pipeline import init_barriers
-from warpspec.common.wgmma import (
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.wgmma import (
     COLUMNS,
     PAIR,
     QUAD,
@@ -27,6 +26,7 @@ from warpspec.common.wgmma import (
     flat,
     transpose,
 )
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.latent.projection.config import BARRIER_BYTES, PRODUCER_REGISTERS, Sm90Config
 from warpspec.latent.projection.device import (
     SCALE_COLUMNS,

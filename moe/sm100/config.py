@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from warpspec.common import tma, tmem
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
-from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.moe.activations import ACTIVATIONS
 
 CODES_PER_BYTE = 2
@@ -19,9 +19,9 @@ INT32_BYTES = 4
 MMA_ROWS = 128  # M of one CTA: lanes of tensor memory
 MMA_K = 64  # of one tcgen05.mma of kind mxf4nvf4
 MMA_N_UNIT = 8  # N is a multiple of it, in each CTA
-K_TILE = CODES_PER_BYTE * tma.ROW_BYTES  # values of K a stage: one span of the 128-byte swizzle
+K_TILE = CODES_PER_BYTE * memory.ROW_BYTES  # values of K a stage: one span of the 128-byte swizzle
 K_STEPS = K_TILE // MMA_K  # MMAs a stage; each takes one scale atom of K: ATOM_COLUMNS * BLOCK = MMA_K
-SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // tmem.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
+SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // memory.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
 ACCUMULATORS = 2
 RECORDS = 4  # tiles the scheduler may be ahead
 RECORD_FIELDS = 8  # Int32 each, two 16-byte vectors
@@ -91,7 +91,7 @@ class GemmConfig:
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert self.tmem_columns <= TMEM_COLUMNS
         assert barrier_count(self.barriers) <= self.barrier_slots
-        assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= tma.TILE_ALIGNMENT
+        assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= memory.TILE_ALIGNMENT
         assert self.tile_n % (MMA_N_UNIT * self.ctas) == 0
         assert self.shape.features % ATOM_ROWS == 0
         assert self.overlap <= self.tile_n // 2 and not (self.swapped and self.overlap)
@@ -168,12 +168,12 @@ class GemmConfig:
     @property
     def token_box(self) -> tuple[int, int]:
         """(K bytes, ROW) that one load brings."""
-        return (tma.ROW_BYTES, self.token_rows)
+        return (memory.ROW_BYTES, self.token_rows)
 
     @property
     def weight_box(self) -> tuple[int, int]:
         """(K bytes, ROW) that one load brings."""
-        return (tma.ROW_BYTES, self.weight_rows)
+        return (memory.ROW_BYTES, self.weight_rows)
 
     @property
     def weight_atoms(self) -> int:
@@ -235,18 +235,18 @@ class GemmConfig:
 
     @property
     def tmem_allocation(self) -> int:
-        return tmem.allocation(self.tmem_columns)
+        return memory.tmem_allocation(self.tmem_columns)
 
     # Shared memory, in bytes.
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a stage's tokens: a multiple of the alignment, since rows come in eights."""
-        return self.token_rows * tma.ROW_BYTES
+        return self.token_rows * memory.ROW_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        return self.weight_rows * tma.ROW_BYTES
+        return self.weight_rows * memory.ROW_BYTES
 
     @property
     def token_scale_bytes(self) -> int:
@@ -352,12 +352,12 @@ class GemmConfig:
     @property
     def staging_bytes(self) -> int:
         total = len(self.epilogue_warps) * self.staging_warp_bytes
-        return -(-total // tma.TILE_ALIGNMENT) * tma.TILE_ALIGNMENT
+        return -(-total // memory.TILE_ALIGNMENT) * memory.TILE_ALIGNMENT
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of shared memory beside the stages."""
-        return tma.TILE_ALIGNMENT + self.staging_bytes
+        return memory.TILE_ALIGNMENT + self.staging_bytes
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
@@ -366,7 +366,7 @@ class GemmConfig:
         barriers = f"{barrier_count(self.barriers)} mbarriers, {RECORDS} tile records, 4 bytes"
         atoms = f"{K_STEPS} x 512"
         return (
-            ("barriers, records, TMEM address", tma.TILE_ALIGNMENT, barriers),
+            ("barriers, records, TMEM address", memory.TILE_ALIGNMENT, barriers),
             (
                 "tokens",
                 stages * self.token_bytes,

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
 from warpspec.moe.sm100.config import ACCUMULATORS
 from warpspec.moe.sm100.epilogue_rows import rows_to_result
 from warpspec.moe.sm100.epilogue_swapped import columns_to_result

@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
+from warpspec.common.device.nvfp4 import largest_magnitude, quantize_block
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
-from warpspec.common.nvfp4_device import largest_magnitude, quantize_block
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation

@@ -12,10 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
+from warpspec.common.device.nvfp4 import absolute, block_scale, quantize_lane
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import BLOCK
-from warpspec.common.nvfp4_device import absolute, block_scale, quantize_lane
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation

@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from warpspec.common import tma
-from warpspec.common.pipeline import init_barriers
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.moe.sm100.config import INT32_BYTES, GemmConfig
 from warpspec.moe.sm100.epilogue import Operands, epilogue
 from warpspec.moe.sm100.load import load, make_sources, make_stages

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.common.nvfp4 import ATOM_ROWS
 from warpspec.moe.sm100.config import INT32_BYTES
 

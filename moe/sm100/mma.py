@@ -10,7 +10,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Boolean, Float4E2M1FN, Float8E4M3FN, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, BLOCK
 from warpspec.moe.sm100.config import ACCUMULATORS, K_STEPS, MMA_K, SCALE_COLUMNS

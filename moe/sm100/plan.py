@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from warpspec.common import tma
+from warpspec.common import memory
 from warpspec.common.hardware import GPUS
 from warpspec.moe.sm100.config import (
     K_TILE,
@@ -144,4 +144,4 @@ def group_count(shape: Shape, rows: int, experts: int, features: int, sm_count: 
     return max(1, min(sm_count // shape.ctas, tile_bound(shape, rows, experts, features)))
 
 
-assert K_TILE == 2 * tma.ROW_BYTES
+assert K_TILE == 2 * memory.ROW_BYTES

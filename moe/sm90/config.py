@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common import tma
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
     MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
@@ -17,7 +18,6 @@ from warpspec.common.hardware import (
     WARPGROUP_THREADS,
 )
 from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
-from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.moe.permute import Routing
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
@@ -208,7 +208,7 @@ class StreamConfig:
     @property
     def smem_bytes(self) -> int:
         """With the room that alignment may take."""
-        return sum(size for _, size, _ in self.smem_regions) + tma.TILE_ALIGNMENT
+        return sum(size for _, size, _ in self.smem_regions) + memory.TILE_ALIGNMENT
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

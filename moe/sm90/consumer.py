@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_ROWS
-from warpspec.common.wgmma import flat
 from warpspec.moe.sm90.epilogue import store, terms_of
 from warpspec.moe.sm90.products import add_products, await_stage, make_mma
 from warpspec.moe.sm90.relay import add_in_turns, await_all

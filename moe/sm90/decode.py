@@ -10,8 +10,8 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Uint32
 
+from warpspec.common.device.words import multiply_bf16x2, permute
 from warpspec.common.hardware import THREAD_ROWS
-from warpspec.common.words import multiply_bf16x2, permute
 from warpspec.moe.streamed import (
     FIRST,
     MIXED,

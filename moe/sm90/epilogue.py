@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32
 
+from warpspec.common.device.wgmma import COLUMNS, PAIR
 from warpspec.common.hardware import (
     QUAD,
     ROW_DISTANCE,
@@ -20,7 +21,6 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_ROWS,
 )
-from warpspec.common.wgmma import COLUMNS, PAIR
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import GATE, UP
 from warpspec.moe.sm90.tiles import Operands, Tile

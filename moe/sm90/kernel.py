@@ -12,9 +12,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
-from warpspec.common.pipeline import init_barriers
 from warpspec.moe.sm90.config import BARRIER_BYTES, WARPS, StreamConfig
 from warpspec.moe.sm90.consumer import consume
 from warpspec.moe.sm90.load import load

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64, Uint32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.common.hardware import QUAD, VECTOR_BYTES, WARP_THREADS
 from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count

@@ -9,9 +9,9 @@ from cutlass import BFloat16, Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from warpspec.common.device.wgmma import flat, multiply
 from warpspec.common.hardware import QUAD, WARPGROUP_ROWS
 from warpspec.common.nvfp4 import BLOCK
-from warpspec.common.wgmma import flat, multiply
 from warpspec.moe.sm90.decode import decode_chunk
 from warpspec.moe.sm90.tiles import stage_count
 from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, VECTOR_WORDS, WORD_BYTES

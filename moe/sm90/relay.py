@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
+from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import flat
 from warpspec.moe.sm90.products import await_stage, decode, issue, make_weights, stage_words, token_chunks
 from warpspec.moe.sm90.tiles import stage_count
 

@@ -16,10 +16,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 
 from warpspec.common.compile import fake_rows
+from warpspec.common.device.nvfp4 import absolute, divide_any, from_e4m3, largest_magnitude, to_e4m3
 from warpspec.common.hardware import QUAD, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.nvfp4 import AMAX_TO_GLOBAL, BLOCK, E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE
-from warpspec.common.nvfp4_device import absolute, divide_any, from_e4m3, largest_magnitude, to_e4m3
 from warpspec.moe.streamed import CHUNK, padded_k
 
 THREADS = 128

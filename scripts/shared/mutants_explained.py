@@ -53,7 +53,7 @@ EXPLAINED = (
         "flow.count has one before its release: one on the way is enough",
     ),
     (
-        r"`wgmma\.wait_group.*moe/sm90/products\.py.*before common/words",
+        r"`wgmma\.wait_group.*moe/sm90/products\.py.*before device/words",
         "the registers that it hands back are written again only behind a later one, which covers them",
     ),
     (
@@ -61,7 +61,7 @@ EXPLAINED = (
         "the products join the next group: of a turn, all are waited for together",
     ),
     (
-        r"try_wait.*behind common/tma\.py:117, before fmha/schedule\.py:90",
+        r"try_wait.*behind device/tma\.py:111, before fmha/schedule\.py:90",
         "of a bias in one stage: its own wait, a step before, stands behind the QK that has read the tile",
     ),
     (

@@ -20,12 +20,13 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.problem import WIDTHS
 from warpspec.softmax.topk.config import CHUNKS, FETCHED
 from warpspec.softmax.topk.elements import exponentials, floats, largest_in
 from warpspec.softmax.topk.keys import candidate, key_of, lowest_candidate
 from warpspec.softmax.topk.select import before, keep_largest
 from warpspec.softmax.topk.tiles import load_tile
-from warpspec.softmax.vectors import PLAIN, WIDTHS, WORDS, RowSpan, edge_of, load_edge, load_vector
+from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, edge_of, load_edge, load_vector
 
 LANE_BITS = WARP_THREADS.bit_length() - 1
 CHUNK_BITS = CHUNKS.bit_length() - 1

@@ -18,9 +18,9 @@ from warpspec.common.hardware import (
     VECTOR_BYTES,
     WARP_THREADS,
 )
-from warpspec.softmax.topk.keys import CANDIDATE_BYTES
-from warpspec.softmax.vectors import WIDTHS
+from warpspec.softmax.problem import WIDTHS
 
+CANDIDATE_BYTES = 8
 FP32_BYTES = 4
 REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
 MORE_REGISTERS = 8  # a thread, where rows have edges and warps or CTAs wait for each other

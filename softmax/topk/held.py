@@ -16,6 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential
+from warpspec.softmax.problem import WIDTHS
 from warpspec.softmax.topk.elements import exponentials, largest_in, total
 from warpspec.softmax.topk.keys import (
     candidate,
@@ -28,7 +29,6 @@ from warpspec.softmax.topk.select import close_list, rank_in, sort_lanes
 from warpspec.softmax.vectors import (
     PLAIN,
     TYPES,
-    WIDTHS,
     WORDS,
     RowSpan,
     edge_of,

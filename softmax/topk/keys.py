@@ -20,7 +20,6 @@ NOTHING_YET = LOWEST_KEY - 1  # below every logit's key
 BELOW_ZERO = -2  # key of the number just below 0; -1 would be -0's bits, and -0 is not below 0
 COLUMN_MASK = 0xFFFFFFFF
 COLUMN_BITS = 32
-CANDIDATE_BYTES = 8
 
 
 def key_of(logit: Float32) -> Int32:

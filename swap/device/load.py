@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.swap.config import A_BYTES, GROUP_TILES, K_TILE, ROUTER_WIDTH
 from warpspec.swap.device.flow import groups_of, reached, wait_for
 from warpspec.swap.device.work import Work

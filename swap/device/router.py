@@ -14,9 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import QUAD
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.wgmma import QUAD
 from warpspec.swap.config import GROUP_ROWS, K_TILE, ROUTER_CHUNK, ROUTER_WIDTH, VECTOR
 from warpspec.swap.device.flow import synchronize
 from warpspec.swap.device.row_group import columns_of, inverse_rms, put_squares, row_sum, vector_of, warp_sum

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
 from warpspec.swap.config import TILE_M
 from warpspec.swap.device.activation import swiglu
 from warpspec.swap.weights import INTERLEAVE

@@ -8,7 +8,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common import tma, tmem
+from warpspec.common.device import tma, tmem
 from warpspec.swap.config import A_BYTES, K_TILE, TILE_M
 
 

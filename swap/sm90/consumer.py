@@ -9,9 +9,8 @@ from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common import tma
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.wgmma import (
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import (
     COLUMNS,
     PAIR,
     QUAD,
@@ -23,6 +22,7 @@ from warpspec.common.wgmma import (
     multiply,
     transpose,
 )
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, GROUP_TILES, K_TILE, THREADS, TILE_M
 from warpspec.swap.device.activation import swiglu
 from warpspec.swap.device.flow import TURN_BARRIER, count

@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32
 
-from warpspec.common import tma
-from warpspec.common.pipeline import init_barriers
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish

@@ -9,8 +9,9 @@ from cutlass import Float32, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from warpspec import sim
-from warpspec.common import nvfp4, nvfp4_device
+from warpspec.common import nvfp4
 from warpspec.common.compile import compile_cached, resources
+from warpspec.common.device import nvfp4 as nvfp4_device
 
 THREADS = 128
 

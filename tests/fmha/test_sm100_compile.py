@@ -9,8 +9,8 @@ from attention_cases import CASES, arguments
 from simulate import plan_for
 from suites import long
 
-from warpspec.common import tma
 from warpspec.common.compile import resources
+from warpspec.common.device import tma
 from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD
 from warpspec.fmha.features import choose_pack
 from warpspec.fmha.mask import key_range

@@ -8,7 +8,8 @@ import pytest
 import torch
 from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
 
-from warpspec.common import compile, pipeline
+from warpspec.common import compile
+from warpspec.common.device import pipeline
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED

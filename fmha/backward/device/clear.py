@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.fmha.features import ELEMENT_BYTES
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.features import BLOCK, FP32_BYTES
 

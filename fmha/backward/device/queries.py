@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32
 
+from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
 from warpspec.fmha.backward.device.rows import place_of
 from warpspec.fmha.backward.features import PART_ROWS, THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.operands import QueryOperands

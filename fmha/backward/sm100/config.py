@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpspec.common.barriers import Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.backward.features import BackwardFeatures, backward_features
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, check_requests

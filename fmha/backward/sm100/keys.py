@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from warpspec.common import tma, tmem
+from warpspec.common.device import tma, tmem
+from warpspec.common.device.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECTOR, WARP_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECTOR, WARP_ROWS
 from warpspec.fmha.backward.device.arithmetic import Block, derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.tile import slot_of

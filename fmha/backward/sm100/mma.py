@@ -14,7 +14,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common import tma, tmem
+from warpspec.common.device import tma, tmem
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm100.mma import multiply
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
+from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
 from warpspec.fmha.backward.device.arithmetic import Block
 from warpspec.fmha.backward.sm90 import bias
 from warpspec.fmha.features import BLOCK

@@ -10,9 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import WARP_ROWS
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import WARP_ROWS
 from warpspec.fmha.backward.sm90.config import BIAS_STAGES, CONSUMERS
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm90.staging import CHUNK_BYTES, SWIZZLE_ROWS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpspec.common.barriers import Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
@@ -11,7 +12,6 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.pipeline import Barrier, barrier_count
 from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures, backward_features
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, FP32_BYTES, check_requests

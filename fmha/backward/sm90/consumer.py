@@ -26,9 +26,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from warpspec.common import tma
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.wgmma import (
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import (
     COLUMNS,
     PAIR,
     QUAD,
@@ -38,6 +37,7 @@ from warpspec.common.wgmma import (
     flat,
     multiply,
 )
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.tile import key_tile_at

@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.common.pipeline import init_barriers
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import load
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of

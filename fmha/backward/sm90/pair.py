@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from warpspec.common.device.wgmma import PAIR, flat
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.wgmma import PAIR, flat
 from warpspec.fmha.backward.device.arithmetic import weigh, write_bias
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.sm90 import consumer, results

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common import tma
+from warpspec.common.device import tma
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
 from warpspec.fmha.features import BLOCK
 

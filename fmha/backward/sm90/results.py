@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from warpspec.common import tma
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.wgmma import flat
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.device.turns import end_turn, end_warp_turn, wait_turn, wait_warp_turn
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS

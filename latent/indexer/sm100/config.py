@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
     TMEM_COLUMNS,
@@ -11,7 +12,6 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.pipeline import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.latent.cache.formats import INDEX_FORMATS, RowFormat
 from warpspec.latent.indexer.scores_config import BEGIN_TILES, FORMATS, MAX_HEADS, MOST_PARTS
 

@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from warpspec.common.device.words import shuffle_address
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.words import shuffle_address
 from warpspec.latent.indexer.device.entries import WORD_BYTES, find_page, locate
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, Sm100ScoresConfig
 

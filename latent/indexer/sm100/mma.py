@@ -12,7 +12,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common import tmem
+from warpspec.common.device import tmem
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, ATOM_COLUMNS, Sm100ScoresConfig
 
 BLOCK = 32  # numbers that share a scale

@@ -12,10 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common import tmem
+from warpspec.common.barriers import barrier_count
+from warpspec.common.device import tmem
+from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
 from warpspec.common.launch import Kernel
-from warpspec.common.pipeline import barrier_count, init_barriers
+from warpspec.common.memory import tmem_allocation
 from warpspec.latent.indexer.device.entries import entries_of, find_page, load_global, locate
 from warpspec.latent.indexer.device.scores_host import (
     ScoresHost,
@@ -110,7 +112,7 @@ def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
     storage = cutlass.memory.SmemAllocator().allocate(Storage)
     channels = init_barriers(config.barriers, storage.barriers.data_ptr())
     if warp == 0:
-        cute.arch.alloc_tmem(tmem.allocation(config.tmem_columns), storage.tmem_address)
+        cute.arch.alloc_tmem(tmem_allocation(config.tmem_columns), storage.tmem_address)
         cute.arch.relinquish_tmem_alloc_permit()
     key_scales, query_scales = None, None
     if cutlass.const_expr(config.scaled):
@@ -143,7 +145,7 @@ def release(config: cutlass.Constexpr, columns, warp):
     """Tensor memory is given back when all threads that score have read theirs, and wait here."""
     cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=config.score_threads)
     if warp == 0:
-        cute.arch.dealloc_tmem(columns, tmem.allocation(config.tmem_columns))
+        cute.arch.dealloc_tmem(columns, tmem_allocation(config.tmem_columns))
 
 
 class Scores(ScoresHost):

@@ -15,25 +15,15 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
-from warpspec.common.hardware import TMEM_COLUMNS
+from warpspec.common.memory import TMEM_LANES
 
-TMEM_LANES = 128
-TMEM_COLUMN_BYTES = 4
 LANE_STRIDE = 1 << 16
-MIN_ALLOCATION = 32
 
 SCALE_LINE_BYTES = 16  # of a scale atom: what one lane gets
 # Shared memory descriptor of a scale atom, all but its address: lines of 16 bytes, eight of them 128 bytes, no swizzle
 # (PTX ISA, "Shared memory descriptor": address and offsets in units of 16 bytes, version 1 at bit 46).
 SCALE_DESCRIPTOR = 1 << 46 | (8 * SCALE_LINE_BYTES >> 4) << 32 | (SCALE_LINE_BYTES >> 4) << 16
 DESCRIPTOR_ADDRESS_MASK = 0x3FFFF
-
-
-def allocation(columns: int) -> int:
-    """Columns to allocate for ``columns`` used: the next power of two, at least 32. ValueError above 512."""
-    if not 0 < columns <= TMEM_COLUMNS:
-        raise ValueError(f"tensor memory has {TMEM_COLUMNS} columns, asked for {columns}")
-    return max(MIN_ALLOCATION, 1 << (columns - 1).bit_length())
 
 
 @dsl_user_op

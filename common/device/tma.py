@@ -15,17 +15,11 @@ import cutlass.cute as cute
 from cutlass import Int16
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-ROW_BYTES = 128  # one row of a tile: the span of the 128-byte swizzle
-TILE_ALIGNMENT = 1024  # bytes: the 128-byte swizzle repeats every 8 rows
+# Sizes of tiles, which configurations use without the DSL; kernels find them here.
+from warpspec.common.memory import ROW_BYTES, tile_bytes
+from warpspec.common.memory import TILE_ALIGNMENT as TILE_ALIGNMENT
+
 SWIZZLE_128B = (3, 4, 3)  # bits, base, shift
-
-
-def tile_bytes(box: tuple[int, ...]) -> int:
-    """Shared memory of a tile, and what its load adds to an mbarrier: rows out of bounds count too."""
-    rows = 1
-    for extent in box[1:]:
-        rows *= extent
-    return rows * ROW_BYTES
 
 
 def swizzled_layout(

@@ -15,24 +15,9 @@ import cutlass.cute as cute
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
-MBARRIER_BYTES = 8
+from warpspec.common.barriers import Barrier
+
 BOTH_CTAS = 0b11  # mask of a cluster of two
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """One row of a kernel's barrier table: what stands in shared memory and in docs/budgets.md alike.
-
-    stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase (TMA bytes come on
-    top). producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.
-    """
-
-    name: str
-    stages: int
-    arrivals: int
-    producer: str
-    consumer: str
-    meaning: str
 
 
 @dataclass(frozen=True)
@@ -128,8 +113,3 @@ def _init(table: cutlass.Constexpr, channels: cutlass.Constexpr):
             for stage in cutlass.range_constexpr(barrier.stages):
                 cute.arch.mbarrier_init(channels[barrier.name].base + stage, barrier.arrivals)
         cute.arch.mbarrier_init_fence()
-
-
-def barrier_count(table: tuple[Barrier, ...]) -> int:
-    """Number of mbarriers that a table needs."""
-    return sum(barrier.stages for barrier in table)
