@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -32,8 +33,13 @@ DEVICE = (
 )  # on a CPU the cases run in the simulator, without the tool
 DONE = "case ran"  # printed by a case's process when its results are there
 SUMMARY = re.compile(r"^=+ ((?:RACECHECK|ERROR) SUMMARY: .*)$", re.MULTILINE)
-FINDING = re.compile(r"^=+ ((?:Error|Warning|Invalid|Uninitialized|Barrier)[^\n]*)", re.MULTILINE)
-MOST_FINDINGS = 4
+FINDING = re.compile(
+    r"^=+ ((?:Error|Warning|Invalid|Uninitialized|Barrier)[^\n]*(?:\n=+ +and (?:Read|Write)[^\n]*)*)",
+    re.MULTILINE,
+)
+LEADER = re.compile(r"\n=+ +")
+NAME = re.compile(r"kernel_cutlass_kernel_warpspec(\w{,30})\w*")  # the tool prints a kernel's whole signature
+MOST_FINDINGS = 20
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -156,14 +162,14 @@ def run_case(name: str) -> None:
     print(DONE)
 
 
-def check(name: str, tool: str, seconds: float) -> str:
+def check(name: str, tool: str, seconds: float, log: Path | None, extra: list[str]) -> str:
     """What the tool says of a case, in a line or a few."""
     command = [sys.executable, __file__, "--case", name]
     environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
     plain = subprocess.run(command, capture_output=True, text=True, env=environment)
     if DONE not in plain.stdout:
         return f"failed without the tool: {(plain.stderr.strip().splitlines() or ['no output'])[-1]}"
-    options = ["--tool", tool, "--kernel-name", OUR_KERNELS]
+    options = ["--tool", tool, "--kernel-name", OUR_KERNELS, *extra]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -177,12 +183,14 @@ def check(name: str, tool: str, seconds: float) -> str:
         took = time.monotonic() - began
         output.seek(0)
         text = output.read()
+    if log is not None:
+        (log / f"{name.replace(' ', '_')}.{tool}.txt").write_text(text)
     ended = DONE in text
-    found = list(dict.fromkeys(FINDING.findall(text)))[:MOST_FINDINGS]
+    found = [NAME.sub(r"\1", LEADER.sub(" ", each)) for each in dict.fromkeys(FINDING.findall(text))]
     last = SUMMARY.findall(text)
     said = last[-1] if last else f"no summary; last line: {(text.strip().splitlines() or [''])[-1][:160]}"
     verdict = "ended" if ended else "DID NOT END"
-    return "\n    ".join([f"{verdict} after {took:.0f} s: {said}", *found])
+    return "\n    ".join([f"{verdict} after {took:.0f} s: {said}", *found[:MOST_FINDINGS]])
 
 
 def main() -> None:
@@ -195,6 +203,14 @@ def main() -> None:
         "--seconds", type=float, default=SECONDS, help="limit of a case (default %(default)s)"
     )
     parser.add_argument("--jobs", type=int, default=JOBS, help="cases at a time (default %(default)s)")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep all that the tool says")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="a word more for the tool; repeat it for more",
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -202,7 +218,10 @@ def main() -> None:
         return
     names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        futures = {name: pool.submit(check, name, options.tool, options.seconds) for name in names}
+        futures = {
+            name: pool.submit(check, name, options.tool, options.seconds, options.log, options.option)
+            for name in names
+        }
         for name, future in futures.items():
             print(f"{name}: {future.result()}", flush=True)
 
