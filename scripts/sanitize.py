@@ -6,12 +6,14 @@ Needs an NVIDIA GPU and compute-sanitizer. Every case is first run without the t
 the cache folder, then under the tool with a limit of time. Only warpspec's kernels are instrumented
 (``--kernel-name``): torch's would take most of the time. Sizes are a few tiles, because racecheck keeps the history of
 every word of shared memory and slows a kernel down by some thousand times. Prints a line a case: what the tool found,
-or that it did not end.
+or that it did not end. With ``--every-lane`` kernels arrive at mbarriers in the one way that racecheck follows
+(``shared/lane_arrivals.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import subprocess
@@ -23,10 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from shared.lane_arrivals import every_lane_arrives
+
+from warpspec.common.disk_cache import CACHE_VARIABLE
 
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 SANITIZER = "compute-sanitizer"
-OUR_KERNELS = "kernel_substring=warpspec"  # CuTe DSL puts a kernel's module into its name
+OUR_KERNELS = ("--kernel-name", "kernel_substring=warpspec")  # CuTe DSL puts a kernel's module into its name
 SECONDS, JOBS = 150, 8
 DEVICE = (
     "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +44,14 @@ FINDING = re.compile(
 )
 LEADER = re.compile(r"\n=+ +")
 NAME = re.compile(r"kernel_cutlass_kernel_warpspec(\w{,30})\w*")  # the tool prints a kernel's whole signature
+UNUSUAL = re.compile(r"\W+")  # in a file's name
 MOST_FINDINGS = 20
+CONTROL = Path(__file__).parent / "shared" / "racecheck_control.cu"
+WAYS = {
+    "one lane arrives": "correct",
+    "every lane arrives": "correct",
+    "no wait": "a race",
+}  # Way, in its order
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -154,38 +166,58 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def run_case(name: str) -> None:
+def run_case(name: str, every_lane: bool) -> None:
     """Run a case in this process."""
-    CASES[name]()
+    with every_lane_arrives() if every_lane else contextlib.nullcontext():
+        CASES[name]()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     print(DONE)
 
 
-def check(name: str, tool: str, seconds: float, log: Path | None, extra: list[str]) -> str:
-    """What the tool says of a case, in a line or a few."""
-    command = [sys.executable, __file__, "--case", name]
-    environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
-    plain = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if DONE not in plain.stdout:
-        return f"failed without the tool: {(plain.stderr.strip().splitlines() or ['no output'])[-1]}"
-    options = ["--tool", tool, "--kernel-name", OUR_KERNELS, *extra]
+def sanitized(command: list[str], environment: dict, options: argparse.Namespace) -> tuple[bool, float, str]:
+    """Run a command under the tool: whether it ended, after how many seconds, and all that was printed."""
+    words = ["--tool", options.tool, *options.option]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [SANITIZER, *options, *command], stdout=output, stderr=output, env=environment, text=True
+            [SANITIZER, *words, *command], stdout=output, stderr=output, env=environment, text=True
         )
         try:
-            process.wait(seconds)
+            process.wait(options.seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         took = time.monotonic() - began
         output.seek(0)
         text = output.read()
-    if log is not None:
-        (log / f"{name.replace(' ', '_')}.{tool}.txt").write_text(text)
-    ended = DONE in text
+    return DONE in text, took, text
+
+
+def control(options: argparse.Namespace) -> None:
+    """What the tool says of small kernels of CUDA C++ whose answer is known."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = f"{folder}/control"
+        subprocess.run(["nvcc", "-arch=sm_90a", "-lineinfo", "-o", binary, str(CONTROL)], check=True)
+        for i, (way, truth) in enumerate(WAYS.items()):
+            _, _, text = sanitized([binary, str(i)], dict(os.environ), options)
+            said = SUMMARY.findall(text)
+            print(f"control, {way} ({truth}): {said[-1] if said else text.strip()[-160:]}", flush=True)
+
+
+def check(name: str, options: argparse.Namespace) -> str:
+    """What the tool says of a case, in a line or a few."""
+    command = [sys.executable, __file__, "--case", name]
+    environment = dict(os.environ)
+    if options.every_lane:  # what is compiled so must not be kept
+        command.append("--every-lane")
+        environment[CACHE_VARIABLE] = ""
+    plain = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if DONE not in plain.stdout:
+        return f"failed without the tool: {(plain.stderr.strip().splitlines() or ['no output'])[-1]}"
+    ended, took, text = sanitized([*OUR_KERNELS, *command], environment, options)
+    if options.log is not None:
+        (options.log / f"{UNUSUAL.sub('_', name)}.{options.tool}.txt").write_text(text)
     found = [NAME.sub(r"\1", LEADER.sub(" ", each)) for each in dict.fromkeys(FINDING.findall(text))]
     last = SUMMARY.findall(text)
     said = last[-1] if last else f"no summary; last line: {(text.strip().splitlines() or [''])[-1][:160]}"
@@ -211,17 +243,21 @@ def main() -> None:
         metavar="WORD",
         help="a word more for the tool; repeat it for more",
     )
+    parser.add_argument("--every-lane", action="store_true", help="kernels whose lanes arrive one by one")
+    parser.add_argument(
+        "--control", action="store_true", help="small kernels of CUDA C++ with a known answer"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        run_case(options.case)
+        run_case(options.case, options.every_lane)
+        return
+    if options.control:
+        control(options)
         return
     names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        futures = {
-            name: pool.submit(check, name, options.tool, options.seconds, options.log, options.option)
-            for name in names
-        }
+        futures = {name: pool.submit(check, name, options) for name in names}
         for name, future in futures.items():
             print(f"{name}: {future.result()}", flush=True)
 
