@@ -15,7 +15,7 @@ from unittest import mock
 
 import cutlass.cute as cute
 
-from warpspec.common import pipeline
+from warpspec.common.device import pipeline
 from warpspec.common.hardware import WARP_THREADS
 
 ARRIVE = "mbarrier.arrive.release.{scope}.shared::{space}.b64 _, [{address}], {count};"
