@@ -7,6 +7,7 @@ softmax_topk.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
@@ -19,7 +20,6 @@ MOST_REMEMBERED = 4096
 
 # What lies beneath os.environ, which raises and catches a KeyError for a variable that is not there: a microsecond.
 _environment = os.environ._data
-_backend_variable = os.environ.encodekey(BACKEND_VARIABLE)
 
 
 class Remembered(dict):
@@ -31,9 +31,13 @@ class Remembered(dict):
         self[key] = found
 
 
-def backend_variable():
-    """The environment variable WARPSPEC_BACKEND as the system has it (None: not set)."""
-    return _environment.get(_backend_variable)
+def variable_reader(name: str) -> Callable[[], bytes | None]:
+    """A function that returns an environment variable as the system has it (None: not set)."""
+    key = os.environ.encodekey(name)
+    return lambda: _environment.get(key)
+
+
+backend_variable = variable_reader(BACKEND_VARIABLE)
 
 
 def signature(tensor: torch.Tensor) -> tuple:
@@ -50,8 +54,9 @@ def signature(tensor: torch.Tensor) -> tuple:
 
 
 def watched(*tensors: torch.Tensor) -> bool:
-    """Whether somebody needs to see an operator on these tensors (which costs twice a launch): tracing, a mode, a
-    functorch transform, a subclass, autograd; or whoever turns a negated view (``z.conj().imag``) into plain memory."""
+    """Whether somebody needs to see an operator on these tensors: tracing, a mode, a functorch transform, a subclass,
+    the meta device; or whoever turns a negated view (``z.conj().imag``) into plain memory. An operator written in
+    Python takes longer than ten launches and imports torch._dynamo. Autograd needs none: see ``recorded``."""
     if (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -61,5 +66,16 @@ def watched(*tensors: torch.Tensor) -> bool:
         or forward_ad._current_level >= 0
     ):
         return True
-    gradients = torch.is_grad_enabled()
-    return any(type(t) not in PLAIN_TENSORS or t.is_neg() or (gradients and t.requires_grad) for t in tensors)
+    for tensor in tensors:  # noqa: SIM110  (``any`` of a generator takes a microsecond longer)
+        if type(tensor) not in PLAIN_TENSORS or tensor.is_neg() or tensor.is_meta:
+            return True
+    return False
+
+
+def recorded(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed from these tensors."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

@@ -7,7 +7,7 @@ import torch
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
-from warpspec.fmha.backward import ops as _  # noqa: F401  (makes the operators differentiable)
+from warpspec.fmha.backward import function
 from warpspec.fmha.checks import check_kinds, check_window, kind_of
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
@@ -198,11 +198,11 @@ def attention_varlen(
 def _call(operands: Operands, options: Options, backend):
     """What ``attention`` and ``attention_varlen`` return."""
     key = ops.key_of(operands, options, backend)
-    known = None if key is None else ops.recall(key, operands)
-    if known is None:
+    call = None if key is None else ops.recall(key, operands)
+    if call is None:
         o, stats = _check_and_run(operands, options, backend, key)
     else:
-        o, stats = ops.forward_known(known, operands)
+        o, stats = _run(call, operands, options, backend)
     if not options.normalize:
         return AttentionState(o, stats[0], stats[1])
     return (o, stats[0]) if options.return_lse else o
@@ -215,11 +215,23 @@ def _check_and_run(operands: Operands, options: Options, backend, key):
     if not isinstance(backend, str):
         raise TypeError(f"backend: must be a string, got {backend!r}")
     refuse_tangents(**operands.inputs)
-    if operands.o is not None and ops.needs_gradient(operands):
+    records = ops.needs_gradient(operands)
+    if operands.o is not None and records:
         raise NotImplementedError(
             "out: gradients are not implemented for a call with out; leave it out, or call under torch.no_grad()"
         )
-    return ops.forward(operands, options, backend, key)
+    if not ops.unobserved(operands):
+        return ops.forward_watched(operands, options, backend)
+    call = ops.check_call(operands, options, backend, records)
+    ops.remember(key, call)
+    return _run(call, operands, options, backend)
+
+
+def _run(call: ops.Call, operands: Operands, options: Options, backend: str):
+    """(o, stats) of a checked call, past torch's dispatcher."""
+    if call.recorded:
+        return function.forward(call, operands, options, backend)
+    return ops.forward_known(call, operands)
 
 
 def merge(

@@ -6,8 +6,9 @@ writes the caller's. Both return ``stats``, fp32 [n, B, Hq, Sq], packed [n, Hq, 
 row_max and row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled and eager calls raise the
 same.
 
-Where nothing would notice (``unobserved``) calls go past torch's dispatcher, which would take longer than all the rest
-of a call; and on CUDA tensors, a call like one before goes past the checks too (``key_of``, ``recall``).
+Where nobody watches (``unobserved``) calls go past torch's dispatcher, which would take longer than all the rest of a
+call, those that autograd records by ``backward.function``; and on CUDA tensors, a call like one before goes past the
+checks too (``key_of``, ``recall``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
-from warpspec.common.repeated import Remembered, backend_variable, signature, watched
+from warpspec.common.repeated import Remembered, backend_variable, recorded, signature, watched
 from warpspec.fmha import reference
 from warpspec.fmha.checks import check_apart, overlap, span_bytes
 from warpspec.fmha.launch import Prepared, check_supported, prepare
@@ -59,12 +60,8 @@ def new_outputs(problem: AttentionProblem, operands: Operands):
     q, o = operands.q, operands.o
     if o is None:
         o = q.new_empty(caller_shape(problem, problem.o_shape), dtype=problem.o_dtype)
-    return o, new_stats(problem, q)
-
-
-def new_stats(problem: AttentionProblem, like: torch.Tensor) -> torch.Tensor:
     shape = caller_shape(problem, problem.stat_shape)
-    return like.new_empty((problem.stat_count, *shape), dtype=torch.float32)
+    return o, q.new_empty((problem.stat_count, *shape), dtype=torch.float32)
 
 
 def caller_shape(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,8 +73,9 @@ class Call(NamedTuple):
     """A call that was checked.
 
     prepared: None is the reference. empty: nothing is to be launched. regular: strides of q, k, v and o are such as TMA
-    accepts (``regular_strides``). spans: bytes of each of INPUTS (``span_bytes``), 0 for none; out_span: of out. The
-    rest is the problem's.
+    accepts (``regular_strides``). spans: bytes of each of INPUTS (``span_bytes``), 0 for none; out_span: of out.
+    recorded: autograd records it; lse is then among the results whether asked for or not. gradients: calls of its
+    backward pass that were checked. The rest is the problem's.
     """
 
     problem: AttentionProblem
@@ -88,7 +86,10 @@ class Call(NamedTuple):
     out_span: int
     o_shape: tuple[int, ...]
     o_dtype: torch.dtype
+    stat_shape: tuple[int, ...]
     stat_count: int
+    recorded: bool
+    gradients: Remembered
 
 
 _checked = Remembered()  # calls on CUDA tensors (``key_of``): the next call alike needs no checks
@@ -105,7 +106,7 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
     kinds = tuple([tuple(map(type, o)) if isinstance(o, tuple) else type(o) for o in options])
     try:
         signatures = [None if t is None else signature(t) for t in operands]
-        key = (backend_variable(), backend, options, kinds, *signatures)
+        key = (backend_variable(), backend, options, kinds, needs_gradient(operands), *signatures)
         hash(key)
     except (
         TypeError,
@@ -113,6 +114,12 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
     ):  # a list, which the checks take or refuse; a sparse tensor, which has no address
         return None
     return key
+
+
+def remember(key, call: Call) -> None:
+    """Keep a call that was checked. key: ``key_of`` it, None for not at all."""
+    if key is not None:
+        _checked.remember(key, call)
 
 
 def recall(key, operands: Operands) -> Call | None:
@@ -126,8 +133,10 @@ def recall(key, operands: Operands) -> Call | None:
     return call
 
 
-def check_call(operands: Operands, options: Options, backend: str) -> Call:
-    """All checks, the choice of the backend, and what its kernels need before they run."""
+def check_call(operands: Operands, options: Options, backend: str, records: bool = False) -> Call:
+    """All checks, the choice of the backend, and what its kernels need before they run. records: see ``Call``."""
+    if records and options.normalize:
+        options = options._replace(return_lse=True)  # what gradients are computed from
     problem = AttentionProblem.check(operands, options)
     backend = resolve_backend(backend, problem.device)
     empty = problem.is_empty or operands.k.numel() == 0  # a page table of no pages
@@ -146,20 +155,27 @@ def check_call(operands: Operands, options: Options, backend: str) -> Call:
         out_span=0 if out is None else span_bytes(out),
         o_shape=caller_shape(problem, problem.o_shape),
         o_dtype=problem.o_dtype,
+        stat_shape=caller_shape(problem, problem.stat_shape),
         stat_count=problem.stat_count,
+        recorded=records,
+        gradients=Remembered(),
     )
 
 
-def run(call: Call, operands: Operands):
-    """What a checked call computes: (o, stats), stats None where there are none. o is the operands' where given."""
-    q, o = operands.q, operands.o
+def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None = None):
+    """What a checked call computes: (o, stats), stats a tuple of tensors: none, (lse,) or (row_max, row_sum). o is the
+    operands' where given, stats those that are given."""
+    o, device = operands.o, operands.q.device
     if o is None:
-        o = torch.empty(call.o_shape, dtype=call.o_dtype, device=q.device)
-    stats = lse = row_max = row_sum = None
+        o = torch.empty(call.o_shape, dtype=call.o_dtype, device=device)
+    if stats is None:
+        fp32 = {"dtype": torch.float32, "device": device}
+        stats = tuple([torch.empty(call.stat_shape, **fp32) for _ in range(call.stat_count)])
+    lse = row_max = row_sum = None
     if call.stat_count == 2:
-        row_max, row_sum = stats = new_stats(call.problem, q)
+        row_max, row_sum = stats
     elif call.stat_count == 1:
-        (lse,) = stats = new_stats(call.problem, q)
+        (lse,) = stats
 
     if call.empty:
         clear(o, operands.cu_seqlens_q)
@@ -235,26 +251,18 @@ def forward_known(call: Call, operands: Operands):
     return run(call, operands)
 
 
-def forward(operands: Operands, options: Options, backend: str, key):
-    """(o, stats) of ``attention``: through torch's operators where something may notice, else directly. key:
-    ``key_of`` the call."""
-    if key is not None or unobserved(operands):
-        call = check_call(operands, options, backend)
-        if key is not None:
-            _checked.remember(key, call)
-        return forward_known(call, operands)
-    if operands.o is None and options.normalize and needs_gradient(operands):
+def forward_watched(operands: Operands, options: Options, backend: str):
+    """(o, stats) of ``attention`` through torch's operators; stats one tensor of all statistics."""
+    if operands.o is not None:
+        return operands.o, fmha_forward_out(*flat(operands, options, backend), operands.o)
+    if options.normalize and needs_gradient(operands):
         options = options._replace(return_lse=True)  # what gradients are computed from
-    arguments = flat(operands, options, backend)
-    if operands.o is None:
-        return fmha_forward(*arguments)
-    return operands.o, fmha_forward_out(*arguments, operands.o)
+    return fmha_forward(*flat(operands, options, backend))
 
 
 def needs_gradient(operands: Operands) -> bool:
     """Whether autograd records a call."""
-    found = (operands.q, operands.k, operands.v, operands.sink, operands.bias, operands.o)
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in found)
+    return recorded(operands.q, operands.k, operands.v, operands.sink, operands.bias, operands.o)
 
 
 def unobserved(operands: Operands) -> bool:
@@ -279,9 +287,7 @@ def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("warpspec::fmha_forward", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
 def fmha_forward(*arguments):
     """(o, stats) of ``attention``."""
-    operands, options, backend = unflat(arguments)
-    o, stats = run(check_call(operands, options, backend), operands)
-    return o, no_stats(o, operands.q) if stats is None else stats
+    return run_operator(*unflat(arguments))
 
 
 @torch.library.custom_op(
@@ -289,15 +295,15 @@ def fmha_forward(*arguments):
 )
 def fmha_forward_out(*arguments):
     """stats of ``attention``; o is written to out."""
-    operands, options, backend = unflat(arguments[:-1], arguments[-1])
-    o, stats = run(check_call(operands, options, backend), operands)
-    return no_stats(o, operands.q) if stats is None else stats
+    return run_operator(*unflat(arguments[:-1], arguments[-1]))[1]
 
 
-def no_stats(o: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns where no statistics are asked for: [0, B, Hq, Sq], packed [0, Hq, T]."""
-    *batch, rows, heads, _ = o.shape
-    return like.new_empty((0, *batch, heads, rows), dtype=torch.float32)
+def run_operator(operands: Operands, options: Options, backend: str):
+    """(o, stats) of an operator's call, stats one tensor: [0, B, Hq, Sq], packed [0, Hq, T], where there are none."""
+    call = check_call(operands, options, backend)
+    stats = operands.q.new_empty((call.stat_count, *call.stat_shape), dtype=torch.float32)
+    o, _ = run(call, operands, stats.unbind())
+    return o, stats
 
 
 @fmha_forward.register_fake

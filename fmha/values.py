@@ -16,13 +16,19 @@ from typing import NamedTuple
 
 import torch
 
+from warpspec.common.repeated import variable_reader
+
 DEBUG_VARIABLE = "WARPSPEC_DEBUG"
+_debug_variable = variable_reader(DEBUG_VARIABLE)
 POSITION_LIMIT = 2**29  # of q_start, sequences, windows: one of each adds up within int32
 
 
 def debugging() -> bool:
     """Whether WARPSPEC_DEBUG asks for checks that wait for the device. ValueError if it is none of "", "0", "1"."""
-    value = os.environ.get(DEBUG_VARIABLE, "")
+    value = _debug_variable()
+    if value is None:
+        return False
+    value = os.fsdecode(value)
     if value not in ("", "0", "1"):
         raise ValueError(f"{DEBUG_VARIABLE}: must be 0 or 1, got {value!r}")
     return value == "1"

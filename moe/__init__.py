@@ -83,16 +83,16 @@ def grouped_swiglu(
                 f"{'None' if out_scale is None else 'given'}"
             )
         limit = None if limit is None else float(limit)
-        return streamed_ops.grouped_swiglu(
-            a, offsets, *streamed_ops.flatten(w13), activation, limit, check, backend
+        arguments = (a, offsets, *streamed_ops.flatten(w13), activation, limit, check, backend)
+        return ops.call(
+            "grouped_swiglu", streamed_ops.moe_grouped_swiglu, streamed_ops.run_grouped, *arguments
         )
     if out_format == "nvfp4" and out_scale is None:
         scale = intermediate_scale_of(activation, limit)
         out_scale = torch.full((w13.experts,), scale, dtype=torch.float32, device=a.device)
     limit = None if limit is None else float(limit)
-    data, scales = ops.moe_grouped_swiglu(
-        a, offsets, *ops.flatten(w13), out_scale, out_format, activation, limit, check, backend
-    )
+    arguments = (a, offsets, *ops.flatten(w13), out_scale, out_format, activation, limit, check, backend)
+    data, scales = ops.call("grouped_swiglu", ops.moe_grouped_swiglu, ops.run_grouped, *arguments)
     if out_format == "bf16":
         return data
     return QuantizedRows(data, scales, None, -(-w13.width // 16) * 16)
@@ -153,7 +153,8 @@ def moe_ffn(
 
     def run(x, experts, topk_ids, topk_weights, check=check):
         operators = streamed_ops if experts.layout == "sm90" else ops
-        return operators.moe_ffn(
+        return ops.call(
+            *("moe_ffn", operators.moe_ffn, operators.run_layer),
             *(x, topk_ids, topk_weights),
             *(*operators.flatten(experts.w13), *operators.flatten(experts.w2)),
             *(experts.intermediate_scale, experts.shared, activation, limit, check, precision, backend),

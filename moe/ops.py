@@ -4,10 +4,16 @@ Weights travel as plain tensors; ``weights`` puts them together again. Checks ru
 and eager calls raise the same.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.forward_only import forward_only, refuse_backward
+from warpspec.common.repeated import recorded, watched
 from warpspec.moe import reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows
 from warpspec.moe.permute import SortedTokens, sort_tokens
@@ -147,8 +153,7 @@ def check_grouped(arguments, memory):
     return problem, a, offsets, w13, out_scale, out_format, backend
 
 
-@torch.library.custom_op("warpspec::moe_grouped_swiglu", mutates_args=(), schema=GROUPED)
-def moe_grouped_swiglu(*arguments):
+def run_grouped(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """(data, scales) of ``grouped_swiglu``."""
     problem, a, offsets, w13, out_scale, out_format, backend = check_grouped(arguments, memory=True)
     backend = resolve_moe_backend(backend, problem.device)
@@ -173,6 +178,12 @@ def moe_grouped_swiglu(*arguments):
         options["out_scale"] = out_scale.contiguous()
     steps.gemm(steps.quantize(a, tokens), w13, tokens.offsets, out, epilogue=problem.activation, **options)
     return data, scales
+
+
+@torch.library.custom_op("warpspec::moe_grouped_swiglu", mutates_args=(), schema=GROUPED)
+def moe_grouped_swiglu(*arguments):
+    """(data, scales) of ``grouped_swiglu``."""
+    return run_grouped(*arguments)
 
 
 @moe_grouped_swiglu.register_fake
@@ -213,8 +224,7 @@ def with_shared(problem: LayerProblem, topk_ids, topk_weights):
     return topk_ids, topk_weights
 
 
-@torch.library.custom_op("warpspec::moe_ffn", mutates_args=(), schema=LAYER)
-def moe_ffn(*arguments):
+def run_layer(*arguments) -> torch.Tensor:
     """The result of ``moe_ffn``, [T, H] bf16."""
     problem, x, topk_ids, topk_weights, w13, w2, middle, precision, backend = check_layer(
         arguments, memory=True
@@ -238,20 +248,32 @@ def moe_ffn(*arguments):
     return steps.unpermute(rows, tokens, topk_weights, out)
 
 
+@torch.library.custom_op("warpspec::moe_ffn", mutates_args=(), schema=LAYER)
+def moe_ffn(*arguments):
+    """The result of ``moe_ffn``, [T, H] bf16."""
+    return run_layer(*arguments)
+
+
 @moe_ffn.register_fake
 def _(*arguments):
     problem, x, *_ = check_layer(arguments, memory=False)
     return x.new_empty(problem.tokens, problem.hidden)
 
 
-def no_backward(name):
-    """The backward function of a forward-only operator."""
+NO_GRADIENTS = {
+    name: f"warpspec.moe.{name}: gradients are not implemented (forward only)"
+    for name in ("grouped_swiglu", "moe_ffn")
+}
+moe_grouped_swiglu.register_autograd(refuse_backward(NO_GRADIENTS["grouped_swiglu"]))
+moe_ffn.register_autograd(refuse_backward(NO_GRADIENTS["moe_ffn"]))
 
-    def backward(context, *gradients):
-        raise NotImplementedError(f"warpspec.moe.{name}: gradients are not implemented (forward only)")
 
-    return backward
-
-
-moe_grouped_swiglu.register_autograd(no_backward("grouped_swiglu"))
-moe_ffn.register_autograd(no_backward("moe_ffn"))
+def call(name: str, operator: Callable, run: Callable, *arguments):
+    """A call of an operator: through it where somebody watches, else of ``run``, which it runs. name: of
+    NO_GRADIENTS."""
+    tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
+    if watched(*tensors):
+        return operator(*arguments)
+    if recorded(*tensors):
+        return forward_only(NO_GRADIENTS[name], run, *arguments)
+    return run(*arguments)

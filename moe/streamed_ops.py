@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import resolve_backend
+from warpspec.common.forward_only import refuse_backward
 from warpspec.common.launch import SIMULATED, target_of
 from warpspec.moe import ops, reference
 from warpspec.moe.permute import sort_tokens
@@ -63,8 +64,7 @@ def check_layer(arguments, memory):
     return problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend
 
 
-@torch.library.custom_op("warpspec::moe_ffn_streamed", mutates_args=(), schema=LAYER)
-def moe_ffn(*arguments):
+def run_layer(*arguments) -> torch.Tensor:
     """The result of ``moe_ffn``, [T, H] bf16."""
     problem, x, ids, topk_weights, w13, w2, middle, precision, backend = check_layer(arguments, memory=True)
     backend = resolve(backend, problem.device)
@@ -83,6 +83,12 @@ def moe_ffn(*arguments):
     layer.run(x, ids, topk_weights, w13, w2, out, middle)
     ops.remember(layer.reports)
     return out
+
+
+@torch.library.custom_op("warpspec::moe_ffn_streamed", mutates_args=(), schema=LAYER)
+def moe_ffn(*arguments):
+    """The result of ``moe_ffn``, [T, H] bf16."""
+    return run_layer(*arguments)
 
 
 @moe_ffn.register_fake
@@ -108,8 +114,7 @@ def check_grouped(arguments, memory):
     return problem, a, offsets, w13, backend
 
 
-@torch.library.custom_op("warpspec::moe_grouped_swiglu_streamed", mutates_args=(), schema=GROUPED)
-def grouped_swiglu(*arguments):
+def run_grouped(*arguments) -> torch.Tensor:
     """The result of ``grouped_swiglu``, [R, I] bf16."""
     problem, a, offsets, w13, backend = check_grouped(arguments, memory=True)
     backend = resolve(backend, problem.device)
@@ -120,17 +125,23 @@ def grouped_swiglu(*arguments):
     if backend == "reference":
         options = dict(activation=problem.activation, limit=problem.limit)
         return out.copy_(reference.grouped_gemm(a.float(), w13, tokens.offsets, **options))
-    from warpspec.moe.sm90.layer import run_grouped
+    from warpspec.moe.sm90 import layer
 
-    ops.remember(run_grouped(problem, a, tokens, w13, out, target=target_for(backend, problem.device)))
+    ops.remember(layer.run_grouped(problem, a, tokens, w13, out, target=target_for(backend, problem.device)))
     return out
 
 
-@grouped_swiglu.register_fake
+@torch.library.custom_op("warpspec::moe_grouped_swiglu_streamed", mutates_args=(), schema=GROUPED)
+def moe_grouped_swiglu(*arguments):
+    """The result of ``grouped_swiglu``, [R, I] bf16."""
+    return run_grouped(*arguments)
+
+
+@moe_grouped_swiglu.register_fake
 def _(*arguments):
     problem, a, *_ = check_grouped(arguments, memory=False)
     return a.new_empty(problem.rows, problem.width)
 
 
-moe_ffn.register_autograd(ops.no_backward("moe_ffn"))
-grouped_swiglu.register_autograd(ops.no_backward("grouped_swiglu"))
+moe_ffn.register_autograd(refuse_backward(ops.NO_GRADIENTS["moe_ffn"]))
+moe_grouped_swiglu.register_autograd(refuse_backward(ops.NO_GRADIENTS["grouped_swiglu"]))

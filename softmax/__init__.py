@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
-from warpspec.common.repeated import PLAIN_TENSORS, watched
+from warpspec.common.repeated import PLAIN_TENSORS, recorded, watched
 from warpspec.softmax import ops
 from warpspec.softmax.problem import check_input, check_output
 from warpspec.softmax.topk import softmax_topk
@@ -30,7 +30,8 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     device, NotImplementedError for gradients with out and for forward-mode derivatives.
     """
     plain = isinstance(x, torch.Tensor) and not watched(x)
-    if plain and x.is_cuda and type(backend) is str:
+    records = plain and recorded(x)
+    if plain and not records and x.is_cuda and type(backend) is str:
         result = ops.run_again(x, out, backend)
         if result is not None:
             return result
@@ -38,8 +39,10 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     refuse_tangents(x=x)
     if out is not None:
         check_output(out, x, memory=not torch.compiler.is_compiling() and type(x) in PLAIN_TENSORS)
-        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        if recorded(x, out):
             raise NotImplementedError("out: gradients need a new result, got out with requires_grad")
+    if records:
+        return ops.Softmax.apply(x, backend)
     if plain:
         return ops.run(x, out, backend)
     if out is None:

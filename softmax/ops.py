@@ -1,9 +1,9 @@
 """``softmax``'s torch operators, and the short ways past them.
 
 ``warpspec::softmax`` allocates its result and is differentiable; ``warpspec::softmax_out`` writes the caller's.
-Dispatching an operator written in Python takes longer than all else that a call does on the host, so a plain
-eager call on plain tensors goes straight to ``run`` (see ``repeated.watched``), and one that is like an earlier one
-straight to that one's launcher (``run_again``).
+Dispatching an operator written in Python takes longer than all else that a call does on the host, so a call that nobody
+watches (``repeated.watched``) goes straight to ``run``, and one that is like an earlier one straight to that one's
+launcher (``run_again``); what autograd records of it is ``Softmax``.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,15 @@ from warpspec.common.launch import target_of
 from warpspec.common.repeated import PLAIN_TENSORS, Remembered, backend_variable, signature
 from warpspec.softmax import reference
 from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, check_output
+
+
+def call(x: torch.Tensor, out: torch.Tensor | None, backend) -> torch.Tensor:
+    """``softmax`` of plain tensors, remembered where it may be. Raises what ``softmax`` raises."""
+    if x.is_cuda and type(backend) is str:
+        result = run_again(x, out, backend)
+        if result is not None:
+            return result
+    return run(x, out, backend)
 
 
 def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor:
@@ -137,3 +146,15 @@ def _backward(ctx, gradient):
 
 
 softmax_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class Softmax(torch.autograd.Function):
+    """``softmax`` as a new tensor, for autograd."""
+
+    @staticmethod
+    def forward(ctx, x, backend):
+        y = call(x, None, backend)
+        ctx.save_for_backward(y)
+        return y
+
+    backward = staticmethod(_backward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
+from warpspec.common.repeated import recorded
 from warpspec.swap import ops
 from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights, SwapState
@@ -57,10 +58,10 @@ def swap_ffn_decode(
         x, state, weights, events=events, k_ffn=k_ffn, residual=residual, values=False, memory=False
     )
     refuse_tangents(x=x, ram=state.ram)
-    if torch.is_grad_enabled() and (x.requires_grad or state.ram.requires_grad):
+    tensors = weights.flatten()
+    if recorded(x, state.ram, *tensors):
         raise NotImplementedError("swap_ffn_decode: gradients are not implemented (forward only)")
     if not in_place:
         state = state.clone()
-    tensors = weights.flatten()
-    delta = ops.swap_ffn(x, state.ram, state.map, tensors, weights.eps, events, k_ffn, residual, backend)
+    delta = ops.call(x, state.ram, state.map, tensors, weights.eps, events, k_ffn, residual, backend)
     return delta, state

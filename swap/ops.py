@@ -8,6 +8,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
+from warpspec.common.repeated import watched
 from warpspec.swap import reference
 from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapState, unflatten
@@ -25,8 +26,7 @@ def checked(x, ram, map_, tensors, eps, events, k_ffn, residual, *, memory: bool
     return SwapProblem.check(x, SwapState(ram, map_), weights, **options, memory=memory), weights
 
 
-@torch.library.custom_op("warpspec::swap_ffn", mutates_args=("ram", "map"), schema=SCHEMA)
-def swap_ffn(x, ram, map, weights, eps, events, k_ffn, residual, backend):
+def run(x, ram, map, weights, eps, events, k_ffn, residual, backend) -> torch.Tensor:
     """delta of a step; ram and map are changed in place."""
     problem, w = checked(x, ram, map, weights, eps, events, k_ffn, residual, memory=True)
     backend = resolve_backend(backend, problem.device)
@@ -46,7 +46,24 @@ def swap_ffn(x, ram, map, weights, eps, events, k_ffn, residual, backend):
     return delta
 
 
+@torch.library.custom_op("warpspec::swap_ffn", mutates_args=("ram", "map"), schema=SCHEMA)
+def swap_ffn(x, ram, map, weights, eps, events, k_ffn, residual, backend):
+    """delta of a step; ram and map are changed in place."""
+    return run(x, ram, map, weights, eps, events, k_ffn, residual, backend)
+
+
 @swap_ffn.register_fake
 def _(x, ram, map, weights, eps, events, k_ffn, residual, backend):
     checked(x, ram, map, weights, eps, events, k_ffn, residual, memory=False)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def call(x, ram, map, weights, *others) -> torch.Tensor:
+    """``swap_ffn`` of arguments of which autograd records none: through the operator where somebody watches."""
+    if watched(x, ram, map, *weights):
+        return swap_ffn(x, ram, map, weights, *others)
+    delta = run(x, ram, map, weights, *others)
+    for state in (ram, map):
+        if not state.is_inference():
+            torch.autograd.graph.increment_version(state)
+    return delta

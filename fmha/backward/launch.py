@@ -26,8 +26,8 @@ from warpspec.fmha.ops import regular_strides
 
 
 class Gradients(NamedTuple):
-    """Of o and lse, read; of the differentiable arguments, written where they are not None. Shapes are those of what
-    they are gradients of, as in ``Operands``."""
+    """Of o (as ``aligned`` makes them) and lse, read; of the differentiable arguments, written where they are not None.
+    Shapes are those of what they are gradients of, as in ``Operands``."""
 
     do: torch.Tensor | None
     dlse: torch.Tensor | None
@@ -94,13 +94,14 @@ def prepare(problem: BackwardProblem, target: Target, seed: int = 0) -> Prepared
     )
 
 
-def run_kernels(problem: BackwardProblem, target: Target, operands: Operands, gradients: Gradients) -> None:
+def run_kernels(
+    prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients
+) -> None:
     """Launch on the tensors' device and its current stream; no synchronisation. Writes the gradients that are given.
 
-    operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse.
+    problem: what was prepared. operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse.
     """
-    prepared = prepare(problem, target)
-    with target.current():
+    with prepared.target.current():
         run_prepared(prepared, problem, operands, gradients)
 
 
@@ -111,8 +112,9 @@ def run_prepared(
     config, forward, q = prepared.config, problem.forward, operands.q
     heads, slots = forward.heads_q, slot_count(config, operands)
     fp32 = {"dtype": torch.float32, "device": q.device}
-    do = None if gradients.do is None else aligned(gradients.do)
-    dlse = None if gradients.dlse is None else gradients.dlse.contiguous()
+    do, dlse = gradients.do, gradients.dlse
+    if dlse is not None:
+        dlse = dlse.contiguous()
     statistics = torch.empty(heads, slots, config.tile_m // 2, 4, **fp32)
     dq_sums = turns = dsink = None
     if config.wants_q:

@@ -54,9 +54,10 @@ def index_scores(
     requests: int32 [T], whose queries these are. lengths: int32 [T], entries that a query sees, from the first. Pages
     that there are not give -inf; so do requests, and lengths are clamped, on a GPU: on the CPU ValueError. Kernels take
     rows of "mxfp4" or "fp8", the queries alike, and a multiple of 8 heads up to 64. Raises TypeError or ValueError
-    naming the argument, UnsupportedProblem.
+    naming the argument, UnsupportedProblem. Forward only.
     """
     check_scores(queries, pool, page_table, requests, lengths)
+    refuse_gradients(**{"queries.weights": queries.weights})
     return ops.index_scores(queries, pool, page_table, requests, lengths, backend)
 
 

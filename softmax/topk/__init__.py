@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
-from warpspec.common.repeated import watched
+from warpspec.common.forward_only import forward_only
+from warpspec.common.repeated import recorded, watched
 from warpspec.softmax.topk import ops
 
 __all__ = ["softmax_topk"]
@@ -40,11 +41,10 @@ def softmax_topk(
     """
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")
-    if isinstance(logits, torch.Tensor) and not watched(logits):
-        result = None
-        if backend == "auto" and type(k) is int and type(renormalize) is bool:
-            result = ops.run_again(logits, k, renormalize)
-        return ops.run(logits, k, renormalize, backend) if result is None else result
-    ops.check(logits, k, renormalize)
-    refuse_tangents(logits=logits)
-    return ops.softmax_topk_operator(logits, k, renormalize, backend)
+    if not isinstance(logits, torch.Tensor) or watched(logits):
+        ops.check(logits, k, renormalize)
+        refuse_tangents(logits=logits)
+        return ops.softmax_topk_operator(logits, k, renormalize, backend)
+    if recorded(logits):
+        return forward_only(ops.NO_GRADIENTS, ops.call, logits, k, renormalize, backend)
+    return ops.call(logits, k, renormalize, backend)

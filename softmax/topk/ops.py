@@ -7,17 +7,31 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.common.backend import resolve_backend
+from warpspec.common.forward_only import refuse_backward
 from warpspec.common.launch import target_of
 from warpspec.common.repeated import Remembered, backend_variable, signature
 from warpspec.softmax.problem import as_matrix
 from warpspec.softmax.topk import reference
 from warpspec.softmax.topk.problem import check
 
+NO_GRADIENTS = (
+    "warpspec.softmax.softmax_topk: gradients are not implemented (forward only); detach logits, or call it under "
+    "torch.no_grad()"
+)
+
 
 def new_outputs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(probs, indices), uninitialised."""
     shape = (*logits.shape[:-1], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def call(logits: torch.Tensor, k, renormalize, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``softmax_topk`` of a plain tensor, remembered where it may be. Raises what ``softmax_topk`` raises."""
+    result = None
+    if backend == "auto" and type(k) is int and type(renormalize) is bool:
+        result = run_again(logits, k, renormalize)
+    return run(logits, k, renormalize, backend) if result is None else result
 
 
 def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,11 +125,4 @@ def _(logits, k, renormalize, backend):
     return new_outputs(logits, k)
 
 
-def _backward(context, *gradients):
-    raise NotImplementedError(
-        "warpspec.softmax.softmax_topk: gradients are not implemented (forward only); detach logits, or call it "
-        "under torch.no_grad()"
-    )
-
-
-softmax_topk_operator.register_autograd(_backward)
+softmax_topk_operator.register_autograd(refuse_backward(NO_GRADIENTS))

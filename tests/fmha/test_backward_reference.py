@@ -7,7 +7,7 @@ import torch
 from gradient_cases import CASES, NAMES, REFERENCE_TOLERANCE, Case, definition
 
 from warpspec.fmha import attention, merge
-from warpspec.fmha.backward import ops as backward_ops
+from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.operands import INPUTS
 
 EVERYTHING = Case(
@@ -47,9 +47,9 @@ def test_finite_differences():
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sink",), ("bias",), ("q", "bias"), ("k", "v")])
 def test_only_what_is_asked_for_is_computed(wanted, monkeypatch):
     asked = []
-    check = backward_ops.BackwardProblem.check
+    check = backward_call.BackwardProblem.check
     monkeypatch.setattr(
-        backward_ops.BackwardProblem,
+        backward_call.BackwardProblem,
         "check",
         lambda *a, **kw: asked.append(found := check(*a, **kw)) or found,
     )

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from warpspec.common.launch import SIMULATED, SIMULATED_ARCH
 from warpspec.fmha import launch, ops
+from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward import launch as backward_launch
-from warpspec.fmha.backward import ops as backward_ops
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan
 from warpspec.fmha.problem import AttentionProblem
@@ -51,6 +51,6 @@ def simulate_gradients_as(monkeypatch, arch: str, seed: int = 0) -> None:
     """From now on gradients are computed by the kernels for ``arch`` in the simulator, with this seed of it, whatever
     backend computed the results."""
     prepare = backward_launch.prepare
-    monkeypatch.setattr(backward_ops, "resolve_backend", lambda backend, device: "sim")
-    monkeypatch.setattr(backward_ops, "SIMULATED", {SIMULATED_ARCH: SIMULATED[arch]})
+    monkeypatch.setattr(backward_call, "resolve_backend", lambda backend, device: "sim")
+    monkeypatch.setattr(backward_call, "SIMULATED", {SIMULATED_ARCH: SIMULATED[arch]})
     monkeypatch.setattr(backward_launch, "prepare", lambda problem, target: prepare(problem, target, seed))

@@ -284,9 +284,11 @@ class TestRemembered:
     def test_who_watches(self):
         x = randn(3, 4)
         assert not repeated.watched(x) and not repeated.watched(torch.nn.Parameter(x, requires_grad=False))
-        assert repeated.watched(x.clone().requires_grad_())
+        assert repeated.watched(x.to("meta"))
+        leaf = x.clone().requires_grad_()
+        assert repeated.recorded(x, leaf) and not repeated.recorded(x, None) and not repeated.watched(leaf)
         with torch.no_grad():
-            assert not repeated.watched(x.clone().requires_grad_())
+            assert not repeated.recorded(leaf)
         seen = []
         torch.func.vmap(lambda row: seen.append(repeated.watched(row)) or row)(x)
         assert seen == [True]

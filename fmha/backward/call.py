@@ -1,0 +1,104 @@
+"""A call of attention's gradients: checked, its backend chosen, computed.
+
+``check`` does all that does not depend on what tensors hold and where they lie; ``run`` does the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
+from warpspec.fmha.backward import launch, reference
+from warpspec.fmha.backward.launch import Gradients
+from warpspec.fmha.backward.problem import DIFFERENTIABLE, BackwardProblem
+from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.ops import kernel_operands, regular_strides
+from warpspec.fmha.problem import AttentionProblem
+
+
+class BackwardCall(NamedTuple):
+    """A call that was checked.
+
+    prepared: None is the reference. empty: nothing is to be launched, gradients are zeros. regular: strides of q, k, v
+    and o are such as TMA accepts (``regular_strides``). aligned: do is as kernels read it (``launch.aligned``).
+    """
+
+    problem: BackwardProblem
+    prepared: launch.Prepared | None
+    empty: bool
+    regular: bool
+    aligned: bool
+
+
+def backward_problem(
+    operands: Operands, options: Options, wanted, *, memory=True, **options_
+) -> BackwardProblem:
+    """Check a call, as its forward pass was, and whether it has gradients. wanted: for each of DIFFERENTIABLE."""
+    names = tuple(name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants)
+    return BackwardProblem.check(AttentionProblem.check(operands, options, memory), names, **options_)
+
+
+def is_deterministic(options: Options) -> bool:
+    """Whether gradients are to be the same bits every time."""
+    return options.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) -> BackwardCall:
+    """All checks, the choice of the backend, and what its kernels need before they run.
+
+    operands: the forward call's, with its results o and lse. wanted: for each of DIFFERENTIABLE. do, dlse: gradients of
+    the results, at least one. Raises what ``attention`` promises of backward().
+    """
+    inputs = operands._replace(o=None, lse=None)
+    problem = backward_problem(
+        inputs,
+        options._replace(num_splits=None),
+        wanted,
+        has_do=do is not None,
+        has_dlse=dlse is not None,
+        deterministic=is_deterministic(options),
+    )
+    forward = problem.forward
+    backend = resolve_backend(backend, forward.device)
+    empty = forward.is_empty or operands.k.numel() == 0
+    prepared = None
+    if backend != "reference":
+        target = SIMULATED[SIMULATED_ARCH] if backend == "sim" else target_of(forward.device)
+        # Both raise UnsupportedProblem for what the kernels do not do.
+        prepared = (launch.check_supported if empty else launch.prepare)(problem, target)
+    rows = (operands.q, operands.k, operands.v, operands.o)
+    regular = all(t is None or regular_strides(t) is t for t in rows)
+    aligned = prepared is None or do is None or launch.aligned(do) is do
+    return BackwardCall(problem, prepared, empty, regular, aligned)
+
+
+def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
+    """The gradients that are wanted, in the order of DIFFERENTIABLE, of their tensors' shapes, contiguous."""
+    problem, forward = call.problem, call.problem.forward
+    results = {name: new_gradient(getattr(operands, name)) for name in problem.wanted}
+    if call.empty:
+        for result in results.values():
+            result.zero_()
+        return list(results.values())
+    record = kernel_operands(forward, operands, call.regular)
+    written = results
+    if not call.aligned:
+        do = launch.aligned(do)
+    if forward.packed_q:
+        do, dlse = (None if t is None else t[None] for t in (do, dlse))
+        written = {name: t[None] if name in "qkv" else t for name, t in results.items()}
+    if call.prepared is None:
+        found = reference.backward(problem, record, do, dlse)
+        for name, result in results.items():
+            result.copy_(found[name].view(result.shape))
+    else:
+        launch.run_kernels(call.prepared, problem, record, Gradients(do, dlse, **written))
+    return list(results.values())
+
+
+def new_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised gradient: of the tensor's shape and dtype, contiguous."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

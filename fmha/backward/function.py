@@ -1,0 +1,67 @@
+"""What autograd records of an attention call that nobody watches (``common.repeated``): a ``torch.autograd.Function``.
+Torch's operators would take longer than all launches together.
+
+A backward call of a remembered forward call, like an earlier one of it, is neither checked nor planned again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.forward_only import forward_only
+from warpspec.common.repeated import backend_variable, signature, watched
+from warpspec.fmha import ops
+from warpspec.fmha.backward import call as backward_call
+from warpspec.fmha.backward.ops import NO_SECOND_DERIVATIVES, fmha_backward
+from warpspec.fmha.operands import Operands, Options
+
+LEADING = 4  # arguments of ``Attention`` before those of DIFFERENTIABLE
+
+
+def forward(call: ops.Call, operands: Operands, options: Options, backend: str):
+    """(o, stats) of a checked call that is ``recorded``. stats: (lse,), (row_max, row_sum), or () if nobody asks."""
+    differentiable = (operands.q, operands.k, operands.v, operands.sink, operands.bias)
+    found = Attention.apply(call, operands, options, backend, *differentiable)
+    return (found, ()) if isinstance(found, torch.Tensor) else (found[0], found[1:])
+
+
+class Attention(torch.autograd.Function):
+    """``attention``, of what is in ``problem.DIFFERENTIABLE``; other tensors are among the operands."""
+
+    @staticmethod
+    def forward(ctx, call: ops.Call, operands: Operands, options: Options, backend: str, *differentiable):
+        o, stats = ops.run(call, operands)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands._replace(o=o, lse=stats[0]))
+        ctx.call, ctx.options, ctx.backend = call, options, backend
+        return (o, *stats) if options.return_lse or not options.normalize else o
+
+    @staticmethod
+    def backward(ctx, do, *dstats):
+        operands = Operands(*ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[LEADING:]
+        dlse = dstats[0] if dstats else None
+        if (do is None and all(t is None for t in dstats)) or not any(wanted):
+            return (None,) * len(ctx.needs_input_grad)
+        arguments = (ctx.call, operands, ctx.options, ctx.backend, wanted, do, dlse)
+        tensors = [t for t in (do, dlse, *operands) if t is not None]
+        if watched(*tensors) or not torch._C._has_storage(tensors[0]):  # is_grads_batched has none
+            rest = ops.flat(operands, ctx.options, ctx.backend)
+            gradients = fmha_backward(do, dlse, operands.o, operands.lse, list(wanted), *rest)
+        elif torch.is_grad_enabled():  # create_graph
+            gradients = forward_only(NO_SECOND_DERIVATIVES, lambda *_: tuple(compute(*arguments)), *tensors)
+        else:
+            gradients = compute(*arguments)
+        found = iter(gradients)
+        return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
+
+
+def compute(call: ops.Call, operands: Operands, options: Options, backend: str, wanted, do, dlse):
+    """The gradients that are wanted, in the order of DIFFERENTIABLE."""
+    signatures = [None if t is None else signature(t) for t in (do, dlse, *operands)]
+    key = (wanted, backward_call.is_deterministic(options), backend_variable(), *signatures)
+    known = call.gradients.get(key)
+    if known is None:
+        known = backward_call.check(operands, options, backend, wanted, do, dlse)
+        call.gradients.remember(key, known)
+    return backward_call.run(known, operands, do, dlse)
