@@ -67,7 +67,7 @@ class DeepseekV4Cache(Cache):
     """A transformers ``Cache`` of latent pools.
 
     config: the model's ``DeepseekV4Config``. batch: sequences. max_tokens: of a sequence, at most. latent, index: row
-    formats of keys and entries, and of index keys: "bf16" for no quantisation. rotated: index keys and queries go
+    formats of keys and entries, and of index keys: "bf16" for no quantisation. hadamard: index keys and queries go
     through the Hadamard transform. max_draft: how many of the last tokens ``crop`` may take back, counted from the most
     that the cache has had. backend: of all operations. Raises ValueError for shapes that the pools do not have.
     """
@@ -80,7 +80,7 @@ class DeepseekV4Cache(Cache):
         max_tokens: int,
         latent: str = "v4-fp8",
         index: str = "mxfp4",
-        rotated: bool = True,
+        hadamard: bool = True,
         max_draft: int = 0,
         backend: str = "auto",
         device="cpu",
@@ -103,7 +103,7 @@ class DeepseekV4Cache(Cache):
             index=index,
         )
         self.batch, self.max_tokens, self.max_draft = batch, max_tokens, max_draft
-        self.rotated, self.backend = rotated, backend
+        self.hadamard, self.backend = hadamard, backend
         self.length = self.settled = 0  # tokens; those that cannot be taken back any more
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         blocks = -(-max_tokens // PAGE_TOKENS)
@@ -303,12 +303,12 @@ class Step:
         if layer.kind == "hca":
             return [KeySet.from_table(layer.pool, cache.page_table, self.request_of, lengths)]
         indexer = compressor.indexer
-        self.compress(indexer, layer.state.index_tail, layer.index_pool, cache.rotated)
+        self.compress(indexer, layer.state.index_tail, layer.index_pool, cache.hadamard)
         scorer = indexer.scorer
         q = indexer.q_b_proj(residual).view(len(residual), -1, 128).bfloat16()
         weights = scorer.weights_proj(self.hidden).float() * (scorer.softmax_scale * scorer.weights_scaling)
         queries = index_queries(
-            q, weights, layer.table, self.positions, format=layer.index_pool.format, rotated=cache.rotated,
+            q, weights, layer.table, self.positions, format=layer.index_pool.format, hadamard=cache.hadamard,
             backend=cache.backend,
         )  # fmt: skip
         top_k = min(cache.shapes.top_k, cache.page_table.shape[1] * layer.pool.page_size)
@@ -323,7 +323,7 @@ class Step:
         )
         return [KeySet(layer.pool, slots, counts)]
 
-    def compress(self, compressor, tail, pool, rotated: bool) -> None:
+    def compress(self, compressor, tail, pool, hadamard: bool) -> None:
         """One compressor's projections of the new tokens, to entries."""
         projections = (compressor.kv_proj(self.hidden), compressor.gate_proj(self.hidden))
         entries = torch.where((self.positions + 1) % tail.stride == 0, self.positions // tail.stride, -1)
@@ -341,6 +341,6 @@ class Step:
             cu_seqlens=self.cu_seqlens,
             pool=pool,
             slots=slots,
-            rotated=rotated,
+            hadamard=hadamard,
             **self.options,
         )

@@ -102,7 +102,7 @@ def compress(
     pool: LatentPool | IndexPool,
     slots: torch.Tensor,
     eps: float = 1e-6,
-    rotated: bool = False,
+    hadamard: bool = False,
     backend: str = "auto",
 ) -> None:
     """Pool new tokens to entries, store those that are complete, keep the rest for later calls. One launch.
@@ -113,26 +113,33 @@ def compress(
     requests: int32 [R], whose states these are, no two alike. starts: int32 [R], each one's first new position:
     ``StateCache.lengths``. cu_seqlens: int32 [R + 1], where each one's tokens begin, and the end. slots: int32 [T],
     where the entry is stored that the token completes (position + 1 a multiple of the stride); other tokens' are not
-    read, one below 0 or beyond the pool stores nothing. rotated: index keys go through the Hadamard transform.
+    read, one below 0 or beyond the pool stores nothing, one given twice may end up with a mixture. hadamard: index keys
+    go through the Hadamard transform.
 
     An entry's channel is sum(softmax(Z + ape) C), over the stride's tokens (HCA), or over the first half of channels of
     the window before and the second half of its own (CSA). Then bf16, normalised, bf16, rotated by the position of the
-    window's first token, bf16, (transformed, bf16,) quantised. Bits do not depend on how tokens are divided into calls.
+    window's first token, bf16, (Hadamard transform, bf16,) quantised. Bits do not depend on how tokens are divided into
+    calls.
 
     A start of 0 begins anew. Any other goes on from the tokens that the request has: those from the start on are taken
     back, and a start may be anything from F - max_draft to the end of the request's last call, F being the furthest end
     of its calls since it began anew. So any pattern of calls takes back what it likes of the last max_draft tokens; a
-    call of more than max_draft tokens cannot be repeated. On the CPU any other start raises ValueError; on a GPU, which
-    the host does not wait for, entries that would have been made of lost tokens become NaN, and the call's own tokens
-    are those that the request has. Requests that are out of range are left out there, and cu_seqlens clamped to the
-    tokens there are. A request without tokens is left as it is, whatever its start.
+    call of more than max_draft tokens cannot be repeated. A request without tokens is left as it is, whatever its
+    start.
 
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``. Forward only.
+    Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``. Forward only. What
+    small tensors hold is looked at on the CPU alone. There ValueError names a request out of range or given twice, any
+    other start, cu_seqlens that do not rise from 0 to T, an entry's slot given twice, and an entry whose first token's
+    position the table does not have. On a GPU, which the host does not wait for,
+
+    - another start makes NaN of the entries that need lost tokens; the request then has the tokens from that start on
+    - an entry beyond the table has NaN for the numbers that are rotated, for all numbers with ``hadamard``
+    - requests that are out of range are left out, and cu_seqlens clamped to the tokens there are
     """
     refuse_gradients(content_gate=content_gate, ape=ape, weight=weight)
     check_compress(
         content_gate, ape, weight, cos_sin, tail=tail, requests=requests, starts=starts, cu_seqlens=cu_seqlens,
-        pool=pool, slots=slots, eps=eps, rotated=rotated,
+        pool=pool, slots=slots, eps=eps, hadamard=hadamard,
     )  # fmt: skip
     ops.compress(
         content_gate,
@@ -146,6 +153,6 @@ def compress(
         pool,
         slots,
         float(eps),
-        rotated,
+        hadamard,
         backend,
     )

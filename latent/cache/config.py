@@ -28,7 +28,7 @@ class InsertConfig:
     """The kernel of ``insert_window`` and ``store_rows``: a warp a row.
 
     kind, format: of the pool. project: rows are normalised and rotated before they are stored. queries: so are queries,
-    which are returned. weight: dtype of the norm's weight; None: rows are rotated only. transformed: rows go through
+    which are returned. weight: dtype of the norm's weight; None: rows are rotated only. hadamard: rows go through
     the Hadamard transform. share: so many rows in a row have one position.
     """
 
@@ -37,12 +37,12 @@ class InsertConfig:
     project: bool = True
     queries: bool = True
     weight: str | None = "float32"
-    transformed: bool = False
+    hadamard: bool = False
     share: int = 1
 
     def __post_init__(self):
         assert self.threads <= MAX_THREADS_PER_CTA
-        assert self.project or not (self.queries or self.transformed)
+        assert self.project or not (self.queries or self.hadamard)
         assert self.share == 1 or not self.queries
 
     @property
@@ -63,8 +63,9 @@ class InsertConfig:
 class CompressConfig:
     """The kernel of ``compress``: a CTA a request, for what needs its state, and one for every ``stride`` tokens.
 
-    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: of the pool. rotated:
-    rows go through the Hadamard transform. weight, ape: dtypes of the norm's weight and of the positions' bias.
+    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: of the pool.
+    hadamard: rows go through the Hadamard transform. weight, ape: dtypes of the norm's weight and of the positions'
+    bias.
     """
 
     tail: str
@@ -72,7 +73,7 @@ class CompressConfig:
     max_draft: int
     kind: str
     format: str
-    rotated: bool = False
+    hadamard: bool = False
     weight: str = "float32"
     ape: str = "float32"
 

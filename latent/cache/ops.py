@@ -52,7 +52,7 @@ def run_insert(
 
 
 def run_compress(
-    content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, pool: Pool, slots, eps, rotated,
+    content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, pool: Pool, slots, eps, hadamard,
     backend, target: Target | None = None,
 ):  # fmt: skip
     """K2 of checked arguments."""
@@ -63,12 +63,12 @@ def run_compress(
     if backend == "reference":
         reference.compress(
             content_gate, ape, weight, cos_sin, tail=tail, requests=requests, starts=starts, cu_seqlens=cu_seqlens,
-            pool=pool, slots=slots, eps=eps, rotated=rotated,
+            pool=pool, slots=slots, eps=eps, hadamard=hadamard,
         )  # fmt: skip
         return
     kind = "index" if isinstance(pool, IndexPool) else "latent"
     dtypes = {"weight": DTYPE_NAMES[weight.dtype], "ape": DTYPE_NAMES[ape.dtype]}
-    config = CompressConfig(tail.kind, tail.stride, tail.max_draft, kind, pool.format, rotated, **dtypes)
+    config = CompressConfig(tail.kind, tail.stride, tail.max_draft, kind, pool.format, hadamard, **dtypes)
     from warpspec.latent.cache.device.compress import COMPRESS
 
     operands = (
@@ -99,15 +99,15 @@ def insert(q, kv, cos_sin, positions, weight, eps, pool: Pool, slots, out, backe
 
 
 def compress(
-    content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, pool: Pool, slots, eps, rotated,
+    content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, pool: Pool, slots, eps, hadamard,
     backend,
 ) -> None:  # fmt: skip
     """``run_compress``, through the operator where somebody watches."""
     inputs = (content_gate, ape, weight, cos_sin)
     batch = (requests, starts, cu_seqlens)
     if not watched(*inputs, *batch, slots, tail.rows, pool.data):
-        check_compress_values(len(content_gate), tail, *batch)
-        run_compress(*inputs, tail, *batch, pool, slots, eps, rotated, backend)
+        check_compress_values(cos_sin, tail, *batch, slots, pool.capacity)
+        run_compress(*inputs, tail, *batch, pool, slots, eps, hadamard, backend)
         return
     kind = "index" if isinstance(pool, IndexPool) else "latent"
     numbers = (tail.kind, tail.stride, tail.dim, tail.max_draft)
@@ -123,7 +123,7 @@ def compress(
         pool.format,
         slots,
         eps,
-        rotated,
+        hadamard,
         backend,
     )
 
@@ -152,19 +152,19 @@ def _(q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots
     mutates_args=("rows", "online", "progress", "data"),
     schema="(Tensor content_gate, Tensor ape, Tensor weight, Tensor cos_sin, str tail_kind, int stride, int dim, "
     "int max_draft, Tensor(a!) rows, Tensor(b!)? online, Tensor(c!) progress, Tensor requests, Tensor starts, "
-    "Tensor cu_seqlens, Tensor(d!) data, SymInt page_size, str kind, str name, Tensor slots, float eps, bool rotated, "
+    "Tensor cu_seqlens, Tensor(d!) data, SymInt page_size, str kind, str name, Tensor slots, float eps, bool hadamard, "
     "str backend) -> ()",
 )
 def compress_operator(
     content_gate, ape, weight, cos_sin, tail_kind, stride, dim, max_draft, rows, online, progress, requests, starts,
-    cu_seqlens, data, page_size, kind, name, slots, eps, rotated, backend,
+    cu_seqlens, data, page_size, kind, name, slots, eps, hadamard, backend,
 ) -> None:  # fmt: skip
     """``compress``."""
     tail = Tail(tail_kind, stride, dim, max_draft, rows, online, progress)
     pool = POOLS[kind](data, page_size, name)
     inputs = (content_gate, ape, weight, cos_sin)
-    check_compress_values(len(content_gate), tail, requests, starts, cu_seqlens)
-    run_compress(*inputs, tail, requests, starts, cu_seqlens, pool, slots, eps, rotated, backend)
+    check_compress_values(cos_sin, tail, requests, starts, cu_seqlens, slots, pool.capacity)
+    run_compress(*inputs, tail, requests, starts, cu_seqlens, pool, slots, eps, hadamard, backend)
 
 
 @compress_operator.register_fake

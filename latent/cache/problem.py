@@ -103,11 +103,22 @@ def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
     if slots.device.type != "cpu":
         return
     if positions is not None:
-        check_range("positions", positions, 0, len(cos_sin) - 1, "rows of cos_sin")
+        check_positions("positions", positions, cos_sin)
     if not torch.compiler.is_compiling():
-        found, counts = slots[(slots >= 0) & (slots < capacity)].unique(return_counts=True)
-        for slot in found[counts > 1][:1].tolist():
-            raise ValueError(f"slots: each may be given once, got {slot} twice")
+        check_once(slots, capacity)
+
+
+def check_positions(name, positions, cos_sin) -> None:
+    """Positions of tokens, which the table must have; on the CPU."""
+    if positions.device.type == "cpu":
+        check_range(name, positions, 0, len(cos_sin) - 1, "rows of cos_sin")
+
+
+def check_once(slots, capacity: int) -> None:
+    """Slots on the CPU, of which no row of the pool is given twice."""
+    found, counts = slots[(slots >= 0) & (slots < capacity)].unique(return_counts=True)
+    for slot in found[counts > 1][:1].tolist():
+        raise ValueError(f"slots: each may be given once, got {slot} twice")
 
 
 def check_projection(cos_sin, weight, dim, device) -> None:
@@ -117,7 +128,7 @@ def check_projection(cos_sin, weight, dim, device) -> None:
 
 
 def check_compress(
-    content_gate, ape, weight, cos_sin, *, tail, requests, starts, cu_seqlens, pool, slots, eps, rotated
+    content_gate, ape, weight, cos_sin, *, tail, requests, starts, cu_seqlens, pool, slots, eps, hadamard
 ) -> None:
     """Arguments of ``compress``."""
     if not isinstance(tail, Tail):
@@ -127,10 +138,10 @@ def check_compress(
         raise ValueError(
             f"pool: rows must have the tail's {tail.dim} numbers, got {pool.row_format.dim} ({pool.format!r})"
         )
-    if not isinstance(rotated, bool):
-        raise TypeError(f"rotated: must be a bool, got {rotated!r}")
-    if rotated and not isinstance(pool, IndexPool):
-        raise ValueError("rotated: only index keys go through the Hadamard transform, got a LatentPool")
+    if not isinstance(hadamard, bool):
+        raise TypeError(f"hadamard: must be a bool, got {hadamard!r}")
+    if hadamard and not isinstance(pool, IndexPool):
+        raise ValueError("hadamard: only index keys go through the Hadamard transform, got a LatentPool")
     device = pool.device
     if tail.rows.device != device:
         raise ValueError(f"tail: must be on the pool's {device}, got {tail.rows.device}")
@@ -149,20 +160,35 @@ def check_compress(
     check_eps(eps)
 
 
-def check_compress_values(tokens: int, tail: Tail, requests, starts, cu_seqlens) -> None:
-    """What ``compress``'s small tensors hold, on the CPU. tokens: of content_gate."""
+def check_compress_values(cos_sin, tail: Tail, requests, starts, cu_seqlens, slots, capacity: int) -> None:
+    """What ``compress``'s small tensors hold, on the CPU. capacity: of the pool."""
     if requests.device.type != "cpu":
         return
     check_range("requests", requests, 0, tail.requests - 1, "the tail's requests")
     if len(requests.unique()) != len(requests):
         raise ValueError(f"requests: each may be given once, got {requests.tolist()}")
     check_range("starts", starts, 0, POSITION_LIMIT, "positions")
-    lengths = cu_seqlens.diff()
+    lengths, tokens = cu_seqlens.diff(), len(slots)
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or bool((lengths < 0).any()):
         raise ValueError(
             f"cu_seqlens: must rise from 0 to the {tokens} tokens of content_gate, got {cu_seqlens.tolist()}"
         )
     check_starts(tail, requests, starts, lengths)
+    check_entries(tail, requests, starts, lengths, cos_sin)
+    within = torch.arange(tokens) - cu_seqlens[:-1].repeat_interleave(lengths)
+    after = starts.repeat_interleave(lengths) + within + 1
+    check_once(slots[after % tail.stride == 0], capacity)
+
+
+def check_entries(tail: Tail, requests, starts, lengths, cos_sin) -> None:
+    """Whether the table has the positions of the first tokens of all entries that each request completes."""
+    ends = (starts + lengths) // tail.stride * tail.stride
+    first = ends - tail.stride
+    for i in ((ends > starts) & (first >= len(cos_sin))).nonzero()[:1, 0].tolist():
+        raise ValueError(
+            f"cos_sin: must have the position of each entry's first token, got {len(cos_sin)} rows and an entry from "
+            f"position {int(first[i])} on of request {int(requests[i])}"
+        )
 
 
 def check_starts(tail: Tail, requests, starts, lengths) -> None:

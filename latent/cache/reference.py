@@ -46,7 +46,7 @@ def angles_at(cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.where(inside[..., None], rows, torch.nan)
 
 
-def hadamard(rows: torch.Tensor) -> torch.Tensor:
+def hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
     """fp32 [..., D], D a power of two: rows times Sylvester's Hadamard matrix over the root of D, by butterflies."""
     dim = rows.shape[-1]
     x, apart = rows.float(), 1
@@ -67,17 +67,29 @@ def insert_window(q, kv, cos_sin, positions, *, kv_weight, eps, pool, slots) -> 
 
 
 def finish_entry(
-    pooled: torch.Tensor, position: int, cos_sin, weight, eps: float, rotated: bool
+    pooled: torch.Tensor, position: int, cos_sin, weight, eps: float, hadamard: bool
 ) -> torch.Tensor:
-    """bf16 [D]: an entry's row of its pooled channels [D] fp32. rotated: through ``hadamard``."""
+    """bf16 [D]: an entry's row of its pooled channels [D] fp32. hadamard: through ``hadamard_transform``."""
     row = rms_norm(pooled.bfloat16(), weight, eps)
     at = torch.tensor(position, device=pooled.device)
     row = rotate(row, angles_at(cos_sin, at)).bfloat16()
-    return hadamard(row).bfloat16() if rotated else row
+    return hadamard_transform(row).bfloat16() if hadamard else row
 
 
 def compress(
-    content_gate, ape, weight, cos_sin, *, tail: Tail, requests, starts, cu_seqlens, pool, slots, eps, rotated
+    content_gate,
+    ape,
+    weight,
+    cos_sin,
+    *,
+    tail: Tail,
+    requests,
+    starts,
+    cu_seqlens,
+    pool,
+    slots,
+    eps,
+    hadamard,
 ) -> None:
     """K2 of checked arguments: entries that are complete are stored, the tail is brought up to date."""
     for i, request in enumerate(requests.tolist()):
@@ -94,7 +106,7 @@ def compress(
         settled = max(before, start + count - tail.max_draft)
         make = csa_entries if tail.kind == "csa" else hca_entries
         for position, pooled in make(tail, request, new, start, whole, (before, settled)):
-            row = finish_entry(pooled, position - tail.stride + 1, cos_sin, weight, eps, rotated)
+            row = finish_entry(pooled, position - tail.stride + 1, cos_sin, weight, eps, hadamard)
             pool.write(slots[begin + position - start][None], row[None])
         progress[WRITTEN], progress[SETTLED] = start + count, settled
 

@@ -35,8 +35,9 @@ def gathered_attention(
     the values). key_sets: 1 to 3 ``KeySet`` of one row format, together the keys; a row given twice counts twice.
     scale: of logits, by default 512**-0.5. sink: [H] floating, one more logit per head without a value, in natural
     units. rotate_back: (cos_sin, positions), the table and int32 [T]: o's last 64 numbers are rotated by minus the
-    query's angles. num_splits: parts that each query's keys are cut into; None chooses. out_format: "bf16", or "fp8": o
-    is a ``projection.Float8Tensor``, the bits that ``quantize_output`` makes of o in bf16. out: o, to be written to.
+    query's angles; a position beyond the table makes them NaN on a GPU, on the CPU ValueError. num_splits: parts that
+    each query's keys are cut into; None chooses. out_format: "bf16", or "fp8": o is a ``projection.Float8Tensor``, the
+    bits that ``quantize_output`` makes of o in bf16. out: o, to be written to.
 
     Returns o bf16 [T, H, 512]; with return_lse also lse fp32 [H, T] = ln(sum over keys of exp(scale q.k)), the sink not
     counted; with normalize=False ``AttentionState`` of packed shapes, which ``merge`` combines with others. A query

@@ -22,21 +22,24 @@ def index_queries(
     positions: torch.Tensor,
     *,
     format: str = "mxfp4",
-    rotated: bool = True,
+    hadamard: bool = True,
     backend: str = "auto",
 ) -> IndexQueries:
     """Rotate the indexer's queries by position and quantise them as index keys are. One launch.
 
     q: bf16 [T, H, 128], contiguous, H a multiple of 4. weights: fp32 [T, H], of the heads' scores, with all constant
     factors. cos_sin: fp32 [N, 64] and positions: int32 [T], as in ``cache.insert_window``; the last 64 numbers of a
-    head are rotated. rotated: through the Hadamard transform then, as the keys have been (``cache.compress``). format:
-    of an ``IndexPool``. Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``.
-    Forward only.
+    head are rotated. hadamard: heads go through the Hadamard transform after that, as the keys have gone
+    (``cache.compress``). format: of an ``IndexPool``.
+
+    A position beyond the table raises ValueError on the CPU. On a GPU it makes NaN of the numbers that are rotated, and
+    of all numbers with ``hadamard``. Raises TypeError or ValueError naming the argument, UnsupportedProblem as
+    ``insert_window``. Forward only.
     """
     format_named(INDEX_FORMATS, format)
     refuse_gradients(q=q, weights=weights)
-    check_queries(q, weights, cos_sin, positions, rotated)
-    return ops.index_queries(q, weights, cos_sin, positions, format, rotated, backend)
+    check_queries(q, weights, cos_sin, positions, hadamard)
+    return ops.index_queries(q, weights, cos_sin, positions, format, hadamard, backend)
 
 
 def index_scores(

@@ -10,6 +10,7 @@ from warpspec.common.launch import target_of
 from warpspec.common.repeated import watched
 from warpspec.latent.cache.config import InsertConfig
 from warpspec.latent.cache.pools import IndexPool, pages_of, table_slots
+from warpspec.latent.cache.problem import check_positions
 from warpspec.latent.indexer import reference
 from warpspec.latent.indexer.config import SelectConfig, StreamConfig, choose_parts
 from warpspec.latent.indexer.problem import IndexQueries
@@ -17,26 +18,30 @@ from warpspec.latent.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS
 from warpspec.latent.indexer.sm100.config import Sm100ScoresConfig
 
 
-def index_queries(q, weights, cos_sin, positions, format, rotated, backend) -> IndexQueries:
+def index_queries(q, weights, cos_sin, positions, format, hadamard, backend) -> IndexQueries:
     """K3 of checked arguments, through the operator where somebody watches."""
     tokens, heads = q.shape[:2]
     pool = IndexPool.empty(tokens, heads, format, device=q.device)
-    arguments = (q, cos_sin, positions, pool.data, format, rotated, backend)
-    (queries_operator if watched(q, cos_sin, positions) else run_queries)(*arguments)
+    arguments = (q, cos_sin, positions, pool.data, format, hadamard, backend)
+    if watched(q, cos_sin, positions):
+        queries_operator(*arguments)
+    else:
+        check_positions("positions", positions, cos_sin)
+        run_queries(*arguments)
     return IndexQueries(pool, weights)
 
 
-def run_queries(q, cos_sin, positions, data, format, rotated, backend) -> None:
+def run_queries(q, cos_sin, positions, data, format, hadamard, backend) -> None:
     """K3, into the pages ``data``."""
     tokens, heads = q.shape[:2]
     pool, backend = IndexPool(data, heads, format), resolve_backend(backend, q.device)
     if backend == "reference":
-        rows = reference.query_rows(q, cos_sin, positions, rotated)
+        rows = reference.query_rows(q, cos_sin, positions, hadamard)
         pool.write(torch.arange(tokens * heads, device=q.device), rows.flatten(0, 1))
     elif tokens:
         from warpspec.latent.cache.device.insert import INSERT
 
-        config = InsertConfig("index", format, queries=False, weight=None, transformed=rotated, share=heads)
+        config = InsertConfig("index", format, queries=False, weight=None, hadamard=hadamard, share=heads)
         slots = torch.arange(tokens * heads, dtype=torch.int32, device=q.device)
         words = q.detach().flatten(0, 1).view(torch.uint32)
         arguments = (None, None, words, None, cos_sin, positions, slots, pool.words, heads, 0.0)
@@ -46,15 +51,17 @@ def run_queries(q, cos_sin, positions, data, format, rotated, backend) -> None:
 @torch.library.custom_op(
     "warpspec::index_queries",
     mutates_args=("data",),
-    schema="(Tensor q, Tensor cos_sin, Tensor positions, Tensor(a!) data, str format, bool rotated, str backend) -> ()",
+    schema="(Tensor q, Tensor cos_sin, Tensor positions, Tensor(a!) data, str format, bool hadamard, "
+    "str backend) -> ()",
 )
-def queries_operator(q, cos_sin, positions, data, format, rotated, backend) -> None:
+def queries_operator(q, cos_sin, positions, data, format, hadamard, backend) -> None:
     """``index_queries``."""
-    run_queries(q, cos_sin, positions, data, format, rotated, backend)
+    check_positions("positions", positions, cos_sin)
+    run_queries(q, cos_sin, positions, data, format, hadamard, backend)
 
 
 @queries_operator.register_fake
-def _(q, cos_sin, positions, data, format, rotated, backend):
+def _(q, cos_sin, positions, data, format, hadamard, backend):
     return None
 
 

@@ -29,7 +29,7 @@ class IndexQueries:
         return self.pool.read(torch.arange(tokens * heads, device=self.weights.device).view(tokens, heads))
 
 
-def check_queries(q, weights, cos_sin, positions, rotated) -> None:
+def check_queries(q, weights, cos_sin, positions, hadamard) -> None:
     """Arguments of ``index_queries``."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: must be a torch.Tensor, got {type(q).__name__}")
@@ -44,8 +44,8 @@ def check_queries(q, weights, cos_sin, positions, rotated) -> None:
     check_tensor("weights", weights, (torch.float32,), (tokens, heads), device)
     check_tensor("cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
     check_tensor("positions", positions, (torch.int32,), (tokens,), device)
-    if not isinstance(rotated, bool):
-        raise TypeError(f"rotated: must be a bool, got {rotated!r}")
+    if not isinstance(hadamard, bool):
+        raise TypeError(f"hadamard: must be a bool, got {hadamard!r}")
 
 
 def check_scores(queries, pool, page_table, requests, lengths) -> None:

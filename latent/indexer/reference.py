@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from warpspec.latent.cache.pools import NO_SLOT, pages_of, table_slots
-from warpspec.latent.cache.reference import angles_at, hadamard, rotate
+from warpspec.latent.cache.reference import angles_at, hadamard_transform, rotate
 
 
-def query_rows(q, cos_sin, positions, rotated: bool) -> torch.Tensor:
+def query_rows(q, cos_sin, positions, hadamard: bool) -> torch.Tensor:
     """K3: bf16 [T, H, 128], what is quantised of queries q."""
     rows = rotate(q, angles_at(cos_sin, positions)[:, None]).bfloat16()
-    return hadamard(rows).bfloat16() if rotated else rows
+    return hadamard_transform(rows).bfloat16() if hadamard else rows
 
 
 def index_scores(queries, weights, keys) -> torch.Tensor:

@@ -78,17 +78,19 @@ def requantized(rows, pool):
     return again.read(torch.arange(len(rows), device=rows.device))
 
 
-@pytest.mark.parametrize(("kind", "name", "rotated"), COMPRESSORS)
-def test_compress(kind, name, rotated):
+@pytest.mark.parametrize(("kind", "name", "hadamard"), COMPRESSORS)
+def test_compress(kind, name, hadamard):
     """Prefill, chunked, one token, speculative with rejections: the same bits; close to the reference."""
     tokens, drafts = (60, 3) if kind == "csa" else (400, 3)
     compressor = Compressor.random(kind, 5, tokens, dim=128 if name in ("mxfp4", "fp8") else 512)
     runs = [
-        grow(Run.start(compressor, name, drafts, device="cuda"), tokens, way, backend="auto", rotated=rotated)
+        grow(
+            Run.start(compressor, name, drafts, device="cuda"), tokens, way, backend="auto", hadamard=hadamard
+        )
         for way in ("prefill", "chunked", "tokens", "speculative")
     ]
     wanted = grow(
-        Run.start(compressor, name, drafts), tokens, "prefill", backend="reference", rotated=rotated
+        Run.start(compressor, name, drafts), tokens, "prefill", backend="reference", hadamard=hadamard
     )
     for request in range(5):
         first = runs[0].entries(request)

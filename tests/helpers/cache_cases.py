@@ -105,7 +105,7 @@ class Run:
         accepted: list[int] | None = None,
         *,
         backend: str,
-        rotated=False,
+        hadamard=False,
         given=None,
         checked=True,
     ):
@@ -113,9 +113,9 @@ class Run:
         where the host does not see the values of starts."""
         arguments = self.arguments(counts, given)
         if checked:
-            compress(**arguments, rotated=rotated, backend=backend)
+            compress(**arguments, hadamard=hadamard, backend=backend)
         else:
-            ops.run_compress(**arguments, eps=1e-6, rotated=rotated, backend=backend)
+            ops.run_compress(**arguments, eps=1e-6, hadamard=hadamard, backend=backend)
         self.lengths += torch.tensor(accepted or counts, dtype=torch.int32, device=self.pool.device)
 
     def entry_slots(self, request: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Run:
         return torch.cat((self.pool.data[page, data], self.pool.data[page, scales]), dim=1)
 
 
-def grow(run: Run, tokens: int, way: str, *, backend: str, rotated: bool = False, seed: int = 0) -> Run:
+def grow(run: Run, tokens: int, way: str, *, backend: str, hadamard: bool = False, seed: int = 0) -> Run:
     """Every request grows to ``tokens`` tokens. way: "prefill" (one call), "chunked" (calls of any
     size), "tokens" (one each), "speculative" (drafts, of which some are wrong and taken back)."""
     generator = torch.Generator().manual_seed(seed)
@@ -140,12 +140,12 @@ def grow(run: Run, tokens: int, way: str, *, backend: str, rotated: bool = False
         return int(torch.randint(low, high + 1, (), generator=generator))
 
     if way == "prefill":
-        run.call([tokens] * requests, backend=backend, rotated=rotated)
+        run.call([tokens] * requests, backend=backend, hadamard=hadamard)
     while (left := [tokens - n for n in run.lengths.tolist()]) and max(left):
         if way == "chunked":
-            run.call([min(n, draw(0, 1 + tokens // 2)) for n in left], backend=backend, rotated=rotated)
+            run.call([min(n, draw(0, 1 + tokens // 2)) for n in left], backend=backend, hadamard=hadamard)
         elif way == "tokens":
-            run.call([min(n, 1) for n in left], backend=backend, rotated=rotated)
+            run.call([min(n, 1) for n in left], backend=backend, hadamard=hadamard)
         else:
             counts = [min(n, 1 + drafts) for n in left]
             accepted = [draw(min(n, 1), n) for n in counts]
@@ -157,7 +157,7 @@ def grow(run: Run, tokens: int, way: str, *, backend: str, rotated: bool = False
                     own[right:].shape, generator=generator
                 )  # drafts that turn out wrong
                 given[i] = own
-            run.call(counts, accepted, backend=backend, rotated=rotated, given=given)
+            run.call(counts, accepted, backend=backend, hadamard=hadamard, given=given)
     return run
 
 

@@ -24,7 +24,14 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.latent.cache.config import VECTOR, CompressConfig
 from warpspec.latent.cache.device.insert import DTYPES, ROPE_DIM, load_weights
-from warpspec.latent.cache.device.rows import hadamard, load_angles, normalize, rotate, store_row, to_bf16
+from warpspec.latent.cache.device.rows import (
+    hadamard_transform,
+    load_angles,
+    normalize,
+    rotate,
+    store_row,
+    to_bf16,
+)
 from warpspec.latent.cache.models import CONTENT_AND_GATE, ONLINE_NUMBERS
 from warpspec.latent.cache.state import SETTLED, WRITTEN
 
@@ -334,8 +341,8 @@ def finish(config: cutlass.Constexpr, operands, page_size, eps, pooled: cutlass.
         weights = load_weights(operands.weight, thread, numbers)
         values = to_bf16([row[i] for i in range(numbers)])
         values = to_bf16(rotate(to_bf16(normalize(values, eps, weights)), angles))
-        if cutlass.const_expr(config.rotated):
-            values = to_bf16(hadamard(values, thread))
+        if cutlass.const_expr(config.hadamard):
+            values = to_bf16(hadamard_transform(values, thread))
         store_row(config.fmt, operands.pool, page_size, Int32(operands.slots[token]), values, thread)
 
 

@@ -12,7 +12,7 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.latent.cache.config import InsertConfig
 from warpspec.latent.cache.device.rows import (
-    hadamard,
+    hadamard_transform,
     load_angles,
     load_words,
     normalize,
@@ -112,8 +112,8 @@ def insert_key(
         if cutlass.const_expr(config.weight is not None):
             values = to_bf16(normalize(values, eps, load_weights(weight, lane, numbers)))
         values = to_bf16(rotate(values, angles))
-        if cutlass.const_expr(config.transformed):
-            values = to_bf16(hadamard(values, lane))
+        if cutlass.const_expr(config.hadamard):
+            values = to_bf16(hadamard_transform(values, lane))
     store_row(config.fmt, pool, page_size, slot, values, lane)
 
 

@@ -128,8 +128,8 @@ def rotate(values: list, angles: cute.Tensor, back: bool = False) -> list:
     return out
 
 
-def hadamard(values: list, lane: Int32) -> list:
-    """``reference.hadamard`` of the warp's row, in its order."""
+def hadamard_transform(values: list, lane: Int32) -> list:
+    """``reference.hadamard_transform`` of the warp's row, in its order."""
     count, apart = len(values), 1
     while apart < count:
         out = list(values)

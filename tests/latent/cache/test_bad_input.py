@@ -79,8 +79,8 @@ def test_kernels_do_not_store_all_formats():
             ValueError,
             "pool: rows must have the tail's 128 numbers",
         ),
-        ({"rotated": 1}, TypeError, "rotated: must be a bool"),
-        ({"rotated": True}, ValueError, "rotated: only index keys"),
+        ({"hadamard": 1}, TypeError, "hadamard: must be a bool"),
+        ({"hadamard": True}, ValueError, "hadamard: only index keys"),
         ({"requests": torch.tensor([1, 3], dtype=torch.int32)}, ValueError, "requests: .* got 3 at index 1"),
         (
             {"requests": torch.tensor([1, 1], dtype=torch.int32)},
@@ -120,6 +120,28 @@ def test_compress(change, error, message):
     with pytest.raises(error, match=message):
         compress(**(run.arguments([2, 3]) | change), backend="reference")
     assert (run.pool.data == POISON).all() and torch.equal(run.tail.progress, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"cos_sin": TABLE[:4]},
+            "cos_sin: .* got 4 rows and an entry from position 4 on of request 2",
+        ),
+        ({"slots": torch.full((11,), 9, dtype=torch.int32)}, "slots: each may be given once, got 9 twice"),
+    ],
+)
+def test_entries_of_compress(change, message):
+    """Request 2 completes two entries; the slots of other tokens than their last are not looked at."""
+    run = Run.start(Compressor.random("csa", 2, 8), "v4-fp8")
+    arguments = run.arguments([8, 3])
+    with pytest.raises(ValueError, match=message):
+        compress(**arguments | change, backend="reference")
+    assert (run.pool.data == POISON).all() and not run.tail.progress.any()
+    arguments["slots"][arguments["slots"] < 0] = 9
+    compress(**arguments, backend="reference")
+    assert run.tail.progress[:, 0].tolist() == [0, 3, 8]
 
 
 def test_drafts_that_cannot_be_taken_back():

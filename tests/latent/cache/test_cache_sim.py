@@ -1,5 +1,7 @@
 """Insert and compress in the simulator: bits of the reference's quantisers, and the same however they are called."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cache_cases import POISON, Compressor, Run, grow
@@ -113,20 +115,20 @@ def test_store_rows_bits(simulated, case):
 def test_compress(simulated, case):
     """Prefill, chunked, one token, speculative: the same bits, and those of the reference's quantiser where its rows
     are the same; the state goes on from one to another."""
-    kind, name, rotated = case
+    kind, name, hadamard = case
     tokens, drafts = (26, 3) if kind == "csa" else (260, 3)
     compressor = Compressor.random(kind, 2, tokens, dim=128 if name in ("mxfp4", "fp8") else 512)
     ways = ("prefill", "chunked", "speculative", *(["tokens"] if kind == "csa" else []))
-    first = grow(Run.start(compressor, name, drafts), tokens, ways[0], backend="sim", rotated=rotated)
+    first = grow(Run.start(compressor, name, drafts), tokens, ways[0], backend="sim", hadamard=hadamard)
     for way in ways[1:]:
         run = Run.start(compressor, name, drafts)
         if kind == "hca":  # long windows: a prefill first, then what is special
-            run.call([120, 125], backend="sim", rotated=rotated)
-        grow(run, tokens, way, backend="sim", rotated=rotated)
+            run.call([120, 125], backend="sim", hadamard=hadamard)
+        grow(run, tokens, way, backend="sim", hadamard=hadamard)
         for request in range(2):
             assert torch.equal(run.entries(request), first.entries(request)), way
     wanted = grow(
-        Run.start(compressor, name, drafts), tokens, "prefill", backend="reference", rotated=rotated
+        Run.start(compressor, name, drafts), tokens, "prefill", backend="reference", hadamard=hadamard
     )
     for request in range(2):
         got, expected = first.entries(request), wanted.entries(request)
@@ -154,6 +156,17 @@ def test_lost_states_are_nan(simulated, kind):
         and wrong[lost:].isfinite().all()
         and len(wrong) > lost
     )
+
+
+@pytest.mark.parametrize("simulated", ["sm_90a"], indirect=True)
+@pytest.mark.parametrize("backend", ["reference", "sim"])
+def test_entries_beyond_the_table(simulated, backend):
+    """Their rotated numbers are NaN; the others are what they are."""
+    compressor = Compressor.random("csa", 1, 12)
+    run = Run.start(replace(compressor, cos_sin=compressor.cos_sin[:8]), "v4-fp8", max_draft=3)
+    run.call([12], backend=backend, checked=False)
+    rows = run.pool.read(run.entry_slots(0))
+    assert rows[:2].isfinite().all() and rows[2, :-64].isfinite().all() and rows[2, -64:].isnan().all()
 
 
 @pytest.mark.parametrize("simulated", ["sm_100a"], indirect=True)
@@ -184,7 +197,7 @@ def test_what_the_host_does_not_see(simulated):
 def test_nothing_spills():
     kernels = (
         (INSERT, InsertConfig("latent", "v4-fp8", weight="bfloat16"), "sm_90a"),
-        (COMPRESS, CompressConfig("csa", 4, 3, "index", "mxfp4", rotated=True), "sm_100a"),
+        (COMPRESS, CompressConfig("csa", 4, 3, "index", "mxfp4", hadamard=True), "sm_100a"),
         (COMPRESS, CompressConfig("hca", 128, 3, "latent", "v4-fp8"), "sm_90a"),
     )
     for kernel, config, arch in kernels:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cache_cases import Compressor, Run, expected_entries, grow
 
-from warpspec.latent.cache.reference import fold, hadamard, rms_norm
+from warpspec.latent.cache.reference import fold, hadamard_transform, rms_norm
 
 CASES = [("csa", 4, 512), ("csa", 4, 128), ("hca", 8, 512)]
 
@@ -49,11 +49,11 @@ def test_fold_of_gates_that_are_not_there():
 
 def test_hadamard_is_a_rotation():
     rows = torch.randn(3, 128)
-    matrix = hadamard(torch.eye(128))
+    matrix = hadamard_transform(torch.eye(128))
     assert torch.allclose(matrix @ matrix.T, torch.eye(128), atol=1e-5) and matrix[1, :4].sign().tolist() == [
         1,
         -1,
         1,
         -1,
     ]
-    assert torch.allclose(hadamard(rows), rows @ matrix, atol=1e-5)
+    assert torch.allclose(hadamard_transform(rows), rows @ matrix, atol=1e-5)
