@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from warpspec.aot.models import CALLS, MODELS, PAGE_SIZES, kernels, problems
 from warpspec.aot.workers import compile_all
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
 from warpspec.common.kernel_cache import CACHE
-from warpspec.common.launch import Target
+from warpspec.common.launch import SIMULATED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if options.list else parser().error("--model: name one, or several, of these")
     if options.cache is not None:
         os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)
-    gpu = GPUS[options.arch]
-    target = Target(options.arch, device=0, sm_count=options.sm_count or gpu.sm_count, l2_bytes=gpu.l2_bytes)
+    target = replace(SIMULATED[options.arch], device=0)  # compiled as for a GPU
+    if options.sm_count:
+        target = replace(target, sm_count=options.sm_count)
     wanted = dict.fromkeys(
         item
         for name in options.model

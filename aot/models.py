@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.launch import architecture, second_kernel
+from warpspec.fmha.launch import ATTENTION, second_kernel
 from warpspec.fmha.plan import choose_config
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
@@ -139,7 +139,7 @@ def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Ker
 
     Raises UnsupportedProblem naming what the target's kernel does not do.
     """
-    package = architecture(target.arch)
+    package = ATTENTION.of(target.architecture)
     wanted: dict[tuple[Kernel, Hashable], None] = {}
     for problem in found:
         config, splits = choose_config(package.AttentionConfig, problem, target)

@@ -7,19 +7,18 @@ import os
 import torch
 from torch.autograd import forward_ad
 
+from warpspec.common.architecture import ARCHITECTURES, architecture_of, native_backends
 from warpspec.common.errors import UnsupportedProblem
 
-BACKENDS = ("sm100", "sm90", "sim", "reference")
+OTHER_BACKENDS = ("sim", "reference")  # beside the native ones
 BACKEND_VARIABLE = "WARPSPEC_BACKEND"
-# First number of a device's compute capability -> its native backend. 9: Hopper (9.0); 10: Blackwell (10.x).
-NATIVE_BACKENDS = {9: "sm90", 10: "sm100"}
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend, one of ``BACKENDS``, that runs a call on tensors on ``device``.
+    """The backend that runs a call on tensors on ``device``: a native one, "sim" or "reference".
 
-    backend: one of ``BACKENDS``, or "auto": the environment variable WARPSPEC_BACKEND where set (and not
-    empty or "auto" itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.
+    backend: one of these, or "auto": the environment variable WARPSPEC_BACKEND where set (and not empty or "auto"
+    itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.
 
     Raises ValueError for a name that is none of these, UnsupportedProblem where the backend does not run on
     the device. Nothing falls back silently.
@@ -30,18 +29,20 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         source = BACKEND_VARIABLE
     if backend == "auto":
         return _device_backend(device)
-    if backend not in BACKENDS:
-        raise ValueError(f"{source}: must be one of {', '.join(('auto', *BACKENDS))}, got {backend!r}")
+    native = native_backends()
+    if backend not in (*native, *OTHER_BACKENDS):
+        allowed = ", ".join(("auto", *native, *OTHER_BACKENDS))
+        raise ValueError(f"{source}: must be one of {allowed}, got {backend!r}")
     if backend == "sim" and device.type != "cpu":
         raise UnsupportedProblem(f"{source} 'sim': the simulator takes CPU tensors, got {device}")
-    if backend in NATIVE_BACKENDS.values():
+    if backend in native:
         if device.type != "cuda":
             raise UnsupportedProblem(
                 f"{source} {backend!r}: a native kernel takes CUDA tensors, got {device} (on a CPU: 'sim')"
             )
-        native = _device_backend(device)
-        if native != backend:
-            raise UnsupportedProblem(f"{source} {backend!r}: {device} runs {native!r} kernels")
+        own = _device_backend(device)
+        if own != backend:
+            raise UnsupportedProblem(f"{source} {backend!r}: {device} runs {own!r} kernels")
     return backend
 
 
@@ -62,10 +63,12 @@ def _device_backend(device: torch.device) -> str:
         raise UnsupportedProblem(
             f"backend 'auto': {device} tensors have none (cuda and cpu do); 'reference' runs anywhere"
         )
-    major, minor = torch.cuda.get_device_capability(device)
-    if major not in NATIVE_BACKENDS:
+    capability = torch.cuda.get_device_capability(device)
+    found = architecture_of(capability)
+    if found is None:
+        known = ", ".join(f"{one.capability[0]}.{one.capability[1]}" for one in ARCHITECTURES.values())
         raise UnsupportedProblem(
-            f"backend 'auto': no native kernel for compute capability {major}.{minor} of {device}; "
-            "9.0 and 10.x have one, 'reference' runs anywhere"
+            f"backend 'auto': no native kernel for compute capability {capability[0]}.{capability[1]} of {device}; "
+            f"{known} have one, 'reference' runs anywhere"
         )
-    return NATIVE_BACKENDS[major]
+    return found.backend

@@ -1,7 +1,8 @@
 """Numbers of the hardware that kernels are planned for, each once. Plain Python.
 
 The limits of an SM are those of compute capability 9.0 and 10.x, which agree in all of them (CUDA programming guide,
-"Compute Capabilities"). What differs between the architectures is in ``GPUS``.
+"Compute Capabilities"). What differs between the architectures is in ``common.architecture``, what differs between GPUs
+in ``GPUS``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import torch
 
+from warpspec.common.architecture import Architecture, architecture, architecture_of
 from warpspec.common.compile import compile_kernel
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import GPUS
@@ -25,14 +28,16 @@ _NOTHING = contextlib.nullcontext()
 class Target:
     """Where kernels run. Hashable.
 
-    arch: what they are compiled for, "sm_90a" for example. device: index of the CUDA device; None: the simulator, on
-    CPU tensors. sm_count, l2_bytes: the SMs and the bytes of L2 that they are planned for.
+    architecture: what they are compiled for. device: index of the CUDA device; None: the simulator, on CPU tensors.
+    sm_count, l2_bytes: the SMs and the bytes of L2 that they are planned for. seed: of the simulator, which draws the
+    order of threads by it.
     """
 
-    arch: str
+    architecture: Architecture
     device: int | None
     sm_count: int
     l2_bytes: int
+    seed: int = 0
 
     @property
     def native(self) -> bool:
@@ -40,9 +45,9 @@ class Target:
         return self.device is not None
 
     @property
-    def major(self) -> int:
-        """First number of the compute capability: 9 for sm_90a, 10 for sm_100a and sm_103a."""
-        return int(self.arch.removeprefix("sm_").removesuffix("a")) // 10
+    def arch(self) -> str:
+        """The architecture's name, "sm_90a" for example."""
+        return self.architecture.name
 
     def current(self) -> contextlib.AbstractContextManager:
         """A context for the launches of a call: natively the target's device is the current one, as launches and
@@ -56,23 +61,66 @@ class Target:
         return torch.cuda.device(self.device)
 
 
-SIMULATED = {gpu.arch: Target(gpu.arch, None, gpu.sm_count, gpu.l2_bytes) for gpu in GPUS.values()}
+# The simulator as each architecture's GPU of ``hardware.GPUS``, by the architecture's name.
+SIMULATED = {
+    gpu.arch: Target(architecture(gpu.arch), None, gpu.sm_count, gpu.l2_bytes) for gpu in GPUS.values()
+}
 SIMULATED_ARCH = "sm_100a"  # what the simulator stands for where nobody says
+_simulated = ContextVar("simulated", default=SIMULATED[SIMULATED_ARCH])
+
+
+def simulated(arch: str, **changes) -> Target:
+    """The simulator as a GPU of ``arch``. changes: other fields, ``sm_count=1`` for example. UnsupportedProblem for an
+    architecture that there is not."""
+    if arch not in SIMULATED:
+        raise UnsupportedProblem(f"arch: must be one of {', '.join(SIMULATED)}, got {arch!r}")
+    return replace(SIMULATED[arch], **changes)
+
+
+@contextlib.contextmanager
+def simulating(target: Target | str, **changes) -> Iterator[Target]:
+    """A context in which backend "sim" runs the kernels of ``target``, in this thread: a simulated target, or the name
+    of an architecture with changes as of ``simulated``.
+
+        with simulating("sm_90a", sm_count=2, seed=1):
+            attention(q, k, v, backend="sim")
+    """
+    target = simulated(target, **changes) if isinstance(target, str) else replace(target, **changes)
+    if target.native:
+        raise ValueError(f"target: must be the simulator (device None), got device {target.device}")
+    token = _simulated.set(target)
+    try:
+        yield target
+    finally:
+        _simulated.reset(token)
+
+
+def target_of(device: torch.device, backend: str | None = None) -> Target:
+    """The target for tensors on ``device``: a CUDA device itself, for the CPU the simulator, as ``simulating`` says.
+
+    device: with its index, as tensors have it. backend: a native one, whose kernels alone can read the data: for the
+    CPU, the simulator of one of its architectures. Raises UnsupportedProblem for a device of another kind, and for a
+    CUDA device that there are no kernels for.
+    """
+    if device.type != "cpu":
+        return _device_target(device)
+    target = _simulated.get()
+    if backend is None or target.architecture.backend == backend:
+        return target
+    return next(one for one in SIMULATED.values() if one.architecture.backend == backend)
 
 
 @functools.cache
-def target_of(device: torch.device) -> Target:
-    """The target for tensors on ``device``: a CUDA device itself, for the CPU the simulator of SIMULATED_ARCH.
-
-    device: with its index, as tensors have it. Raises UnsupportedProblem for a device of another kind.
-    """
-    if device.type == "cpu":
-        return SIMULATED[SIMULATED_ARCH]
+def _device_target(device: torch.device) -> Target:
     if device.type != "cuda":
         raise UnsupportedProblem(f"kernels run on CUDA tensors, and on CPU tensors simulated; got {device}")
     properties = torch.cuda.get_device_properties(device)
-    arch = f"sm_{properties.major}{properties.minor}a"
-    return Target(arch, device.index, properties.multi_processor_count, properties.L2_cache_size)
+    found = architecture_of((properties.major, properties.minor))
+    if found is None:
+        raise UnsupportedProblem(
+            f"no kernels for compute capability {properties.major}.{properties.minor} of {device}"
+        )
+    return Target(found, device.index, properties.multi_processor_count, properties.L2_cache_size)
 
 
 class Kernel:
@@ -81,34 +129,52 @@ class Kernel:
 
     name: of the family, no other's. build: makes of a configuration, which is hashable and says everything that changes
     the code, the host function and its arguments but the last, the stream: fake tensors (``compile.fake_rows``) and
-    numbers. It is called on a miss only, and imports the DSL then.
+    numbers. It is called on a miss only, and imports the DSL then; a string "module:function" is imported then itself.
     """
 
-    def __init__(self, name: str, build: Callable[[Hashable], tuple]):
-        self.name, self.build = name, build
-        self.on_disk = build.__module__.startswith("warpspec.")
+    def __init__(self, name: str, build: Callable[[Hashable], tuple] | str):
+        self.name, self._build = name, build
+        module = build if isinstance(build, str) else build.__module__
+        self.on_disk = module.startswith("warpspec.")
+
+    def build(self, config: Hashable) -> tuple:
+        """The host function of a configuration and its arguments but the stream."""
+        if isinstance(self._build, str):
+            module, function = self._build.split(":")
+            self._build = getattr(importlib.import_module(module), function)
+        return self._build(config)
 
     def compiled(self, config: Hashable, arch: str, *, native: bool = False):
         """What ``cute.compile`` makes of the configuration, with ``artifacts``. Needs no GPU. native: see
-        ``compile_kernel``. Raises what the DSL raises."""
-        key = (self.name, config)
-        return compile_kernel(key, lambda: self.build(config), arch=arch, native=native, on_disk=self.on_disk)
+        ``compile_kernel``. Raises UnsupportedProblem for an architecture that there is not, or whose CTAs have less
+        shared memory than the configuration takes (``smem_bytes``), and what the DSL raises."""
 
-    def launcher(self, config: Hashable, target: Target, *, seed: int = 0) -> Callable:
+        def build() -> tuple:
+            needed, most = getattr(config, "smem_bytes", 0), architecture(arch).smem_per_cta
+            if needed > most:
+                raise UnsupportedProblem(
+                    f"{self.name}: needs {needed} bytes of shared memory, a CTA on {arch} has {most}"
+                )
+            return self.build(config)
+
+        return compile_kernel((self.name, config), build, arch=arch, native=native, on_disk=self.on_disk)
+
+    def launcher(self, config: Hashable, target: Target, *, seed: int | None = None) -> Callable:
         """A function that launches the kernel; compiled before this returns.
 
         It takes the host function's arguments but the stream, all of them and by position. Natively it launches on the
         tensors' device, which must be the current one (``Target.current``), and its current stream, and returns None.
-        In the simulator it returns the ``SimReport``; seed: of ``sim.run``.
+        In the simulator it returns the ``SimReport``; seed: of ``sim.run``, None: the target's.
         """
         compiled = self.compiled(config, target.arch, native=target.native)
         if target.native:
             return _without_keywords(compiled)
         from warpspec import sim  # brings in llvmlite, an optional dependency
 
+        seed = target.seed if seed is None else seed
         return lambda *arguments: sim.run(compiled, *arguments, None, seed=seed)
 
-    def run(self, config: Hashable, target: Target, *arguments, seed: int = 0):
+    def run(self, config: Hashable, target: Target, *arguments, seed: int | None = None):
         """Launch the kernel once. The same as ``launcher`` and a call of it, with the target's device made current."""
         launch = self.launcher(config, target, seed=seed)
         with target.current():

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
@@ -22,26 +22,18 @@ from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.problem import AttentionProblem
 
-
-def architecture(arch: str) -> ModuleType:
-    """The package with the kernel for ``arch``: "sm_90a", or any "sm_10?a"."""
-    if arch == "sm_90a":
-        from warpspec.fmha import sm90
-
-        return sm90
-    from warpspec.fmha import sm100
-
-    return sm100
+# Packages of ``AttentionConfig`` and ``ATTENTION``, its ``Kernel``.
+ATTENTION = Family("attention", sm90="warpspec.fmha.sm90", sm100="warpspec.fmha.sm100")
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
     """How the problem is computed on a target. UnsupportedProblem names what its kernel does not do."""
-    return make_plan(architecture(target.arch).AttentionConfig, problem, target)
+    return make_plan(ATTENTION.of(target.architecture).AttentionConfig, problem, target)
 
 
 def check_supported(problem: AttentionProblem, target: Target) -> None:
     """Raise UnsupportedProblem, naming the constraint, for a problem that the target's kernel does not run."""
-    architecture(target.arch).AttentionConfig.of(problem)
+    ATTENTION.of(target.architecture).AttentionConfig.of(problem)
 
 
 class Prepared(NamedTuple):
@@ -102,17 +94,17 @@ def both(first, second):
 
 
 @lru_cache(maxsize=4096)
-def prepare(problem: AttentionProblem, target: Target, seed: int = 0) -> Prepared:
-    """Plan and compile; what was prepared before is found again. seed: of the simulator.
+def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None) -> Prepared:
+    """Plan and compile; what was prepared before is found again. found: a plan, instead of the chosen one.
 
     Raises UnsupportedProblem naming what the kernel does not do.
     """
-    found = plan(problem, target)
-    attention = architecture(target.arch).ATTENTION.launcher(found.config, target, seed=seed)
+    found = found or plan(problem, target)
+    attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
     if found.config.queued and target.native:
         prepare_reserve(target.device)
     second = second_kernel(problem, found.config, found.splits)
-    combine = None if second is None else second[0].launcher(second[1], target, seed=seed)
+    combine = None if second is None else second[0].launcher(second[1], target)
     return Prepared(target, found, launch_numbers(problem, found), attention, combine)
 
 
@@ -154,7 +146,7 @@ def join_config(problem: AttentionProblem, config: KernelFeatures) -> JoinConfig
 def compiled(problem: AttentionProblem, target: Target) -> tuple:
     """What ``cute.compile`` makes of a problem's kernels, the attention kernel first. Needs no GPU."""
     found = plan(problem, target)
-    first = architecture(target.arch).ATTENTION, found.config
+    first = ATTENTION.of(target.architecture).ATTENTION, found.config
     launched = first, second_kernel(problem, found.config, found.splits)
     return tuple(one[0].compiled(one[1], target.arch, native=target.native) for one in launched if one)
 

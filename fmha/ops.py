@@ -19,7 +19,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
-from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
+from warpspec.common.launch import target_of
 from warpspec.common.repeated import Remembered, backend_variable, recorded, signature, watched
 from warpspec.fmha import reference
 from warpspec.fmha.checks import check_apart, overlap, span_bytes
@@ -142,7 +142,7 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
     empty = problem.is_empty or operands.k.numel() == 0  # a page table of no pages
     prepared = None
     if backend != "reference":
-        target = SIMULATED[SIMULATED_ARCH] if backend == "sim" else target_of(problem.device)
+        target = target_of(problem.device)
         # Both raise UnsupportedProblem for what the kernel does not do.
         prepared = check_supported(problem, target) if empty else prepare(problem, target)
     out = operands.o

@@ -27,6 +27,8 @@ __all__ = [
     "route",
 ]
 
+OPERATORS = {"sm100": ops, "sm90": streamed_ops}  # by the backend that weights are laid out for
+
 
 def grouped_swiglu(
     a: torch.Tensor,
@@ -152,7 +154,7 @@ def moe_ffn(
     limit = None if limit is None else float(limit)
 
     def run(x, experts, topk_ids, topk_weights, check=check):
-        operators = streamed_ops if experts.layout == "sm90" else ops
+        operators = OPERATORS[experts.layout]
         return ops.call(
             *("moe_ffn", operators.moe_ffn, operators.run_layer),
             *(x, topk_ids, topk_weights),

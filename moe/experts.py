@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from warpspec.common.backend import NATIVE_BACKENDS
+from warpspec.common.architecture import architecture_of
 from warpspec.common.nvfp4 import NVFP4Tensor
 from warpspec.moe.activations import DEFAULT_INTERMEDIATE_SCALE
 from warpspec.moe.operands import PreparedWeights, prepare_w2, prepare_w13
 from warpspec.moe.streamed import StreamedWeights, stream
 
-LAYOUTS = ("sm100", "sm90")  # backends that have one of their own
+LAYOUTS = (PreparedWeights.layout, StreamedWeights.layout)  # backends that have one of their own
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NVFP4Experts:
     @property
     def layout(self) -> str:
         """The backend that the weights are laid out for: "sm100" or "sm90"."""
-        return "sm90" if isinstance(self.w13, StreamedWeights) else "sm100"
+        return self.w13.layout
 
     def to(self, device) -> NVFP4Experts:
         """The experts on another device."""
@@ -73,9 +73,10 @@ class NVFP4Experts:
         "sm100".
         """
         if backend == "auto":
-            backend = "sm100"
+            found = None
             if self.device.type == "cuda":
-                backend = NATIVE_BACKENDS.get(torch.cuda.get_device_capability(self.device)[0], backend)
+                found = architecture_of(torch.cuda.get_device_capability(self.device))
+            backend = PreparedWeights.layout if found is None else found.backend
         if backend not in LAYOUTS:
             raise ValueError(f"backend: must be one of auto, {', '.join(LAYOUTS)}, got {backend!r}")
         if backend == self.layout:

@@ -7,6 +7,7 @@ Data rows are padded to whole 16 bytes, which TMA asks of a pitch; scales lie in
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -131,6 +132,8 @@ class PreparedWeights:
     n: int
     k: int
     bias: torch.Tensor | None = None
+
+    layout: ClassVar[str] = "sm100"  # the backend whose kernels read them
 
     @property
     def experts(self) -> int:

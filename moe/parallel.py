@@ -18,13 +18,12 @@ import torch.distributed as dist
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.common.launch import SIMULATED, Target, target_of
+from warpspec.common.launch import Target, target_of
 from warpspec.moe import reference
 from warpspec.moe.experts import NVFP4Experts
 from warpspec.moe.permute import DROPPED, UNSENT, SortedTokens, sort_tokens
 from warpspec.moe.problem import LayerProblem, check_ids
 
-SIMULATED_ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}  # by the layout of the weights
 TAIL = VECTOR_BYTES // 2  # elements behind a row that is sent: its expert's number, int32, and nothing
 TAIL_WORDS = VECTOR_BYTES // 4
 
@@ -148,7 +147,7 @@ def moe_ffn(
         check_ids(topk_ids, own * ranks)
     target = None
     if backend != "reference":
-        target = SIMULATED[SIMULATED_ARCHS[experts.layout]] if backend == "sim" else target_of(x.device)
+        target = target_of(x.device, experts.layout)
     topk_ids = topk_ids.contiguous()
     tokens, hidden = x.shape
     found = sort_by_owner(topk_ids, own, ranks, target)

@@ -24,7 +24,6 @@ from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import QuantizedRows, scale_atoms
 
-E2M1_MAJOR = 10  # compute capability from which there is a conversion to e2m1
 MAX_WARPS = 8
 BLOCKS_PER_THREAD = 2  # at most, while more warps can be had: a block is 8 registers
 WORD_BYTES = 4
@@ -263,7 +262,7 @@ def quantize_rows(
     simulate. Raises UnsupportedProblem for one that cannot convert to e2m1.
     """
     target = target or target_of(x.device)
-    if target.major < E2M1_MAJOR:
+    if not target.architecture.e2m1:
         raise UnsupportedProblem(
             f"quantize_rows: {target.arch} has no conversion to e2m1, which NVFP4 needs; sm_100a and later have one"
         )

@@ -16,6 +16,7 @@ codes moved to bits 6 to 8 are bf16 numbers, too; their product is exact, and CO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -83,6 +84,8 @@ class StreamedWeights:
     k: int
     block: int
     bias: torch.Tensor | None = None
+
+    layout: ClassVar[str] = "sm90"  # the backend whose kernels read them
 
     @property
     def experts(self) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.forward_only import refuse_backward
-from warpspec.common.launch import SIMULATED, target_of
+from warpspec.common.launch import target_of
 from warpspec.moe import ops, reference
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import GroupedProblem, LayerProblem
@@ -23,7 +23,6 @@ LAYER = (
     "str backend) -> Tensor"
 )
 WEIGHT_ARGUMENTS = 6
-SIMULATED_ARCH = "sm_90a"
 
 
 def flatten(w: StreamedWeights) -> tuple:
@@ -42,10 +41,6 @@ def resolve(backend: str, device: torch.device) -> str:
     if backend == "sm100":
         raise ValueError("experts: laid out for 'sm90', backend 'sm100' takes experts.for_backend('sm100')")
     return backend
-
-
-def target_for(backend: str, device: torch.device):
-    return SIMULATED[SIMULATED_ARCH] if backend == "sim" else target_of(device)
 
 
 def check_layer(arguments, memory):
@@ -78,7 +73,7 @@ def run_layer(*arguments) -> torch.Tensor:
         return out.copy_(reference.layer(x, tokens, topk_weights, w13, w2, middle, *options))
     from warpspec.moe.sm90.layer import Layer
 
-    target = target_for(backend, problem.device)
+    target = target_of(problem.device, StreamedWeights.layout)
     layer = Layer(problem, w13, w2, target, precision="w4a16" if precision == "auto" else precision)
     layer.run(x, ids, topk_weights, w13, w2, out, middle)
     ops.remember(layer.reports)
@@ -127,7 +122,8 @@ def run_grouped(*arguments) -> torch.Tensor:
         return out.copy_(reference.grouped_gemm(a.float(), w13, tokens.offsets, **options))
     from warpspec.moe.sm90 import layer
 
-    ops.remember(layer.run_grouped(problem, a, tokens, w13, out, target=target_for(backend, problem.device)))
+    target = target_of(problem.device, StreamedWeights.layout)
+    ops.remember(layer.run_grouped(problem, a, tokens, w13, out, target=target))
     return out
 
 

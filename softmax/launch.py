@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from warpspec.common import launch
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import MIB, VECTOR_BYTES
-from warpspec.common.launch import Kernel, Target
+from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.softmax.plan import Plan, choose_plan
 from warpspec.softmax.problem import SoftmaxProblem
 
 # The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
-SIMULATED = replace(launch.SIMULATED[launch.SIMULATED_ARCH], sm_count=8, l2_bytes=1 * MIB)
+SIMULATED_SMS, SIMULATED_L2 = 8, 1 * MIB
 
 
 def _host_and_arguments(config) -> tuple:
@@ -60,10 +59,17 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) 
 
 
 def run_sim(
-    x: torch.Tensor, out: torch.Tensor, plan: Plan | None = None, target: Target = SIMULATED, *, seed: int = 0
+    x: torch.Tensor,
+    out: torch.Tensor,
+    plan: Plan | None = None,
+    target: Target | None = None,
+    *,
+    seed: int = 0,
 ):
-    """Execute on CPU matrices in the simulator; returns its ``SimReport``. plan: None: the chosen one."""
+    """Execute on CPU matrices in the simulator; returns its ``SimReport``. plan: None: the chosen one. target: None: a
+    small GPU of the architecture that is simulated."""
     problem = SoftmaxProblem.of(x, out)
+    target = target or replace(target_of(x.device), sm_count=SIMULATED_SMS, l2_bytes=SIMULATED_L2)
     plan = plan or choose_plan(problem, target)
     if not plan.group:
         return softmax_kernel.run(plan.config, target, x, out, seed=seed)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.swap.config import (
@@ -44,6 +46,18 @@ def _host_and_arguments(config: SwapConfig) -> tuple:
 SWAP = Kernel("swap", _host_and_arguments)
 
 
+class SwapKernels(NamedTuple):
+    """What an architecture has. arch: of ``SwapConfig``. fuses: the step as one kernel, and tiles of clusters."""
+
+    arch: str
+    fuses: bool
+
+
+SWAP_FFN = Family(
+    "swap_ffn_decode", sm90=SwapKernels("sm90", fuses=True), sm100=SwapKernels("sm100", fuses=False)
+)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the host decides for a problem on a target.
@@ -76,7 +90,7 @@ def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) 
     with one request, else the chain, there with 256 columns a tile of the down product where such tiles fill the GPU.
     """
     fused, row_tiles = False, -(-problem.rows // TILE_M)
-    if target.major != 9:
+    if not SWAP_FFN.of(target.architecture).fuses:
         tiles = tiles or Tiles(cluster_m=1)
     else:
         fused = row_tiles * (2 * problem.d_ff // Tiles().up_n) <= target.sm_count
@@ -121,7 +135,7 @@ class Step:
         plan, routes = self.plan, phase in ("first", "swap", "fused")
         sums = phase in ("swap", "rows", "fused")
         return SwapConfig(
-            arch="sm90" if self.target.major == 9 else "sm100",
+            arch=SWAP_FFN.of(self.target.architecture).arch,
             phase=phase,
             d_model=self.problem.d_model,
             tiles=plan.tiles if phase in ("up", "down", "fused") else Tiles(),

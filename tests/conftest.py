@@ -1,5 +1,6 @@
 """Settings every test runs under."""
 
+import contextlib
 import gc
 import os
 
@@ -37,6 +38,39 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
+
+
+@pytest.fixture
+def simulate_as(monkeypatch):
+    """``simulate_as("sm_90a", sm_count=2, seed=1)``: from now on backend "sim" runs the kernels for this target.
+
+    small: on sm_90a, attention has the tile shapes of problems that have few tiles, as a test's have, instead of those
+    of many. What was prepared is forgotten: it does not know of this.
+    """
+    from warpspec.common.launch import simulating
+    from warpspec.fmha import launch
+    from warpspec.fmha.sm90 import shapes
+
+    with contextlib.ExitStack() as contexts:
+
+        def choose(arch: str, *, small: bool = False, **changes) -> None:
+            if not small:
+                monkeypatch.setattr(shapes, "SMALL_KEYS", 0)
+            launch.prepare.cache_clear()
+            contexts.enter_context(simulating(arch, **changes))
+
+        yield choose
+        launch.prepare.cache_clear()
+
+
+@pytest.fixture
+def simulate_gradients_as():
+    """``simulate_gradients_as("sm_90a", seed=1)``: from now on gradients are computed by the kernels for this target in
+    the simulator, whatever backend computed the results."""
+    from simulate import simulating_gradients
+
+    with contextlib.ExitStack() as contexts:
+        yield lambda arch, **changes: contexts.enter_context(simulating_gradients(arch, **changes))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
 from warpspec.engines.vllm import NAME, warmup
@@ -97,7 +98,7 @@ class WarpspecBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability) -> bool:
-        return capability.major in (9, 10)
+        return architecture_of((capability.major, capability.minor)) is not None
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.backend import resolve_backend
-from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, target_of
+from warpspec.common.launch import target_of
 from warpspec.fmha.backward import launch, reference
 from warpspec.fmha.backward.launch import Gradients
 from warpspec.fmha.backward.problem import DIFFERENTIABLE, BackwardProblem
@@ -66,7 +66,7 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     empty = forward.is_empty or operands.k.numel() == 0
     prepared = None
     if backend != "reference":
-        target = SIMULATED[SIMULATED_ARCH] if backend == "sim" else target_of(forward.device)
+        target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
         prepared = (launch.check_supported if empty else launch.prepare)(problem, target)
     rows = (operands.q, operands.k, operands.v, operands.o)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Target
@@ -38,15 +38,10 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-def architecture(arch: str) -> ModuleType:
-    """The package with the main kernel for ``arch``."""
-    if arch == "sm_90a":
-        from warpspec.fmha.backward import sm90
-
-        return sm90
-    from warpspec.fmha.backward import sm100
-
-    return sm100
+# Packages of ``BackwardConfig`` and ``MAIN``, the ``Kernel`` of it.
+GRADIENTS = Family(
+    "attention's gradients", sm90="warpspec.fmha.backward.sm90", sm100="warpspec.fmha.backward.sm100"
+)
 
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
@@ -57,7 +52,7 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
             f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * "
             f"{forward.seq_k}"
         )
-    return architecture(target.arch).BackwardConfig.of(problem)
+    return GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
 
 
 check_supported = plan
@@ -76,19 +71,19 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def prepare(problem: BackwardProblem, target: Target, seed: int = 0) -> Prepared:
-    """Plan and compile; what was prepared before is found again. seed: of the simulator."""
+def prepare(problem: BackwardProblem, target: Target) -> Prepared:
+    """Plan and compile; what was prepared before is found again."""
     config, forward = plan(problem, target), problem.forward
     queries = None
     if config.wants_q:
         own = QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q)
-        queries = QUERIES.launcher(own, target, seed=seed)
+        queries = QUERIES.launcher(own, target)
     window = (forward.window_left or 0, forward.window_right or 0)
     return Prepared(
         target,
         config,
-        ROWS.launcher(row_config(config, problem), target, seed=seed),
-        architecture(target.arch).MAIN.launcher(config, target, seed=seed),
+        ROWS.launcher(row_config(config, problem), target),
+        GRADIENTS.of(target.architecture).MAIN.launcher(config, target),
         queries,
         (forward.scale * math.log2(math.e), forward.scale, *window),
     )

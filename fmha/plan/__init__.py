@@ -13,7 +13,7 @@ from typing import NamedTuple
 from warpspec.common.launch import Target
 from warpspec.fmha.features import KernelFeatures
 from warpspec.fmha.plan.sections import choose_section
-from warpspec.fmha.plan.splits import COUNTED, DECODE_SM90, choose_splits, visited_tiles
+from warpspec.fmha.plan.splits import COUNTED, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
 
 # A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
@@ -168,7 +168,7 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         sm_count=target.sm_count,
         ctas_per_sm=config.shape.ctas_per_sm,
         persistent=config.persistent,
-        loads=DECODE_SM90 if decodes and target.major == 9 else COUNTED,
+        loads=config.decode_loads if decodes else COUNTED,
     )
 
 

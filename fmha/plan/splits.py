@@ -48,8 +48,6 @@ class Loads:
 
 
 COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
-# sm_90a, decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200 (docs/notebook.md).
-DECODE_SM90 = Loads(one=28, two=22.5, all=18, spread=0.75)
 
 
 @lru_cache(maxsize=4096)

@@ -35,6 +35,7 @@ from warpspec.fmha.features import (
     choose_pack,
     features,
 )
+from warpspec.fmha.plan.splits import COUNTED, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES, Shape
 
@@ -56,6 +57,7 @@ class AttentionConfig(KernelFeatures):
     softmax_registers: int = 216
     other_registers: int = 72
     cuts_line: ClassVar[bool] = True
+    decode_loads: ClassVar[Loads] = COUNTED
     record_slots: ClassVar[int] = 2  # softmax warps keep a record while others go on to the next
 
     def __post_init__(self):

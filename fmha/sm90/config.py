@@ -31,8 +31,9 @@ from warpspec.fmha.features import (
     choose_pack,
     features,
 )
+from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import PREFILL, WARPGROUP_ROWS, Shape, choose_shape
+from warpspec.fmha.sm90.shapes import DECODE_LOADS, PREFILL, WARPGROUP_ROWS, Shape, choose_shape
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
@@ -51,6 +52,7 @@ class AttentionConfig(KernelFeatures):
     shape: Shape = PREFILL[64]
     cuts_line: ClassVar[bool] = True
     persistent: ClassVar[bool] = True
+    decode_loads: ClassVar[Loads] = DECODE_LOADS
 
     def __post_init__(self):
         super().__post_init__()

@@ -9,8 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 
+# Decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200 (docs/notebook.md).
+DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 
 

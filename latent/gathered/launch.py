@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.combine import COMBINE, CombineConfig
@@ -22,16 +23,22 @@ from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredPr
 LOG2_E = math.log2(math.e)
 
 
-def host_and_arguments(config: Gathers) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
-    if isinstance(config, GatheredConfig):
-        from warpspec.latent.gathered.sm90 import host_and_arguments  # brings in the DSL
-    else:
-        from warpspec.latent.gathered.sm100 import host_and_arguments
-    return host_and_arguments(config)
+class GatheredKernels(NamedTuple):
+    """What an architecture has: the class of configurations, and the kernel of them."""
+
+    config: type[Gathers]
+    kernel: Kernel
 
 
-GATHERED = Kernel("fmha.gathered", host_and_arguments)  # by GatheredConfig or Sm100GatheredConfig
+GATHERED = Family(
+    "gathered_attention",
+    sm90=GatheredKernels(
+        GatheredConfig, Kernel("gathered.sm90", "warpspec.latent.gathered.sm90:host_and_arguments")
+    ),
+    sm100=GatheredKernels(
+        Sm100GatheredConfig, Kernel("gathered.sm100", "warpspec.latent.gathered.sm100:host_and_arguments")
+    ),
+)
 
 
 class Plan(NamedTuple):
@@ -46,7 +53,7 @@ class Plan(NamedTuple):
 def make_plan(problem: GatheredProblem, target: Target) -> Plan:
     """How a problem is computed. UnsupportedProblem names what there is no kernel for."""
     check_format(problem)
-    kind = GatheredConfig if target.major == 9 else Sm100GatheredConfig
+    kind = GATHERED.of(target.architecture).config
     tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
     tiles = sum(-(-k // tile_n) for k in problem.slots)
     splits = problem.num_splits
@@ -96,7 +103,7 @@ def check_format(problem: GatheredProblem) -> None:
         )
 
 
-def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 0):
+def run(problem: GatheredProblem, target: Target, tensors: dict):
     """Launch on the tensors' device and its current stream; no synchronisation.
 
     tensors: q [T, H, D], o (words of FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions (None where there is
@@ -112,7 +119,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
     numbers = (problem.scale * LOG2_E, plan.splits, target.sm_count)
-    attention = GATHERED.launcher(plan.config, target, seed=seed)
+    attention = GATHERED.of(target.architecture).kernel.launcher(plan.config, target)
     with target.current():
         if plan.combine is None:
             return attention(q[None], o[None], scales, sink, *row_stats, *angles, *flat, *numbers)
@@ -121,10 +128,10 @@ def run(problem: GatheredProblem, target: Target, tensors: dict, *, seed: int = 
         if problem.float8:
             from warpspec.latent.gathered.float8 import COMBINE_FLOAT8
 
-            combine = COMBINE_FLOAT8.launcher(plan.combine, target, seed=seed)
+            combine = COMBINE_FLOAT8.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], scales, row_stats[0])
         else:
-            combine = COMBINE.launcher(plan.combine, target, seed=seed)
+            combine = COMBINE.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], *row_stats, None)
     if first is None:
         return None

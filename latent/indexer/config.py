@@ -75,7 +75,6 @@ class SelectConfig:
 
 
 STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
-SPARE_ACCUMULATORS = 1  # beside one for each warpgroup
 MOST_PARTS = 16  # of a row: with K_LIMIT of each, a chunk
 PART_LOGITS = 16384  # that a part has at least
 
@@ -101,14 +100,9 @@ class StreamConfig:
         assert self.select.smem_bytes + self.scores.smem_bytes + TILE_ROOM <= MAX_SMEM_PER_CTA
 
     @classmethod
-    def of(cls, major: int, format: str, heads: int, page_size: int) -> StreamConfig:
-        """major: 9 for sm_90a, where all warps select."""
-        if major == 9:
-            depth = 2 if format == "mxfp4" else 1
-            scores = ScoresConfig(format, heads, page_size, STREAM_WARPGROUPS, depth)
-        else:
-            accumulators = STREAM_WARPGROUPS + SPARE_ACCUMULATORS
-            scores = Sm100ScoresConfig(format, heads, page_size, STREAM_WARPGROUPS, accumulators)
+    def of(cls, kind: type, format: str, heads: int, page_size: int) -> StreamConfig:
+        """kind: the architecture's class of scores configurations."""
+        scores = kind.streaming(format, heads, page_size, STREAM_WARPGROUPS)
         barrier = 0 if scores.threads == scores.score_threads else SCORE_BARRIER
         select = SelectConfig(True, True, threads=scores.score_threads, chunk=STREAM_CHUNK, barrier=barrier)
         return cls(scores, select)

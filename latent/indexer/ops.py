@@ -13,9 +13,9 @@ from warpspec.latent.cache.pools import IndexPool, pages_of, table_slots
 from warpspec.latent.cache.problem import check_positions
 from warpspec.latent.indexer import reference
 from warpspec.latent.indexer.config import SelectConfig, StreamConfig, choose_parts
+from warpspec.latent.indexer.kernels import INDEX
 from warpspec.latent.indexer.problem import IndexQueries
-from warpspec.latent.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS, ScoresConfig
-from warpspec.latent.indexer.sm100.config import Sm100ScoresConfig
+from warpspec.latent.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS
 
 
 def index_queries(q, weights, cos_sin, positions, format, hadamard, backend) -> IndexQueries:
@@ -94,17 +94,11 @@ def run_scores(
     logits = torch.empty(tokens, columns, device=page_table.device)
     if logits.numel() == 0:
         return logits
-    if target.major == 9:
-        from warpspec.latent.indexer.sm90.scores import SCORES as kernel
-
-        config = ScoresConfig.of(name, heads, page_size, tokens, columns, target.sm_count)
-    else:
-        from warpspec.latent.indexer.sm100.scores import SCORES as kernel
-
-        config = Sm100ScoresConfig(name, heads, page_size)
+    kernels = INDEX.of(target.architecture)
+    config = kernels.config.of(name, heads, page_size, tokens, columns, target.sm_count)
     batch = (page_table, requests, lengths, logits)
     parts = config.choose_parts(tokens, columns, target.sm_count)
-    kernel.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)
+    kernels.scores.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)
     return logits
 
 
@@ -138,13 +132,11 @@ def run_stream(asked, heads, weights, data, page_size, name, page_table, request
     slots, counts = new_outputs(weights, k)
     if len(slots) == 0:
         return slots, counts
-    if target.major == 9:
-        from warpspec.latent.indexer.sm90.stream import STREAM as kernel
-    else:
-        from warpspec.latent.indexer.sm100.stream import STREAM as kernel
-    config = StreamConfig.of(target.major, name, heads, page_size)
+    kernels = INDEX.of(target.architecture)
+    config = StreamConfig.of(kernels.config, name, heads, page_size)
     queries, pool = IndexPool(asked, heads, name).words, IndexPool(data, page_size, name).words
-    kernel.run(config, target, queries, weights.detach(), pool, page_table, requests, lengths, slots, counts)
+    batch = (page_table, requests, lengths, slots, counts)
+    kernels.stream.run(config, target, queries, weights.detach(), pool, *batch)
     return slots, counts
 
 

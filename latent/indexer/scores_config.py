@@ -63,6 +63,11 @@ class ScoresConfig:
         balanced = queries <= found.threads and (queries > 1 or format == "fp8")
         return replace(found, balanced=balanced)
 
+    @classmethod
+    def streaming(cls, format: str, heads: int, page_size: int, warpgroups: int) -> ScoresConfig:
+        """Where the same launch selects (``config.StreamConfig``): all warps do."""
+        return cls(format, heads, page_size, warpgroups, depth=2 if format == "mxfp4" else 1)
+
     @property
     def fmt(self) -> RowFormat:
         return INDEX_FORMATS[self.format]

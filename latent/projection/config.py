@@ -7,6 +7,7 @@ e4m3, which is what a scale stands for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
@@ -34,9 +35,11 @@ class ProjectionConfig:
     float8: bool
     tile_n: int
     row_boxes: int = 1
+    most_boxes: ClassVar[int] = 1
 
     def __post_init__(self):
         assert self.tile_n in COLUMN_TILES
+        assert 1 <= self.row_boxes <= self.most_boxes
         assert not self.float8 or self.tile_n <= MOST_FLOAT8_COLUMNS
         assert self.smem_bytes <= MAX_SMEM_PER_CTA and self.stages >= 3
 
@@ -81,9 +84,10 @@ class ProjectionConfig:
 class Sm90Config(ProjectionConfig):
     """The kernel for sm_90a: a consumer warpgroup for each box of 64 tokens, then the load warp's."""
 
+    most_boxes: ClassVar[int] = 2
+
     def __post_init__(self):
         super().__post_init__()
-        assert self.consumers in (1, 2)
         registers = self.consumers * self.consumer_registers + PRODUCER_REGISTERS
         assert registers * WARPGROUP_THREADS <= REGISTERS_PER_SM
 
@@ -119,7 +123,7 @@ class Sm100Config(ProjectionConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        assert self.row_boxes == 1 and self.tmem_columns <= TMEM_COLUMNS
+        assert self.tmem_columns <= TMEM_COLUMNS
 
     @property
     def box_rows(self) -> int:
@@ -159,19 +163,19 @@ class Sm100Config(ProjectionConfig):
 
 
 def choose(
-    major: int, float8: bool, tokens: int, groups: int, columns: int, sm_count: int
+    kind: type[ProjectionConfig], float8: bool, tokens: int, groups: int, columns: int, sm_count: int
 ) -> ProjectionConfig:
     """The tiles with the least time by a count: rounds of CTAs, each as long as its tile.
 
     A stage of a tile takes the longer of its products (64 x 64 numbers a clock of H200, of either precision's 128 bytes
-    of K) and of its bytes' way from L2 (about 40 a clock and SM). major: 9 for sm_90a, 10 for sm_100a.
+    of K) and of its bytes' way from L2 (about 40 a clock and SM). kind: the architecture's.
     """
     best, least = None, None
-    boxes = 2 if major == 9 and tokens > WARPGROUP_ROWS else 1
+    boxes = min(kind.most_boxes, -(-tokens // WARPGROUP_ROWS))
     for tile_n in COLUMN_TILES:
         if columns % tile_n or (float8 and tile_n > MOST_FLOAT8_COLUMNS):
             continue
-        config = (Sm90Config if major == 9 else Sm100Config)(float8, tile_n, boxes)
+        config = kind(float8, tile_n, boxes)
         tiles = -(-tokens // config.tile_m) * groups * (columns // tile_n)
         clocks = max(config.tile_m * tile_n / 32, config.stage_bytes / 40)
         time = -(-tiles // sm_count) * clocks

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from warpspec.common.architecture import Family
 from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.repeated import watched
 from warpspec.latent.projection import reference
-from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, choose
+from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, Sm100Config, choose
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 from warpspec.latent.projection.problem import ProjectionProblem
 
 COLUMN_STEP = 64  # of N, in kernels
 
 
-def host_and_arguments(config: ProjectionConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
-    if isinstance(config, Sm90Config):
-        from warpspec.latent.projection.sm90 import host_and_arguments  # brings in the DSL
-    else:
-        from warpspec.latent.projection.sm100 import host_and_arguments
-    return host_and_arguments(config)
+class ProjectionKernels(NamedTuple):
+    """What an architecture has: the class of configurations, and the kernel of them."""
+
+    config: type[ProjectionConfig]
+    kernel: Kernel
 
 
-PROJECTION = Kernel("fmha.projection", host_and_arguments)  # by ProjectionConfig
+PROJECTION = Family(
+    "output_projection",
+    sm90=ProjectionKernels(
+        Sm90Config, Kernel("projection.sm90", "warpspec.latent.projection.sm90:host_and_arguments")
+    ),
+    sm100=ProjectionKernels(
+        Sm100Config, Kernel("projection.sm100", "warpspec.latent.projection.sm100:host_and_arguments")
+    ),
+)
 
 
 def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
@@ -74,13 +83,10 @@ def check_kernels(problem: ProjectionProblem) -> None:
         )
 
 
-def launch(
-    problem: ProjectionProblem, target: Target, o, o_scales, weight, weight_scales, out, *, seed: int = 0
-):
+def launch(problem: ProjectionProblem, target: Target, o, o_scales, weight, weight_scales, out):
     """Launch on the tensors' device and its current stream. Returns the simulator's report, natively None."""
-    config = choose(
-        target.major, problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count
-    )
+    kind, kernel = PROJECTION.of(target.architecture)
+    config = choose(kind, problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count)
     a = o.detach().as_strided(
         (problem.tokens, problem.groups, problem.depth), (o.stride(0), problem.depth, 1), o.storage_offset()
     )
@@ -88,7 +94,7 @@ def launch(
     if problem.float8:
         a, weight = a.view(torch.uint8), weight.view(torch.uint8)
         o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // BLOCK)
-    return PROJECTION.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count, seed=seed)
+    return kernel.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count)
 
 
 def quantize(o: torch.Tensor, backend) -> Float8Tensor:

@@ -20,7 +20,6 @@ from warpspec.moe.sm100.plan import choose_shape, group_count
 
 __all__ = ["EPILOGUES", "GemmConfig", "Shape", "choose_config", "gemm_kernel", "grouped_gemm"]
 
-NVFP4_MMA_MAJOR = 10  # compute capability whose tcgen05.mma takes NVFP4
 FEATURE_MULTIPLE = 8  # N, and rows of gate and of up
 
 
@@ -72,7 +71,7 @@ def grouped_gemm(
     """
     check(a, w, offsets, out, epilogue, limit, out_scale)
     target = target or target_of(offsets.device)
-    if target.major != NVFP4_MMA_MAJOR:
+    if not target.architecture.nvfp4_mma:
         raise UnsupportedProblem(f"grouped_gemm: {target.arch} does not have the NVFP4 MMA of sm_100a")
     if a.rows == 0:
         return None

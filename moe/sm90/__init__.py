@@ -12,8 +12,6 @@ from warpspec.moe.permute import WORK_COLUMNS, head_rows
 from warpspec.moe.sm90.config import StreamConfig
 from warpspec.moe.streamed import StreamedWeights, chunks_of
 
-WGMMA_MAJOR = 9  # compute capability that has wgmma
-
 
 def _host_and_arguments(config: StreamConfig) -> tuple:
     """The host function and its arguments but the stream."""
@@ -72,7 +70,7 @@ def grouped_gemm(
     simulator; its SimReport is returned, otherwise None.
     """
     target = target or target_of(out.device)
-    if target.major != WGMMA_MAJOR:
+    if not target.architecture.wgmma:
         raise UnsupportedProblem(f"grouped_gemm: {target.arch} does not have the wgmma of sm_90a")
     shape = config.shape
     entries = len(work) * config.routing.taken if config.routing else len(work) - head_rows(config.widths)

@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
-from warpspec.common.launch import SIMULATED
-from warpspec.fmha import attention, ops
-from warpspec.fmha import launch as attention_launch
+from warpspec.common.launch import SIMULATED, simulating
+from warpspec.fmha import attention
 
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
 sys.path[:0] = [
@@ -37,12 +35,7 @@ def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]
         options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
         if "lengths" in shape:
             options["kv_lengths"] = torch.tensor(shape["lengths"], dtype=torch.int32)
-        target = SIMULATED[arch] if sms is None else replace(SIMULATED[arch], sm_count=sms)
-
-        def prepare(problem, _):
-            return attention_launch.prepare(problem, target, 0)
-
-        with mock.patch.object(ops, "prepare", prepare):
+        with simulating(arch, **({} if sms is None else {"sm_count": sms})):
             attention(q, k, None if shape.get("latent") else v, **options, backend="sim")
 
     return run
@@ -62,9 +55,7 @@ def _bias(arch: str) -> Callable[[], None]:
             torch.randn(*shape, generator=generator).bfloat16()
             for shape in ((1, 140, 2, 64), (1, 520, 1, 64), (1, 520, 1, 64), (1, 2, 140, 520))
         )
-        target = replace(SIMULATED[arch], sm_count=1)
-        prepare = lambda problem, _: attention_launch.prepare(problem, target, 0)  # noqa: E731
-        with mock.patch.object(ops, "prepare", prepare):
+        with simulating(arch, sm_count=1):
             attention(q, k, v, bias=bias, num_splits=1, backend="sim")
 
     return run
@@ -76,9 +67,7 @@ def _pages(arch: str) -> Callable[[], None]:
 
         options = dict(seq_q=70, heads_q=2, head_dim=128, causal=True)
         _, arguments = inputs((300, 170), 16, **options)
-        target = replace(SIMULATED[arch], sm_count=1)
-        prepare = lambda problem, _: attention_launch.prepare(problem, target, 0)  # noqa: E731
-        with mock.patch.object(ops, "prepare", prepare):
+        with simulating(arch, sm_count=1):
             attention(**arguments, backend="sim")
 
     return run
@@ -89,24 +78,21 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
         from gathered_cases import random_case
 
         from warpspec.latent.gathered import gathered_attention
-        from warpspec.latent.gathered import ops as gathered_ops
 
         case = random_case(6, 8, (130, 70), **{"num_splits": 1, **options})
         case.q.mul_(40)  # maxima rise: O is rescaled
         for token in (1, 3):  # one KV tile, of either consumer, with more behind it
             case.key_sets[0].lengths[token], case.key_sets[1].lengths[token] = 10, 0
-        target = replace(SIMULATED[arch], sm_count=1)
-        with mock.patch.object(gathered_ops, "target_of", lambda device: target):
+        with simulating(arch, sm_count=1):
             gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
 
     return run
 
 
 def _quantize_output() -> None:
-    from warpspec.latent.projection import ops as projection_ops
     from warpspec.latent.projection import quantize_output
 
-    with mock.patch.object(projection_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
+    with simulating("sm_90a"):
         quantize_output(torch.randn(3, 7, 512).bfloat16(), backend="sim")
 
 
@@ -115,7 +101,6 @@ def _insert(arch: str) -> Callable[[], None]:
 
     def run() -> None:
         from warpspec.latent.cache import IndexPool, LatentPool, insert_window, rope_table, store_rows
-        from warpspec.latent.cache import ops as cache_ops
 
         torch.manual_seed(0)
         table = rope_table(1e4 ** (-torch.arange(32) / 32), 512)
@@ -124,7 +109,7 @@ def _insert(arch: str) -> Callable[[], None]:
             torch.tensor(x, dtype=torch.int32) for x in ((0, 7, 511, 30, 31), (4, -1, 9, 8, 0))
         )
         pool = LatentPool.empty(2, 5, "v4-fp8")
-        with mock.patch.object(cache_ops, "target_of", lambda device: SIMULATED[arch]):
+        with simulating(arch):
             weight = torch.rand(512).bfloat16()
             insert_window(q, kv, table, positions, pool=pool, weight=weight, slots=slots, backend="sim")
             for kind, name, dim in ((LatentPool, "v4-fp8", 512), (IndexPool, "mxfp4", 128)):
@@ -137,10 +122,8 @@ def _compress(kind: str, arch: str) -> Callable[[], None]:
     def run() -> None:
         from cache_cases import Compressor, Run, grow
 
-        from warpspec.latent.cache import ops as cache_ops
-
         tokens = 26 if kind == "csa" else 260
-        with mock.patch.object(cache_ops, "target_of", lambda device: SIMULATED[arch]):
+        with simulating(arch):
             compressor = Compressor.random(kind, 2, tokens, dim=512)
             for count, way in ((tokens, "chunked"), (6, "tokens")):
                 grow(Run.start(compressor, "v4-fp8", 3), count, way, backend="sim")
@@ -151,9 +134,7 @@ def _compress(kind: str, arch: str) -> Callable[[], None]:
 def _index_queries() -> None:
     from test_queries_scores import queries
 
-    from warpspec.latent.indexer import ops as index_ops
-
-    with mock.patch.object(index_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
+    with simulating("sm_90a"):
         queries(backend="sim")
 
 
@@ -165,15 +146,13 @@ def _index(arch: str, sms: int, streams: bool = False) -> Callable[[], None]:
 
         from warpspec.latent.cache import IndexPool
         from warpspec.latent.indexer import index_scores, select_entries
-        from warpspec.latent.indexer import ops as index_ops
 
         asked = queries(heads=8)
         pool = IndexPool.empty(10, 64, "mxfp4")
         pool.write(torch.arange(pool.capacity), torch.randn(pool.capacity, 128).bfloat16())
         table = torch.randperm(10).view(2, 5).to(torch.int32)
         requests, lengths = (torch.tensor(x, dtype=torch.int32) for x in ((0, 1, 1), (311, 320, 200)))
-        target = replace(SIMULATED[arch], sm_count=sms)
-        with mock.patch.object(index_ops, "target_of", lambda device: target):
+        with simulating(arch, sm_count=sms):
             if streams:
                 select_entries(asked, pool, table, requests, lengths, 40, workspace_bytes=0, backend="sim")
             else:
@@ -185,10 +164,9 @@ def _index(arch: str, sms: int, streams: bool = False) -> Callable[[], None]:
 def _index_topk(length: int, k: int) -> Callable[[], None]:
     def run() -> None:
         from warpspec.latent.indexer import index_topk
-        from warpspec.latent.indexer import ops as index_ops
 
         torch.manual_seed(0)
-        with mock.patch.object(index_ops, "target_of", lambda device: SIMULATED["sm_90a"]):
+        with simulating("sm_90a"):
             index_topk(torch.randn(2, length), k, backend="sim")
 
     return run
@@ -236,7 +214,7 @@ def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
 def _streamed_moe() -> None:
     from moe_cases import make_experts, randn
 
-    from warpspec.moe import moe_ffn, route, streamed_ops
+    from warpspec.moe import moe_ffn, route
     from warpspec.moe.sm90 import layer as moe_layer
     from warpspec.moe.sm90.config import Shape
     from warpspec.moe.sort import sort_choices
@@ -246,9 +224,8 @@ def _streamed_moe() -> None:
     tiles = Shape(row_groups=4, tokens=16, stages=4, ctas_per_sm=1, load_warps=4)
     # A tile a CTA; tiles one after another, of which some have no rows for a consumer, and choices of several warps.
     for tokens, sms in ((12, 132), (43, 1)):
-        target = replace(SIMULATED["sm_90a"], sm_count=sms)
         with (
-            mock.patch.object(streamed_ops, "SIMULATED", {streamed_ops.SIMULATED_ARCH: target}),
+            simulating("sm_90a", sm_count=sms),
             mock.patch.object(moe_layer, "choose_shape", lambda *_: tiles),
         ):
             x = randn(tokens, 400, seed=7).bfloat16()
@@ -304,10 +281,9 @@ def _gradients(arch: str, dim: int, *inputs: tuple) -> Callable[[], None]:
 
     def run() -> None:
         from gradient_cases import Case
-        from simulate import simulate_gradients_as
+        from simulate import simulating_gradients
 
-        with pytest.MonkeyPatch.context() as patch:
-            simulate_gradients_as(patch, arch)
+        with simulating_gradients(arch):
             for rows, keys, causal in inputs:
                 case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal)
                 case.gradients(case.tensors(), backend="reference")
@@ -319,11 +295,9 @@ def _projection(arch: str) -> Callable[[], None]:
     def run() -> None:
         from projection_cases import case
 
-        from warpspec.latent.projection import ops as projection_ops
         from warpspec.latent.projection import output_projection
 
-        target = replace(SIMULATED[arch], sm_count=1)
-        with mock.patch.object(projection_ops, "target_of", lambda device: target):
+        with simulating(arch, sm_count=1):
             output_projection(*case(70, 24, 2, 384, float8=arch == "sm_90a"), backend="sim")
 
     return run

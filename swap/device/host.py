@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Uint8
@@ -108,10 +110,8 @@ def host_and_arguments(config: SwapConfig) -> tuple:
     """The host function of a configuration and its arguments but the stream."""
     if not config.multiplies:
         from warpspec.swap.device.phase import SmallPhase as kind
-    elif config.arch == "sm90":
-        from warpspec.swap.sm90.kernel import Products as kind
     else:
-        from warpspec.swap.sm100.kernel import Products as kind
+        kind = importlib.import_module(f"warpspec.swap.{config.arch}.kernel").Products
     taken = [*TAKEN[config.phase]]
     if config.routes:
         taken += ["forced"] * config.forced + ["recorded", "margins"] * config.recorded

@@ -1,6 +1,7 @@
 """Kernels compiled ahead are those that a model's calls ask for."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from warpspec.aot.models import CALLS, MODELS, PAGED, Sizes, kernels, problem, p
 from warpspec.common import compile
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
-from warpspec.common.launch import Target
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha import launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.join import JOIN
@@ -18,13 +19,13 @@ from warpspec.fmha.problem import AttentionProblem
 
 
 def native(arch):
-    return Target(arch, device=0, sm_count=GPUS[arch].sm_count, l2_bytes=GPUS[arch].l2_bytes)
+    return replace(SIMULATED[arch], device=0)
 
 
 def asked_for(found, target):
     """What ``fmha`` compiles for a call."""
     planned = launch.plan(found, target)
-    yield launch.architecture(target.arch).ATTENTION, planned.config
+    yield launch.ATTENTION.of(target.architecture).ATTENTION, planned.config
     if planned.splits > 1:
         yield COMBINE, launch.combine_config(found, planned.splits)
     if planned.config.chunked:

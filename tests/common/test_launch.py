@@ -6,6 +6,8 @@ import pytest
 import torch
 from cuda.bindings.driver import CUstream
 
+from warpspec.common import launch
+from warpspec.common.architecture import ARCHITECTURES
 from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, Kernel, Target, target_of
@@ -114,14 +116,14 @@ class FakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    target_of.cache_clear()
+    launch._device_target.cache_clear()
     yield FakeCuda(monkeypatch)
-    target_of.cache_clear()
+    launch._device_target.cache_clear()
 
 
 def test_a_device_is_asked_once_and_compiled_for_by_its_own_name(cuda):
     target = target_of(torch.device("cuda", 1))
-    assert target == Target("sm_103a", 1, 160, 1 << 27) and target.native
+    assert target == Target(ARCHITECTURES["sm_103a"], 1, 160, 1 << 27) and target.native
     assert target_of(torch.device("cuda", 1)) is target and len(cuda.asked) == 1
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gradient_cases import CASES, KERNEL_TOLERANCE, Case
-from simulate import simulate_gradients_as
+from simulate import simulating_gradients
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -33,12 +33,12 @@ def compare(case: Case) -> dict:
 @pytest.mark.parametrize(
     ("arch", "dim"), [("sm_90a", 64), ("sm_90a", 128), ("sm_90a", 256), ("sm_100a", 128)]
 )
-def test_small(arch, dim, monkeypatch):
+def test_small(arch, dim, monkeypatch, simulate_gradients_as):
     """The kernel for these, and that no register spills in it."""
     plans, plan = [], launch.plan
     monkeypatch.setattr(launch, "plan", lambda *arguments: plans.append(plan(*arguments)) or plans[-1])
     launch.prepare.cache_clear()
-    simulate_gradients_as(monkeypatch, arch)
+    simulate_gradients_as(arch)
     compare(SMALL[dim])
     compiled = launch.architecture(arch).MAIN.compiled(plans[-1], arch)
     assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
@@ -47,23 +47,23 @@ def test_small(arch, dim, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_memory_order(arch, dim, monkeypatch, check_order):
-    simulate_gradients_as(monkeypatch, arch, seed=1)
+def test_memory_order(arch, dim, simulate_gradients_as, check_order):
+    simulate_gradients_as(arch, seed=1)
     compare(replace(SMALL[dim], deterministic=True))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_whole_tiles(arch, dim, monkeypatch, check_order):
+def test_whole_tiles(arch, dim, simulate_gradients_as, check_order):
     """Where every row sees every key, nothing is cleared, and other barriers hand tiles on."""
-    simulate_gradients_as(monkeypatch, arch)
+    simulate_gradients_as(arch)
     compare(Case("whole", seq_q=256, seq_k=128, heads_q=1, head_dim=dim))
 
 
 @pytest.mark.long
-def test_memory_order_of_a_bias_by_tma(monkeypatch, check_order):
-    simulate_gradients_as(monkeypatch, "sm_90a", seed=1)
+def test_memory_order_of_a_bias_by_tma(simulate_gradients_as, check_order):
+    simulate_gradients_as("sm_90a", seed=1)
     compare(
         Case(
             "tiles",
@@ -81,8 +81,8 @@ def test_memory_order_of_a_bias_by_tma(monkeypatch, check_order):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", [*CASES, *SMALL.values()], ids=lambda case: case.id)
-def test_all_features(case, dim, arch, monkeypatch):
-    simulate_gradients_as(monkeypatch, arch, seed=2)
+def test_all_features(case, dim, arch, simulate_gradients_as):
+    simulate_gradients_as(arch, seed=2)
     compare(replace(case, head_dim=dim))
 
 
@@ -90,8 +90,8 @@ def test_all_features(case, dim, arch, monkeypatch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sink",), ("bias",), ("q", "v")])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_any_subset(wanted, dim, arch, monkeypatch):
-    simulate_gradients_as(monkeypatch, arch)
+def test_any_subset(wanted, dim, arch, simulate_gradients_as):
+    simulate_gradients_as(arch)
     compare(replace(SMALL[256], head_dim=dim, sink=True, wanted=wanted))
 
 
@@ -107,15 +107,14 @@ def test_deterministic_gives_the_same_bits(arch, dim, monkeypatch):
     monkeypatch.setattr(sim, "_run_once", lambda *arguments, fuse: run(*arguments, fuse=False))
     results = []
     for seed in (0, 1, 2):
-        with monkeypatch.context() as patch:
-            simulate_gradients_as(patch, arch, seed)
+        with simulating_gradients(arch, seed=seed):
             results.append(compare(replace(case, deterministic=True)))
     for other in results[1:]:
         assert all(torch.equal(other[name], results[0][name]) for name in other)
 
 
-def test_head_sizes_without_a_kernel_are_refused(monkeypatch):
-    simulate_gradients_as(monkeypatch, "sm_90a")
+def test_head_sizes_without_a_kernel_are_refused(simulate_gradients_as):
+    simulate_gradients_as("sm_90a")
     case = Case("d512", head_dim=512)
     with pytest.raises(UnsupportedProblem, match=r"head size 512"):
         case.gradients(case.tensors(), backend="reference")

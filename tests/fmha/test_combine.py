@@ -10,7 +10,7 @@ from attention_cases import SPLIT_KEYS, WHOLE_KEYS, arguments
 from cuda.bindings.driver import CUstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulate import plan_for, simulate_as
+from simulate import plan_for
 from suites import long
 
 from warpspec import sim
@@ -216,10 +216,10 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
 @pytest.mark.parametrize(("arch", "splits", "case"), [
     (arch, splits, cases[arch]) for arch in ARCHS for splits, cases in ((3, SPLIT_KEYS), (1, WHOLE_KEYS))
 ])  # fmt: skip
-def test_attention_lets_it_come_up_early(monkeypatch, arch, splits, case):
+def test_attention_lets_it_come_up_early(simulate_as, arch, splits, case):
     """The instruction is there, once; on sm_100a not without split keys. On sm_90a, where the launch is a dependent one
     itself, behind the wait for the launch before. The kernels are those of the cases that run elsewhere."""
-    simulate_as(monkeypatch, arch)
+    simulate_as(arch)
     found = plan_for(arch, **arguments(case), num_splits=splits, return_lse=True)
     assert found.splits == splits
     ptx = launch.architecture(arch).ATTENTION.compiled(found.config, arch).artifacts.PTX

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_cases import Case, check
 from page_layouts import paged
-from simulate import run_unchecked, simulate_as
+from simulate import run_unchecked
 from suites import long
 from varlen_cases import Packed, random_batch
 
@@ -76,16 +76,16 @@ def run(batch: Packed):
     ],
     ids=lambda x: getattr(x, "id", x),
 )
-def test_cases(monkeypatch, cut, arch, batch, sms):
-    simulate_as(monkeypatch, arch, sm_count=sms)
+def test_cases(simulate_as, cut, arch, batch, sms):
+    simulate_as(arch, sm_count=sms)
     run(batch)
 
 
-def test_bits_depend_on_the_batch_alone(monkeypatch, cut):
+def test_bits_depend_on_the_batch_alone(simulate_as, cut):
     """Not on the order in which CTAs run."""
     results = []
     for seed in (0, 1):
-        simulate_as(monkeypatch, "sm_90a", sm_count=3, seed=seed)
+        simulate_as("sm_90a", sm_count=3, seed=seed)
         o, lse = run(DECODE)
         queries = sum(DECODE.seq_q)  # nobody writes what is behind them
         results.append((o[:queries], lse[:, :queries]))
@@ -93,20 +93,20 @@ def test_bits_depend_on_the_batch_alone(monkeypatch, cut):
         assert torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def test_rounds_of_chunks(monkeypatch, cut):
+def test_rounds_of_chunks(simulate_as, cut):
     """Whole tiles in all rounds but the last."""
     batch = Packed(
         "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=48, heads_kv=48, causal=True
     )
-    simulate_as(monkeypatch, "sm_90a", sm_count=1)
+    simulate_as("sm_90a", sm_count=1)
     config = launch.plan(AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]).config
     assert round_count(batch.total_q // config.queries * 48, config.shape.ctas_per_sm) > 1
     run(batch)
 
 
-def test_decoding_with_kv_lengths(monkeypatch, cut):
+def test_decoding_with_kv_lengths(simulate_as, cut):
     """A rectangle of few queries, whose lengths the device knows."""
-    simulate_as(monkeypatch, "sm_90a", sm_count=3)
+    simulate_as("sm_90a", sm_count=3)
     lengths, generator = (700, 0, 64, 333), torch.Generator().manual_seed(0)
     q = torch.randn(4, 2, 8, 64, generator=generator).bfloat16()
     k, v = torch.randn(2, 4, 700, 2, 64, generator=generator).bfloat16()
@@ -135,7 +135,7 @@ def test_lengths_that_nobody_checked_touch_nothing_else(cut, arch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(200, 240))
-def test_random_batches(monkeypatch, cut, seed):
+def test_random_batches(simulate_as, cut, seed):
     batch = random_batch(seed, num_splits=None, shared_kv=False)
-    simulate_as(monkeypatch, ARCHS[seed % 2], sm_count=1 + seed % 7, seed=seed)
+    simulate_as(ARCHS[seed % 2], sm_count=1 + seed % 7, seed=seed)
     run(batch)

@@ -2,11 +2,10 @@
 
 import pytest
 from peaks import check_as_exact_as_torch, every_peak
-from simulate import simulate_as
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @every_peak
-def test_as_exact_as_torch(monkeypatch, arch, steps):
-    simulate_as(monkeypatch, arch)
+def test_as_exact_as_torch(simulate_as, arch, steps):
+    simulate_as(arch)
     check_as_exact_as_torch(steps, 128, shared_kv=False)

@@ -8,7 +8,6 @@ import torch
 from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import paged
 from peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
-from simulate import simulate_as
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -20,11 +19,11 @@ LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
 
 
 @pytest.fixture
-def simulate(monkeypatch):
+def simulate(simulate_as):
     """Function that runs a case on so many CTAs, judges it and returns the report."""
 
     def run(case: Case, *, ctas: int | None = None, seed: int = 0, **options):
-        simulate_as(monkeypatch, "sm_90a", sm_count=ctas, seed=seed)
+        simulate_as("sm_90a", sm_count=ctas, seed=seed)
         inputs = {**arguments(case, seed), **options}
         result = attention(**inputs, out=poisoned_out(case), return_lse=case.normalize, backend="sim")
         inputs.pop("num_splits", None)
@@ -77,9 +76,9 @@ def test_every_case(simulate, case):
 
 
 @every_peak
-def test_as_exact_as_torch(monkeypatch, steps):
+def test_as_exact_as_torch(simulate_as, steps):
     """With lengths and a sink that change nothing: by the kernel of LENGTHS."""
-    simulate_as(monkeypatch, "sm_90a")
+    simulate_as("sm_90a")
     sink, lengths = torch.full((HEADS,), -torch.inf), torch.tensor([KEYS], dtype=torch.int32)
     check_as_exact_as_torch(steps, 512, shared_kv=True, sink=sink, kv_lengths=lengths, return_lse=True)
 
@@ -88,9 +87,9 @@ PAGED = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink
 
 
 @pytest.mark.long
-def test_split_keys_through_pages(monkeypatch):
+def test_split_keys_through_pages(simulate_as):
     """Three parts of the keys, one of them empty in the shorter row."""
-    simulate_as(monkeypatch, "sm_90a")
+    simulate_as("sm_90a")
     dense = arguments(PAGED)
     (pages,), table = paged((dense["k"],), PAGED.kv_lengths, 16)
     options = dict(k=pages, page_table=table, num_splits=3, return_lse=True, out=poisoned_out(PAGED))
@@ -100,8 +99,8 @@ def test_split_keys_through_pages(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_pages(monkeypatch, page_size):
-    simulate_as(monkeypatch, "sm_90a")
+def test_pages(simulate_as, page_size):
+    simulate_as("sm_90a")
     dense = arguments(PAGED)
     (pages,), table = paged((dense["k"],), PAGED.kv_lengths, page_size)
     options = dict(return_lse=True, num_splits=1, backend="sim")
@@ -111,8 +110,8 @@ def test_pages(monkeypatch, page_size):
 
 
 @pytest.mark.long
-def test_bias(monkeypatch):
-    simulate_as(monkeypatch, "sm_90a")
+def test_bias(simulate_as):
+    simulate_as("sm_90a")
     inputs = arguments(Case("bias", batch=2, seq_q=3, seq_k=200, heads_q=64, **LATENT))
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(2, 1, 3, 200, generator=generator)

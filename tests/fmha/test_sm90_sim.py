@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
 from page_layouts import PAGE_SIZES, paged
-from simulate import plan_for, simulate_as
+from simulate import plan_for
 from suites import long, long_but
 
 from warpspec import sim
@@ -31,9 +31,9 @@ BY_ID = {case.id: case for case in CASES}
 
 
 @pytest.fixture(autouse=True)
-def simulate_sm90(monkeypatch):
+def simulate_sm90(simulate_as):
     """Backend "sim" runs the sm90 kernel."""
-    simulate_as(monkeypatch, "sm_90a")
+    simulate_as("sm_90a")
 
 
 def run(case: Case, seed: int = 0, **options) -> sim.SimReport:
@@ -100,7 +100,7 @@ def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim,
 
 @pytest.mark.parametrize(("head_dim", "name"), [(256, "three-tiles"), long(128, "past-a-tile")])
 def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
-    monkeypatch.setattr(shapes, "SMALL_TILES", 132)
+    monkeypatch.setattr(shapes, "SMALL_KEYS", 1024)
     case = replace(BY_ID[name], head_dim=head_dim)
     assert plan_for("sm_90a", **arguments(case, 0)).config.shape == SMALL[head_dim]
     run(case, num_splits=1)
@@ -128,13 +128,13 @@ def test_many_queries_through_pages(head_dim, page_size, causal):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_persistent_ctas_take_several_tiles(monkeypatch, seed):
+def test_persistent_ctas_take_several_tiles(simulate_as, seed):
     case = Case(
         "persistent", batch=2, seq_q=150, seq_k=300, heads_q=2, heads_kv=1, causal=True, window=(130, None)
     )
     inputs = arguments(case, seed)
     out = poisoned_out(case)
-    simulate_as(monkeypatch, "sm_90a", sm_count=2, seed=seed)
+    simulate_as("sm_90a", sm_count=2, seed=seed)
     result = attention(**inputs, out=out, return_lse=True, backend="sim", num_splits=1)
     check(case, result, inputs)
     config = plan_for("sm_90a", **inputs).config

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from warpspec.common.hardware import GPUS
-from warpspec.common.launch import Target
+from warpspec.common.launch import simulated
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.plan import make_plan
 from warpspec.fmha.plan.splits import choose_splits, combine_clocks, tile_clocks, visited_tiles
@@ -134,5 +134,5 @@ def test_decoding_on_an_h200_is_split_as_was_fastest_there(shape, fast):
     batch, keys, heads_q, heads_kv, head_dim = shape
     sizes = {"batch": batch, "seq_q": 1, "seq_k": keys, "heads_q": heads_q, "heads_kv": heads_kv}
     kind = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": torch.device("meta"), "scale": 0.1}
-    target = Target("sm_90a", 0, 132, 60 << 20)
+    target = simulated("sm_90a", sm_count=132, l2_bytes=60 << 20)
     assert make_plan(AttentionConfig, AttentionProblem(**sizes, **kind), target).splits in fast

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulate import plan_for, run_unchecked, simulate_as
+from simulate import plan_for, run_unchecked
 from suites import long, long_but
 from varlen_cases import Packed, random_batch
 
@@ -57,15 +57,15 @@ def run(batch: Packed, **changes) -> sim.SimReport:
 @pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("batch", CASES, ids=lambda batch: batch.id)
-def test_cases(monkeypatch, arch, batch):
-    simulate_as(monkeypatch, arch)
+def test_cases(simulate_as, arch, batch):
+    simulate_as(arch)
     run(batch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_wrong_hint_and_few_ctas_change_no_result(monkeypatch, arch):
+def test_a_wrong_hint_and_few_ctas_change_no_result(simulate_as, arch):
     """Requests of several tiles although the hint says one query; persistent CTAs that do many tiles each."""
-    simulate_as(monkeypatch, arch, sm_count=2, seed=1)
+    simulate_as(arch, sm_count=2, seed=1)
     run(replace(MIXED, hint_q=1, hint_k=1))
 
 
@@ -87,11 +87,11 @@ WIDE = replace(MIXED, head_dim=128)  # so that a request has several tiles
     ("batch", "sms"),
     [(WIDE, 2), long(STATE, 3), long(replace(PAGED, head_dim=128, window=(700, 0)), 1), long(WIDE, 132)],
 )
-def test_tiles_from_a_queue(monkeypatch, queue, batch, sms):
+def test_tiles_from_a_queue(simulate_as, queue, batch, sms):
     """Whichever CTA gets a tile, the bits are the same. The queue is left as it was found (``launch`` asserts it)."""
     results = []
     for seed in (0, 1):
-        simulate_as(monkeypatch, "sm_90a", sm_count=sms, seed=seed)
+        simulate_as("sm_90a", sm_count=sms, seed=seed)
         arguments = batch.arguments()
         assert launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"]).config.queued
         result = attention_varlen(
@@ -103,8 +103,8 @@ def test_tiles_from_a_queue(monkeypatch, queue, batch, sms):
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
-def test_few_tiles_have_a_consumer_each(monkeypatch):
-    simulate_as(monkeypatch, "sm_90a", small=True)
+def test_few_tiles_have_a_consumer_each(simulate_as):
+    simulate_as("sm_90a", small=True)
     launch.prepare.cache_clear()
     run(replace(PAGED, head_dim=128))
     launch.prepare.cache_clear()
@@ -164,6 +164,6 @@ def test_the_combine_kernel_of_packed_queries_is_another():
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("seed", long_but([100], range(100, 130)))
-def test_random_batches(monkeypatch, arch, seed):
-    simulate_as(monkeypatch, arch, seed=seed)
+def test_random_batches(simulate_as, arch, seed):
+    simulate_as(arch, seed=seed)
     run(random_batch(seed))

@@ -1,30 +1,23 @@
-"""Which architecture's attention kernel backend "sim" runs."""
+"""Calls of attention in the simulator: for which architecture, and past the checks of values."""
 
-from dataclasses import replace
+import contextlib
+from unittest import mock
 
-from warpspec.common.launch import SIMULATED, SIMULATED_ARCH
-from warpspec.fmha import launch, ops
+from warpspec.common.launch import SIMULATED, simulating
+from warpspec.fmha import launch
 from warpspec.fmha.backward import call as backward_call
-from warpspec.fmha.backward import launch as backward_launch
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90 import shapes
 
 
-def simulate_as(
-    monkeypatch, arch: str, *, sm_count: int | None = None, seed: int = 0, small: bool = False
-) -> None:
-    """From now on backend "sim" runs the kernel for ``arch``, on so many SMs, with this seed of the simulator.
-
-    small: on sm_90a, with the tile shapes of problems that have few tiles, as a test's have, instead of those of many.
-    """
-    if not small:
-        monkeypatch.setattr(shapes, "SMALL_TILES", 0)
-    target = SIMULATED[arch]
-    if sm_count:
-        target = replace(target, sm_count=sm_count)
-    monkeypatch.setattr(ops, "prepare", lambda problem, _: launch.prepare(problem, target, seed))
+@contextlib.contextmanager
+def simulating_gradients(arch: str, **changes):
+    """Gradients are computed by the kernels for ``arch`` in the simulator, whatever backend computed the results.
+    changes: of the target, as ``simulating`` takes them."""
+    resolve = mock.patch.object(backward_call, "resolve_backend", lambda backend, device: "sim")
+    with simulating(arch, **changes), resolve:
+        yield
 
 
 def plan_for(arch: str, **arguments) -> Plan:
@@ -45,12 +38,3 @@ def run_unchecked(arguments: dict, *, o, arch: str = "sm_100a", **outputs) -> No
         rows = {name: getattr(record, name) for name in names}
         record = record._replace(**{name: t if t is None else t[None] for name, t in rows.items()})
     launch.prepare(problem, SIMULATED[arch]).run(record)
-
-
-def simulate_gradients_as(monkeypatch, arch: str, seed: int = 0) -> None:
-    """From now on gradients are computed by the kernels for ``arch`` in the simulator, with this seed of it, whatever
-    backend computed the results."""
-    prepare = backward_launch.prepare
-    monkeypatch.setattr(backward_call, "resolve_backend", lambda backend, device: "sim")
-    monkeypatch.setattr(backward_call, "SIMULATED", {SIMULATED_ARCH: SIMULATED[arch]})
-    monkeypatch.setattr(backward_launch, "prepare", lambda problem, target: prepare(problem, target, seed))

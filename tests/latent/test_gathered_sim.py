@@ -1,7 +1,5 @@
 """The gathered-attention kernels in the simulator, against the reference."""
 
-from dataclasses import replace
-
 import cutlass.cute as cute
 import pytest
 import torch
@@ -11,9 +9,9 @@ from gathered_cases import O_TOLERANCE, judge, judge_lse, pool_of_rows, random_c
 from suites import long
 
 from warpspec.common.compile import fake_rows, resources
-from warpspec.common.launch import SIMULATED, Kernel
+from warpspec.common.launch import SIMULATED, Kernel, simulating
 from warpspec.fmha import merge
-from warpspec.latent.gathered import KeySet, gathered_attention, launch, ops, problem
+from warpspec.latent.gathered import KeySet, gathered_attention, launch, problem
 from warpspec.latent.gathered.convert import some_large, to_bf16
 from warpspec.latent.projection import Float8Tensor
 
@@ -21,9 +19,10 @@ TARGET = SIMULATED["sm_90a"]
 
 
 @pytest.fixture(params=["sm_90a", "sm_100a"])
-def simulated(request, monkeypatch):
+def simulated(request):
     """Backend "sim" runs the kernel for either architecture."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[request.param])
+    with simulating(request.param):
+        yield request.param
 
 
 def compare(case):
@@ -69,10 +68,10 @@ def test_against_reference(simulated, monkeypatch, heads, slots, options):
 
 @pytest.mark.parametrize("format", ["v4-fp8", "bf16"])
 @pytest.mark.usefixtures("check_order")
-def test_one_cta(monkeypatch, format):
+def test_one_cta(simulate_as, format):
     """Queries one after another on one CTA, of no, one and many tiles that end anywhere; keys missing at a tile's begin
     and end, or all of it; scales of both sizes side by side; pages of one row. What no query selects is NaN."""
-    monkeypatch.setattr(ops, "target_of", lambda device: replace(TARGET, sm_count=1))
+    simulate_as("sm_90a", sm_count=1)
     counts = torch.tensor([[130, 70], [1, 0], [0, 0], [64, 0], [65, 64], [0, 8], [128, 1]], dtype=torch.int32)
     case = random_case(len(counts), 8, (130, 70), format=format, num_splits=1, rotate=False)
     generator = torch.Generator().manual_seed(1)
@@ -140,7 +139,9 @@ def test_budgets():
     """Nothing spills: a word that is loaded would be waited for where it is put away."""
     for target in (TARGET, SIMULATED["sm_100a"]):
         config = launch.make_plan(problem_of(8, (130, 70)), target).config
-        for found in resources(launch.GATHERED.compiled(config, target.arch)).values():
+        for found in resources(
+            launch.GATHERED.of(target.architecture).kernel.compiled(config, target.arch)
+        ).values():
             assert found.local_bytes == 0
 
 

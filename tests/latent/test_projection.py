@@ -1,16 +1,13 @@
 """The grouped output projection: the kernel for sm_90a in the simulator, against the reference; bad arguments."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from projection_cases import O_TOLERANCE, case, judge
 from suites import long
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.launch import SIMULATED
-from warpspec.latent.projection import Float8Tensor, ops, output_projection, quantize_output
-from warpspec.latent.projection.config import choose
+from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output
+from warpspec.latent.projection.config import Sm90Config, choose
 
 
 @pytest.mark.parametrize(
@@ -27,9 +24,8 @@ from warpspec.latent.projection.config import choose
         long("sm_100a", 5, 384, True),
     ],
 )
-def test_against_reference(check_order, monkeypatch, arch, tokens, columns, float8):
-    target = replace(SIMULATED[arch], sm_count=2)  # several tiles a CTA
-    monkeypatch.setattr(ops, "target_of", lambda device: target)
+def test_against_reference(check_order, simulate_as, arch, tokens, columns, float8):
+    simulate_as(arch, sm_count=2)  # several tiles a CTA
     o, weight = case(tokens, 4, 2, columns, float8)
     got = output_projection(o, weight, backend="sim")
     assert judge(got, output_projection(o, weight, backend="reference")) < O_TOLERANCE
@@ -66,9 +62,9 @@ def test_float8_tensor():
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", long("sm_100a")])
-def test_quantize_output(check_order, monkeypatch, arch):
+def test_quantize_output(check_order, simulate_as, arch):
     """The definition's bits: ties, zeros, tiny and large rows, NaN and infinities; heads that lie apart; no tokens."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    simulate_as(arch)
     generator = torch.Generator().manual_seed(1)
     o = torch.randn(3, 7, 512, generator=generator) * torch.exp2(
         9 * torch.randn(3, 7, 1, generator=generator)
@@ -101,10 +97,10 @@ def test_operators_are_traced():
 
 def test_choice_of_tiles():
     """Decoding fills the SMs with narrow tiles; prefill takes the widest."""
-    decode = choose(9, False, 64, 8, 1024, 132)
+    decode = choose(Sm90Config, False, 64, 8, 1024, 132)
     assert (decode.tile_n, decode.consumers) == (64, 1)
-    assert choose(9, False, 4096, 8, 1024, 132).tile_n == 256
-    assert choose(9, True, 4096, 8, 1024, 132).tile_n == 128
+    assert choose(Sm90Config, False, 4096, 8, 1024, 132).tile_n == 256
+    assert choose(Sm90Config, True, 4096, 8, 1024, 132).tile_n == 128
 
 
 def test_bad_arguments(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import bench_sweep as sweep
 import pytest
@@ -24,10 +25,9 @@ from shared.sweep_shapes import (
 )
 
 from warpspec.aot.models import CALLS, PACKED, PAGED
-from warpspec.common.hardware import GPUS
-from warpspec.common.launch import Target
+from warpspec.common.launch import SIMULATED
 
-H200 = Target("sm_90a", 0, GPUS["sm_90a"].sm_count, GPUS["sm_90a"].l2_bytes)
+H200 = replace(SIMULATED["sm_90a"], device=0)
 
 
 def small(form, **fields):

@@ -10,7 +10,6 @@ from attention_cases import check
 from attention_silicon.cases import CASES
 from attention_silicon.compare import problems
 from record_attention import load
-from simulate import simulate_as
 from suites import long
 
 from warpspec import sim
@@ -33,9 +32,9 @@ JUDGED = ("splits-64", "state-128")  # cases on which the comparison itself is t
 
 
 @pytest.fixture(autouse=True)
-def simulate_sm90(monkeypatch):
+def simulate_sm90(simulate_as):
     """Backend "sim" runs the sm90 kernel."""
-    simulate_as(monkeypatch, "sm_90a")
+    simulate_as("sm_90a")
 
 
 if RECORDED:

@@ -10,7 +10,7 @@ from suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.hardware import MIB, REGISTER_STEP
-from warpspec.common.launch import SIMULATED
+from warpspec.common.launch import SIMULATED, simulated
 from warpspec.softmax import launch
 from warpspec.softmax.plan import Plan, best_of_each, rows_registers
 from warpspec.softmax.problem import SoftmaxProblem
@@ -41,7 +41,7 @@ STRATEGIES = {
 
 
 def target(arch):
-    return dataclasses.replace(launch.SIMULATED, arch=arch)
+    return simulated(arch, sm_count=launch.SIMULATED_SMS, l2_bytes=launch.SIMULATED_L2)
 
 
 def run(name, x, out, arch, seed=0):

@@ -20,6 +20,7 @@ ATOM_COLUMNS = 4  # of tensor memory, of the scales of 128 rows
 ATOM_BYTES = 512  # of shared memory, the same
 PRODUCT_BYTES = 32  # K of a product: of a row, in every format
 FP32_BYTES = 4
+SPARE_ACCUMULATORS = 1  # beside one for each warpgroup, where the launch selects
 SCORE_BARRIER = 1  # named barrier of the threads that score
 
 
@@ -46,6 +47,18 @@ class Sm100ScoresConfig:
     def __post_init__(self):
         assert self.format in FORMATS and 0 < self.heads <= MAX_HEADS
         assert self.tmem_columns <= TMEM_COLUMNS and self.smem_bytes <= MAX_SMEM_PER_CTA
+
+    @classmethod
+    def of(
+        cls, format: str, heads: int, page_size: int, queries: int, columns: int, sm_count: int
+    ) -> Sm100ScoresConfig:
+        """The way for a call: one serves all."""
+        return cls(format, heads, page_size)
+
+    @classmethod
+    def streaming(cls, format: str, heads: int, page_size: int, warpgroups: int) -> Sm100ScoresConfig:
+        """Where the same launch selects (``config.StreamConfig``)."""
+        return cls(format, heads, page_size, warpgroups, warpgroups + SPARE_ACCUMULATORS)
 
     @property
     def fmt(self) -> RowFormat:

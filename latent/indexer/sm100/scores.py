@@ -16,7 +16,6 @@ from warpspec.common.barriers import barrier_count
 from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
-from warpspec.common.launch import Kernel
 from warpspec.common.memory import tmem_allocation
 from warpspec.latent.indexer.device.entries import entries_of, find_page, load_global, locate
 from warpspec.latent.indexer.device.scores_host import (
@@ -174,6 +173,3 @@ class Scores(ScoresHost):
 def host_and_arguments(config: Sm100ScoresConfig) -> tuple:
     """The host function and its arguments but the stream."""
     return (Scores(config), *scores_arguments())
-
-
-SCORES = Kernel("indexer.sm100.scores", host_and_arguments)  # by Sm100ScoresConfig

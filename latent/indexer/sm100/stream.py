@@ -6,7 +6,6 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.common.launch import Kernel
 from warpspec.latent.indexer.config import StreamConfig
 from warpspec.latent.indexer.device.choose import allocate
 from warpspec.latent.indexer.device.entries import entries_of
@@ -43,6 +42,3 @@ class Stream(StreamHost):
 def host_and_arguments(config: StreamConfig) -> tuple:
     """The host function and its arguments but the stream."""
     return (Stream(config), *stream_arguments())
-
-
-STREAM = Kernel("indexer.sm100.stream", host_and_arguments)  # by StreamConfig

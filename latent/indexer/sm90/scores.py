@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.common.launch import Kernel
 from warpspec.latent.indexer.device.entries import entries_of
 from warpspec.latent.indexer.device.scores_host import LogitsRow, ScoresHost, score_part, scores_arguments
 from warpspec.latent.indexer.scores_config import TILE_KEYS, ScoresConfig
@@ -85,6 +84,3 @@ def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entrie
 def host_and_arguments(config: ScoresConfig) -> tuple:
     """The host function and its arguments but the stream."""
     return (Scores(config), *scores_arguments())
-
-
-SCORES = Kernel("indexer.sm90.scores", host_and_arguments)  # by ScoresConfig

@@ -8,7 +8,7 @@ from cache_cases import POISON, Compressor, Run, grow
 from suites import long
 
 from warpspec.common.compile import resources
-from warpspec.common.launch import SIMULATED
+from warpspec.common.launch import simulating
 from warpspec.latent.cache import IndexPool, LatentPool, insert_window, ops, rope_table, store_rows
 from warpspec.latent.cache.config import CompressConfig, InsertConfig
 from warpspec.latent.cache.device.compress import COMPRESS
@@ -26,11 +26,10 @@ COMPRESSORS = [
 
 
 @pytest.fixture
-def simulated(monkeypatch, request):
+def simulated(request):
     """Backend "sim" runs kernels for the architecture of the parameter."""
-    target = SIMULATED[request.param]
-    monkeypatch.setattr(ops, "target_of", lambda device: target)
-    return request.param
+    with simulating(request.param):
+        yield request.param
 
 
 def on_both(cases):

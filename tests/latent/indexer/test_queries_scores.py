@@ -1,6 +1,5 @@
 """index_queries: bits of the reference, simulated; index_scores: the definition; selection within a workspace."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,11 +8,10 @@ from suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.launch import SIMULATED
 from warpspec.latent.cache import IndexPool, rope_table, table_slots
-from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, ops, problem, select_entries
+from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, problem, select_entries
+from warpspec.latent.indexer.kernels import INDEX
 from warpspec.latent.indexer.scores_config import ScoresConfig
-from warpspec.latent.indexer.sm90.scores import SCORES
 
 TABLE = rope_table(1e4 ** (-torch.arange(32) / 32), 256)
 
@@ -27,9 +25,9 @@ def queries(tokens=3, heads=8, format="mxfp4", backend="reference", **options):
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
-def test_kernel(monkeypatch, arch):
+def test_kernel(simulate_as, arch):
     """Rotation differs by roundings now and then; where it does not, the bits are the reference's."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    simulate_as(arch)
     got, wanted = queries(backend="sim"), queries()
     assert (got.pool.data != wanted.pool.data).float().mean() < 0.01
     assert (got.values - wanted.values).norm() < 0.02 * wanted.values.norm()
@@ -94,10 +92,10 @@ def test_scores(format):
     ("format", "heads", "size"),
     [("mxfp4", 16, 80), ("fp8", 24, 80), long("mxfp4", 8, 80), long("fp8", 16, 20), long("mxfp4", 64, 32)],
 )
-def test_scores_kernel(check_order, monkeypatch, format, heads, size, arch):
+def test_scores_kernel(check_order, monkeypatch, simulate_as, format, heads, size, arch):
     """The kernels against the reference, on rows whose blocks differ by much; pages and requests that are not there, a
     length past the table, rows of NaN that are not seen, one that is."""
-    monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED[arch], sm_count=2))
+    simulate_as(arch, sm_count=2)
     monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
     generator = torch.Generator().manual_seed(2)
     asked = queries(tokens=5, heads=heads, format=format)
@@ -136,10 +134,10 @@ def test_scores_kernel(check_order, monkeypatch, format, heads, size, arch):
         long([50] * 40 + [0] * 3 + [200], 4, 3),
     ],
 )
-def test_balanced_scores(check_order, monkeypatch, lengths, pages, sms, format):
+def test_balanced_scores(check_order, monkeypatch, simulate_as, lengths, pages, sms, format):
     """Tiles dealt by lengths: the same bits, and -inf in the same places."""
     tokens = len(lengths)
-    monkeypatch.setattr(ops, "target_of", lambda device: replace(SIMULATED["sm_90a"], sm_count=sms))
+    simulate_as("sm_90a", sm_count=sms)
     monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
     generator = torch.Generator().manual_seed(1)
     asked, pool = queries(tokens=tokens, heads=16, format=format), IndexPool.empty(2 * pages, 64, format)
@@ -152,7 +150,7 @@ def test_balanced_scores(check_order, monkeypatch, lengths, pages, sms, format):
     lengths, found = torch.tensor(lengths, dtype=torch.int32), []
     for balanced in (False, True):
         config = ScoresConfig(format, 16, 64, balanced=balanced)
-        monkeypatch.setattr(ops.ScoresConfig, "of", lambda *arguments, config=config: config)
+        monkeypatch.setattr(ScoresConfig, "of", lambda *arguments, config=config: config)
         found.append(index_scores(asked, pool, table, requests, lengths, backend="sim"))
     assert torch.equal(*found) and found[0].isneginf().any() == (lengths < pages * 64).any()
 
@@ -175,12 +173,13 @@ def test_scores_way():
     ]:
         config = way(format, queries=queries, columns=32768)
         assert config.balanced and not config.copied and config.choose_parts(queries, 32768, 132) == ctas
+    kernel = INDEX.kernels["sm90"].scores
     prefill = way("fp8", queries=4096, columns=16384)
     assert prefill == ScoresConfig("fp8", 64, 64)
-    assert all(kernel.local_bytes == 0 for kernel in resources(SCORES.compiled(prefill, "sm_90a")).values())
+    assert all(found.local_bytes == 0 for found in resources(kernel.compiled(prefill, "sm_90a")).values())
     for config in (way("fp8", queries=1, columns=16384), way("fp8", queries=2, columns=16384)):
-        compiled = SCORES.compiled(config, "sm_90a")
-        assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
+        compiled = kernel.compiled(config, "sm_90a")
+        assert all(found.local_bytes == 0 for found in resources(compiled).values())
         ptx = compiled.artifacts.PTX
         first_read = min(
             ptx.find(name) % len(ptx) for name in ("ld.global", "cp.async.c", "griddepcontrol.launch")
@@ -234,10 +233,10 @@ def exact_case(format, heads, pages, equal):
         ),
     ],
 )
-def test_stream(check_order, monkeypatch, arch, format, heads, pages, equal, counts):
+def test_stream(check_order, monkeypatch, simulate_as, arch, format, heads, pages, equal, counts):
     """Scores and selection in one launch select what the reference does: entries that end within a tile and a chunk,
     one, none, more than a chunk; k below and above their number."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    simulate_as(arch)
     monkeypatch.setattr(problem, "check_range", lambda *arguments: None)  # as on a GPU
     arguments = exact_case(format, heads, pages, equal)
     for k in counts:
@@ -247,9 +246,9 @@ def test_stream(check_order, monkeypatch, arch, format, heads, pages, equal, cou
         assert got[1][0] == min(k, 64 * pages - 9) and got[1][[2, 3, 7]].tolist() == [0, 1, 0]
 
 
-def test_operators_are_traced(monkeypatch):
+def test_operators_are_traced(simulate_as):
     """Queries, scores, selection; in one launch, too."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED["sm_100a"])
+    simulate_as("sm_100a")
     _, pool, table, requests, lengths = exact_case("mxfp4", 8, 2, False)
     generator = torch.Generator().manual_seed(0)
     q, weights = torch.randn(8, 8, 128, generator=generator).bfloat16(), torch.ones(8, 8)

@@ -6,17 +6,18 @@ from index_cases import KINDS, rows
 from suites import long, long_but
 
 from warpspec.common.compile import resources
-from warpspec.common.launch import SIMULATED
-from warpspec.latent.indexer import index_topk, ops, problem
+from warpspec.common.launch import simulating
+from warpspec.latent.indexer import index_topk, problem
 from warpspec.latent.indexer.config import SelectConfig, StreamConfig
 from warpspec.latent.indexer.device.select import SELECT
-from warpspec.latent.indexer.sm100.stream import STREAM
+from warpspec.latent.indexer.kernels import INDEX
+from warpspec.latent.indexer.sm100.config import Sm100ScoresConfig
 
 
 @pytest.fixture(params=["sm_100a", long("sm_90a")])
-def simulated(monkeypatch, request):
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[request.param])
-    return request.param
+def simulated(request):
+    with simulating(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,9 +83,9 @@ def test_pages(simulated, monkeypatch):
     ("kernel", "config", "arch"),
     [
         (SELECT, SelectConfig(True, False), "sm_100a"),
-        (STREAM, StreamConfig.of(10, "mxfp4", 8, 64), "sm_100a"),
+        (INDEX.kernels["sm100"].stream, StreamConfig.of(Sm100ScoresConfig, "mxfp4", 8, 64), "sm_100a"),
         long(SELECT, SelectConfig(True, False), "sm_90a"),
-        long(STREAM, StreamConfig.of(10, "fp8", 64, 64), "sm_100a"),
+        long(INDEX.kernels["sm100"].stream, StreamConfig.of(Sm100ScoresConfig, "fp8", 64, 64), "sm_100a"),
     ],
 )
 def test_nothing_spills(kernel, config, arch):
