@@ -8,6 +8,7 @@ from gradient_cases import CASES, KERNEL_TOLERANCE, Case
 from simulate import simulating_gradients
 
 from warpspec import sim
+from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.backward import launch
@@ -40,7 +41,7 @@ def test_small(arch, dim, monkeypatch, simulate_gradients_as):
     launch.prepare.cache_clear()
     simulate_gradients_as(arch)
     compare(SMALL[dim])
-    compiled = launch.architecture(arch).MAIN.compiled(plans[-1], arch)
+    compiled = launch.GRADIENTS.of(architecture(arch)).MAIN.compiled(plans[-1], arch)
     assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
 
 
