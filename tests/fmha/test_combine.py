@@ -14,6 +14,7 @@ from simulate import plan_for
 from suites import long
 
 from warpspec import sim
+from warpspec.common.architecture import architecture
 from warpspec.common.compile import compile_kernel, resources
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import launch
@@ -222,7 +223,7 @@ def test_attention_lets_it_come_up_early(simulate_as, arch, splits, case):
     simulate_as(arch)
     found = plan_for(arch, **arguments(case), num_splits=splits, return_lse=True)
     assert found.splits == splits
-    ptx = launch.architecture(arch).ATTENTION.compiled(found.config, arch).artifacts.PTX
+    ptx = launch.ATTENTION.of(architecture(arch)).ATTENTION.compiled(found.config, arch).artifacts.PTX
     assert ptx.count("griddepcontrol.launch_dependents") == (splits > 1 or arch == "sm_90a")
     if arch == "sm_90a":
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")

@@ -12,7 +12,7 @@ from cache_cases import PAGE_SIZE, Compressor, Run, expected_entries
 from suites import long
 
 from warpspec.common.launch import SIMULATED
-from warpspec.latent.cache import ops, table_slots
+from warpspec.latent.cache import table_slots
 from warpspec.latent.cache.reference import finish_entry
 
 REQUESTS, TOKENS = 2, 96
@@ -81,9 +81,9 @@ SIMULATED_CASES = [
 
 @pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("arch", "kind", "max_draft", "schedules"), SIMULATED_CASES)
-def test_kernel(monkeypatch, arch, kind, max_draft, schedules):
+def test_kernel(simulate_as, arch, kind, max_draft, schedules):
     """The kernel's entries, and its count of tokens, as the reference has it."""
-    monkeypatch.setattr(ops, "target_of", lambda device: SIMULATED[arch])
+    simulate_as(arch)
     for seed in range(schedules):
         got, wanted = (fuzz(kind, max_draft, seed, calls=9, backend=b) for b in ("sim", "reference"))
         assert torch.equal(got.tail.progress[1:], wanted.tail.progress[1:]), f"seed {seed}"

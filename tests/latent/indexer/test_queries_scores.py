@@ -9,7 +9,7 @@ from suites import long
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.latent.cache import IndexPool, rope_table, table_slots
-from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, problem, select_entries
+from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, ops, problem, select_entries
 from warpspec.latent.indexer.kernels import INDEX
 from warpspec.latent.indexer.scores_config import ScoresConfig
 
