@@ -10,6 +10,10 @@ and delta 0.
 dQ's sums [Hq, slots, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
 registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.device.wgmma``). A
 part's number is its row block, or, where the tile has 64 rows, its column block.
+
+Where key tiles are cut (``schedule``), dK and dV of each piece lie likewise, [Hkv, slots of keys, pieces, tile_n * D]
+fp32: blocks of 64 keys and 64 columns, columns first. A slot of keys is a key tile, counted over batch rows or
+requests.
 """
 
 from __future__ import annotations
@@ -31,13 +35,20 @@ WARPS = 4  # of a warpgroup, one for each piece
 @dataclass(frozen=True)
 class BackwardFeatures(KernelFeatures):
     """wants_q, wants_k, wants_v: which gradients are computed. bias_gradient: "float32" or "bfloat16", as what dS is
-    stored; "sum": it is added up in fp32; None: there is none. deterministic: dQ is added up in a fixed order."""
+    stored; "sum": it is added up in fp32; None: there is none. deterministic: dQ is added up in a fixed order. cut: a
+    CTA has a piece of a key tile's steps, and leaves its part of dK and dV (``schedule``)."""
 
     wants_q: bool = True
     wants_k: bool = True
     wants_v: bool = True
     bias_gradient: str | None = None
     deterministic: bool = False
+    cut: bool = False
+
+    @property
+    def can_cut(self) -> bool:
+        """There is a kernel with ``cut`` set."""
+        return False
 
     @property
     def needs_ds(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from warpspec.common.launch import Target
 from warpspec.fmha.backward.features import WARPS, BackwardFeatures
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.backward.rows import QUERIES, ROWS, QueryConfig, row_config
+from warpspec.fmha.backward.rows import KEYS, QUERIES, ROWS, QueryConfig, key_config, row_config
+from warpspec.fmha.backward.schedule import Order, choose_order
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.ops import regular_strides
@@ -52,29 +54,42 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
             f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * "
             f"{forward.seq_k}"
         )
-    return GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
+    config = GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
+    return replace(config, cut=choose_order(problem, config, target).pieces > 1)
 
 
 check_supported = plan
 
 
 class Prepared(NamedTuple):
-    """A problem ready to run. rows, main, queries: functions of the kernels' arguments; queries: None where dQ is not
-    wanted. numbers: of the main kernel."""
+    """A problem ready to run. order: of the main kernel's CTAs. rows, main, keys, queries: functions of the kernels'
+    arguments; keys: None where key tiles are not cut; queries: None where dQ is not wanted. numbers: of the main
+    kernel."""
 
     target: Target
     config: BackwardFeatures
+    order: Order
     rows: Callable
     main: Callable
+    keys: Callable | None
     queries: Callable | None
     numbers: tuple
 
 
 @lru_cache(maxsize=4096)
-def prepare(problem: BackwardProblem, target: Target) -> Prepared:
-    """Plan and compile; what was prepared before is found again."""
-    config, forward = plan(problem, target), problem.forward
-    queries = None
+def prepare(
+    problem: BackwardProblem,
+    target: Target,
+    order: Order | None = None,
+    config: BackwardFeatures | None = None,
+) -> Prepared:
+    """Plan and compile; what was prepared before is found again. order, config: instead of those that are chosen."""
+    config, forward = config or plan(problem, target), problem.forward
+    order = order or choose_order(problem, config, target)
+    config = replace(config, cut=order.pieces > 1)
+    keys = queries = None
+    if config.cut and (config.wants_k or config.wants_v):
+        keys = KEYS.launcher(key_config(config), target)
     if config.wants_q:
         own = QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q)
         queries = QUERIES.launcher(own, target)
@@ -82,10 +97,12 @@ def prepare(problem: BackwardProblem, target: Target) -> Prepared:
     return Prepared(
         target,
         config,
+        order,
         ROWS.launcher(row_config(config, problem), target),
         GRADIENTS.of(target.architecture).MAIN.launcher(config, target),
+        keys,
         queries,
-        (forward.scale * math.log2(math.e), forward.scale, *window),
+        (forward.scale * math.log2(math.e), forward.scale, *window, *order),
     )
 
 
@@ -139,6 +156,16 @@ def run_prepared(
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
         do = torch.zeros_like(q)
+    targets = (dk if config.wants_k else None, dv if config.wants_v else None)
+    sums = targets
+    if config.cut:
+        tile = (
+            forward.heads_kv,
+            key_slot_count(config, operands),
+            prepared.order.pieces,
+            config.tile_n * q.shape[-1],
+        )
+        sums = tuple(None if target is None else torch.empty(tile, **fp32) for target in targets)
     main = BackwardOperands(
         q,
         operands.k,
@@ -147,8 +174,7 @@ def run_prepared(
         statistics,
         dq_sums,
         turns,
-        dk if config.wants_k else None,
-        dv if config.wants_v else None,
+        *sums,
         operands.kv_lengths,
         operands.q_start,
         operands.bias,
@@ -158,6 +184,8 @@ def run_prepared(
     )
     for part in parts_of(prepared, problem, main):
         prepared.main(*part, *prepared.numbers)
+    if prepared.keys is not None:
+        prepared.keys(*sums, *targets, operands.cu_seqlens_k, forward.scale)
     if forward.shared_kv and dk is not None:
         dk += dv
     if gradients.bias is not None and dbias is not gradients.bias:
@@ -174,6 +202,14 @@ def slot_count(config: BackwardFeatures, operands: Operands) -> int:
     if config.packed_q:
         return rows // config.tile_m + len(operands.cu_seqlens_q) - 1
     return batch * -(-rows // config.tile_m)
+
+
+def key_slot_count(config: BackwardFeatures, operands: Operands) -> int:
+    """Key tiles of a KV head, of all batch rows or requests."""
+    batch, keys = operands.k.shape[:2]
+    if config.packed_k:
+        return keys // config.tile_n + len(operands.cu_seqlens_k) - 1
+    return batch * -(-keys // config.tile_n)
 
 
 def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperands):

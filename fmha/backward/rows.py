@@ -41,6 +41,34 @@ class QueryConfig:
         return self.tile_m * self.head_dim // PART_ELEMENTS
 
 
+@dataclass(frozen=True)
+class KeyConfig:
+    """Of the kernel that adds up what pieces of key tiles left: dK and dV. packed: of requests."""
+
+    head_dim: int
+    tile_n: int
+    dtype: str = "bfloat16"
+    packed: bool = False
+    wants_k: bool = True
+    wants_v: bool = True
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return self.tile_n
+
+    @property
+    def parts(self) -> int:
+        return self.tile_n * self.head_dim // PART_ELEMENTS
+
+
+def key_config(config: BackwardFeatures) -> KeyConfig:
+    """The kernel behind the main kernel of ``config``, which cuts key tiles."""
+    return KeyConfig(
+        config.head_dim, config.tile_n, config.dtype, config.packed_k, config.wants_k, config.wants_v
+    )
+
+
 def row_config(config: BackwardFeatures, problem) -> RowConfig:
     """The first kernel of a problem whose main kernel is that of ``config``."""
     return RowConfig(
@@ -100,5 +128,23 @@ def query_arguments(config: QueryConfig) -> tuple:
     )
 
 
+def key_arguments(config: KeyConfig) -> tuple:
+    from warpspec.fmha.backward.device.keys import Keys
+
+    dtype, fp32, int32 = _types(config.dtype)
+    sums = fake_rows(fp32, 4, config.tile_n * config.head_dim, alignment=TMA_ALIGNMENT)
+    rows = fake_rows(dtype, 4, config.head_dim, alignment=TMA_ALIGNMENT)
+    return (
+        Keys(config),
+        sums if config.wants_k else None,
+        sums if config.wants_v else None,
+        rows if config.wants_k else None,
+        rows if config.wants_v else None,
+        fake_rows(int32, 1) if config.packed else None,
+        1.0,
+    )
+
+
+KEYS = Kernel("fmha.backward.keys", key_arguments)
 ROWS = Kernel("fmha.backward.rows", row_arguments)
 QUERIES = Kernel("fmha.backward.queries", query_arguments)

@@ -12,6 +12,7 @@ from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.backward import launch
+from warpspec.fmha.backward.schedule import Order
 
 ARCHS = ("sm_90a", "sm_100a")
 HEAD_DIMS = (64, 128, 256)
@@ -43,6 +44,46 @@ def test_small(arch, dim, monkeypatch, simulate_gradients_as):
     compare(SMALL[dim])
     compiled = launch.GRADIENTS.of(architecture(arch)).MAIN.compiled(plans[-1], arch)
     assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
+
+
+# Key tiles cut into pieces of several heads, or of parts of one; pieces without steps; several sections.
+CUT = {
+    64: Case("cut", batch=2, seq_q=300, seq_k=300, heads_q=2, causal=True),
+    128: Case("cut-packed", lengths_q=(140, 0, 70), lengths_k=(140, 5, 300), heads_q=6, heads_kv=2, head_dim=128,
+              causal=True),
+    256: Case("cut-whole-tiles", seq_q=128, seq_k=128, heads_q=3, head_dim=256),
+}  # fmt: skip
+
+
+def cut_into(monkeypatch, order: Order) -> list:
+    """From now on every launch has this order. What is prepared will be in the list."""
+    prepared, prepare = [], launch.prepare.__wrapped__
+    monkeypatch.setattr(launch, "choose_order", lambda *_: order)
+    monkeypatch.setattr(launch, "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
+    return prepared
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
+    """Each piece of a key tile leaves its part of dK and dV; and no register spills."""
+    prepared = cut_into(monkeypatch, Order(pieces=4, section=1))
+    simulate_gradients_as("sm_90a", seed=1)
+    compare(replace(CUT[dim], deterministic=deterministic))
+    config = prepared[-1].config
+    assert config.cut and config.deterministic == deterministic
+    compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
+    # Two registers of ptxas's choice, where turns are taken as well.
+    assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_memory_order_of_pieces(dim, deterministic, monkeypatch, simulate_gradients_as, check_order):
+    cut_into(monkeypatch, Order(pieces=3, section=2))
+    simulate_gradients_as("sm_90a", seed=1)
+    compare(replace(CUT[dim], deterministic=deterministic))
 
 
 @pytest.mark.long

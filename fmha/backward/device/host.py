@@ -16,7 +16,7 @@ from warpspec.fmha.device.bias import TYPES
 
 class BackwardHost:
     """``cute.compile(Backward(config), ...)`` makes one kernel. An architecture's ``Backward`` adds ``launch``, which
-    gets ``BackwardOperands``, (scale_log2, scale) and the window."""
+    gets ``BackwardOperands``, (scale_log2, scale), the window and the order."""
 
     def __init__(self, config: BackwardFeatures):
         self.config = config
@@ -43,13 +43,16 @@ class BackwardHost:
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
+        pieces: Int32,
+        section: Int32,
         stream: CUstream,
     ):
-        """scale_log2: scale * log2(e), with its sign. window_left, window_right: not read where unbounded."""
+        """scale_log2: scale * log2(e), with its sign. window_left, window_right: not read where unbounded. pieces,
+        section: ``schedule.Order``."""
         tensors = (q, k, v, do, statistics, dq_sums, turns, dk, dv)
         others = (kv_lengths, q_start, bias, dbias, cu_seqlens_q, cu_seqlens_k)
         operands = BackwardOperands(*tensors, *others)
-        self.launch(operands, (scale_log2, scale), (window_left, window_right), stream)
+        self.launch(operands, (scale_log2, scale), (window_left, window_right), (pieces, section), stream)
 
 
 def fake_arguments(config: BackwardFeatures) -> tuple:
@@ -59,6 +62,9 @@ def fake_arguments(config: BackwardFeatures) -> tuple:
 
     def rows(last=config.head_dim, dtype=dtype, rank=4):
         return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
+
+    def keys():
+        return rows(config.tile_n * config.head_dim, fp32) if config.cut else rows()
 
     aligned = TMA_ALIGNMENT if getattr(config, "bias_tiles", False) else None
     stored = TMA_ALIGNMENT if getattr(config, "stores_bias", False) else None
@@ -71,8 +77,8 @@ def fake_arguments(config: BackwardFeatures) -> tuple:
         statistics=rows(4, fp32),
         dq_sums=rows(config.tile_m * config.head_dim, fp32, 3) if config.wants_q else None,
         turns=fake_rows(int32, 3) if config.deterministic else None,
-        dk=rows() if config.wants_k else None,
-        dv=rows() if config.wants_v else None,
+        dk=keys() if config.wants_k else None,
+        dv=keys() if config.wants_v else None,
         kv_lengths=fake_rows(int32, 1) if config.has_kv_lengths else None,
         q_start=fake_rows(int32, 1) if config.has_q_start else None,
         bias=fake_rows(TYPES[config.bias], 4, alignment=aligned) if config.bias else None,
@@ -80,4 +86,4 @@ def fake_arguments(config: BackwardFeatures) -> tuple:
         cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
     )
-    return (*operands, 1.0, 1.0, 0, 0)
+    return (*operands, 1.0, 1.0, 0, 0, 1, 1)

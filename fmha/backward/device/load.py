@@ -35,7 +35,7 @@ def load(
     if tile.steps > 0:
         for name in "kv":
             load_keys(name, config, channels, shared, operands, atoms, coordinates, tile)
-        head, query_tile = tile.kv_head * tile.group, tile.start
+        head, query_tile = tile.first
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
             head, query_tile = tile.following(head, query_tile)

@@ -1,4 +1,8 @@
-"""The key tile that a CTA works on, and the query tiles whose rows see some of it."""
+"""The key tile that a CTA works on, and the query tiles whose rows see some of it.
+
+A key tile's *steps* are its (query head, query tile) pairs, heads one after another. Where a tile is cut, a CTA has one
+of its *pieces*: equal runs of steps (``schedule``).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.schedule import decode
+from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.packed import entry, query_tiles, request_of
 from warpspec.fmha.device.tile import INTEGERS, Request, bounds_of, request_at
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.mask import key_range, position_range
-from warpspec.fmha.schedule import key_span
+from warpspec.fmha.schedule import key_span, split_part
 
 START_STEP = 7  # query tiles between the first ones of neighbouring key tiles
 FAR = 2**30  # a query that no request has
@@ -21,12 +27,13 @@ FAR = 2**30  # a query that no request has
 
 @dataclass(frozen=True)
 class KeyTile:
-    """A key tile of one KV head.
+    """A key tile of one KV head, or a piece of its steps.
 
-    request: batch row or request; place: where its queries and keys are. first_key: of the tile, in the request. group:
-    query heads of the KV head. begin, count: query tiles to visit. inner_first, inner_end: queries that see every key
-    of the tile. seen_first, seen_end: keys of the request that some row sees; rows_first, rows_end: rows that see some
-    key of the request. bounds: arguments of ``key_range``.
+    request: batch row or request; place: where its queries and keys are. number: of the tile, in the request; slot:
+    counted over all requests. first_key: of the tile, in the request. group: query heads of the KV head. piece: the
+    piece's number; first_step, steps: which steps it has. begin, count: query tiles of each head. inner_first,
+    inner_end: queries that see every key of the tile. seen_first, seen_end: keys of the request that some row sees;
+    rows_first, rows_end: rows that see some key of the request. bounds: arguments of ``key_range``.
     """
 
     config: BackwardFeatures
@@ -34,8 +41,12 @@ class KeyTile:
     kv_head: Int32
     place: Request
     number: Int32
+    slot: Int32
     first_key: Int32
     group: Int32
+    piece: Int32
+    first_step: Int32 | int
+    steps: Int32
     begin: Int32
     count: Int32
     inner_first: Int32
@@ -47,32 +58,66 @@ class KeyTile:
     bounds: dict
 
     @property
-    def steps(self) -> Int32:
-        """(query head, query tile) pairs to visit."""
-        return self.count * self.group
-
-    @property
     def start(self) -> Int32:
-        """The query tile that is visited first, after which they go round. Where all key tiles of a head have the same,
-        each starts at another, so that not all add to the same dQ; but not where dQ is added up in order."""
+        """The query tile that each head's steps begin with, and go round from.
+
+        Where all key tiles of a head have the same query tiles, each starts at another, so that not all add to the same
+        dQ. Where dQ is added up in order, which is that of the key tiles, all start at the last and go down: so a key
+        tile comes to every query tile behind the one before it, and never waits for long.
+        """
         config = self.config
-        if config.band or config.deterministic:
+        if config.deterministic:
+            return self.begin + cutlass.max(self.count, 1) - 1
+        if config.band:
             return self.begin
         return self.begin + self.number * START_STEP % cutlass.max(self.count, 1)
 
     def following(self, head, query_tile) -> tuple:
         """The (query head, query tile) after one."""
-        query_tile += 1
-        query_tile = Int32(
-            cutlass.select_(Boolean(query_tile == self.begin + self.count), self.begin, query_tile)
-        )
+        if self.config.deterministic:
+            query_tile -= 1
+            query_tile = Int32(cutlass.select_(Boolean(query_tile < self.begin), self.start, query_tile))
+        else:
+            query_tile += 1
+            query_tile = Int32(
+                cutlass.select_(Boolean(query_tile == self.begin + self.count), self.begin, query_tile)
+            )
         return head + Int32(Boolean(query_tile == self.start)), query_tile
+
+    def preceding(self, head, query_tile) -> tuple:
+        """The (query head, query tile) before one, where dQ is added up in order."""
+        assert self.config.deterministic
+        begins = Boolean(query_tile == self.start)
+        query_tile = Int32(cutlass.select_(begins, self.begin, query_tile + 1))
+        return head - Int32(begins), query_tile
+
+    def place_of(self, step) -> tuple:
+        """The (query head, query tile) of one of the tile's steps."""
+        count = cutlass.max(self.count, 1)
+        head, offset = self.kv_head * self.group + step // count, step % count
+        if self.config.deterministic:
+            return head, self.start - offset
+        query_tile = self.start + offset
+        past = Boolean(query_tile >= self.begin + count)
+        return head, query_tile - Int32(cutlass.select_(past, count, Int32(0)))
+
+    @property
+    def first(self) -> tuple:
+        """The (query head, query tile) of the CTA's first step."""
+        if self.config.cut:
+            return self.place_of(self.first_step)
+        return self.kv_head * self.group, self.start
 
     @property
     def last(self) -> tuple:
-        """The (query head, query tile) that is visited last: the one before the first."""
+        """The (query head, query tile) of the CTA's last step."""
+        if self.config.cut:
+            return self.place_of(self.first_step + self.steps - 1)
+        head = (self.kv_head + 1) * self.group - 1
+        if self.config.deterministic:
+            return head, self.begin
         end = Int32(cutlass.select_(Boolean(self.start == self.begin), self.begin + self.count, self.start))
-        return (self.kv_head + 1) * self.group - 1, end - 1
+        return head, end - 1
 
     @property
     def has_unseen_keys(self):
@@ -107,12 +152,12 @@ class KeyTile:
         return Boolean(first < self.rows_first) | Boolean(first + self.config.tile_m > self.rows_end)
 
     def turn(self, query_tile) -> Int32:
-        """How many key tiles add to a query tile's dQ before this one: those of later keys."""
+        """How many key tiles add to a query tile's dQ before this one: those of earlier keys."""
         first = query_tile * self.config.tile_m
         last = cutlass.min(first + self.config.tile_m, self.place.seq_q) - 1
         start, length = self.place.start, self.place.length
         span = key_span(start + first, start + last, length, self.config.tile_n, self.bounds, **INTEGERS)
-        return span.begin + span.count - 1 - self.number
+        return self.number - span.begin
 
 
 def key_tiles_of(config: BackwardFeatures, operands):
@@ -123,18 +168,16 @@ def key_tiles_of(config: BackwardFeatures, operands):
     return cute.ceil_div(operands.k.shape[1], config.tile_n)
 
 
-def key_tile_at(config: BackwardFeatures, operands, window, index) -> KeyTile:
-    """The index-th key tile of the launch; those of a KV head are neighbours. By a whole warp.
-
-    Ascending, so that under a causal mask the longest come first; where dQ is added up in order, descending, as no tile
-    may wait for a later CTA's.
-    """
+def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> KeyTile:
+    """What the index-th CTA of the launch works on. order: (pieces of a tile, rows of a section), see ``schedule``. By
+    a whole warp."""
     tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
-    number, rest = index % tiles, index // tiles
-    if cutlass.const_expr(config.deterministic):
-        number = tiles - 1 - number
+    rows = heads if cutlass.const_expr(config.packed_k) else heads * requests_of(config, operands)
+    number, rest, piece = decode(tiles, rows, *order, index, minimum=cutlass.min)
     kv_head, request = rest % heads, rest // heads
+    slot = request * tiles + number
     if cutlass.const_expr(config.packed_k):
+        slot = number
         request, number = request_of(operands.cu_seqlens_k, number, config.tile_n, operands.k.shape[1])
     place = request_at(config, operands, request)
     bounds = bounds_of(config, window)
@@ -143,13 +186,26 @@ def key_tile_at(config: BackwardFeatures, operands, window, index) -> KeyTile:
     last_key = cutlass.min(first_key + config.tile_n, length) - 1
     zero = Int32(0)
     tile = KeyTile(
-        config, request, kv_head, place, number, first_key, operands.q.shape[2] // heads, *(zero,) * 8, bounds
+        config,
+        request,
+        kv_head,
+        place,
+        number,
+        slot,
+        first_key,
+        operands.q.shape[2] // heads,
+        *(zero,) * 11,
+        bounds,
     )
     low, inner_end = tile.queries_of(first_key)
     inner_first, high = tile.queries_of(last_key)
     some = Boolean(last_key >= first_key) & Boolean(high > low)
     begin = low // config.tile_m
     count = (high + config.tile_m - 1) // config.tile_m - begin
+    count = Int32(cutlass.select_(some, count, zero))
+    steps, first_step = count * tile.group, zero
+    if cutlass.const_expr(config.cut):
+        first_step, steps = split_part(piece, order[0], steps)
     # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
     inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
@@ -163,10 +219,14 @@ def key_tile_at(config: BackwardFeatures, operands, window, index) -> KeyTile:
         kv_head,
         place,
         number,
+        slot,
         first_key,
         tile.group,
+        piece,
+        first_step,
+        steps,
         begin,
-        Int32(cutlass.select_(some, count, zero)),
+        count,
         inner_first,
         inner_end,
         Int32(seen_first),

@@ -36,7 +36,7 @@ class Shared(NamedTuple):
 class Backward(BackwardHost):
     """The kernel of one ``BackwardConfig``."""
 
-    def launch(self, operands, scales, window, stream):
+    def launch(self, operands, scales, window, order, stream):
         """Host side: TMA descriptors, grid, launch."""
         config = self.config
         key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
@@ -50,7 +50,12 @@ class Backward(BackwardHost):
         rows = requests_of(config, operands) if not config.packed_k else 1
         tiles = key_tiles_of(config, operands) * operands.k.shape[2] * rows
         self.kernel(
-            operands, tuple(atom for atom, _ in loads), tuple(view for _, view in loads), scales, window
+            operands,
+            tuple(atom for atom, _ in loads),
+            tuple(view for _, view in loads),
+            scales,
+            window,
+            order,
         ).launch(
             grid=(tiles * config.column_parts, 1, 1),
             block=(config.threads, 1, 1),
@@ -60,7 +65,7 @@ class Backward(BackwardHost):
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, scales, window):
+    def kernel(self, operands, atoms, coordinates, scales, window, order):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -106,7 +111,7 @@ class Backward(BackwardHost):
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
         index, _, _ = cute.arch.block_idx()
         part = index % config.column_parts
-        tile = key_tile_at(config, operands, window, index // config.column_parts)
+        tile = key_tile_at(config, operands, window, order, index // config.column_parts)
         if warp < config.mma_warp:
             work_on_keys(config, channels, shared, operands, scales, tile, part, columns, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.mma_warp * 32)

@@ -93,7 +93,7 @@ def work_on_keys(
     Produces clean, or dq_empty, and ds_full, an arrival a thread each."""
     bounds = tile.queries_of(tile.first_key + thread)
     work = Keys(config, channels, shared, operands, scales, tile, part, columns, thread, bounds)
-    head, query_tile = tile.kv_head * tile.group, tile.start
+    head, query_tile = tile.first
     for step in cutlass.range(tile.steps, unroll=1):
         if cutlass.const_expr(config.scatters):
             if step == 0:

@@ -72,7 +72,7 @@ class BackwardConfig(BackwardFeatures):
         dim = forward.head_dim
         features = backward_features(problem)
         tiles = has_bias_tiles(features, forward)
-        tight = dim >= PAIRED_DIM or features["deterministic"] or tiles
+        tight = dim >= PAIRED_DIM or tiles
         return cls(
             **features,
             tile_m=TILE_M[dim],
@@ -81,6 +81,10 @@ class BackwardConfig(BackwardFeatures):
             bias_tiles=tiles,
             late=features["wants_q"] and not tight,
         )
+
+    @property
+    def can_cut(self) -> bool:
+        return True
 
     @property
     def paired(self) -> bool:
@@ -158,7 +162,12 @@ class BackwardConfig(BackwardFeatures):
     @property
     def stages_dq(self) -> bool:
         """dQ goes through shared memory, from where the copy engine adds it; else threads add it from registers."""
-        return self.wants_q and not self.paired and self.deterministic
+        return self.wants_q and self.deterministic and not (self.paired or self.late)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Warps add dQ of a step from registers when it is their turn, a step later (``exchange``)."""
+        return self.late and self.deterministic
 
     @property
     def ahead(self) -> int:

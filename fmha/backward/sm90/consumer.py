@@ -134,6 +134,7 @@ def consume(
     operands,
     scales,
     window,
+    order,
     consumer,
     loads: cutlass.Constexpr,
 ):
@@ -142,7 +143,7 @@ def consume(
     index, _, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % WARPGROUP_THREADS
-    tile = key_tile_at(config, operands, window, index)
+    tile = key_tile_at(config, operands, window, order, index)
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
     mma = products(config, operands.q.element_type, shared, consumer)
@@ -185,7 +186,7 @@ def consume(
 def go_through(work):
     """All steps of a tile; a late dQ of the last is not added yet."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
-    place = (tile.kv_head * tile.group, tile.start)  # (query head, query tile)
+    place = tile.first  # (query head, query tile)
     before = place  # that of the step before
     fetched = begin(work)  # that of the step whose loads are issued next
     block_of(work, Int32(0), 0, place).read_lse()
@@ -257,7 +258,7 @@ def begin(work):
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.k, work.mma.k)
     wait_queries(work, Int32(0))
-    clear_unseen_rows(work, tile.start, Int32(0))
+    clear_unseen_rows(work, tile.first[1], Int32(0))
     exchange.stand_apart(work)
     work.issue_s(0, 0)
     channels["v_full"].wait(0)

@@ -79,8 +79,20 @@ def meet(work, step, place, before):
 
 
 @cute.jit
+def turn_over(work, step, before):
+    """Under the products of dQ and dK: what was added a step ago has arrived, which is said; and the next turn is
+    waited for. before: (query head, query tile) of the step before."""
+    if cutlass.const_expr(work.config.takes_turns):
+        if step > 1:
+            results.leave_turn(work, work.tile.preceding(*before))
+        if step > 0:
+            results.take_turn(work, before)
+
+
+@cute.jit
 def take_dq(work, step, place, before):
     """What ``issue_dq`` has issued leaves its registers."""
+    turn_over(work, step, before)
     if cutlass.const_expr(work.config.wants_q):
         warpgroup.wait_group(int(work.config.wants_k))
     if cutlass.const_expr(work.config.late):
@@ -96,11 +108,17 @@ def take_dq(work, step, place, before):
 def add_last(work):
     """dQ of the last step of a tile."""
     if cutlass.const_expr(work.config.late):
-        last = work.tile.steps - 1
+        last, place = work.tile.steps - 1, work.tile.last
         work.channels["exchanged"].wait(last)
         work.issue_dq(last, mma=other_products(work))
+        if cutlass.const_expr(work.config.takes_turns):
+            if last > 0:
+                results.leave_turn(work, work.tile.preceding(*place))
+            results.take_turn(work, place)
         warpgroup.wait_group(0)
-        results.take_queries(work, last, work.tile.last)
+        results.take_queries(work, last, place)
+        if cutlass.const_expr(work.config.takes_turns):
+            results.leave_turn(work, place)
 
 
 @cute.jit
@@ -108,7 +126,7 @@ def fetch_first(work):
     """The first loads of a tile, by the first warp: K and Q, then V, and so many steps as are fetched ahead. Returns
     the (query head, query tile) of the step behind these."""
     loads, tile = work.index < WARP_THREADS, work.tile
-    place = (tile.kv_head * tile.group, tile.start)
+    place = tile.first
     if loads:
         fetch_keys(work, "k")
     for step in cutlass.range_constexpr(work.config.ahead):

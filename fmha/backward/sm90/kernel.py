@@ -54,7 +54,7 @@ def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
 class Backward(BackwardHost):
     """The kernel of one ``BackwardConfig``."""
 
-    def launch(self, operands, scales, window, stream):
+    def launch(self, operands, scales, window, order, stream):
         """Host side: TMA descriptors, grid, launch."""
         config = self.config
         key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
@@ -72,9 +72,14 @@ class Backward(BackwardHost):
                 loads.append(tma.make_store(bias_view(config, operands.dbias), (BLOCK, BLOCK)))
         rows = requests_of(config, operands) if not config.packed_k else 1
         self.kernel(
-            operands, tuple(atom for atom, _ in loads), tuple(view for _, view in loads), scales, window
+            operands,
+            tuple(atom for atom, _ in loads),
+            tuple(view for _, view in loads),
+            scales,
+            window,
+            order,
         ).launch(
-            grid=(key_tiles_of(config, operands) * operands.k.shape[2] * rows, 1, 1),
+            grid=(key_tiles_of(config, operands) * operands.k.shape[2] * rows * order[0], 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
@@ -82,7 +87,7 @@ class Backward(BackwardHost):
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, scales, window):
+    def kernel(self, operands, atoms, coordinates, scales, window, order):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
@@ -126,14 +131,14 @@ class Backward(BackwardHost):
         # 2. Roles.
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-        arguments = (config, channels, shared, operands, scales, window)
+        arguments = (config, channels, shared, operands, scales, window, order)
         loads = (atoms, coordinates)
         if cutlass.const_expr(not config.paired):  # one of the consumers' warps loads
             consume(*arguments, consumer, loads)
         elif warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == config.load_warp:
-                tile = key_tile_at(config, operands, window, cute.arch.block_idx()[0])
+                tile = key_tile_at(config, operands, window, order, cute.arch.block_idx()[0])
                 load(config, channels, shared, operands, atoms, coordinates, tile)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

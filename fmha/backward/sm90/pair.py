@@ -35,7 +35,7 @@ def go_through(work):
     clear_unseen_keys(work)
     if cutlass.const_expr(work.config.scatters):
         channels["q_full"].wait(0)
-        clear_unseen_rows(work, tile.start, Int32(0))
+        clear_unseen_rows(work, tile.first[1], Int32(0))
     if cutlass.const_expr(work.consumer == 0):
         make_p(work)
     else:
@@ -49,7 +49,7 @@ def make_p(work):
     channels["q_full"].wait(0)
     work.issue_s(0, 0)
     warpgroup.wait_group(0)
-    head, query_tile = tile.kv_head * tile.group, tile.start
+    head, query_tile = tile.first
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
@@ -90,7 +90,7 @@ def make_ds(work):
     channels["do_full"].wait(0)
     work.issue_dp(0, 0)
     warpgroup.wait_group(0)
-    head, query_tile = tile.kv_head * tile.group, tile.start
+    head, query_tile = tile.first
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)

@@ -1,4 +1,4 @@
-"""What a consumer hands on: its part of dQ, added to the sums in global memory; dK and dV, once."""
+"""What a consumer hands on: its part of dQ, added to the sums in global memory; dK and dV, or a piece's part, once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VECTOR = 4  # fp32 numbers of one 16-byte store
 def take_queries(work, step, place) -> None:
     """dQ of a step out of its registers: to shared memory, or added to global memory at once."""
     if work.config.stages_dq:
-        stage_queries(work, step)
+        stage_queries(work, step, place)
     else:
         add_from_registers(work, 0, place)
 
@@ -34,25 +34,28 @@ def staging(work):
     return number, (work.shared.dq + number * WARP_ELEMENTS).align(16)
 
 
-def sums_of(work, place, number):
-    """Address of the sums of a query tile that warp ``number`` adds to. Tiles are counted in 32 bits: registers."""
+def warp_of(work, place, number) -> Int32:
+    """Number of a warp's piece of a query tile's dQ among all pieces, in 32 bits: there are not registers for more."""
     config, sums = work.config, work.operands.dq_sums
     head, query_tile = place
-    elements = config.tile_m * config.head_dim
-    tile = head * Int32(sums.stride[0] // elements) + slot_of(
-        config, work.operands, work.tile.request, query_tile
-    )
-    warp = tile * (config.parts * WARPS) + number
-    return sums.iterator.toint() + Int64(warp) * (WARP_ELEMENTS * FP32_BYTES)
+    slots = Int32(sums.stride[0] // (config.tile_m * config.head_dim))
+    tile = head * slots + slot_of(config, work.operands, work.tile.request, query_tile)
+    return tile * (config.parts * WARPS) + number
+
+
+def sums_of(work, place, number):
+    """Address of the sums of a query tile that warp ``number`` adds to."""
+    start = work.operands.dq_sums.iterator.toint()
+    return start + Int64(warp_of(work, place, number)) * (WARP_ELEMENTS * FP32_BYTES)
 
 
 @cute.jit
-def stage_queries(work, step):
+def stage_queries(work, step, place):
     """dQ of a step to shared memory, from where ``send_queries`` adds it, behind the next fence."""
     dq, lane = flat(work.mma.dq), work.thread % WARP_THREADS
     number, stage = staging(work)
     if step > 0:
-        pass_turn(work, step - 1, number, lane)
+        pass_turn(work, work.tile.preceding(*place), number, lane)
     cute.arch.sync_warp()
     target = cute.make_tensor(stage, cute.make_layout((VECTOR, WARP_THREADS, THREAD_ELEMENTS // VECTOR)))
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
@@ -65,13 +68,10 @@ def send_queries(work, place):
 
     The warp waits for its turn, and tells the next once its own has arrived, a step later.
     """
-    config, operands = work.config, work.operands
     lane = work.thread % WARP_THREADS
     number, stage = staging(work)
-    head, query_tile = place
     if lane == 0:
-        slot = slot_of(config, operands, work.tile.request, query_tile)
-        wait_turn(operands.turns[head, slot, None].iterator + number, work.tile.turn(query_tile))
+        wait_turn(turn_at(work, place, number), work.tile.turn(place[1]))
         tma.bulk_add(sums_of(work, place, number), stage, Int32(WARP_ELEMENTS * FP32_BYTES))
         cute.arch.cp_async_bulk_commit_group()
 
@@ -79,14 +79,13 @@ def send_queries(work, place):
 @cute.jit
 def add_from_registers(work, part: cutlass.Constexpr, place):
     """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Order as of ``send_queries``."""
-    config, operands, dq = work.config, work.operands, flat(work.mma.dq)
+    config, dq = work.config, flat(work.mma.dq)
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
     number = (work.consumer * config.consumer_parts + part) * WARPS + warp
-    head, query_tile = place
-    if cutlass.const_expr(config.deterministic):
-        slot = slot_of(config, operands, work.tile.request, query_tile)
-        turn = operands.turns[head, slot, None].iterator + number
-        wait_warp_turn(turn, work.tile.turn(query_tile), lane)
+    waits = config.deterministic and not config.takes_turns
+    if cutlass.const_expr(waits):
+        turn = turn_at(work, place, number)
+        wait_warp_turn(turn, work.tile.turn(place[1]), lane)
     start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
         cute.arch.inline_ptx(
@@ -96,20 +95,36 @@ def add_from_registers(work, part: cutlass.Constexpr, place):
                 *(dq[VECTOR * i + j] for j in range(VECTOR)),
             ],
         )
-    if cutlass.const_expr(config.deterministic):
+    if cutlass.const_expr(waits):
         end_warp_turn(turn, lane)
 
 
+def turn_at(work, place, number) -> cute.Pointer:
+    """The count of those that have added to what warp ``number`` of the parts' adds to."""
+    return work.operands.turns.iterator + warp_of(work, place, number)
+
+
 @cute.jit
-def pass_turn(work, step, number, lane):
+def take_turn(work, place):
+    """The warp's turn to add dQ of a step has come."""
+    lane = work.thread % WARP_THREADS
+    number = work.consumer * WARPS + work.thread // WARP_THREADS
+    wait_warp_turn(turn_at(work, place, number), work.tile.turn(place[1]), lane)
+
+
+@cute.jit
+def leave_turn(work, place):
+    """What the warp has added to dQ of a step is there: the next one's turn."""
+    number = work.consumer * WARPS + work.thread // WARP_THREADS
+    end_warp_turn(turn_at(work, place, number), work.thread % WARP_THREADS)
+
+
+@cute.jit
+def pass_turn(work, place, number, lane):
     """What the warp added in a step has arrived: the next one's turn."""
-    tile = work.tile
     if lane == 0:
         cute.arch.cp_async_bulk_wait_group(0)
-        head, query_tile = tile.kv_head * tile.group + step // tile.count, tile.begin + step % tile.count
-        slot = slot_of(work.config, work.operands, tile.request, query_tile)
-        turn = work.operands.turns[head, slot, None].iterator + number
-        end_turn(turn)
+        end_turn(turn_at(work, place, number))
 
 
 @cute.jit
@@ -120,17 +135,35 @@ def finish(work):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         send_queries(work, work.tile.last)
-        pass_turn(work, work.tile.steps - 1, staging(work)[0], lane)
+        pass_turn(work, work.tile.last, staging(work)[0], lane)
     if cutlass.const_expr(config.stores_bias):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def write_keys(work) -> None:
-    """dK, scaled, and dV of the thread's keys."""
-    if work.operands.dk is not None and work.mma.dk is not None:
-        write_rows(work, work.operands.dk, flat(work.mma.dk), work.scales[1])
-    if work.operands.dv is not None and work.mma.dv is not None:
-        write_rows(work, work.operands.dv, flat(work.mma.dv), 1.0)
+    """dK, scaled, and dV of the thread's keys; or what a piece's steps add to them, in fp32."""
+    operands, mma = work.operands, work.mma
+    for tensor, values, factor in ((operands.dk, mma.dk, work.scales[1]), (operands.dv, mma.dv, 1.0)):
+        if tensor is not None and values is not None:
+            if work.config.cut:
+                write_sums(work, tensor, flat(values))
+            else:
+                write_rows(work, tensor, flat(values), factor)
+
+
+@cute.jit
+def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
+    """Values to the piece's place among the sums, in the order of wgmma's registers, 512 bytes a warp at a time."""
+    config, tile, thread = work.config, work.tile, work.thread
+    row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
+    own = sums[tile.kv_head, tile.slot, tile.piece, None]
+    first = row_block * (config.blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
+    for block in cutlass.range_constexpr(config.blocks):
+        target = cute.local_tile(own, (WARP_ELEMENTS,), (first + block * WARPS,))
+        for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
+            vector = cute.local_tile(values, (VECTOR,), (block * (THREAD_ELEMENTS // VECTOR) + i,))
+            place = cute.local_tile(target, (VECTOR,), (i * WARP_THREADS + thread % WARP_THREADS,))
+            cute.autovec_copy(vector, place)
 
 
 @cute.jit

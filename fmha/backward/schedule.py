@@ -1,0 +1,136 @@
+"""In what order CTAs take key tiles, and into how many pieces a key tile's steps are cut.
+
+A *row* is a KV head of a batch row (of packed requests, of all); each has the same key tiles. CTAs go through sections
+of so many rows, in a section through the key tiles in order, of each key tile through the rows, of each row through the
+pieces. ``decode`` is arithmetic that the host and kernels share; ``choose_order`` is a model of cost on the host.
+
+Under a causal mask a row's first key tiles have the most query tiles. So in a section, CTAs come in the order of their
+work, the longest first, and short ones fill the end: with several times as many CTAs as SMs, the busiest SM has no more
+than the mean and one of the shortest CTAs. A section has about twice as many CTAs as there are SMs, for this, and
+beyond these as many rows as have what all of their key tiles read and add to in L2. Where all key tiles have the same
+work, a section is a row. Where dQ is added up in order, sections are those of a causal mask: CTAs that run at the same
+time are then of few key tiles of each row, and the last of them waits for few others.
+
+A CTA may have too much: of B1 32/8 S2048, causal, the longest key tile has twice an SM's share, and no order helps.
+Then every tile is cut, and its pieces' dK and dV are added up by one more launch in the order of the pieces. This
+costs, for each piece, dK and dV in fp32 there and back, and the start and end of a CTA.
+
+Worst case: at most what ``choose_order`` expects, the longest CTA with the mean, where lengths are as the problem says;
+of packed requests or with kv_lengths they are not known, and the busiest SM has at most the mean and the longest CTA.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from warpspec.common.launch import Target
+from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.features import ELEMENT_BYTES, FP32_BYTES
+from warpspec.fmha.mask import position_range
+
+# Microseconds on an H200.
+STEP_US = {64: 2.4, 128: 2.25, 256: 3.1}  # a step, by D
+CTA_US = 5.0  # start and end of a CTA, beside its steps
+JOIN_US = 3.0  # a further launch
+JOIN_BYTES_US = 4e6  # bytes that a microsecond writes or reads of what pieces leave
+
+MOST_PIECES = 32
+LEAST_GAIN = 0.03  # of the time, for which tiles are cut
+ROUNDS = 2  # CTAs of a section for each SM, about, at least
+L2_SHARE = 0.8  # of the L2 for what a section reads and adds to
+EVEN = 0.85  # the mean of key tiles' steps as a part of the most, from which on they count as equal
+COUNTED_ROUNDS = 16  # of CTAs, after which the mean says what the busiest SM has
+
+
+class Order(NamedTuple):
+    """pieces: of a key tile. section: rows."""
+
+    pieces: int
+    section: int
+
+
+def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
+    """(key tile, row, piece) of the index-th CTA. tiles: of a row. Ints or Int32."""
+    first = index // (section * tiles * pieces) * section
+    index = index - first * tiles * pieces
+    size = minimum(section, rows - first) * pieces  # the last section may be short
+    rest = index % size
+    return index // size, first + rest // pieces, rest % pieces
+
+
+def choose_order(problem: BackwardProblem, config: BackwardFeatures, target: Target) -> Order:
+    """The order with the least time, by the model above. config: the main kernel's, cut or not."""
+    steps = sorted(tile_steps(problem, config), reverse=True)
+    rows = problem.forward.heads_kv * (1 if config.packed_k else problem.forward.batch)
+    pieces = choose_pieces(problem, config, steps, target.sm_count)
+    if in_rows(config, steps):
+        return Order(pieces, 1)
+    least = -(-ROUNDS * target.sm_count // (len(steps) * pieces))
+    fit = int(L2_SHARE * target.l2_bytes // row_bytes(problem))
+    sections = max(1, round(rows / max(least, fit)))
+    return Order(pieces, -(-rows // sections))
+
+
+def in_rows(config: BackwardFeatures, steps: list[int]) -> bool:
+    """Key tiles have the same work: one row after another."""
+    unknown = config.packed_q or config.packed_k or config.has_kv_lengths
+    return not (unknown or config.deterministic) and sum(steps) >= EVEN * len(steps) * steps[0]
+
+
+def row_bytes(problem: BackwardProblem) -> int:
+    """What the key tiles of a row read and add to: Q, dO, dQ's sums."""
+    forward = problem.forward
+    queries = forward.least_q if forward.packed_q else forward.seq_q
+    return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
+
+
+def tile_steps(problem: BackwardProblem, config: BackwardFeatures) -> list[int]:
+    """Steps of each key tile of a row; of packed requests, of one that is as long as any may be."""
+    forward = problem.forward
+    bounds = {
+        "causal": forward.causal,
+        "left": forward.window_left,
+        "right": forward.window_right,
+        "key_stride": forward.key_stride,
+    }
+    found, start = [], forward.seq_k - forward.seq_q  # as if no row's length or position were given
+    for first_key in range(0, max(forward.seq_k, 1), config.tile_n):
+        last_key = min(first_key + config.tile_n, forward.seq_k) - 1
+        first, _ = position_range(first_key, **bounds, maximum=max)
+        _, end = position_range(last_key, **bounds, maximum=max)
+        low = 0 if first is None else max(first - start, 0)
+        high = forward.seq_q if end is None else min(end - start, forward.seq_q)
+        count = -(-high // config.tile_m) - low // config.tile_m if high > low else 0
+        found.append(count * forward.group)
+    return found
+
+
+def choose_pieces(problem: BackwardProblem, config: BackwardFeatures, steps: list[int], sms: int) -> int:
+    """Pieces with the least time; 1 where cutting gains little."""
+    if not config.can_cut or (problem.deterministic and config.bias_gradient == "sum"):
+        return 1
+    times = [expected_us(problem, config, steps, sms, pieces) for pieces in range(1, MOST_PIECES + 1)]
+    best = min(range(MOST_PIECES), key=times.__getitem__)
+    return best + 1 if times[best] < (1 - LEAST_GAIN) * times[0] else 1
+
+
+def expected_us(
+    problem: BackwardProblem, config: BackwardFeatures, steps: list[int], sms: int, pieces: int
+) -> float:
+    """Of the busiest SM, and of the launch that adds up pieces. steps: of each key tile, the most first."""
+    forward = problem.forward
+    requests = forward.batch
+    if forward.packed_q:  # of least_q to twice as many queries
+        requests = min(requests, max(1.5 * forward.least_q / forward.seq_q, 1.0))
+    copies = max(1, round(forward.heads_kv * requests)) * pieces
+    sizes = [STEP_US[forward.head_dim] * -(-count // pieces) + CTA_US for count in steps]
+    busiest = sum(sizes) * copies / sms
+    for round_ in range(min(COUNTED_ROUNDS, -(-len(sizes) * copies // sms))):
+        busiest = max(busiest, (round_ + 1) * sizes[round_ * sms // copies])
+    gradients = config.wants_k + config.wants_v
+    if pieces == 1 or not gradients:
+        return busiest
+    keys = forward.heads_kv * requests * forward.seq_k
+    left = gradients * pieces * keys * forward.head_dim * FP32_BYTES
+    return busiest + JOIN_US + 2 * left / JOIN_BYTES_US
