@@ -20,6 +20,7 @@ from warpspec.common.architecture import Architecture, architecture, architectur
 from warpspec.common.compile import compile_kernel
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import GPUS
+from warpspec.common.simulator import simulator
 
 _NOTHING = contextlib.nullcontext()
 
@@ -53,9 +54,7 @@ class Target:
         """A context for the launches of a call: natively the target's device is the current one, as launches and
         allocations want it; simulated they follow each other in one stream."""
         if self.device is None:
-            from warpspec import sim
-
-            return sim.one_stream()
+            return simulator().one_stream()
         if self.device == torch.cuda.current_device():
             return _NOTHING
         return torch.cuda.device(self.device)
@@ -169,10 +168,9 @@ class Kernel:
         compiled = self.compiled(config, target.arch, native=target.native)
         if target.native:
             return _without_keywords(compiled)
-        from warpspec import sim  # brings in llvmlite, an optional dependency
-
         seed = target.seed if seed is None else seed
-        return lambda *arguments: sim.run(compiled, *arguments, None, seed=seed)
+        run = simulator().run
+        return lambda *arguments: run(compiled, *arguments, None, seed=seed)
 
     def run(self, config: Hashable, target: Target, *arguments, seed: int | None = None):
         """Launch the kernel once. The same as ``launcher`` and a call of it, with the target's device made current."""

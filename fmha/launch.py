@@ -14,6 +14,7 @@ import torch
 
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
+from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, dtype_name
@@ -64,14 +65,14 @@ class Prepared(NamedTuple):
                 pieces, joins = piece_workspace(self.plan, operands.o.device)
                 first = self.attention(*operands._replace(pieces=pieces, joins=joins), *self.numbers)
                 results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
-                return both(first, self.combine(pieces, joins, *results))
+                return joined(first, self.combine(pieces, joins, *results))
             partial = partial_results(operands.o, self.plan.splits)
             o, row_max, row_sum = partial
             parts = operands._replace(o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
             first = self.attention(*parts, *self.numbers)
             results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
             second = self.combine(*partial, *results, operands.cu_seqlens_q)
-        return both(first, second)
+        return joined(first, second)
 
     def run_queued(self, operands: Operands):
         """``run`` of a plan whose CTAs take tiles from a queue."""
@@ -82,15 +83,6 @@ class Prepared(NamedTuple):
         report = self.attention(*operands._replace(queue=queue), *self.numbers)
         assert queue.item() == EMPTY, "the queue was not left as it was found"
         return report
-
-
-def both(first, second):
-    """The simulator's report of two launches, None of native ones."""
-    if first is None:
-        return None
-    from warpspec import sim
-
-    return sim.remember(first + second)
 
 
 @lru_cache(maxsize=4096)

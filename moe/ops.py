@@ -14,6 +14,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.forward_only import forward_only, refuse_backward
 from warpspec.common.repeated import recorded, watched
+from warpspec.common.simulator import joined
 from warpspec.moe import reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows
 from warpspec.moe.permute import SortedTokens, sort_tokens
@@ -56,18 +57,6 @@ def resolve_moe_backend(backend: str, device: torch.device, precision: str = "au
     return backend
 
 
-def remember(reports: list) -> None:
-    """The stages' reports become the simulator's last one; a GPU's are None."""
-    if reports[0] is None:
-        return
-    from warpspec import sim
-
-    total = reports[0]
-    for report in reports[1:]:
-        total = total + report
-    sim.remember(total)
-
-
 def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
     """Rows that are sorted already, as tokens of one choice each. Those from offsets[-1] on are dropped.
 
@@ -87,11 +76,8 @@ class Stages:
 
     def add(self, report) -> None:
         """Keep a stage's report, None where nothing was simulated."""
-        if report is None:
-            return
-        from warpspec import sim
-
-        self.report = sim.remember(report if self.report is None else self.report + report)
+        if report is not None:
+            self.report = joined(report) if self.report is None else joined(self.report, report)
 
     def sort(self, problem: LayerProblem, topk_ids: torch.Tensor) -> SortedTokens:
         from warpspec.moe.sort import sort_choices

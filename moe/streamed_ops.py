@@ -7,6 +7,7 @@ import torch
 from warpspec.common.backend import resolve_backend
 from warpspec.common.forward_only import refuse_backward
 from warpspec.common.launch import target_of
+from warpspec.common.simulator import joined
 from warpspec.moe import ops, reference
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import GroupedProblem, LayerProblem
@@ -76,7 +77,7 @@ def run_layer(*arguments) -> torch.Tensor:
     target = target_of(problem.device, StreamedWeights.layout)
     layer = Layer(problem, w13, w2, target, precision="w4a16" if precision == "auto" else precision)
     layer.run(x, ids, topk_weights, w13, w2, out, middle)
-    ops.remember(layer.reports)
+    joined(*layer.reports)
     return out
 
 
@@ -123,7 +124,7 @@ def run_grouped(*arguments) -> torch.Tensor:
     from warpspec.moe.sm90 import layer
 
     target = target_of(problem.device, StreamedWeights.layout)
-    ops.remember(layer.run_grouped(problem, a, tokens, w13, out, target=target))
+    joined(*layer.run_grouped(problem, a, tokens, w13, out, target=target))
     return out
 
 

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import contextmanager
 
+from warpspec.common.simulator import offer
 from warpspec.sim import errors
 from warpspec.sim.errors import (
     BadDescriptor,
@@ -194,3 +196,6 @@ def remember(report: SimReport) -> SimReport:
     global _last
     _last = report
     return report
+
+
+offer(sys.modules[__name__])

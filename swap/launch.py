@@ -11,6 +11,7 @@ import torch
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
+from warpspec.common.simulator import joined
 from warpspec.swap.config import (
     GRID_COUNTERS,
     GROUP_ROWS,
@@ -244,14 +245,7 @@ class Step:
         ``SimReport``, natively None."""
         with self.target.current():
             reports = [self.launch(phase, operands, event) for phase, event in self.phases()]
-        if reports[0] is None:
-            return None
-        from warpspec import sim
-
-        total = reports[0]
-        for report in reports[1:]:
-            total = total + report
-        return sim.remember(total)
+        return joined(*reports)
 
 
 _counters: dict[tuple, torch.Tensor] = {}

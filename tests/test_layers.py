@@ -1,11 +1,46 @@
 """The packages form layers: host code needs no device code, and configurations need no compiler."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {link.name for link in (ROOT / "src/warpspec").iterdir()}
+
+
+# Which packages a package may import, at the top of a file or in a function.
+KERNELS = ("fmha", "moe", "softmax", "latent", "swap")
+MAY_IMPORT = {
+    "common": (),
+    "sim": ("common",),
+    "fmha": ("common",),
+    "moe": ("common",),
+    "softmax": ("common",),
+    "swap": ("common",),
+    "latent": ("common", "fmha"),
+    "engines": ("common", *KERNELS),
+    "aot": ("common", *KERNELS),
+}
+
+
+def packages_imported(path: Path) -> set[str]:
+    """Packages of warpspec that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("warpspec.")}
+
+
+def test_packages_import_lower_layers_only():
+    assert set(MAY_IMPORT) == PACKAGES
+    for package, allowed in MAY_IMPORT.items():
+        for path in (ROOT / package).rglob("*.py"):
+            above = packages_imported(path) - {package, *allowed}
+            assert not above, f"{path.relative_to(ROOT)} imports {above}"
 
 
 def test_configurations_load_no_compiler():

@@ -1,14 +1,15 @@
-"""`warpspec.fmha` as an attention implementation of Hugging Face transformers, 5.17 and later.
+"""Attention and experts of Hugging Face transformers, 5.17 and later, computed by `warpspec.fmha` and `warpspec.moe`.
 
     import warpspec.engines.transformers as engine
     engine.register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="warpspec")
+    options = dict(attn_implementation="warpspec", experts_implementation="warpspec")  # either or both
+    model = AutoModelForCausalLM.from_pretrained(..., **options)
     model.generate(...)  # dynamic and static caches
 
     engine.prepare_continuous_batching(model)
     model.generate_batch(...)  # paged cache, requests of any lengths in one launch
 
-What layers may be like, and what is refused: attention.py; continuous batching: continuous_batching.py.
+What layers may be like, and what is refused: attention.py, experts.py; continuous batching: continuous_batching.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from warpspec.engines.transformers import experts
 from warpspec.engines.transformers.attention import (
     additive_mask,
     attention_forward,
@@ -28,9 +30,11 @@ from warpspec.engines.transformers.continuous_batching import (
     paged_attention_forward,
     prepare_continuous_batching,
 )
+from warpspec.engines.transformers.experts import attach as attach_experts
 
 __all__ = [
     "additive_mask",
+    "attach_experts",
     "attention_forward",
     "key_ranges",
     "key_set_sizes",
@@ -42,7 +46,8 @@ __all__ = [
 
 
 def register(name: str = "warpspec", backend: str = "auto", compressed: str = "bias") -> None:
-    """Make `attn_implementation=name` compute attention with `warpspec.fmha.attention(backend=backend)`.
+    """Make `attn_implementation=name` compute attention with `warpspec.fmha.attention(backend=backend)`, and
+    `experts_implementation=name` experts with `warpspec.moe.moe_ffn(backend=backend)`.
 
     compressed: "bias" or "key_sets", the way through layers with compressed keys (see attention.py).
     """
@@ -55,3 +60,4 @@ def register(name: str = "warpspec", backend: str = "auto", compressed: str = "b
     AttentionMaskInterface.register(name, mask)
     # The name that continuous batching of transformers 5.17 gives a model loaded with `name`.
     AttentionInterface.register(f"paged|{name}", partial(paged_attention_forward, backend=backend))
+    experts.register(name, backend)

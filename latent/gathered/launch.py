@@ -9,6 +9,7 @@ from typing import NamedTuple
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
+from warpspec.common.simulator import joined
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.launch import partial_results
 from warpspec.fmha.plan.splits import choose_splits
@@ -133,8 +134,4 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
         else:
             combine = COMBINE.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], *row_stats, None)
-    if first is None:
-        return None
-    from warpspec import sim
-
-    return sim.remember(first + second)
+    return joined(first, second)

@@ -12,9 +12,9 @@ from transformers import DeepseekV4Config, GptOssConfig
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
-import warpspec.moe.transformers as adapter
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.nvfp4 import dequantize, quantize
+from warpspec.engines.transformers import experts as adapter
 from warpspec.moe import NVFP4Experts, moe_ffn, route
 
 HIDDEN, WIDTH, EXPERTS, TOP = 96, 72, 6, 3

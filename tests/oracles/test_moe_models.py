@@ -15,7 +15,8 @@ from moe_cases import GEMM_TOLERANCE, relative_error
 from moe_oracle import dequantize_experts, quantised_activations
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, GptOssConfig, GptOssForCausalLM
 
-import warpspec.moe.transformers as adapter
+import warpspec.engines.transformers as engine
+from warpspec.engines.transformers import experts as adapter
 
 
 def gpt_oss(layers, experts, top):
@@ -84,7 +85,7 @@ def logits(model, ids, implementation, quantised=()):
 def compared(model, ids, backend):
     """Logits of ours, of theirs with quantised activations, and of theirs without."""
     name = f"warpspec_moe_{backend}"
-    adapter.register(name, backend)
+    engine.register(name, backend)
     ours = logits(model, ids, name)
     theirs = deepcopy(model)
     pairs = []

@@ -1,7 +1,7 @@
 """`warpspec.moe.moe_ffn` as an experts implementation of Hugging Face transformers.
 
-    import warpspec.moe.transformers
-    warpspec.moe.transformers.register()
+    from warpspec.engines.transformers import experts
+    experts.register()
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="warpspec")
 
 Experts become NVFP4 at a module's first use, from its own weights; `attach` gives it others, such as a checkpoint's

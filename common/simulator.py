@@ -1,0 +1,55 @@
+"""The simulator, as the packages of kernels see it: a few functions that it offers, and how it is found.
+
+``warpspec.sim`` offers itself by ``offer`` when it is imported; no other package names it. A call that needs the
+simulator before anybody has imported one loads PROVIDER, an optional part of the installation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from functools import reduce
+from operator import add
+from typing import Protocol
+
+PROVIDER = "warpspec.sim"  # module that offers a simulator when it is imported
+
+
+class Simulator(Protocol):
+    """What a simulator must do; the reports that it returns can be added up."""
+
+    def run(self, compiled: object, *arguments: object, seed: int):
+        """Run a compiled host function on CPU tensors. Returns the report."""
+
+    def one_stream(self) -> contextlib.AbstractContextManager:
+        """A context whose runs follow each other in one stream."""
+
+    def remember(self, report):
+        """Make a report the last one, which users ask for. Returns it."""
+
+
+_offered: Simulator | None = None
+
+
+def offer(simulator: Simulator) -> None:
+    """Make this the simulator of the process."""
+    global _offered
+    _offered = simulator
+
+
+def simulator() -> Simulator:
+    """The simulator. Raises ImportError, which says what to install, where there is none."""
+    if _offered is None:
+        try:
+            importlib.import_module(PROVIDER)
+        except ImportError as error:
+            raise ImportError(
+                f"the simulator cannot be imported ({error}): pip install 'warpspec[sim]', or use backend='reference'"
+            ) from error
+    return _offered
+
+
+def joined(*reports):
+    """The report of a call that made several launches: the sum of theirs, which the simulator remembers as its last
+    one. None where the first is None: launches on a GPU report nothing."""
+    return None if reports[0] is None else simulator().remember(reduce(add, reports))
