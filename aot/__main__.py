@@ -18,7 +18,7 @@ from warpspec.common.launch import SIMULATED
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m warpspec.aot",
+        prog="python -m warpspec compile",
         description="Compile the attention kernels of a model and keep them in the cache folder. Needs no GPU.",
     )
     parser.add_argument(

@@ -52,7 +52,7 @@ def stamp() -> str:
     for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
         digest.update((ROOT / name).read_bytes())
     # The editable install lists the packages there are.
-    packages = sorted(link.name for link in (ROOT / "src" / "warpspec").iterdir())
+    packages = sorted(link.name for link in (ROOT / "src" / "warpspec").iterdir() if link.is_symlink())
     digest.update(" ".join(packages).encode())
     return digest.hexdigest()
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {link.name for link in (ROOT / "src/warpspec").iterdir()}
+PACKAGES = {path.name for path in (ROOT / "src/warpspec").iterdir() if path.is_symlink()}
 
 
 # Which packages a package may import, at the top of a file or in a function.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKS = sorted((ROOT / "src/warpspec").iterdir())
+LINKS = sorted(path for path in (ROOT / "src/warpspec").iterdir() if path.is_symlink())
 PACKAGES = [link.name for link in LINKS]
 NOT_PACKAGES = {"tests", "scripts", "build", "out"}
 
@@ -61,6 +61,7 @@ def test_wheel_holds_every_module(wheel):
     }
     typed = {f"warpspec/{folder}/py.typed" for folder in PACKAGES}
     assert expected | typed <= held
+    assert "warpspec/__main__.py" in held  # python -m warpspec
     assert not any(name.startswith(("tests/", "scripts/")) for name in held)
 
 
