@@ -59,7 +59,10 @@ def architecture(name: str) -> Architecture:
 
 def architecture_of(capability: tuple[int, int]) -> Architecture | None:
     """The record of a compute capability; None where no kernels are made for it."""
-    return next((one for one in ARCHITECTURES.values() if one.capability == tuple(capability)), None)
+    for one in ARCHITECTURES.values():
+        if one.capability == capability:
+            return one
+    return None
 
 
 def native_backends() -> tuple[str, ...]:

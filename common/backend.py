@@ -29,11 +29,13 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         source = BACKEND_VARIABLE
     if backend == "auto":
         return _device_backend(device)
+    if backend == "reference" or (backend == "sim" and device.type == "cpu"):
+        return backend
     native = native_backends()
     if backend not in (*native, *OTHER_BACKENDS):
         allowed = ", ".join(("auto", *native, *OTHER_BACKENDS))
         raise ValueError(f"{source}: must be one of {allowed}, got {backend!r}")
-    if backend == "sim" and device.type != "cpu":
+    if backend == "sim":
         raise UnsupportedProblem(f"{source} 'sim': the simulator takes CPU tensors, got {device}")
     if backend in native:
         if device.type != "cuda":

@@ -101,8 +101,9 @@ def target_of(device: torch.device, backend: str | None = None) -> Target:
     CPU, the simulator of one of its architectures. Raises UnsupportedProblem for a device of another kind, and for a
     CUDA device that there are no kernels for.
     """
-    if device.type != "cpu":
-        return _device_target(device)
+    found = _device_target(device)
+    if found is not None:
+        return found
     target = _simulated.get()
     if backend is None or target.architecture.backend == backend:
         return target
@@ -110,7 +111,10 @@ def target_of(device: torch.device, backend: str | None = None) -> Target:
 
 
 @functools.cache
-def _device_target(device: torch.device) -> Target:
+def _device_target(device: torch.device) -> Target | None:
+    """The target of a CUDA device; None: the CPU, which has no one target."""
+    if device.type == "cpu":
+        return None
     if device.type != "cuda":
         raise UnsupportedProblem(f"kernels run on CUDA tensors, and on CPU tensors simulated; got {device}")
     properties = torch.cuda.get_device_properties(device)
