@@ -31,7 +31,6 @@ from warpspec.fmha.backward.schedule import Order, choose_order
 from warpspec.fmha.operands import Operands, Options
 
 CHOSEN = "chosen"
-STAGED = {"late": False, "q_stages": 3, "do_stages": 2}  # dQ in order by the copy engine
 ROUNDS = {"rounds": 6, "round_ms": 3.0}
 
 
@@ -127,8 +126,6 @@ def variants(shape: Shape, target: Target) -> dict[str, tuple]:
     fixed = launch.plan(ordered, target)
     each = choose_order(ordered, fixed, target)
     found["deterministic"] = (True, each, fixed)
-    if shape.dim < 256:
-        found["deterministic, staged"] = (True, each, replace(fixed, **STAGED))
     return found
 
 

@@ -12,9 +12,9 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures, backward_features
+from warpspec.fmha.backward.features import BackwardFeatures, backward_features
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, FP32_BYTES, check_requests
+from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, check_requests
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
@@ -160,11 +160,6 @@ class BackwardConfig(BackwardFeatures):
         return 2 if self.wants_q or self.stores_bias else 0
 
     @property
-    def stages_dq(self) -> bool:
-        """dQ goes through shared memory, from where the copy engine adds it; else threads add it from registers."""
-        return self.wants_q and self.deterministic and not (self.paired or self.late)
-
-    @property
     def takes_turns(self) -> bool:
         """Warps add dQ of a step from registers when it is their turn, a step later (``exchange``)."""
         return self.late and self.deterministic
@@ -173,11 +168,6 @@ class BackwardConfig(BackwardFeatures):
     def ahead(self) -> int:
         """Steps that are fetched ahead."""
         return self.do_stages - self.late
-
-    @property
-    def dq_bytes(self) -> int:
-        """dQ of a step."""
-        return self.parts * PART_ELEMENTS * FP32_BYTES if self.stages_dq else 0
 
     @property
     def p_bytes(self) -> int:
@@ -195,7 +185,6 @@ class BackwardConfig(BackwardFeatures):
                 self.ds_stages * self.ds_bytes,
                 f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle",
             ),
-            ("dQ", self.dq_bytes, "a step's, fp32, on its way to global memory"),
             (
                 "bias",
                 BIAS_STAGES * self.bias_bytes,

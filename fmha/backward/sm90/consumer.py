@@ -226,7 +226,7 @@ def go_through(work):
             if cutlass.const_expr(config.needs_ds and not config.stores_early):
                 put_ds(work, step, block)
             if cutlass.const_expr(ends):
-                exchange.issue_dq(work, step, place, before)
+                exchange.issue_dq(work, step, place)
             if cutlass.const_expr(config.wants_k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):

@@ -5,8 +5,8 @@ be in step: the second begins half a step after the first, and while one makes P
 mbarrier a step says all that they must know of each other (exchanged): a consumer arrives when its dS is stored and its
 dQ of the step before is there, and waits for both before it stores the next dS.
 
-*Meeting*, where shared memory has no room for another stage of Q and dO (gradients of a bias by TMA, dQ in a fixed
-order), or no dQ is wanted: a step issues its own dQ, behind a barrier of both.
+*Meeting*, where a bias comes by TMA, which leaves no shared memory for another stage of Q and dO, or where no dQ is
+wanted: a step issues its own dQ behind a barrier of both.
 
 Either way the first warp then fetches what comes some steps later to where all have read.
 """
@@ -51,31 +51,28 @@ def wait_other(work, step, block: cutlass.Constexpr):
 
 
 @cute.jit
-def issue_dq(work, step, place, before):
+def issue_dq(work, step, place):
     """dQ of the step, or, late, of the one before: of the first step that of anything, which nobody adds. S of the
-    next step has been issued, behind dV. place, before: (query head, query tile) of the step and of the one before."""
+    next step has been issued, behind dV. place: (query head, query tile) of the step."""
     warpgroup.wait_group(1)  # dV
     if cutlass.const_expr(work.config.late):
         work.issue_dq(step + 1)  # the other stage
     else:
-        meet(work, step, place, before)
+        meet(work, step, place)
         if cutlass.const_expr(work.config.wants_q):
             work.issue_dq(step)
 
 
 @cute.jit
-def meet(work, step, place, before):
-    """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. What the
-    copy engine has waited for goes out: dQ of the step before, dS as dbias."""
+def meet(work, step, place):
+    """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. dS goes out
+    as dbias."""
     config = work.config
     if cutlass.const_expr(config.stores_bias):
         bias.wait_stored(work)
     work.barrier()
     if cutlass.const_expr(config.stores_bias):
         bias.store(work, step, place)
-    if cutlass.const_expr(config.stages_dq):  # noqa: SIM102
-        if step > 0:
-            results.send_queries(work, before)
 
 
 @cute.jit
@@ -99,9 +96,9 @@ def take_dq(work, step, place, before):
         cute.arch.fence_proxy("async.shared", space="cta")
         work.channels["exchanged"].arrive_warp(step)
         if step > 0:
-            results.take_queries(work, step - 1, before)
+            results.add_queries(work, 0, before)
     elif cutlass.const_expr(work.config.wants_q):
-        results.take_queries(work, step, place)
+        results.add_queries(work, 0, place)
 
 
 @cute.jit
@@ -116,7 +113,7 @@ def add_last(work):
                 results.leave_turn(work, work.tile.preceding(*place))
             results.take_turn(work, place)
         warpgroup.wait_group(0)
-        results.take_queries(work, last, place)
+        results.add_queries(work, 0, place)
         if cutlass.const_expr(work.config.takes_turns):
             results.leave_turn(work, place)
 

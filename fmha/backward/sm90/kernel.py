@@ -28,7 +28,7 @@ from warpspec.fmha.features import BLOCK, FP32_BYTES
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin. statistics, dq: Float32 pointers, the others Uint8."""
+    """Where the regions of shared memory begin. statistics: a Float32 pointer, the others Uint8."""
 
     statistics: cute.Pointer
     k: cute.Pointer
@@ -36,7 +36,6 @@ class Shared(NamedTuple):
     q: cute.Pointer
     do: cute.Pointer
     ds: cute.Pointer
-    dq: cute.Pointer
     bias: cute.Pointer
     p: cute.Pointer
 
@@ -112,9 +111,6 @@ class Backward(BackwardHost):
             ]
             ds: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.ds_stages * config.ds_bytes], tma.TILE_ALIGNMENT
-            ]
-            dq: cute.struct.Align[
-                cute.struct.MemRange[Float32, config.dq_bytes // FP32_BYTES], tma.TILE_ALIGNMENT
             ]
             bias: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, BIAS_STAGES * config.bias_bytes], tma.TILE_ALIGNMENT

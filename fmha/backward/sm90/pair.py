@@ -78,7 +78,7 @@ def make_p(work):
             for part in cutlass.range_constexpr(config.consumer_parts):
                 work.issue_dq(step, part)
                 warpgroup.wait_group(0)
-                results.add_from_registers(work, part, place)
+                results.add_queries(work, part, place)
         warpgroup.wait_group(0)
         channels["q_empty"].arrive_warp(step)
 
@@ -119,13 +119,13 @@ def make_ds(work):
             work.issue_dp(following, 0)
         if cutlass.const_expr(config.wants_q):
             warpgroup.wait_group(1)
-            results.add_from_registers(work, 0, place)
+            results.add_queries(work, 0, place)
             work.issue_dq(step, 1)
         if cutlass.const_expr(config.wants_k):
             work.issue_dk(step, 0)
         if cutlass.const_expr(config.wants_q):
             warpgroup.wait_group(1 if config.wants_k else 0)
-            results.add_from_registers(work, 1, place)
+            results.add_queries(work, 1, place)
     warpgroup.wait_group(0)
     channels["q_empty"].arrive_warp(last)
 

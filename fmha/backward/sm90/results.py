@@ -10,7 +10,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.tile import slot_of
-from warpspec.fmha.backward.device.turns import end_turn, end_warp_turn, wait_turn, wait_warp_turn
+from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
 from warpspec.fmha.features import FP32_BYTES
@@ -18,20 +18,6 @@ from warpspec.fmha.sm90.staging import CHUNKS, LOADS, TILE_WORDS, chunk_read, lo
 
 CHUNK = 8  # 16-bit numbers of a 16-byte store
 VECTOR = 4  # fp32 numbers of one 16-byte store
-
-
-def take_queries(work, step, place) -> None:
-    """dQ of a step out of its registers: to shared memory, or added to global memory at once."""
-    if work.config.stages_dq:
-        stage_queries(work, step, place)
-    else:
-        add_from_registers(work, 0, place)
-
-
-def staging(work):
-    """4 KiB of shared memory, a warp's own."""
-    number = work.consumer * WARPS + work.thread // WARP_THREADS
-    return number, (work.shared.dq + number * WARP_ELEMENTS).align(16)
 
 
 def warp_of(work, place, number) -> Int32:
@@ -50,35 +36,9 @@ def sums_of(work, place, number):
 
 
 @cute.jit
-def stage_queries(work, step, place):
-    """dQ of a step to shared memory, from where ``send_queries`` adds it, behind the next fence."""
-    dq, lane = flat(work.mma.dq), work.thread % WARP_THREADS
-    number, stage = staging(work)
-    if step > 0:
-        pass_turn(work, work.tile.preceding(*place), number, lane)
-    cute.arch.sync_warp()
-    target = cute.make_tensor(stage, cute.make_layout((VECTOR, WARP_THREADS, THREAD_ELEMENTS // VECTOR)))
-    for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
-        cute.autovec_copy(cute.local_tile(dq, (VECTOR,), (i,)), target[None, lane, i])
-
-
-@cute.jit
-def send_queries(work, place):
-    """Add a step's dQ to global memory, 4 KiB a warp, by one thread of it. There was a fence, and the warp is in step.
-
-    The warp waits for its turn, and tells the next once its own has arrived, a step later.
-    """
-    lane = work.thread % WARP_THREADS
-    number, stage = staging(work)
-    if lane == 0:
-        wait_turn(turn_at(work, place, number), work.tile.turn(place[1]))
-        tma.bulk_add(sums_of(work, place, number), stage, Int32(WARP_ELEMENTS * FP32_BYTES))
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def add_from_registers(work, part: cutlass.Constexpr, place):
-    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Order as of ``send_queries``."""
+def add_queries(work, part: cutlass.Constexpr, place):
+    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Where the order is fixed, who calls
+    takes the turn, but for a pair."""
     config, dq = work.config, flat(work.mma.dq)
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
     number = (work.consumer * config.consumer_parts + part) * WARPS + warp
@@ -120,23 +80,9 @@ def leave_turn(work, place):
 
 
 @cute.jit
-def pass_turn(work, place, number, lane):
-    """What the warp added in a step has arrived: the next one's turn."""
-    if lane == 0:
-        cute.arch.cp_async_bulk_wait_group(0)
-        end_turn(turn_at(work, place, number))
-
-
-@cute.jit
 def finish(work):
-    """The last step's dQ, if it is staged; what is under way must leave shared memory before the CTA ends."""
-    config, lane = work.config, work.thread % WARP_THREADS
-    if cutlass.const_expr(config.stages_dq):
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        send_queries(work, work.tile.last)
-        pass_turn(work, work.tile.last, staging(work)[0], lane)
-    if cutlass.const_expr(config.stores_bias):
+    """What is under way must leave shared memory before the CTA ends."""
+    if cutlass.const_expr(work.config.stores_bias):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
