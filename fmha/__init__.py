@@ -77,8 +77,7 @@ def attention(
         num_splits: parts into which a kernel splits the keys, at least 1; None lets it choose. The result is
             the same up to rounding.
         out: o is written here and returned: [B, Sq, Hq, D] in q's dtype (fp32 with normalize=False), rows
-            aligned like q's, overlapping no input (address ranges are compared, so a view interleaved with an
-            input's elements counts).
+            aligned like q's, without an address twice or one of an input's.
         deterministic: gradients are the same bits every time, which costs time; torch.use_deterministic_algorithms
             asks for it, too. (Results always are.)
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on

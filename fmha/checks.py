@@ -9,6 +9,7 @@ import math
 import torch
 
 from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.outputs import check_apart, check_elements
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.values import POSITION_LIMIT
 
@@ -209,40 +210,9 @@ def check_out(operands, dtype, memory):
     check_rows("out", out, memory)
     if out.numel() == 0:
         return
-    # Dimensions in order of stride: each must step over all that the smaller ones span.
-    span = 0
-    for size, step in sorted(zip(out.shape, out.stride(), strict=True), key=lambda dim: dim[1]):
-        if size > 1:
-            if step <= span:
-                raise ValueError(
-                    f"out: elements must not overlap each other, got strides {tuple(out.stride())}"
-                )
-            span += (size - 1) * step
+    check_elements("out", out)
     if memory:
-        check_apart(out, operands.inputs)
-
-
-def check_apart(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
-    """Raise ValueError where ``out`` shares addresses with another of a call's tensors, by name."""
-    for name, tensor in inputs.items():
-        if tensor is not None and overlap(out, span_bytes(out), tensor, span_bytes(tensor)):
-            raise ValueError(
-                f"out: must not overlap an input's memory, got one that shares addresses with {name}"
-            )
-
-
-def overlap(a: torch.Tensor, a_bytes: int, b: torch.Tensor, b_bytes: int) -> bool:
-    """Whether two tensors of so many bytes (``span_bytes``) share addresses."""
-    first, other = a.data_ptr(), b.data_ptr()
-    return a_bytes > 0 and b_bytes > 0 and first < other + b_bytes and other < first + a_bytes
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last; 0 where it has none."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+        check_apart({"out": out}, operands.inputs)
 
 
 def shape_of(tensor):

@@ -19,6 +19,7 @@ import operator
 
 import torch
 
+from warpspec.common.outputs import check_output, is_same
 from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.checks import check_tensor
 from warpspec.fmha.values import are_checked
@@ -241,6 +242,10 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
         for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
             _check_new(name, new, cache, lengths, table)
+        read = {"q": q, "k": k, "v": v, "cache_seqlens": lengths, "block_table": table}
+        check_output("k_cache", k_cache, read)
+        if not (is_same(k, v) and is_same(k_cache, v_cache)):
+            check_output("v_cache", v_cache, {**read, "k_cache": k_cache})
         for new, cache in ((k, k_cache), (v, v_cache)):
             _append(cache, new, lengths, table)
         lengths = lengths + k.shape[1]

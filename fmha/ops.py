@@ -20,9 +20,9 @@ import torch
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import target_of
+from warpspec.common.outputs import check_apart, overlap, span_bytes
 from warpspec.common.repeated import Remembered, backend_variable, recorded, signature, watched
 from warpspec.fmha import reference
-from warpspec.fmha.checks import check_apart, overlap, span_bytes
 from warpspec.fmha.launch import Prepared, check_supported, prepare
 from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.problem import AttentionProblem
@@ -129,7 +129,7 @@ def recall(key, operands: Operands) -> Call | None:
     if call is not None and out is not None:
         for name, span in zip(INPUTS, call.spans, strict=True):
             if span and overlap(out, call.out_span, getattr(operands, name), span):
-                check_apart(out, operands.inputs)
+                check_apart({"out": out}, operands.inputs)
     return call
 
 

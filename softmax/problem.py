@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.outputs import check_apart
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
@@ -71,8 +72,8 @@ def check_input(x) -> None:
         raise ValueError(f"x: must have at most {MOST_ROWS} rows, got shape {list(x.shape)}")
 
 
-def check_output(out, x: torch.Tensor, memory: bool = True) -> None:
-    """Raise for an ``out`` that the result for x cannot be written to. memory: False for tensors without storage."""
+def check_output(out, x: torch.Tensor) -> None:
+    """Raise for an ``out`` that the result for x cannot be written to."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: must be a torch.Tensor, got {out!r} ({type(out).__name__})")
     if out.dtype != x.dtype:
@@ -86,11 +87,7 @@ def check_output(out, x: torch.Tensor, memory: bool = True) -> None:
             "out: rows must be contiguous and evenly spaced, none over another, "
             f"got shape {list(out.shape)}, strides {tuple(out.stride())}"
         )
-    if memory and out.numel() > 0 and not (out.data_ptr() == x.data_ptr() and out.stride() == x.stride()):
-        first, end = _extent(out)
-        other_first, other_end = _extent(x)
-        if first < other_end and other_first < end:
-            raise ValueError("out: must be x itself or not share memory with it, got one that overlaps it")
+    check_apart({"out": out}, {"x": x}, in_place=("x",))
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -112,9 +109,3 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
     if rows > 1 and step < length:
         return None
     return tensor.as_strided((rows, length), (step or length, 1))
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses [first, end) between which a tensor's elements lie."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.outputs import check_apart
 from warpspec.swap.reference import lanes
 from warpspec.swap.weights import BANKS, SwapFFNWeights, SwapState
 
@@ -97,6 +98,8 @@ class SwapProblem:
                 raise ValueError(f"{name}: must be on x's device, {x.device}, got {tensor.device}")
         if memory and state.ram.numel() and state.ram.data_ptr() % VECTOR_BYTES:
             raise ValueError(f"state.ram: must be aligned to {VECTOR_BYTES} bytes")
+        if memory:
+            check_apart({"state.ram": state.ram, "state.map": state.map}, {"x": x})
         if values and memory and x.device.type == "cpu":
             ordered = lanes(state.map).sort(-1).values
             if not (ordered == torch.arange(BANKS)).all():

@@ -59,7 +59,8 @@ def insert_window(
     [N, 64], for each position 32 cosines and 32 sines (``rope_table``), which the last 64 numbers are rotated by, in
     neighbouring pairs. positions: int32 [T]. weight: of the keys' norm, fp32 or bf16 [512]; queries have none. slots:
     int32 [T], where keys are stored in ``pool``; a slot below 0 or beyond it stores nothing, one given twice may end up
-    with a mixture, on the CPU ValueError. eps: of the norms. out: where rotated queries go, as q, q itself for example.
+    with a mixture, on the CPU ValueError. eps: of the norms. out: where rotated queries go, shaped like q: q itself, or
+    memory that no other argument has. The pool's memory is no other argument's either.
 
     A row x becomes x / sqrt(mean(x**2) + eps) (times weight), in fp32, then bf16; rotated in fp32, then bf16; keys are
     quantised then (``quantize``). Returns the queries, bf16 [T, H, 512], None without q. A position beyond the table

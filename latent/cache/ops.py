@@ -13,7 +13,12 @@ from warpspec.common.repeated import watched
 from warpspec.latent.cache import reference
 from warpspec.latent.cache.config import CompressConfig, InsertConfig
 from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool
-from warpspec.latent.cache.problem import check_compress_values, check_insert_values
+from warpspec.latent.cache.problem import (
+    check_compress_outputs,
+    check_compress_values,
+    check_insert_outputs,
+    check_insert_values,
+)
 from warpspec.latent.cache.state import Tail
 
 POOLS = {"latent": LatentPool, "index": IndexPool}
@@ -138,6 +143,7 @@ def insert_operator(
     q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend
 ) -> None:
     """``insert_window`` and ``store_rows``."""
+    check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out)
     check_insert_values(positions, cos_sin, slots, len(data) * page_size)
     run_insert(q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend)
 
@@ -163,6 +169,7 @@ def compress_operator(
     tail = Tail(tail_kind, stride, dim, max_draft, rows, online, progress)
     pool = POOLS[kind](data, page_size, name)
     inputs = (content_gate, ape, weight, cos_sin)
+    check_compress_outputs(*inputs, tail, requests, starts, cu_seqlens, data, slots)
     check_compress_values(cos_sin, tail, requests, starts, cu_seqlens, slots, pool.capacity)
     run_compress(*inputs, tail, requests, starts, cu_seqlens, pool, slots, eps, hadamard, backend)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.outputs import has_memory
 from warpspec.latent.cache.formats import (
     INDEX_FORMATS,
     LATENT_FORMATS,
@@ -172,10 +173,3 @@ def pages_of(page_table: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
     if len(page_table) == 0:
         return torch.full((len(requests), page_table.shape[1]), NO_PAGE, device=page_table.device)
     return torch.where(known[:, None], page_table[torch.where(known, requests, 0).long()], NO_PAGE)
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an address that means something: not while it is traced."""
-    if torch.compiler.is_compiling():
-        return False
-    return type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and tensor.numel() > 0

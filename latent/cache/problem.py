@@ -13,8 +13,9 @@ import torch
 
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.outputs import check_apart, check_elements, has_memory
 from warpspec.latent.cache.models import CONTENT_AND_GATE
-from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool, has_memory
+from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool
 from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -70,6 +71,7 @@ def check_store(rows, pool: Pool, slots) -> None:
     check_tensor("rows", rows, (torch.bfloat16,), (-1, pool.row_format.dim), pool.device, aligned=True)
     check_count("rows", len(rows))
     check_tensor("slots", slots, (torch.int32,), (len(rows),), pool.device)
+    check_insert_outputs(None, rows, None, None, None, pool.data, slots, None)
 
 
 def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> None:
@@ -96,6 +98,16 @@ def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> No
     check_tensor("positions", positions, (torch.int32,), (tokens,), device)
     check_tensor("slots", slots, (torch.int32,), (tokens,), device)
     check_eps(eps)
+    check_insert_outputs(q, kv, cos_sin, positions, weight, pool.data, slots, out)
+
+
+def check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out) -> None:
+    """Whether what ``insert_window`` or, with positions None, ``store_rows`` writes is apart. data: of the pool."""
+    rows = {"rows": kv} if positions is None else {"q": q, "kv": kv}
+    inputs = {**rows, "cos_sin": cos_sin, "positions": positions, "weight": weight, "slots": slots}
+    if out is not None:
+        check_elements("out", out)
+    check_apart({"pool": data, "out": out}, inputs, in_place=("q",))
 
 
 def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
@@ -158,6 +170,29 @@ def check_compress(
     check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), (count + 1,), device)
     check_tensor("slots", slots, (torch.int32,), (tokens,), device)
     check_eps(eps)
+    check_compress_outputs(
+        content_gate, ape, weight, cos_sin, tail, requests, starts, cu_seqlens, pool.data, slots
+    )
+
+
+def check_compress_outputs(
+    content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, data, slots
+) -> None:
+    """Whether what ``compress`` writes, the tail and the pool's data, is apart."""
+    inputs = {
+        "content_gate": content_gate, "ape": ape, "weight": weight, "cos_sin": cos_sin, "requests": requests,
+        "starts": starts, "cu_seqlens": cu_seqlens, "slots": slots,
+    }  # fmt: skip
+    outputs = {
+        "pool": data,
+        "tail rows": tail.rows,
+        "tail online": tail.online,
+        "tail progress": tail.progress,
+    }
+    for name, tensor in outputs.items():
+        if tensor is not None:
+            check_elements(name, tensor)
+    check_apart(outputs, inputs)
 
 
 def check_compress_values(cos_sin, tail: Tail, requests, starts, cu_seqlens, slots, capacity: int) -> None:

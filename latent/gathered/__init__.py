@@ -37,7 +37,7 @@ def gathered_attention(
     units. rotate_back: (cos_sin, positions), the table and int32 [T]: o's last 64 numbers are rotated by minus the
     query's angles; a position beyond the table makes them NaN on a GPU, on the CPU ValueError. num_splits: parts that
     each query's keys are cut into; None chooses. out_format: "bf16", or "fp8": o is a ``projection.Float8Tensor``, the
-    bits that ``quantize_output`` makes of o in bf16. out: o, to be written to.
+    bits that ``quantize_output`` makes of o in bf16. out: o, to be written to, in memory that no other argument has.
 
     Returns o bf16 [T, H, 512]; with return_lse also lse fp32 [H, T] = ln(sum over keys of exp(scale q.k)), the sink not
     counted; with normalize=False ``AttentionState`` of packed shapes, which ``merge`` combines with others. A query

@@ -10,7 +10,7 @@ from warpspec.common.repeated import watched
 from warpspec.fmha.state import AttentionState, normalized_output
 from warpspec.latent.cache.pools import LatentPool
 from warpspec.latent.gathered import reference
-from warpspec.latent.gathered.problem import GatheredProblem, KeySet
+from warpspec.latent.gathered.problem import GatheredProblem, KeySet, check_apart_out
 from warpspec.latent.projection.float8 import Float8Tensor
 from warpspec.latent.projection.ops import quantized_like
 
@@ -106,6 +106,7 @@ def gathered_operator(
         rotate_back=rotate_back, num_splits=num_splits or None, out=None,
         out_format="bf16" if scales is None else "fp8",
     )  # fmt: skip
+    check_apart_out(o if scales is None else Float8Tensor(o, scales), q, key_sets, sink, rotate_back)
     compute(problem, q, key_sets, sink, rotate_back, (o, scales, lse, row_max, row_sum), backend)
 
 

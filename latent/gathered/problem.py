@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from warpspec.common.outputs import check_output, has_memory
 from warpspec.fmha.checks import SINK_DTYPES
-from warpspec.latent.cache.pools import LatentPool, has_memory, table_slots
+from warpspec.latent.cache.pools import LatentPool, table_slots
 from warpspec.latent.cache.problem import ROPE_DIM, check_pool, check_range, check_tensor
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
@@ -133,6 +134,8 @@ class GatheredProblem:
             raise ValueError(f"num_splits: must be None or an int of at least 1, got {num_splits!r}")
         if rotate_back is not None:
             check_rotation(rotate_back, tokens, fmt, device)
+        if out is not None:
+            check_apart_out(out, q, key_sets, sink, rotate_back)
         return cls(
             tokens,
             heads,
@@ -183,6 +186,21 @@ def check_out(out, out_format: str, shape: tuple, device) -> None:
         raise TypeError(f"out: must be a Float8Tensor, got {type(out).__name__}")
     check_tensor("out data", out.data, (torch.float8_e4m3fn,), shape, device, aligned=True)
     check_tensor("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // BLOCK), device)
+
+
+def check_apart_out(out: torch.Tensor | Float8Tensor, q, key_sets, sink, rotate_back) -> None:
+    """Whether what is written has no address twice, and none of an argument's."""
+    others = {"q": q, "sink": sink}
+    for number, each in enumerate(key_sets):
+        set_of = {"pool": each.pool.data, "slots": each.slots, "lengths": each.lengths}
+        others |= {f"key_sets: {name} of set {number}": tensor for name, tensor in set_of.items()}
+    if rotate_back is not None:
+        others |= zip(("rotate_back cos_sin", "rotate_back positions"), rotate_back, strict=True)
+    if isinstance(out, torch.Tensor):
+        check_output("out", out, others)
+    else:
+        check_output("out data", out.data, others)
+        check_output("out scales", out.scales, {**others, "out data": out.data})
 
 
 def check_rotation(rotate_back, tokens, fmt, device) -> None:

@@ -25,7 +25,8 @@ def output_projection(
 
     o: [T, H, D], heads and D contiguous behind each other, or [T, H D]. weight: [G, N, K] with G K = H D: group g takes
     the K numbers from g K on, H / G heads. Both bf16; or both ``Float8Tensor``: o with a scale for 128 numbers of a
-    row, weight with one for 128 x 128, as ``Float8Tensor.quantize`` makes them. out: bf16 [T, G, N].
+    row, weight with one for 128 x 128, as ``Float8Tensor.quantize`` makes them. out: bf16 [T, G, N], in
+    memory that no other argument has.
 
     Returns bf16 [T, G, N]; ``flatten(1)`` of it is what wo_b takes. Sums are fp32. In FP8, products of 128 numbers are
     summed by the tensor core and then scaled in fp32; NaN in a row makes that row NaN and no other. Kernels want K a

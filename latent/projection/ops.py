@@ -14,7 +14,7 @@ from warpspec.common.repeated import watched
 from warpspec.latent.projection import reference
 from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, Sm100Config, choose
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
-from warpspec.latent.projection.problem import ProjectionProblem
+from warpspec.latent.projection.problem import ProjectionProblem, check_apart_out, parts_of
 
 COLUMN_STEP = 64  # of N, in kernels
 
@@ -47,7 +47,7 @@ def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
             dtype=torch.bfloat16,
             device=(o.data if problem.float8 else o).device,
         )
-    parts = (o.data, o.scales, weight.data, weight.scales) if problem.float8 else (o, None, weight, None)
+    parts = (*parts_of(o), *parts_of(weight))
     seen = [part for part in parts if part is not None]
     (projection_operator if watched(*seen) else compute)(*parts, out, backend)
     return out
@@ -132,6 +132,7 @@ def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def projection_operator(o, o_scales, weight, weight_scales, out, backend) -> None:
     """``output_projection``."""
+    check_apart_out(out, o, o_scales, weight, weight_scales)
     compute(o, o_scales, weight, weight_scales, out, backend)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.outputs import check_output
 from warpspec.latent.cache.problem import check_tensor
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
@@ -60,4 +61,16 @@ class ProjectionProblem:
                 raise ValueError(f"weight: K must be a multiple of {BLOCK} in FP8, got {depth}")
         if out is not None:
             check_tensor("out", out, (torch.bfloat16,), (tokens, groups, columns), device, aligned=True)
+            check_apart_out(out, *parts_of(o), *parts_of(weight))
         return cls(tokens, groups, columns, depth, float8)
+
+
+def parts_of(value: torch.Tensor | Float8Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(numbers, scales); None in bf16."""
+    return (value.data, value.scales) if isinstance(value, Float8Tensor) else (value, None)
+
+
+def check_apart_out(out, o, o_scales, weight, weight_scales) -> None:
+    """Whether ``out`` has no address twice, and none of an argument's."""
+    others = {"o": o, "o's scales": o_scales, "weight": weight, "weight's scales": weight_scales}
+    check_output("out", out, others)

@@ -34,7 +34,7 @@ PAGES = {
     "page_table": torch.tensor([[0, 8], [2, -1]], dtype=torch.int32),
 }
 
-SHARED = half(2, 5, 3, 4, 64)
+SHARED = half(2, 5, 12, 64)  # of three tensors' heads
 OWN_OUT = half(2, 5, 4, 64)
 
 # id: (changed arguments, error, argument that the message starts with, words of the message)
@@ -162,7 +162,7 @@ BAD = {
     "out-overlaps-itself": (
         {"out": half(3000).as_strided((2, 5, 4, 64), (1280, 128, 64, 1))}, ValueError, "out", "each other"),
     "out-is-q": ({"q": OWN_OUT, "out": OWN_OUT}, ValueError, "out", "q"),
-    "out-between-q": ({"q": SHARED[:, :, 0], "out": SHARED[:, :, 1]}, ValueError, "out", "q"),
+    "out-between-q": ({"q": SHARED[:, :, :4], "out": SHARED[:, :, 2:6]}, ValueError, "out", "q"),
     # backend.
     "backend-unknown": ({"backend": "sm80"}, ValueError, "backend", "reference, got 'sm80'"),
     "backend-none": ({"backend": None}, TypeError, "backend", "None"),

@@ -1,0 +1,150 @@
+"""Checks of memory that a call writes to: no element of it twice, and none of it another tensor's.
+
+Address ranges are compared first, which is cheap; views that lie between each other's elements (columns of one buffer,
+heads of one projection) are told apart where ranges intersect. Storages are not looked at: two can be the same memory.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Mapping
+
+import torch
+
+from warpspec.common.repeated import PLAIN_TENSORS
+
+
+def check_output(
+    name: str,
+    out: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor | None],
+    *,
+    in_place: Collection[str] = (),
+) -> None:
+    """Raise ValueError unless ``out`` has each element once and is apart from ``inputs`` (``check_apart``)."""
+    check_elements(name, out)
+    check_apart({name: out}, inputs, in_place=in_place)
+
+
+def check_elements(name: str, out: torch.Tensor) -> None:
+    """Raise ValueError unless each dimension of ``out`` steps over all that those of smaller strides span."""
+    if out.is_contiguous() or out.numel() == 0:
+        return
+    span = 0  # of the dimensions so far, in elements
+    for size, step in sorted(zip(out.shape, out.stride(), strict=True), key=lambda dim: dim[1]):
+        if size > 1:
+            if step <= span:
+                raise ValueError(
+                    f"{name}: elements must not overlap each other, got strides {tuple(out.stride())}"
+                )
+            span += (size - 1) * step
+
+
+def check_apart(
+    outputs: Mapping[str, torch.Tensor | None],
+    inputs: Mapping[str, torch.Tensor | None],
+    *,
+    in_place: Collection[str] = (),
+) -> None:
+    """Raise ValueError where one of ``outputs`` shares an address with one of ``inputs`` or another output, by name.
+
+    in_place: names of the inputs that an output may be itself, element for element. None and tensors without memory
+    (fake, empty, of the meta device) are apart from everything, and all tensors are while torch.compile traces.
+    """
+    if torch.compiler.is_compiling():
+        return
+    ranges = [(name, *_range(tensor)) for name, tensor in inputs.items() if type(tensor) in PLAIN_TENSORS]
+    for name, out in outputs.items():
+        if type(out) not in PLAIN_TENSORS:
+            continue
+        _, first, end = _range(out)
+        for other, tensor, begin, stop in ranges:
+            if begin < end and first < stop and _share_addresses(out, tensor):
+                _refuse(name, out, other, tensor, in_place)
+        ranges.append((name, out, first, end))
+
+
+def _range(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(tensor, its first address, the end of its last); without memory: two that intersect none."""
+    size = span_bytes(tensor)
+    if size == 0 or tensor.is_meta:
+        return tensor, sys.maxsize, 0
+    first = tensor.data_ptr()
+    return tensor, first, first + size
+
+
+def _refuse(
+    name: str, out: torch.Tensor, other: str, tensor: torch.Tensor, in_place: Collection[str]
+) -> None:
+    """Raise for an output and a tensor that share an address, unless they are the same and may be."""
+    if other not in in_place:
+        raise ValueError(
+            f"{name}: must not overlap another argument's memory, got one that shares addresses with {other}"
+        )
+    if not is_same(out, tensor):
+        raise ValueError(
+            f"{name}: must be {other} itself or not share memory with it, got one that overlaps {other}"
+        )
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and (a.stride() == b.stride() or _steps(a) == _steps(b))
+    )
+
+
+def overlap(a: torch.Tensor, a_bytes: int, b: torch.Tensor, b_bytes: int) -> bool:
+    """Whether the address ranges of two tensors of so many bytes (``span_bytes``) intersect."""
+    first, other = a.data_ptr(), b.data_ptr()
+    return a_bytes > 0 and b_bytes > 0 and first < other + b_bytes and other < first + a_bytes
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last; 0 where it has none."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an address that means something: not while it is traced."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) in PLAIN_TENSORS and (tensor.is_cpu or tensor.is_cuda) and tensor.numel() > 0
+
+
+def _share_addresses(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors whose ranges intersect share an address, or may.
+
+    Every address of a tensor lies in a block, what its dimensions of small strides span, some whole multiples of the
+    other strides from its first address. So with a pitch that divides the other strides of both, blocks are where they
+    are modulo the pitch, and tensors are apart if their blocks are apart there: true of columns of one buffer, whose
+    pitch is its row. (This is the GCD test of dependence analysis.) Which strides are small is tried out.
+    """
+    steps = [_steps(tensor) for tensor in (a, b)]
+    offset = b.data_ptr() - a.data_ptr()
+    for cut in {step for dims in steps for _, step in dims}:
+        pitch = math.gcd(*(step for dims in steps for _, step in dims if step >= cut))
+        a_block, b_block = (
+            tensor.element_size() + sum((size - 1) * step for size, step in dims if step < cut)
+            for tensor, dims in zip((a, b), steps, strict=True)
+        )
+        begin = offset % pitch
+        if a_block <= begin and begin + b_block <= pitch:
+            return False
+    return True
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """(size, stride in bytes) of the dimensions along which a tensor's addresses differ."""
+    width = tensor.element_size()
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, step * width) for size, step in dims if size > 1 and step > 0]

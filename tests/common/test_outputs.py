@@ -1,0 +1,196 @@
+"""What operators write to: no element twice and no argument's memory. Views between an argument's rows are taken."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import Compressor, Run
+from swap_cases import small
+
+from warpspec.common.outputs import check_apart, check_output
+from warpspec.fmha import attention
+from warpspec.fmha.flash_attn import flash_attn_with_kvcache
+from warpspec.latent.cache import LatentPool, compress, insert_window, rope_table, store_rows
+from warpspec.latent.gathered import KeySet, gathered_attention
+from warpspec.latent.projection import Float8Tensor, output_projection
+from warpspec.softmax import softmax
+from warpspec.swap import swap_ffn_decode
+
+TOKENS, HEADS = 3, 2
+SLOTS = torch.arange(TOKENS, dtype=torch.int32)
+TABLE = rope_table(1e4 ** (-torch.arange(32) / 32), 16)
+POOL_BYTES = 4096 * 2
+
+
+def wide(*shape):
+    return torch.randn(shape).bfloat16()
+
+
+def bf16_pool(memory: torch.Tensor) -> LatentPool:
+    """A page of 4 rows on bf16 memory."""
+    return LatentPool(memory.view(-1)[: POOL_BYTES // 2].view(torch.uint8).view(1, -1), 4, "bf16")
+
+
+def insert(q=None, kv=None, out=None, pool=None):
+    q, kv = wide(TOKENS, HEADS, 512) if q is None else q, wide(TOKENS, 512) if kv is None else kv
+    pool = pool or LatentPool.empty(2, 4, "v4-fp8")
+    options = dict(weight=torch.ones(512), pool=pool, slots=SLOTS, out=out, backend="reference")
+    return insert_window(q, kv, TABLE, SLOTS, **options)
+
+
+def gathered(q=None, out=None, pool=None, **options):
+    q = wide(TOKENS, HEADS, 512) if q is None else q
+    pool = pool or LatentPool.empty(2, 4, "v4-fp8")
+    return gathered_attention(
+        q, [KeySet(pool, SLOTS[:, None].clone())], out=out, backend="reference", **options
+    )
+
+
+def project(o=None, out=None, weight=None):
+    o = wide(TOKENS, HEADS, 512) if o is None else o
+    weight = wide(HEADS, 512, 512) if weight is None else weight
+    return output_projection(o, weight, out=out, backend="reference")
+
+
+def compressed(**changes):
+    arguments = Run.start(Compressor.random("csa", 2, 8), "bf16", 2).arguments([5, 3])
+    compress(**{**arguments, **changes}, backend="reference")
+
+
+def swap_own_ram():
+    _, state, weights = small(2, cores=4, d_model=32, d_ff=16)
+    return swap_ffn_decode(state.ram[:, 0, 0], state, weights, in_place=True, backend="reference")
+
+
+def decode(k_cache, k=None):
+    k = k_cache[:, :1] if k is None else k
+    lengths, v_cache = torch.zeros(2, dtype=torch.int32), torch.zeros_like(k_cache)
+    return flash_attn_with_kvcache(wide(2, 1, 1, 64), k_cache, v_cache, k, k, cache_seqlens=lengths)
+
+
+def own_starts():
+    tail = Run.start(Compressor.random("csa", 2, 8), "bf16", 2).tail
+    compressed(tail=tail, starts=tail.progress.view(-1)[:2])
+
+
+def expanded_tail():
+    tail = Run.start(Compressor.random("csa", 2, 8), "bf16", 2).tail
+    compressed(tail=replace(tail, rows=tail.rows[:1].expand_as(tail.rows)))
+
+
+ROWS = wide(5, HEADS, 512)  # of [3, HEADS, 512], from the first row on or from the third on
+ITSELF, SHARED = "elements must not overlap each other", "must not overlap another argument's memory.* with"
+FLAT = wide(8192)
+REFUSED = {
+    "insert-expanded": (lambda: insert(out=wide(TOKENS, 1, 512).expand(-1, HEADS, -1)), f"out: {ITSELF}"),
+    "insert-kv": (lambda: insert(q=wide(TOKENS, 1, 512), kv=ROWS[:3, 0], out=ROWS[:3, :1]), f"out: {SHARED} kv"),
+    "insert-shifted-q": (
+        lambda: insert(q=FLAT[:3072].view(3, 2, 512), out=FLAT[512:3584].view(3, 2, 512)),
+        "out: must be q itself or not share memory with it, got one that overlaps q",
+    ),
+    "insert-out-pool": (lambda: insert(out=FLAT[:3072].view(3, 2, 512), pool=bf16_pool(FLAT)), f"out: {SHARED} pool"),
+    "insert-kv-pool": (lambda: insert(kv=FLAT[:1536].view(3, 512), pool=bf16_pool(FLAT)), f"pool: {SHARED} kv"),
+    "store-pool": (lambda: store_rows(FLAT[:1536].view(3, 512), bf16_pool(FLAT), SLOTS), f"pool: {SHARED} rows"),
+    "gathered-expanded": (lambda: gathered(out=wide(TOKENS, 1, 512).expand(-1, HEADS, -1)), f"out: {ITSELF}"),
+    "gathered-q": (lambda: gathered(q=ROWS[:3], out=ROWS[2:]), f"out: {SHARED} q"),
+    "gathered-pool": (
+        lambda: gathered(out=FLAT[1024:4096].view(3, 2, 512), pool=bf16_pool(FLAT)),
+        f"out: {SHARED} key_sets: pool of set 0",
+    ),
+    "gathered-fp8": (
+        lambda: gathered(
+            out=Float8Tensor(ROWS[:3].view(torch.float8_e4m3fn)[..., :512], torch.ones(3, 2, 4)),
+            q=ROWS[:3],
+            out_format="fp8",
+        ),
+        f"out data: {SHARED} q",
+    ),
+    "project-expanded": (lambda: project(out=wide(TOKENS, 1, 512).expand(-1, HEADS, -1)), f"out: {ITSELF}"),
+    "project-o": (lambda: project(o=ROWS[:3], out=ROWS[:3]), f"out: {SHARED} o"),
+    "compress-tail": (expanded_tail, f"tail rows: {ITSELF}"),
+    "compress-starts": (own_starts, f"tail progress: {SHARED} starts"),
+    "swap-x": (swap_own_ram, rf"state\.ram: {SHARED} x"),
+    "cache-expanded": (
+        lambda: decode(wide(1, 8, 1, 64).expand(2, -1, -1, -1), wide(2, 1, 1, 64)),
+        f"k_cache: {ITSELF}",
+    ),
+    "cache-k": (lambda: decode(wide(2, 8, 1, 64)), f"k_cache: {SHARED} k"),
+    "softmax-shifted": (lambda: softmax(FLAT[:24].view(4, 6), out=FLAT[6:30].view(4, 6)), "out: must be x itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, message", REFUSED.values(), ids=REFUSED.keys())
+def test_refused(call, message):
+    kept = ROWS.clone(), FLAT.clone()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+    assert torch.equal(ROWS, kept[0]) and torch.equal(FLAT, kept[1])
+
+
+def between(shape) -> torch.Tensor:
+    """[2, *shape]: two tensors whose rows lie side by side."""
+    return wide(*shape[:-1], 2 * shape[-1]).unflatten(-1, (2, -1)).movedim(-2, 0)
+
+
+@pytest.mark.parametrize(
+    ("operator", "argument", "shape"),
+    [
+        (insert, "q", (TOKENS, HEADS, 512)),
+        (gathered, "q", (TOKENS, HEADS, 512)),
+        (project, "o", (TOKENS, HEADS * 512)),
+        (lambda x, out: softmax(x, out=out, backend="reference"), "x", (4, 6)),
+        (lambda q, out: attention(q, q, out=out, backend="reference"), "q", (1, 5, 2, 64)),
+    ],
+    ids=["insert", "gathered", "project", "softmax", "attention"],
+)
+def test_side_by_side(operator, argument, shape):
+    """Address ranges that intersect without a common address: the result is that of memory apart."""
+    x, out = between(shape)
+    out = out.unflatten(-1, (HEADS, 512)) if operator is project else out
+    torch.manual_seed(0)
+    expected = operator(**{argument: x}, out=torch.empty(out.shape, dtype=out.dtype))
+    torch.manual_seed(0)
+    assert operator(**{argument: x}, out=out) is out
+    assert torch.equal(out, expected)
+
+
+def test_in_place():
+    q = wide(TOKENS, HEADS, 512)
+    torch.manual_seed(0)
+    expected = insert(q=q.clone())
+    torch.manual_seed(0)
+    assert insert(q=q, out=q) is q and torch.equal(q, expected)
+
+
+def test_no_shared_address_is_missed():
+    """Random views of one buffer, against the sets of their addresses."""
+    generator = torch.Generator().manual_seed(0)
+    memory, found = torch.zeros(4096, dtype=torch.int16), {True: 0, False: 0}
+
+    def draw(*options):
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    def view():
+        sizes = [draw(1, 2, 3, 4) for _ in range(3)]
+        return memory.as_strided(sizes, [draw(0, 4, 6, 12, 24), draw(2, 4, 6, 8), 1], draw(*range(40)))
+
+    def addresses_of(tensor):
+        places = torch.cartesian_prod(*map(torch.arange, tensor.shape)) * torch.tensor(tensor.stride())
+        return set((tensor.storage_offset() + places.sum(1)).tolist())
+
+    for _ in range(1000):
+        a, b = view(), view()
+        addresses = addresses_of(a), addresses_of(b)
+        shared = bool(addresses[0] & addresses[1])
+        try:
+            check_apart({"out": a}, {"x": b})
+            assert not shared, (a.shape, a.stride(), b.shape, b.stride())
+            found[shared] += 1
+        except ValueError:
+            found[True] += 1
+        try:
+            check_output("out", a, {})
+            assert len(addresses[0]) == a.numel(), (a.shape, a.stride())
+        except ValueError:
+            pass
+    assert min(found.values()) > 100
