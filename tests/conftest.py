@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
-from progress import Progress
+from helpers.progress import Progress
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Examples that run a kernel in the simulator take seconds; the same ones every time, so CI cannot flicker.
@@ -67,7 +67,7 @@ def simulate_as(monkeypatch):
 def simulate_gradients_as():
     """``simulate_gradients_as("sm_90a", seed=1)``: from now on gradients are computed by the kernels for this target in
     the simulator, whatever backend computed the results."""
-    from simulate import simulating_gradients
+    from helpers.simulate import simulating_gradients
 
     with contextlib.ExitStack() as contexts:
         yield lambda arch, **changes: contexts.enter_context(simulating_gradients(arch, **changes))

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from documents import DOCUMENTS, ROOT, python_blocks, run_block
+from helpers.documents import DOCUMENTS, ROOT, python_blocks, run_block
 
 
 def anchors(text: str) -> set[str]:

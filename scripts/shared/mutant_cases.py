@@ -18,9 +18,7 @@ from warpspec.common.launch import SIMULATED, simulating
 from warpspec.fmha import attention
 
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
-sys.path[:0] = [
-    str(TESTS / name) for name in ("helpers", "fmha", "latent", "latent/indexer", "moe", "softmax")
-]
+sys.path[:0] = [str(TESTS / name) for name in (".", "fmha", "latent", "latent/indexer", "moe", "softmax")]
 
 
 def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
@@ -75,7 +73,7 @@ def _pages(arch: str) -> Callable[[], None]:
 
 def _gathered(arch: str, **options) -> Callable[[], None]:
     def run() -> None:
-        from gathered_cases import random_case
+        from helpers.gathered_cases import random_case
 
         from warpspec.latent.gathered import gathered_attention
 
@@ -120,7 +118,7 @@ def _insert(arch: str) -> Callable[[], None]:
 
 def _compress(kind: str, arch: str) -> Callable[[], None]:
     def run() -> None:
-        from cache_cases import Compressor, Run, grow
+        from helpers.cache_cases import Compressor, Run, grow
 
         tokens = 26 if kind == "csa" else 260
         with simulating(arch):
@@ -176,7 +174,7 @@ def _swap_chain(arch: str) -> Callable[[], None]:
     """A chain of kernels, each of which begins as the one before ends."""
 
     def run() -> None:
-        from swap_cases import make_plan, run, small
+        from helpers.swap_cases import make_plan, run, small
 
         x, state, weights = small(1, cores=9, d_ff=300)
         target = replace(SIMULATED[arch], sm_count=1)
@@ -186,7 +184,7 @@ def _swap_chain(arch: str) -> Callable[[], None]:
 
 
 def _swap() -> None:
-    from swap_cases import make_plan, run, small
+    from helpers.swap_cases import make_plan, run, small
 
     # Two clusters: phases wait for other clusters' counts. One, with more weights: rings are filled again and again.
     for ctas, d_ff in ((4, 8), (2, 300)):
@@ -197,7 +195,7 @@ def _swap() -> None:
 
 def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
     def run() -> None:
-        from gemm_cases import GemmCase, inputs_of, poisoned_out
+        from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
 
         from warpspec.moe.sm100 import config, grouped_gemm
 
@@ -212,7 +210,7 @@ def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
 
 
 def _streamed_moe() -> None:
-    from moe_cases import make_experts, randn
+    from helpers.moe_cases import make_experts, randn
 
     from warpspec.moe import moe_ffn, route
     from warpspec.moe.sm90 import layer as moe_layer
@@ -255,7 +253,7 @@ def _streamed_shape(shape: tuple, **options) -> Callable[[], None]:
     """Hopper's grouped GEMM of several consumers; few CTAs, so that rings are filled again."""
 
     def run() -> None:
-        from moe_cases import make_experts, randn
+        from helpers.moe_cases import make_experts, randn
 
         from warpspec.moe import sm90, streamed
         from warpspec.moe.sm90.config import Shape, StreamConfig
@@ -280,8 +278,8 @@ def _gradients(arch: str, dim: int, *inputs: tuple) -> Callable[[], None]:
     """inputs: (queries, keys, causal) of each call."""
 
     def run() -> None:
-        from gradient_cases import Case
-        from simulate import simulating_gradients
+        from helpers.gradient_cases import Case
+        from helpers.simulate import simulating_gradients
 
         with simulating_gradients(arch):
             for rows, keys, causal in inputs:
@@ -293,7 +291,7 @@ def _gradients(arch: str, dim: int, *inputs: tuple) -> Callable[[], None]:
 
 def _projection(arch: str) -> Callable[[], None]:
     def run() -> None:
-        from projection_cases import case
+        from helpers.projection_cases import case
 
         from warpspec.latent.projection import output_projection
 

@@ -15,8 +15,8 @@ import os, sys
 sys.path[:] = {path!r}
 os.environ["WARPSPEC_BACKEND"] = "reference"
 import torch
-from moe_cases import make_experts
-from swap_cases import small
+from helpers.moe_cases import make_experts
+from helpers.swap_cases import small
 from warpspec.fmha import attention, attention_varlen, merge
 from warpspec.fmha.flash_attn import flash_attn_func, flash_attn_varlen_func
 from warpspec.latent.projection import output_projection
@@ -102,8 +102,8 @@ class Recorder(TorchDispatchMode):
 
 
 def test_modes_see_operators():
-    from moe_cases import make_experts
-    from swap_cases import small
+    from helpers.moe_cases import make_experts
+    from helpers.swap_cases import small
 
     from warpspec.moe import moe_ffn, route
     from warpspec.softmax import softmax, softmax_topk
@@ -121,7 +121,7 @@ def test_modes_see_operators():
 
 
 def test_swap_states_count_as_written():
-    from swap_cases import small
+    from helpers.swap_cases import small
 
     from warpspec.swap import swap_ffn_decode
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import Compressor, Run
-from swap_cases import small
+from helpers.cache_cases import Compressor, Run
+from helpers.swap_cases import small
 
 from warpspec.common.outputs import check_apart, check_output
 from warpspec.fmha import attention

@@ -12,7 +12,7 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
-from engine_models import Judge, make_model, prompts  # noqa: E402
+from helpers.engine_models import Judge, make_model, prompts  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang.attention import WarpspecBackend  # noqa: E402

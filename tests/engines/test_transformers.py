@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from engine_models import CONFIGS, Judge, make_model, prompts
+from helpers.engine_models import CONFIGS, Judge, make_model, prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import warpspec.engines.transformers as engine

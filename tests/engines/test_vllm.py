@@ -17,7 +17,7 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
-from engine_models import (  # noqa: E402
+from helpers.engine_models import (  # noqa: E402
     CONFIGS,
     Judge,
     log_probabilities,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import CASES, PARTLY_POISONED, arguments, check, poisoned_out
+from helpers.attention_cases import CASES, PARTLY_POISONED, arguments, check, poisoned_out
 
 from warpspec.fmha import AttentionState, attention
 

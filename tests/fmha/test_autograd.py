@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradient_cases import Case
+from helpers.gradient_cases import Case
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradient_cases import CASES, NAMES, REFERENCE_TOLERANCE, Case, definition
+from helpers.gradient_cases import CASES, NAMES, REFERENCE_TOLERANCE, Case, definition
 
 from warpspec.fmha import attention, merge
 from warpspec.fmha.backward import call as backward_call

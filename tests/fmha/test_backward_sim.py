@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradient_cases import CASES, KERNEL_TOLERANCE, Case
-from simulate import simulating_gradients
+from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
+from helpers.simulate import simulating_gradients
 
 from warpspec import sim
 from warpspec.common.architecture import architecture

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
+from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem

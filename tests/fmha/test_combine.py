@@ -6,12 +6,12 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from attention_cases import SPLIT_KEYS, WHOLE_KEYS, arguments
 from cuda.bindings.driver import CUstream
+from helpers.attention_cases import SPLIT_KEYS, WHOLE_KEYS, arguments
+from helpers.simulate import plan_for
+from helpers.suites import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulate import plan_for
-from suites import long
 
 from warpspec import sim
 from warpspec.common.architecture import architecture

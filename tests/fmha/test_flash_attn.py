@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from varlen_cases import Packed
+from helpers.varlen_cases import Packed
 
 from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.fmha import attention

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import SPLIT_KEYS, WHOLE_KEYS, Case, arguments, check, poisoned_out
-from simulate import plan_for
-from suites import long
+from helpers.attention_cases import SPLIT_KEYS, WHOLE_KEYS, Case, arguments, check, poisoned_out
+from helpers.simulate import plan_for
+from helpers.suites import long
 
 from warpspec import sim
 from warpspec.fmha import attention

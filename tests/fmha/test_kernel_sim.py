@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, PARTLY_POISONED, Case, arguments, check, poisoned_out
+from helpers.attention_cases import CASES, PARTLY_POISONED, Case, arguments, check, poisoned_out
+from helpers.suites import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from suites import long
 
 from warpspec import sim
 from warpspec.fmha import attention, merge

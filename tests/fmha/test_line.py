@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from simulate import plan_for
+from helpers.simulate import plan_for
 
 from warpspec.fmha.line import FAR, MOST_ROUNDS, ROUND_TILES, clamped_sum, cut, round_count, stretch
 from warpspec.fmha.mask import key_range

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from attention_cases import Case, check
-from page_layouts import paged
-from simulate import run_unchecked
-from suites import long
-from varlen_cases import Packed, random_batch
+from helpers.attention_cases import Case, check
+from helpers.page_layouts import paged
+from helpers.simulate import run_unchecked
+from helpers.suites import long
+from helpers.varlen_cases import Packed, random_batch
 
 from warpspec import sim
 from warpspec.common.launch import SIMULATED

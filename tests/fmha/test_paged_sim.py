@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
-import simulate
 import torch
-from attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
-from page_layouts import FAR, PAGE_SIZES, paged
-from suites import long, long_but
+from helpers import simulate
+from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
+from helpers.page_layouts import FAR, PAGE_SIZES, paged
+from helpers.suites import long, long_but
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem

@@ -1,7 +1,7 @@
 """Rows of one query that few keys decide, in the simulator; test_sm90_pair has K and V one tensor on sm_90a."""
 
 import pytest
-from peaks import check_as_exact_as_torch, every_peak
+from helpers.peaks import check_as_exact_as_torch, every_peak
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

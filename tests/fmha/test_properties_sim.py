@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_cases import (
+from helpers.attention_cases import (
     LSE_TOLERANCE,
     O_TOLERANCE,
     Case,
@@ -22,10 +22,10 @@ from attention_cases import (
     poisoned_out,
     relative_error,
 )
+from helpers.page_layouts import PAGE_SIZES, paged
+from helpers.suites import long_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_layouts import PAGE_SIZES, paged
-from suites import long_but
 
 from warpspec.fmha import attention
 from warpspec.fmha.checks import HEAD_DIMS

@@ -5,9 +5,9 @@ import itertools
 import re
 
 import pytest
-from attention_cases import CASES, arguments
-from simulate import plan_for
-from suites import long
+from helpers.attention_cases import CASES, arguments
+from helpers.simulate import plan_for
+from helpers.suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.device import tma

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
-from page_layouts import paged
-from peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
+from helpers.attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from helpers.page_layouts import paged
+from helpers.peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
 
 from warpspec import sim
 from warpspec.common.compile import resources

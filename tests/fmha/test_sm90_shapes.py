@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from page_layouts import PAGE_SIZES
-from simulate import plan_for
+from helpers.page_layouts import PAGE_SIZES
+from helpers.simulate import plan_for
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha import sm90

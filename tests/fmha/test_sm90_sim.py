@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
-from page_layouts import PAGE_SIZES, paged
-from simulate import plan_for
-from suites import long, long_but
+from helpers.attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
+from helpers.page_layouts import PAGE_SIZES, paged
+from helpers.simulate import plan_for
+from helpers.suites import long, long_but
 
 from warpspec import sim
 from warpspec.common.compile import resources

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulate import run_unchecked
+from helpers.simulate import run_unchecked
 
 from warpspec.fmha import attention, problem
 from warpspec.fmha.problem import POSITION_LIMIT, AttentionProblem

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from varlen_cases import Packed, random_batch
+from helpers.varlen_cases import Packed, random_batch
 
 from warpspec.fmha import AttentionState, attention, attention_varlen, merge, ops, reference
 from warpspec.fmha.operands import INPUTS, Operands

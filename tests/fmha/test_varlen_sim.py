@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulate import plan_for, run_unchecked
-from suites import long, long_but
-from varlen_cases import Packed, random_batch
+from helpers.simulate import plan_for, run_unchecked
+from helpers.suites import long, long_but
+from helpers.varlen_cases import Packed, random_batch
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
-from gpu_tensors import moved, on_gpu, random
+from helpers.attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from helpers.gpu_tensors import moved, on_gpu, random
 
 from warpspec.fmha import attention
 from warpspec.fmha.values import DEBUG_VARIABLE

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradient_cases import CASES, KERNEL_TOLERANCE, Case
+from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 
 from warpspec.fmha import attention
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_cases import POISON, Compressor, Run, grow
+from helpers.cache_cases import POISON, Compressor, Run, grow
 
 from warpspec.latent.cache import IndexPool, LatentPool, compress, insert_window, rope_table, store_rows
 from warpspec.latent.cache.quantize import quantize_rows

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from compile_ahead import compile_ahead
-from deepseek_v4_model import KINDS, make_model
-from model_pairs import relative_error, tokens
+from helpers.compile_ahead import compile_ahead
+from helpers.deepseek_v4_model import KINDS, make_model
+from helpers.model_pairs import relative_error, tokens
 
 from warpspec.engines.transformers.latent import DeepseekV4Cache, attach
 

@@ -1,7 +1,7 @@
 """The documents' Python blocks that need a GPU."""
 
 import pytest
-from documents import python_blocks, run_block
+from helpers.documents import python_blocks, run_block
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_tensors import random
-from varlen_cases import Packed
+from helpers.gpu_tensors import random
+from helpers.varlen_cases import Packed
 
 from warpspec.fmha import flash_attn
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gathered_cases import O_TOLERANCE, judge, judge_lse, random_case
+from helpers.gathered_cases import O_TOLERANCE, judge, judge_lse, random_case
 
 from warpspec.fmha import merge
 from warpspec.latent.gathered import gathered_attention

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from index_cases import KINDS, rows
+from helpers.index_cases import KINDS, rows
 
 from warpspec.latent.cache import IndexPool, rope_table
 from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries

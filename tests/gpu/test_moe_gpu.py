@@ -3,7 +3,7 @@ host."""
 
 import pytest
 import torch
-from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
+from helpers.moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
 
 from warpspec.common import nvfp4
 from warpspec.common.launch import target_of

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from moe_cases import make_experts, randn
+from helpers.moe_cases import make_experts, randn
 
 from warpspec.moe import moe_ffn, route
 

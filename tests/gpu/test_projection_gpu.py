@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from projection_cases import O_TOLERANCE, case, judge
+from helpers.projection_cases import O_TOLERANCE, case, judge
 
 from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output
 

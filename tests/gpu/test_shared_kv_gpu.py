@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, arguments, check
-from gpu_tensors import moved, random
+from helpers.attention_cases import CASES, Case, arguments, check
+from helpers.gpu_tensors import moved, random
 
 from warpspec.fmha import attention
 

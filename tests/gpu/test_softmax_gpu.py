@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from softmax_cases import OF_TORCH, check, logits, matrix, untouched
+from helpers.softmax_cases import OF_TORCH, check, logits, matrix, untouched
 
 pytestmark = pytest.mark.gpu
 

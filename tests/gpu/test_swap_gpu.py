@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.swap_cases import check_forced, reference_of, run, unfused
 from shared.swap_inputs import random_call, random_weights
-from swap_cases import check_forced, reference_of, run, unfused
 
 from warpspec.common.launch import target_of
 from warpspec.swap import launch, swap_ffn_decode

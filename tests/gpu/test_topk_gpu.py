@@ -1,7 +1,7 @@
 """softmax_topk on a GPU, against torch in float64."""
 
+import helpers.topk_cases as cases
 import pytest
-import topk_cases as cases
 import torch
 
 from warpspec.softmax.topk import softmax_topk

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu_tensors import random
-from varlen_cases import Packed, random_batch
+from helpers.gpu_tensors import random
+from helpers.varlen_cases import Packed, random_batch
 
 from warpspec.fmha import attention_varlen
 

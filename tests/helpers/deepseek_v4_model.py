@@ -1,8 +1,9 @@
 """A small DeepSeek-V4 model that is shaped like the published ones where attention is concerned."""
 
 import torch
-from model_pairs import VOCABULARY
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from helpers.model_pairs import VOCABULARY
 
 SLIDING = "sliding_attention"
 SELECTED = "compressed_sparse_attention"

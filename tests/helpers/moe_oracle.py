@@ -3,8 +3,8 @@
 from contextlib import contextmanager
 
 import torch
-from moe_cases import quantized
 
+from helpers.moe_cases import quantized
 from warpspec.common import nvfp4
 from warpspec.moe import NVFP4Experts
 from warpspec.moe.operands import deinterleave

@@ -3,8 +3,8 @@
 import struct
 
 import numpy as np
-from tma_model import swizzle_by_words
 
+from helpers.tma_model import swizzle_by_words
 from warpspec.sim import runtime, tma
 from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.tma import Swizzle, SwizzleAtomicity, TensorMap

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from attention_cases import Case, check
-from page_layouts import paged
 
+from helpers.attention_cases import Case, check
+from helpers.page_layouts import paged
 from warpspec.fmha import AttentionState
 from warpspec.fmha.mask import visible
 from warpspec.fmha.problem import AttentionProblem

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gathered_cases import pool_of_rows, random_case
+from helpers.gathered_cases import pool_of_rows, random_case
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED

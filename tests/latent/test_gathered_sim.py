@@ -5,8 +5,8 @@ import pytest
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Uint32
-from gathered_cases import O_TOLERANCE, judge, judge_lse, pool_of_rows, random_case
-from suites import long
+from helpers.gathered_cases import O_TOLERANCE, judge, judge_lse, pool_of_rows, random_case
+from helpers.suites import long
 
 from warpspec.common.compile import fake_rows, resources
 from warpspec.common.launch import SIMULATED, Kernel, simulating

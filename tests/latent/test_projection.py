@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from projection_cases import O_TOLERANCE, case, judge
-from suites import long
+from helpers.projection_cases import O_TOLERANCE, case, judge
+from helpers.suites import long
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_cases import make_experts
+from helpers.moe_cases import make_experts
 
 from warpspec.moe import intermediate_scale_of, reference
 from warpspec.moe.activations import activate, bound

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_cases import make_experts, randn
+from helpers.moe_cases import make_experts, randn
 
 from warpspec.moe import NVFP4Experts, UnsupportedProblem, grouped_swiglu, moe_ffn
 

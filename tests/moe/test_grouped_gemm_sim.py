@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
+from helpers.gemm_cases import GemmCase, check, expected, inputs_of, poisoned_out, relative
 
 from warpspec.common import compile
 from warpspec.common.device import pipeline

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers.moe_cases import GEMM_TOLERANCE, fp32_layer, make_experts, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import GEMM_TOLERANCE, fp32_layer, make_experts, randn, relative_error
 
 from warpspec import sim
 from warpspec.common import nvfp4

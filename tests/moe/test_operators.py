@@ -1,7 +1,7 @@
 """moe_ffn and grouped_swiglu as torch operators: torch.compile, fake tensors, schemas."""
 
 import torch
-from moe_cases import make_experts, randn
+from helpers.moe_cases import make_experts, randn
 
 from warpspec.moe import QuantizedRows, grouped_swiglu, moe_ffn, ops, route, streamed_ops
 

@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
-from moe_cases import make_experts, randn
+from helpers.moe_cases import make_experts, randn
 
 from warpspec.common.launch import SIMULATED
 from warpspec.moe import moe_ffn, parallel

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_cases import by_definition, make_experts, quantized, randn, relative_error
+from helpers.moe_cases import by_definition, make_experts, quantized, randn, relative_error
 
 from warpspec.moe import NVFP4Experts, QuantizedRows, grouped_swiglu, intermediate_scale_of, moe_ffn, route
 
@@ -77,7 +77,7 @@ class TestGroupedSwiglu:
             g, u = (rows[start:end] @ w[e].T for w in (gate, up))
             if weights[3] is not None:
                 g, u = g + weights[3][e], u + weights[4][e]
-            from moe_cases import act
+            from helpers.moe_cases import act
 
             out.append(act(g, u, activation, limit))
             start = end

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from gemm_cases import GemmCase, inputs_of, poisoned_out
+from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
 
 from warpspec.common.compile import resources
 from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD, MAX_SMEM_PER_CTA, TMEM_COLUMNS

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_cases import randn
+from helpers.moe_cases import randn
 
 from warpspec.common.launch import SIMULATED
 from warpspec.moe import streamed

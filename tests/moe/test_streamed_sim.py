@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
-from suites import long
+from helpers.moe_cases import GEMM_TOLERANCE, exact_case, make_experts, randn, relative_error
+from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources

@@ -11,8 +11,8 @@ import functools
 
 import pytest
 import torch
-from deepseek_v4_model import HEAVY, KINDS, SELECTED, SLIDING, make_model
-from model_pairs import (
+from helpers.deepseek_v4_model import HEAVY, KINDS, SELECTED, SLIDING, make_model
+from helpers.model_pairs import (
     ATTENTION_TOLERANCE,
     EAGER_FACTOR,
     SENSITIVITY,
@@ -22,7 +22,7 @@ from model_pairs import (
     tokens,
     with_attention,
 )
-from suites import long
+from helpers.suites import long
 from transformers import DeepseekV4ForCausalLM
 
 import warpspec.engines.transformers

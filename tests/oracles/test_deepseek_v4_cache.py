@@ -6,9 +6,9 @@ with quantised rows to FP8 and FP4; the rest of the model stays FP32. All operat
 
 import pytest
 import torch
-from deepseek_v4_model import HEAVY, KINDS, SELECTED, make_model
-from model_pairs import ATTENTION_TOLERANCE, relative_error, tokens
-from suites import long
+from helpers.deepseek_v4_model import HEAVY, KINDS, SELECTED, make_model
+from helpers.model_pairs import ATTENTION_TOLERANCE, relative_error, tokens
+from helpers.suites import long
 
 from warpspec.engines.transformers.latent import DeepseekV4Cache, attach
 

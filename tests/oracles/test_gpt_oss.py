@@ -7,7 +7,7 @@ that attention is far from uniform and that sinks take a good part of it.
 
 import pytest
 import torch
-from model_pairs import (
+from helpers.model_pairs import (
     ATTENTION_TOLERANCE,
     EAGER_FACTOR,
     SENSITIVITY,
@@ -18,7 +18,7 @@ from model_pairs import (
     tokens,
     with_attention,
 )
-from suites import long
+from helpers.suites import long
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
 import warpspec.engines.transformers

@@ -6,8 +6,8 @@ between the two matrices. Everything else is their code.
 
 import pytest
 import torch
-from moe_cases import GEMM_TOLERANCE, quantized, randn, relative_error
-from moe_oracle import dequantize_experts, quantised_activations
+from helpers.moe_cases import GEMM_TOLERANCE, quantized, randn, relative_error
+from helpers.moe_oracle import dequantize_experts, quantised_activations
 from transformers import DeepseekV4Config, GptOssConfig
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss

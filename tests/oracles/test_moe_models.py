@@ -10,9 +10,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from model_pairs import EAGER_FACTOR, SENSITIVITY, VOCABULARY, tokens
-from moe_cases import GEMM_TOLERANCE, relative_error
-from moe_oracle import dequantize_experts, quantised_activations
+from helpers.model_pairs import EAGER_FACTOR, SENSITIVITY, VOCABULARY, tokens
+from helpers.moe_cases import GEMM_TOLERANCE, relative_error
+from helpers.moe_oracle import dequantize_experts, quantised_activations
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, GptOssConfig, GptOssForCausalLM
 
 import warpspec.engines.transformers as engine

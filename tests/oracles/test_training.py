@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_models import VOCABULARY, make_model
+from helpers.engine_models import VOCABULARY, make_model
 
 import warpspec.engines.transformers as engine
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from attention_silicon.cases import CASES
 
 DATA = Path(__file__).resolve().parents[1] / "silicon/attention.npz"

@@ -36,8 +36,8 @@ def make_cases() -> list[dict]:
     """Loads of every rank, swizzle and type; stores; reductions; encodings that the driver may refuse."""
     from dataclasses import replace
 
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
-    from tma_model import BASE, random_coordinates, random_map, valid_map
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from helpers.tma_model import BASE, random_coordinates, random_map, valid_map
 
     from warpspec.sim.tma import Swizzle, SwizzleAtomicity, TensorMap, copy
     from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME, ELEMENT_TYPES

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_cases import check
 from attention_silicon.cases import CASES
 from attention_silicon.compare import problems
+from helpers.attention_cases import check
+from helpers.suites import long
 from record_attention import load
-from suites import long
 
 from warpspec import sim
 from warpspec.fmha import AttentionState, launch

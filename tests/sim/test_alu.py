@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from alu_forms import run
-from exact_floats import BF16, F16, F32, F64
+from helpers.alu_forms import run
+from helpers.exact_floats import BF16, F16, F32, F64
 
 from warpspec.sim.errors import UnsupportedInstruction
 from warpspec.sim.families.alu import arithmetic, bools, form_of, mask_of

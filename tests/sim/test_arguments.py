@@ -10,7 +10,7 @@ import pytest
 import torch
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack, make_ptr
-from host_calls import (
+from helpers.host_calls import (
     ARCH,
     THREADS,
     build,

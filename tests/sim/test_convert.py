@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact_floats import BF16, F16, F32, F64
+from helpers.exact_floats import BF16, F16, F32, F64
 
 from warpspec.sim.conversions import convert_form
 from warpspec.sim.errors import UnsupportedInstruction

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 from warpspec.sim import (
     BarrierFault,
@@ -32,7 +32,7 @@ def run(body: str, **options) -> np.ndarray:
 
 def line_of(body: str, text: str) -> int:
     """PTX line of the first line of the kernel that contains `text`."""
-    from ptx_launch import HEADER
+    from helpers.ptx_launch import HEADER
 
     whole = HEADER.format(
         variables=".shared .align 128 .b8 sm[4096];", parameters=".param .u64 out", body=body

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 OUT = """
   ld.param.u64 %rd1, [out];

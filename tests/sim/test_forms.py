@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.sim import runtime

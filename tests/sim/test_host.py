@@ -12,7 +12,7 @@ import pytest
 import torch
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack, make_fake_stream
-from host_calls import (
+from helpers.host_calls import (
     ARCH,
     THREADS,
     build,

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from alu_forms import run
+from helpers.alu_forms import run
 
 from warpspec.sim.families.alu import form_of
 

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from ptx_launch import HEADER
+from helpers.ptx_launch import HEADER
 
 from warpspec import sim
 from warpspec.sim.memory import GlobalMemory, HostRegion

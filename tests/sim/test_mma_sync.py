@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tcgen05_model import BITS, cached_value
+from helpers.tcgen05_model import BITS, cached_value
 
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.families import matrix, mma_sync

@@ -6,7 +6,7 @@ The Python handlers are tested against exact arithmetic in test_alu.py and test_
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.sim import runtime

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 from warpspec import sim
 from warpspec.sim.tcgen05 import smem_descriptor

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 from warpspec.sim.errors import MemoryFault
 
@@ -66,7 +66,7 @@ def test_an_interrupt_ends_both_processes():
     command = [sys.executable, "-c", "import test_processes; print(test_processes.interrupted_launch())"]
     places = [
         str(Path(__file__).parent),
-        str(Path(__file__).parents[1] / "helpers"),
+        str(Path(__file__).parents[1]),
         os.environ.get("PYTHONPATH", ""),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}

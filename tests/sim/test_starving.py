@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gemm_cases import GemmCase, inputs_of, poisoned_out
-from ptx_launch import launch
+from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
+from helpers.ptx_launch import launch
 from shared import mutants
 
 from warpspec import sim

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tcgen05_model import Layout, locate
+from helpers.tcgen05_model import Layout, locate
 
 from warpspec.sim.errors import BadDescriptor, MemoryFault, UnsupportedInstruction
 from warpspec.sim.tcgen05 import instruction_descriptor, smem_descriptor

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from ptx_launch import launch
-from tcgen05_model import Layout, smem_matrix
+from helpers.ptx_launch import launch
+from helpers.tcgen05_model import Layout, smem_matrix
 
 from warpspec.sim import BadDescriptor, Deadlock, TmemFault, UnsupportedInstruction
 from warpspec.sim.tcgen05 import smem_descriptor

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tcgen05_model import (
+from helpers.tcgen05_model import (
     BITS,
     Layout,
     ModelCta,

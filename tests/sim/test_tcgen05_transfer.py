@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tcgen05_model import Layout, locate
+from helpers.tcgen05_model import Layout, locate
 
 from warpspec.sim.errors import TmemFault, UnsupportedInstruction
 from warpspec.sim.tcgen05 import copy, mma, smem_descriptor, transfer

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tma_run import DUMP, INIT, LEAVE, WAIT, Run
+from helpers.tma_run import DUMP, INIT, LEAVE, WAIT, Run
 
 from warpspec.sim.errors import BarrierFault, MemoryFault
 

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from tma_model import (
+from helpers.tma_model import (
     BASE,
     SWIZZLES,
     Memory,

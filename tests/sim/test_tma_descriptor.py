@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tma_model import BASE, SWIZZLES, random_map, valid_map
+from helpers.tma_model import BASE, SWIZZLES, random_map, valid_map
 
 from warpspec.sim import tma
 from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction

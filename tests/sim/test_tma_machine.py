@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tma_run import DUMP, FILL, IN_BYTES, LEAVE, LOAD, SEEDS, WAIT, Run, expected_box, source_map
+from helpers.tma_run import DUMP, FILL, IN_BYTES, LEAVE, LOAD, SEEDS, WAIT, Run, expected_box, source_map
 
 from warpspec.sim.errors import BarrierFault, Deadlock, MemoryFault, UnsupportedInstruction
 from warpspec.sim.tma import TensorMap

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from tma_run import DUMP, LOAD, SEEDS, WAIT, Run, expected_box, source_map
+from helpers.tma_run import DUMP, LOAD, SEEDS, WAIT, Run, expected_box, source_map
 
 from warpspec.sim import OrderError
 from warpspec.sim.errors import BadDescriptor

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tma_model import BASE, Memory
+from helpers.tma_model import BASE, Memory
 
 from warpspec.sim import tma
 from warpspec.sim.errors import UnsupportedInstruction

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_launch import launch
+from helpers.ptx_launch import launch
 
 from warpspec.sim import formats
 from warpspec.sim.errors import BadDescriptor, Deadlock, RegisterHazard, UnsupportedInstruction

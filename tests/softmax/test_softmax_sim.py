@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from softmax_cases import check, logits, matrix, untouched
-from suites import long
+from helpers.softmax_cases import check, logits, matrix, untouched
+from helpers.suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.hardware import MIB, REGISTER_STEP

@@ -1,7 +1,7 @@
 """softmax_topk without its kernels: arguments, the reference, torch.compile, autograd, which kernel is chosen."""
 
+import helpers.topk_cases as cases
 import pytest
-import topk_cases as cases
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -2,10 +2,10 @@
 
 import itertools
 
+import helpers.topk_cases as cases
 import pytest
-import topk_cases as cases
 import torch
-from suites import long
+from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources

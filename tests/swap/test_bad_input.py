@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from swap_cases import make_plan, run, simulated, small
+from helpers.swap_cases import make_plan, run, simulated, small
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.swap import SwapState, launch, swap_ffn_decode

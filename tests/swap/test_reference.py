@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from swap_cases import error, reference_of, small, unfused
+from helpers.swap_cases import error, reference_of, small, unfused
 
 from warpspec.swap import SwapFFNWeights, SwapState, swap_ffn_decode
 from warpspec.swap.reference import lanes, pack_lanes, swap

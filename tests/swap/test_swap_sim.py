@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from swap_cases import (
+from helpers.swap_cases import (
     OF_UNFUSED,
     SMALL,
     check_forced,

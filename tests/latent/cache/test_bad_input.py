@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_cases import POISON, Compressor, Run
+from helpers.cache_cases import POISON, Compressor, Run
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.latent.cache import IndexPool, LatentPool, Tail, compress, insert_window, rope_table, store_rows

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import POISON, Compressor, Run, grow
-from suites import long
+from helpers.cache_cases import POISON, Compressor, Run, grow
+from helpers.suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.launch import simulating

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_cases import Compressor, Run, expected_entries, grow
+from helpers.cache_cases import Compressor, Run, expected_entries, grow
 
 from warpspec.latent.cache.reference import fold, hadamard_transform, rms_norm
 

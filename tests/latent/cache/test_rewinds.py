@@ -8,8 +8,8 @@ import random
 
 import pytest
 import torch
-from cache_cases import PAGE_SIZE, Compressor, Run, expected_entries
-from suites import long
+from helpers.cache_cases import PAGE_SIZE, Compressor, Run, expected_entries
+from helpers.suites import long
 
 from warpspec.common.launch import SIMULATED
 from warpspec.latent.cache import table_slots

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from suites import long
+from helpers.suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from index_cases import KINDS, rows
-from suites import long, long_but
+from helpers.index_cases import KINDS, rows
+from helpers.suites import long, long_but
 
 from warpspec.common.compile import resources
 from warpspec.common.launch import simulating

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from attention_cases import Case, arguments
+from helpers.attention_cases import Case, arguments
 
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, launch
