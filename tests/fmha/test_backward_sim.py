@@ -1,11 +1,13 @@
 """Attention's gradients by the kernels, in the simulator, against float64 autograd."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 from helpers.simulate import simulating_gradients
+from helpers.suites import long_but
 
 from warpspec import sim
 from warpspec.common.architecture import architecture
@@ -63,8 +65,10 @@ def cut_into(monkeypatch, order: Order) -> list:
     return prepared
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("dim", "deterministic"),
+    long_but([(64, False), (128, True), (256, False)], itertools.product(HEAD_DIMS, (False, True))),
+)
 def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
     """Each piece of a key tile leaves its part of dK and dV; and no register spills."""
     prepared = cut_into(monkeypatch, Order(pieces=4, section=1))

@@ -66,7 +66,7 @@ def assert_no_spills(config):
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
 
 
-@pytest.mark.parametrize("page_size", long_but((16, 128, 80, 256), (*PAGE_SIZES, 48, 80, 96, 112, 256, 384)))
+@pytest.mark.parametrize("page_size", long_but((16, 80), (*PAGE_SIZES, 48, 80, 96, 112, 256, 384)))
 def test_pages_give_the_dense_result(page_size):
     dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
     assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
@@ -89,7 +89,7 @@ def test_pages_of_other_head_dims(head_dim, page_size, shared_kv):
     assert_no_spills(simulate.plan_for("sm_100a", **pages).config)
 
 
-@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("far", long_but(FAR[:2], FAR))
 def test_page_out_of_range_reads_as_zeros(far):
     """Where nothing checked the table: in a page that keys use, by TMA and by the exact path of rows that a
     NaN hidden from them may have reached."""

@@ -11,6 +11,9 @@ def long(*values):
 
 
 def long_but(default: Iterable[Hashable], values: Iterable[Hashable]) -> list:
-    """All values as parameters; those that are not in ``default`` belong to the long suite."""
+    """All values as parameters; those that are not in ``default`` belong to the long suite. A tuple is a set."""
     chosen = tuple(default)
-    return [value if value in chosen else long(value) for value in values]
+    return [
+        value if value in chosen else long(*value) if isinstance(value, tuple) else long(value)
+        for value in values
+    ]

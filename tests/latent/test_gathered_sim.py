@@ -66,7 +66,7 @@ def test_against_reference(simulated, monkeypatch, heads, slots, options):
         assert got[1, :, -64:].isnan().all() and got[1, :, :-64].isfinite().all()
 
 
-@pytest.mark.parametrize("format", ["v4-fp8", "bf16"])
+@pytest.mark.parametrize("format", ["v4-fp8", long("bf16")])
 @pytest.mark.usefixtures("check_order")
 def test_one_cta(simulate_as, format):
     """Queries one after another on one CTA, of no, one and many tiles that end anywhere; keys missing at a tile's begin

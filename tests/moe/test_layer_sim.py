@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.moe_cases import GEMM_TOLERANCE, fp32_layer, make_experts, randn, relative_error
+from helpers.suites import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_one_expert_takes_all(plain):
     check(plain, x, torch.full_like(ids, 3), weights)
 
 
-@pytest.mark.parametrize("shape", [SINGLE, PAIR], ids=str)
+@pytest.mark.parametrize("shape", [long(SINGLE), PAIR], ids=str)
 def test_large_tiles(monkeypatch, shape):
     """Tokens as rows of the MMA, one CTA or two that share it: what many tokens an expert take."""
     monkeypatch.setattr(sm100, "choose_shape", lambda *sizes: shape)

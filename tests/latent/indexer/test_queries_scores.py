@@ -128,7 +128,7 @@ def test_scores_kernel(check_order, monkeypatch, simulate_as, format, heads, siz
     [
         ([300, 0, 0, 17, 640, 64, 65, 1], 10, 2),  # off tiles, none; a page and a request that are not there
         ([3, 5, 1700, 9, 2], 27, 3),  # one long among short
-        ([100, 0, 30], 3, 6),  # fewer tiles than warpgroups
+        long([100, 0, 30], 3, 6),  # fewer tiles than warpgroups
         long([640], 10, 3),
         long([0, 0, 0], 2, 2),
         long([50] * 40 + [0] * 3 + [200], 4, 3),
