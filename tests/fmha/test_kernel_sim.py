@@ -37,6 +37,8 @@ SHARING = [
     replace(BY_ID["data-outliers"], dtype=torch.bfloat16),
     replace(BY_ID["short-of-a-tile"], heads_q=1),
     replace(BY_ID["layout-padded"], sink=False, causal=True),
+    replace(BY_ID["layout-bhsd"], heads_kv=4),
+    replace(BY_ID["three-tiles"], heads_kv=2),
 ]
 # fmt: on
 
