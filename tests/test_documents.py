@@ -30,3 +30,23 @@ def test_links_lead_somewhere(name):
         assert other.exists(), f"{name}: {target} names no file"
         if anchor:
             assert anchor in anchors(other.read_text()), f"{name}: {target} names no heading of {other.name}"
+
+
+def test_documents_that_code_names_exist():
+    folders = [link.name for link in (ROOT / "src/warpspec").iterdir() if link.is_symlink()] + [
+        "scripts",
+        "tests",
+    ]
+    for module in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for name in re.findall(r"\bdocs/[\w./-]*\.md\b", module.read_text()):
+            assert (ROOT / name).exists(), f"{module.relative_to(ROOT)}: there is no {name}"
+
+
+def test_every_page_and_record_is_listed():
+    """docs/notebook/README.md links every decision page and every record, whose name begins with its date."""
+    listed = (ROOT / "docs/notebook/README.md").read_text()
+    for path in (ROOT / "docs/records").iterdir():
+        assert re.match(r"\d{4}-\d\d-\d\d-", path.name), path.name
+        assert f"](../records/{path.name})" in listed, path.name
+    for path in (ROOT / "docs/notebook").glob("[!R]*.md"):
+        assert f"]({path.name})" in listed, path.name

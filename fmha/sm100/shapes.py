@@ -1,6 +1,6 @@
 """Tile shapes of the sm100 attention kernel: one row a head dimension and staging of P.
 
-docs/notebook.md says by counted bytes and clocks why each is the default of its head dimension.
+docs/notebook/attention_sm100.md says by counted bytes and clocks why each is the default of its head dimension.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tile shapes of the sm_90a attention kernel by head dimension: the tuning tables, and which of them a problem gets.
 
-``scripts/tune_attention.py`` times these shapes and others; docs/attention_tuning.md has what it measured (H200).
+``scripts/tune_attention.py`` times these shapes and others; docs/notebook/attention_sm90.md says which were dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 
-# Decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200 (docs/notebook.md).
+# Decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200
+# (docs/records/2026-11-23-packed-batches.md).
 DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 

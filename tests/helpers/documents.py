@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "sim")
-    for path in (ROOT / folder).glob("*.md")
+    for pattern in ("*.md", "docs/**/*.md", "sim/*.md")
+    for path in ROOT.glob(pattern)
 )
 NEEDS_GPU = "# needs a GPU"  # first line of a block that does
 

@@ -13,7 +13,7 @@ lse' is in registers before these additions queue in front of all that a thread 
 At D 64 P is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
 dP starts from -delta. The first warp also loads. So there is no warp for the loads alone, and threads may have 255
 registers each: with fewer ptxas runs the products one by one. For the same reason all that reads a product's registers
-stands in the iteration that issues it (docs/notebook.md).
+stands in the iteration that issues it (docs/notebook/gradients.md).
 """
 
 from __future__ import annotations
