@@ -55,19 +55,20 @@ def insert_window(
 ) -> torch.Tensor | None:
     """Normalise and rotate queries and keys of new tokens; store the keys. One launch.
 
-    q: bf16 [T, H, 512], each head's projection, or None. kv: bf16 [T, 512], the keys' projection. cos_sin: fp32
-    [N, 64], for each position 32 cosines and 32 sines (``rope_table``), which the last 64 numbers are rotated by, in
-    neighbouring pairs. positions: int32 [T]. weight: of the keys' norm, fp32 or bf16 [512]; queries have none. slots:
-    int32 [T], where keys are stored in ``pool``; a slot below 0 or beyond it stores nothing, one given twice may end up
-    with a mixture, on the CPU ValueError. eps: of the norms. out: where rotated queries go, shaped like q: q itself, or
-    memory that no other argument has. The pool's memory is no other argument's either.
+    q: bf16 [T, H, 512], the projection of each head, or None. kv: bf16 [T, 512], the projection of the keys. cos_sin:
+    fp32 [N, 64], 32 cosines and then 32 sines for each position (``rope_table``); they rotate neighbouring pairs of the
+    last 64 numbers. positions: int32 [T]. weight: fp32 or bf16 [512], the weight of the keys' norm; the queries' norm
+    has none. slots: int32 [T], where to store each key in ``pool``. A slot below 0 or beyond the pool stores nothing.
+    If a slot is given twice, a GPU may store a mixture of the two rows; the CPU raises ValueError. eps: added to the
+    mean square in both norms. out: receives the rotated queries and has the shape of q. It is q itself, or memory that
+    no other argument uses. The pool's memory must not overlap any other argument's either.
 
-    A row x becomes x / sqrt(mean(x**2) + eps) (times weight), in fp32, then bf16; rotated in fp32, then bf16; keys are
-    quantised then (``quantize``). Returns the queries, bf16 [T, H, 512], None without q. A position beyond the table
-    gives a row whose rotated numbers are NaN; on the CPU ValueError.
+    A row x becomes x / sqrt(mean(x**2) + eps) (times weight) in fp32 and is rounded to bf16; it is then rotated in fp32
+    and rounded to bf16 again. Keys are quantised after that (``quantize``). Returns the queries, bf16 [T, H, 512], or
+    None without q. For a position beyond the table a GPU makes the rotated numbers NaN; the CPU raises ValueError.
 
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem for a pool that kernels do not write
-    ("v3.2-fp8") or a backend that does not run on the device. Forward only.
+    Raises TypeError or ValueError naming the argument, and UnsupportedProblem for a pool format that kernels do not
+    write ("v3.2-fp8") or a backend that does not run on the device. Forward only.
     """
     refuse_gradients(q=q, kv=kv, weight=weight)
     check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out)
@@ -82,8 +83,8 @@ def store_rows(
 ) -> None:
     """Quantise rows and store them in a pool.
 
-    rows: bf16 [T, dim], dim the pool's. slots: as in ``insert_window``. Bits are those of
-    ``quantize.quantize_rows``. Raises as ``insert_window``.
+    rows: bf16 [T, dim], with the pool's dim. slots: as in ``insert_window``. The stored bits are those of
+    ``quantize.quantize_rows``. Raises what ``insert_window`` raises.
     """
     refuse_gradients(rows=rows)
     check_store(rows, pool, slots)
@@ -106,36 +107,38 @@ def compress(
     hadamard: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Pool new tokens to entries, store those that are complete, keep the rest for later calls. One launch.
+    """Pool new tokens to entries, store complete entries, and keep unfinished ones for later calls. One launch.
 
-    content_gate: fp32 [T, 2, c dim], the projections C and Z of the requests' new tokens, one after another; c is 2
-    for CSA, 1 for HCA. ape: [stride, c dim], added to Z by position. weight: [dim], of the norm; both fp32 or
-    bf16. cos_sin: as in ``insert_window``. tail: of a ``StateCache``: which kind of entries, and what is kept.
-    requests: int32 [R], whose states these are, no two alike. starts: int32 [R], each one's first new position:
-    ``StateCache.lengths``. cu_seqlens: int32 [R + 1], where each one's tokens begin, and the end. slots: int32 [T],
-    where the entry is stored that the token completes (position + 1 a multiple of the stride); other tokens' are not
-    read, one below 0 or beyond the pool stores nothing, one given twice may end up with a mixture. hadamard: index keys
-    go through the Hadamard transform.
+    content_gate: fp32 [T, 2, c dim], the projections C and Z of the requests' new tokens, request after request; c is 2
+    for CSA and 1 for HCA. ape: [stride, c dim], added to Z by position. weight: [dim], the norm's weight; ape and
+    weight are each fp32 or bf16. cos_sin: as in ``insert_window``. tail: the ``Tail`` of a ``StateCache``; it names the
+    kind of entries and holds the unfinished ones. requests: int32 [R], the requests that the tokens belong to, no two
+    alike. starts: int32 [R], the position of each request's first new token (``StateCache.lengths``). cu_seqlens: int32
+    [R + 1], the offsets of the requests' tokens, ending with T. slots: int32 [T]; the token that completes an entry
+    (position + 1 is a multiple of the stride) gives the slot of that entry, and the slots of other tokens are not read.
+    A slot below 0 or beyond the pool stores nothing, and one given twice may end up with a mixture. hadamard: apply the
+    Hadamard transform to index keys.
 
-    An entry's channel is sum(softmax(Z + ape) C), over the stride's tokens (HCA), or over the first half of channels of
-    the window before and the second half of its own (CSA). Then bf16, normalised, bf16, rotated by the position of the
-    window's first token, bf16, (Hadamard transform, bf16,) quantised. Bits do not depend on how tokens are divided into
-    calls.
+    Each channel of an entry is sum(softmax(Z + ape) C). For HCA the sum runs over the tokens of one stride. For CSA it
+    runs over two windows: the window before contributes its first half of channels, the entry's own window its second
+    half. The entry is rounded to bf16, normalised, rounded to bf16, rotated by the position of its window's first
+    token, rounded to bf16, (Hadamard transformed, rounded to bf16,) and quantised. The bits do not depend on how tokens
+    are divided into calls.
 
-    A start of 0 begins anew. Any other goes on from the tokens that the request has: those from the start on are taken
-    back, and a start may be anything from F - max_draft to the end of the request's last call, F being the furthest end
-    of its calls since it began anew. So any pattern of calls takes back what it likes of the last max_draft tokens; a
-    call of more than max_draft tokens cannot be repeated. A request without tokens is left as it is, whatever its
-    start.
+    A start of 0 begins the request anew. Any other start continues it and takes back all tokens from that position on.
+    Let F be the furthest position that the request's calls have reached since it began anew: a start may be anything
+    from F - max_draft to the end of the request's last call. Any pattern of calls may therefore take back some of the
+    last max_draft tokens; a call of more than max_draft tokens cannot be repeated. A request without new tokens is left
+    as it is, whatever its start.
 
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem as ``insert_window``. Forward only. What
-    small tensors hold is looked at on the CPU alone. There ValueError names a request out of range or given twice, any
-    other start, cu_seqlens that do not rise from 0 to T, an entry's slot given twice, and an entry whose first token's
-    position the table does not have. On a GPU, which the host does not wait for,
+    Raises TypeError or ValueError naming the argument, and UnsupportedProblem as ``insert_window`` does. Forward only.
+    The values in small tensors are checked on the CPU only. There, ValueError is raised for a request out of range or
+    given twice, for any other start, for cu_seqlens that do not rise from 0 to T, for an entry's slot given twice, and
+    for an entry whose first token has a position beyond the table. On a GPU the host does not wait for these values:
 
-    - another start makes NaN of the entries that need lost tokens; the request then has the tokens from that start on
-    - an entry beyond the table has NaN for the numbers that are rotated, for all numbers with ``hadamard``
-    - requests that are out of range are left out, and cu_seqlens clamped to the tokens there are
+    - any other start makes NaN of the entries that need lost tokens; the request then has the tokens from that start on
+    - an entry beyond the table has NaN in its rotated numbers, or in all of its numbers with ``hadamard``
+    - requests that are out of range are skipped, and cu_seqlens are clamped to the tokens that exist
     """
     refuse_gradients(content_gate=content_gate, ape=ape, weight=weight)
     check_compress(

@@ -10,12 +10,12 @@ from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, RowForm
 from warpspec.latent.cache.models import OVERLAP
 
 FP32_BYTES = 4
-VECTOR = 4  # fp32 of one 16-byte access
-STORED_BY_KERNELS = ("v4-fp8", "bf16", "mxfp4", "fp8")  # formats whose rows kernels write
+VECTOR = 4  # fp32 numbers of one 16-byte access
+STORED_BY_KERNELS = ("v4-fp8", "bf16", "mxfp4", "fp8")  # formats that kernels can write
 
 
 def row_format(kind: str, name: str) -> RowFormat:
-    """The record of a format that kernels write; UnsupportedProblem for others."""
+    """The record of a format that kernels write; raises UnsupportedProblem for any other."""
     if name not in STORED_BY_KERNELS:
         raise UnsupportedProblem(
             f"pool: kernels store rows of {', '.join(STORED_BY_KERNELS)}, got {name!r} (backend 'reference' stores all)"
@@ -25,11 +25,11 @@ def row_format(kind: str, name: str) -> RowFormat:
 
 @dataclass(frozen=True)
 class InsertConfig:
-    """The kernel of ``insert_window`` and ``store_rows``: a warp a row.
+    """Configuration of the kernel of ``insert_window`` and ``store_rows``, which gives each row a warp.
 
-    kind, format: of the pool. project: rows are normalised and rotated before they are stored. queries: so are queries,
-    which are returned. weight: dtype of the norm's weight; None: rows are rotated only. hadamard: rows go through
-    the Hadamard transform. share: so many rows in a row have one position.
+    kind, format: the pool's. project: normalise and rotate rows before they are stored. queries: normalise and rotate
+    queries too, and return them. weight: dtype of the norm's weight; None: rotate rows without normalising them.
+    hadamard: apply the Hadamard transform to rows. share: this many consecutive rows have the same position.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class InsertConfig:
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA, a row each."""
+        """Warps of a CTA; each has one row."""
         return 8
 
     @property
@@ -61,11 +61,12 @@ class InsertConfig:
 
 @dataclass(frozen=True)
 class CompressConfig:
-    """The kernel of ``compress``: a CTA a request, for what needs its state, and one for every ``stride`` tokens.
+    """Configuration of the kernel of ``compress``.
 
-    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: of the pool.
-    hadamard: rows go through the Hadamard transform. weight, ape: dtypes of the norm's weight and of the positions'
-    bias.
+    The first CTAs have a request each and do what needs its state; each further CTA has ``stride`` tokens.
+
+    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: the pool's. hadamard:
+    apply the Hadamard transform to rows. weight, ape: dtypes of the norm's weight and of the positional bias.
     """
 
     tail: str
@@ -94,12 +95,12 @@ class CompressConfig:
 
     @property
     def series(self) -> int:
-        """Times ``dim`` channels of a token's C and Z."""
+        """c: how many times ``dim`` channels C and Z of a token have."""
         return OVERLAP if self.tail == "csa" else 1
 
     @property
     def reach(self) -> int:
-        """Tokens that an entry is made of."""
+        """How many tokens an entry is pooled from."""
         return self.series * self.stride
 
     @property
@@ -109,10 +110,10 @@ class CompressConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: each has VECTOR channels."""
+        """Threads of a CTA; each has VECTOR channels."""
         return self.dim // VECTOR
 
     @property
     def smem_bytes(self) -> int:
-        """An entry's channels, from the threads that pool them to the warp that stores the row."""
+        """Bytes that carry an entry's channels from the threads that pool them to the warp that stores the row."""
         return self.dim * FP32_BYTES

@@ -1,10 +1,10 @@
 """How rows of paged pools are stored: one record a format. Plain Python, no tensors.
 
-A row has ``dim`` numbers. The first ``values`` are quantised, ``block`` of them to a scale; the others, the tail, are
-bf16. A page of P rows is all rows' data one after another and behind them all rows' scales (``apart``), or rows that
-have their scales inside, between values and tail.
+A row has ``dim`` numbers. The first ``values`` of them are quantised, ``block`` numbers to a scale; the others, the
+tail, are bf16. In some formats (``apart``) a page of P rows holds the data of all rows first and their scales behind
+it; in the others each row has its scales inside, between values and tail.
 
-"v4-fp8" and the index formats lie as FlashMLA's and DeepGEMM's kernels read them, "v3.2-fp8" as FlashMLA's.
+"v4-fp8" and the index formats have the layouts that FlashMLA's and DeepGEMM's kernels read, "v3.2-fp8" FlashMLA's.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from dataclasses import dataclass
 BF16_BYTES = 2
 VALUE_BITS = {"e4m3": 8, "e2m1": 4, "bf16": 16}
 SCALE_BYTES = {"ue8m0": 1, "fp32": 4}
-PAGE_ALIGNMENT = 16  # bytes, of the first page and of the distance of pages
+PAGE_ALIGNMENT = 16  # alignment in bytes of the first page and of the distance between pages
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """name: as arguments give it. kind: "latent" (keys that are values too) or "index". dim: numbers of a row.
-    values: how many of them, from the first, are of type ``value``. block: values that share a scale; 0: none does.
-    scale: the scales' type, None: no scales. padding: zero bytes behind a row's scales. apart: scales lie behind all
-    rows of the page. min_amax: a block's largest magnitude counts as at least this."""
+    """Layout of the rows of one format.
+
+    name: what the argument ``format`` calls it. kind: "latent" (keys that are values too) or "index". dim: numbers of a
+    row. values: how many of them, from the first, are stored as type ``value``. block: values that share a scale; 0: no
+    scales. scale: the scales' type; None: no scales. padding: zero bytes behind a row's scales. apart: whether the
+    scales lie behind all rows of the page. min_amax: lower bound of a block's amax when its scale is chosen.
+    """
 
     name: str
     kind: str
@@ -68,7 +71,7 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, wherever they lie."""
+        """Bytes of a row: data and scales, whether or not they lie together."""
         return self.data_bytes + self.scale_bytes
 
     @property
@@ -87,15 +90,18 @@ class RowFormat:
         return self.scale_bytes if self.apart else self.row_bytes
 
     def scale_base(self, page_size: int) -> int:
-        """Bytes from a page's begin to its first row's first scale."""
+        """Bytes from the start of a page to its first row's first scale."""
         return page_size * self.data_bytes if self.apart else self.value_bytes
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page of so many rows, without padding between pages."""
+        """Bytes of a page of ``page_size`` rows, without padding between pages."""
         return page_size * self.row_bytes
 
     def page_stride(self, page_size: int, multiple: int = PAGE_ALIGNMENT) -> int:
-        """The least distance of pages that is a multiple of so many bytes. FlashMLA on sm100 wants 576 for "v4-fp8"."""
+        """Bytes from page to page: the least multiple of ``multiple`` that holds a page.
+
+        FlashMLA on sm100 wants a multiple of 576 for "v4-fp8".
+        """
         return -(-self.page_bytes(page_size) // multiple) * multiple
 
 

@@ -1,8 +1,8 @@
-"""What a model's layers keep of its tokens, and how many bytes that is. Plain Python.
+"""What a model's layers keep of their tokens, and how many bytes that takes. Plain Python.
 
-A layer is of one of three kinds: "window" (the last tokens, plain keys), "csa" (the window, and an entry for every
-``csa_stride`` tokens, with an index key each, of which the indexer selects) and "hca" (the window, and an entry for
-every ``hca_stride`` tokens).
+There are three kinds of layers. "window" keeps plain keys of the last tokens. "csa" keeps the window and an entry for
+every ``csa_stride`` tokens, each with an index key by which the indexer selects it. "hca" keeps the window and an entry
+for every ``hca_stride`` tokens.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, format_named
 
 KINDS = ("window", "csa", "hca")
-OVERLAP = 2  # windows that a CSA entry is made of: its own and the one before
+OVERLAP = 2  # windows that a CSA entry is pooled from: its own and the one before
 FP32_BYTES = 4
 CONTENT_AND_GATE = 2  # the compressor's two projections, C and Z
-ONLINE_NUMBERS = 3  # of an HCA window that is not over, by channel: largest gate, sum, weighted sum
+ONLINE_NUMBERS = 3  # numbers a channel of an unfinished HCA window: largest gate, sum, weighted sum
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Shapes of a model's caches. layers: how many of each kind. dim: of a latent row; rope_dim: of its last numbers
-    that are rotated. window: plain keys that a token sees, its own included. index_dim, index_heads, top_k: of the
-    indexer. latent, index: formats' names."""
+    """Shapes of a model's caches.
+
+    layers: how many of each kind. dim: numbers of a latent row, of which the last rope_dim are rotated. window: plain
+    keys that a token sees, its own included. index_dim, index_heads, top_k: the indexer's. latent, index: names of
+    formats.
+    """
 
     layers: tuple[tuple[str, int], ...]
     dim: int = 512
@@ -42,18 +45,18 @@ class CacheConfig:
         assert all(kind in KINDS and count >= 0 for kind, count in self.layers)
 
     def stride(self, kind: str) -> int:
-        """Tokens of an entry; 0: none are made."""
+        """Tokens of an entry; 0 for layers without entries."""
         return {"window": 0, "csa": self.csa_stride, "hca": self.hca_stride}[kind]
 
     def bytes_per_token(self) -> float:
-        """Bytes that a token adds to the pools of all layers together: entries and index keys, pages filled."""
+        """Bytes that a token adds to the pools of all layers together: entries and index keys, when pages are full."""
         latent = LATENT_FORMATS[self.latent].row_bytes
         index = INDEX_FORMATS[self.index].row_bytes
         of_kind = {"window": 0.0, "csa": (latent + index) / self.csa_stride, "hca": latent / self.hca_stride}
         return sum(count * of_kind[kind] for kind, count in self.layers)
 
     def state_bytes(self, kind: str, max_draft: int = 0) -> int:
-        """Bytes of a request's state in one layer (``StateCache``), whatever its length."""
+        """Bytes of a request's state in one layer (``StateCache``); they do not depend on its length."""
         ring = LATENT_FORMATS[self.latent].page_stride(self.window + max_draft)
         if kind == "csa":
             rows = OVERLAP * self.csa_stride + max_draft
@@ -75,7 +78,7 @@ MODELS = {"deepseek-v4-flash": DEEPSEEK_V4_FLASH, "deepseek-v4-pro": DEEPSEEK_V4
 def bytes_per_token(model: str, **formats: str) -> float:
     """Bytes of cache that a token adds in all layers of a model of ``MODELS``; a request's fixed states come on top.
 
-    formats: ``latent=`` and ``index=`` instead of the model's own. Raises ValueError for names there are not.
+    formats: ``latent=`` and ``index=`` replace the model's own. Raises ValueError for an unknown model or format.
     """
     if model not in MODELS:
         raise ValueError(f"model: must be one of {', '.join(MODELS)}, got {model!r}")

@@ -1,6 +1,6 @@
 """The torch operators behind ``insert_window``, ``store_rows`` and ``compress``: backend choice, launch.
 
-Their schemas are of tensors; the pool's and the tail's own numbers go beside them.
+A schema has tensors and numbers only, so the fields of the pool and of the tail are passed one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 def run_insert(
     q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend, target=None
 ):
-    """K1 of checked arguments; positions None: rows are stored as they are. out: as q, or None where that is."""
+    """K1 on checked arguments. positions None: store rows as they are. out: shaped like q, None without q."""
     device = kv.device
     backend = resolve_backend(backend, device)
     pool = POOLS[kind](data, page_size, name)
@@ -60,7 +60,7 @@ def run_compress(
     content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, pool: Pool, slots, eps, hadamard,
     backend, target: Target | None = None,
 ):  # fmt: skip
-    """K2 of checked arguments."""
+    """K2 on checked arguments."""
     device = content_gate.device
     backend = resolve_backend(backend, device)
     if len(content_gate) == 0:
@@ -90,7 +90,7 @@ def run_compress(
 
 
 def insert(q, kv, cos_sin, positions, weight, eps, pool: Pool, slots, out, backend) -> None:
-    """``run_insert``, through the operator where somebody watches."""
+    """``run_insert``, through the torch operator while something records operators (a trace, a dispatch mode)."""
     kind = "index" if isinstance(pool, IndexPool) else "latent"
     arguments = (
         q, kv, cos_sin, positions, weight, eps, pool.data, pool.page_size, kind, pool.format, slots, out, backend
@@ -107,7 +107,7 @@ def compress(
     content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, pool: Pool, slots, eps, hadamard,
     backend,
 ) -> None:  # fmt: skip
-    """``run_compress``, through the operator where somebody watches."""
+    """``run_compress``, through the torch operator while something records operators (a trace, a dispatch mode)."""
     inputs = (content_gate, ape, weight, cos_sin)
     batch = (requests, starts, cu_seqlens)
     if not watched(*inputs, *batch, slots, tail.rows, pool.data):
@@ -142,7 +142,7 @@ def compress(
 def insert_operator(
     q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend
 ) -> None:
-    """``insert_window`` and ``store_rows``."""
+    """Operator of ``insert_window`` and ``store_rows``."""
     check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out)
     check_insert_values(positions, cos_sin, slots, len(data) * page_size)
     run_insert(q, kv, cos_sin, positions, weight, eps, data, page_size, kind, name, slots, out, backend)
@@ -165,7 +165,7 @@ def compress_operator(
     content_gate, ape, weight, cos_sin, tail_kind, stride, dim, max_draft, rows, online, progress, requests, starts,
     cu_seqlens, data, page_size, kind, name, slots, eps, hadamard, backend,
 ) -> None:  # fmt: skip
-    """``compress``."""
+    """Operator of ``compress``."""
     tail = Tail(tail_kind, stride, dim, max_draft, rows, online, progress)
     pool = POOLS[kind](data, page_size, name)
     inputs = (content_gate, ape, weight, cos_sin)

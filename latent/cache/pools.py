@@ -1,4 +1,4 @@
-"""Paged pools of rows, as engines allocate them, and the numbers of rows in them.
+"""Paged pools of rows, as engines allocate them, and the slots that number their rows.
 
 A slot is page * page_size + row, int32. Slots below 0 and beyond the pool belong to no row.
 """
@@ -27,9 +27,9 @@ NO_SLOT = NO_PAGE = -1
 class Pool:
     """Pages of rows of one format, in memory that someone else may own.
 
-    data: uint8 [pages, bytes], a page's bytes contiguous and at least ``format.page_bytes(page_size)`` of them; pages
-    any multiple of 16 bytes apart, the first at an address that is one too. page_size: rows of a page. format: a name.
-    Raises TypeError or ValueError naming the argument.
+    data: uint8 [pages, bytes]. The bytes of a page are contiguous and at least ``format.page_bytes(page_size)``. The
+    first page's address and the distance between pages are multiples of 16 bytes. page_size: rows of a page. format:
+    its name. Raises TypeError or ValueError naming the argument.
     """
 
     data: torch.Tensor
@@ -68,7 +68,10 @@ class Pool:
 
     @classmethod
     def empty(cls, pages: int, page_size: int, format: str, *, device="cpu", multiple: int = PAGE_ALIGNMENT):
-        """A pool of zeros. multiple: pages are so many bytes apart, or times it (FlashMLA on sm100: 576)."""
+        """A pool of zeros.
+
+        multiple: the distance between pages is a multiple of this many bytes (FlashMLA on sm100: 576).
+        """
         fmt = format_named(cls.formats, format)
         check_page_size(page_size)
         if type(multiple) is not int or multiple <= 0 or multiple % PAGE_ALIGNMENT:
@@ -99,7 +102,7 @@ class Pool:
         return self.data[:, :needed].view(torch.uint32)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """fp32 [..., dim]: the rows of ``slots`` [...], an integer tensor; zeros where there is none."""
+        """fp32 [..., dim]: the rows at ``slots`` [...], an integer tensor; zeros where a slot belongs to no row."""
         seen = (slots >= 0) & (slots < self.capacity)
         flat = torch.where(seen, slots, 0).reshape(-1).long()
         fmt = self.row_format
@@ -110,7 +113,7 @@ class Pool:
         return torch.where(seen.reshape(-1, 1), rows, 0.0).reshape(*slots.shape, fmt.dim)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Stores rows [T, dim] at ``slots`` [T]; those of no slot are not stored. Of slots given twice, one stays."""
+        """Store rows [T, dim] at ``slots`` [T], skipping slots of no row. If a slot is given twice, one row stays."""
         seen = (slots >= 0) & (slots < self.capacity)
         page, data_at, scale_at = self._bytes_of(slots[seen].long())
         data, scales = quantize_rows(rows[seen], self.row_format)
@@ -118,7 +121,7 @@ class Pool:
         self.data[page, scale_at] = scales
 
     def _bytes_of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(page [T, 1], where values and tail are [T, data_bytes], where scales are [T, scale_bytes]), in bytes."""
+        """Byte indices of rows: (page [T, 1], values and tail [T, data_bytes], scales [T, scale_bytes])."""
         fmt = self.row_format
         page, row = slots // self.page_size, slots % self.page_size
         within = torch.arange(fmt.data_bytes, device=slots.device)
@@ -130,19 +133,19 @@ class Pool:
 
 
 class LatentPool(Pool):
-    """Rows that are keys and values: ``format`` "v4-fp8", "bf16" (512 numbers) or "v3.2-fp8" (576). See ``Pool``."""
+    """A pool of rows that are keys and values: ``format`` "v4-fp8", "bf16" (512 numbers) or "v3.2-fp8" (576)."""
 
     formats = LATENT_FORMATS
 
 
 class IndexPool(Pool):
-    """Rows of index keys, 128 numbers: ``format`` "mxfp4", "fp8" or "bf16". See ``Pool``."""
+    """A pool of index keys of 128 numbers: ``format`` "mxfp4", "fp8" or "bf16". See ``Pool``."""
 
     formats = INDEX_FORMATS
 
 
 def check_page_size(page_size) -> None:
-    """Raise for a number of rows that no page has."""
+    """Raise TypeError or ValueError for a page_size that no pool can have."""
     if type(page_size) is not int:
         raise TypeError(f"page_size: must be an int, got {page_size!r} ({type(page_size).__name__})")
     if page_size < 1:
@@ -150,10 +153,10 @@ def check_page_size(page_size) -> None:
 
 
 def table_slots(page_table: torch.Tensor, rows: torch.Tensor, page_size: int) -> torch.Tensor:
-    """int32 slots of a request's rows by its page table.
+    """int32 slots of requests' rows, looked up in the page table.
 
-    page_table: integer [R, pages]. rows: integer [R, ...], numbers of rows from the request's first on; those below 0
-    or past its pages get NO_SLOT, and so do those of pages below 0 or beyond all slots.
+    page_table: integer [R, pages]. rows: integer [R, ...], each the number of a row counted from the request's first.
+    Rows below 0 or past the request's pages get NO_SLOT, and so do rows of pages below 0 or beyond all slots.
     """
     pages = page_table.shape[1]
     flat = rows.reshape(len(rows), -1).long()
@@ -168,7 +171,7 @@ def table_slots(page_table: torch.Tensor, rows: torch.Tensor, page_size: int) ->
 
 
 def pages_of(page_table: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
-    """[T, pages]: rows ``requests`` [T] of a page table [R, pages]; NO_PAGE throughout for those that there are not."""
+    """[T, pages]: rows ``requests`` [T] of a page table [R, pages]; all NO_PAGE for a request out of range."""
     known = (requests >= 0) & (requests < len(page_table))
     if len(page_table) == 0:
         return torch.full((len(requests), page_table.shape[1]), NO_PAGE, device=page_table.device)

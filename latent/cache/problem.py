@@ -1,8 +1,8 @@
 """Checks of ``insert_window``, ``store_rows`` and ``compress``: each argument once.
 
-They raise TypeError (wrong kind of object or dtype) or ValueError (wrong value) with the argument's name, what it was
-and what is allowed, before anything is launched or written. Values that small tensors hold are looked at on the CPU
-only; kernels on a GPU read nothing out of bounds whatever they hold, as the public docstrings say.
+They raise TypeError (wrong kind of object or dtype) or ValueError (wrong value) with the argument's name, its value and
+what is allowed, before anything is launched or written. The values in small tensors are checked on the CPU only. On a
+GPU, kernels read nothing out of bounds whatever those values are; the public docstrings say what they do instead.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool
 from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-ROPE_DIM = 64  # numbers of a row that are rotated
+ROPE_DIM = 64  # rotated numbers of a row
 POSITION_LIMIT = 2**30
-ROW_LIMIT = 2**31 - 2**10  # kernels count rows in int32, those of idle warps too
+ROW_LIMIT = 2**31 - 2**10  # kernels count rows in int32, including rows of idle warps
 
 
 def check_tensor(name, tensor, dtypes, shape, device, *, aligned: bool = False) -> None:
-    """One tensor: kind, dtype, shape (-1: any), device, last dimension contiguous; aligned: addresses of rows, too."""
+    """Check kind, dtype, shape (-1: any), device and a contiguous last dimension; aligned: also the rows' addresses."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
     if tensor.layout != torch.strided:
@@ -52,7 +52,7 @@ def check_tensor(name, tensor, dtypes, shape, device, *, aligned: bool = False) 
 
 
 def check_pool(pool, kinds: tuple[type, ...], device=None) -> None:
-    """A pool of one of these kinds, on the device."""
+    """Check that a pool is of one of these kinds and on the device."""
     if not isinstance(pool, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"pool: must be a {names}, got {type(pool).__name__}")
@@ -66,7 +66,7 @@ def check_eps(eps) -> None:
 
 
 def check_store(rows, pool: Pool, slots) -> None:
-    """Arguments of ``store_rows``."""
+    """Check the arguments of ``store_rows``."""
     check_pool(pool, (LatentPool, IndexPool))
     check_tensor("rows", rows, (torch.bfloat16,), (-1, pool.row_format.dim), pool.device, aligned=True)
     check_count("rows", len(rows))
@@ -75,7 +75,7 @@ def check_store(rows, pool: Pool, slots) -> None:
 
 
 def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> None:
-    """Arguments of ``insert_window``."""
+    """Check the arguments of ``insert_window``."""
     check_pool(pool, (LatentPool,))
     if pool.row_format.dim != 512:
         raise ValueError(
@@ -102,7 +102,10 @@ def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> No
 
 
 def check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out) -> None:
-    """Whether what ``insert_window`` or, with positions None, ``store_rows`` writes is apart. data: of the pool."""
+    """Check that outputs of ``insert_window`` (``store_rows`` if positions is None) overlap nothing.
+
+    data: the pool's.
+    """
     rows = {"rows": kv} if positions is None else {"q": q, "kv": kv}
     inputs = {**rows, "cos_sin": cos_sin, "positions": positions, "weight": weight, "slots": slots}
     if out is not None:
@@ -111,7 +114,7 @@ def check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out) ->
 
 
 def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
-    """What the small tensors of ``insert_window`` and ``store_rows`` hold, on the CPU. capacity: of the pool."""
+    """Check values in the small tensors of ``insert_window`` and ``store_rows``, on the CPU. capacity: the pool's."""
     if slots.device.type != "cpu":
         return
     if positions is not None:
@@ -121,20 +124,20 @@ def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
 
 
 def check_positions(name, positions, cos_sin) -> None:
-    """Positions of tokens, which the table must have; on the CPU."""
+    """Check on the CPU that the table has all positions."""
     if positions.device.type == "cpu":
         check_range(name, positions, 0, len(cos_sin) - 1, "rows of cos_sin")
 
 
 def check_once(slots, capacity: int) -> None:
-    """Slots on the CPU, of which no row of the pool is given twice."""
+    """Check on the CPU that no row of the pool is given twice."""
     found, counts = slots[(slots >= 0) & (slots < capacity)].unique(return_counts=True)
     for slot in found[counts > 1][:1].tolist():
         raise ValueError(f"slots: each may be given once, got {slot} twice")
 
 
 def check_projection(cos_sin, weight, dim, device) -> None:
-    """The table of angles and the norm's weight."""
+    """Check the table of angles and the norm's weight."""
     check_tensor("cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
     check_tensor("weight", weight, WEIGHT_DTYPES, (dim,), device, aligned=True)
 
@@ -142,7 +145,7 @@ def check_projection(cos_sin, weight, dim, device) -> None:
 def check_compress(
     content_gate, ape, weight, cos_sin, *, tail, requests, starts, cu_seqlens, pool, slots, eps, hadamard
 ) -> None:
-    """Arguments of ``compress``."""
+    """Check the arguments of ``compress``."""
     if not isinstance(tail, Tail):
         raise TypeError(f"tail: must be a Tail, of a StateCache, got {type(tail).__name__}")
     check_pool(pool, (LatentPool, IndexPool))
@@ -178,7 +181,7 @@ def check_compress(
 def check_compress_outputs(
     content_gate, ape, weight, cos_sin, tail: Tail, requests, starts, cu_seqlens, data, slots
 ) -> None:
-    """Whether what ``compress`` writes, the tail and the pool's data, is apart."""
+    """Check that the outputs of ``compress``, the tail and the pool's data, overlap nothing."""
     inputs = {
         "content_gate": content_gate, "ape": ape, "weight": weight, "cos_sin": cos_sin, "requests": requests,
         "starts": starts, "cu_seqlens": cu_seqlens, "slots": slots,
@@ -196,7 +199,7 @@ def check_compress_outputs(
 
 
 def check_compress_values(cos_sin, tail: Tail, requests, starts, cu_seqlens, slots, capacity: int) -> None:
-    """What ``compress``'s small tensors hold, on the CPU. capacity: of the pool."""
+    """Check the values in ``compress``'s small tensors, on the CPU. capacity: the pool's."""
     if requests.device.type != "cpu":
         return
     check_range("requests", requests, 0, tail.requests - 1, "the tail's requests")
@@ -216,7 +219,7 @@ def check_compress_values(cos_sin, tail: Tail, requests, starts, cu_seqlens, slo
 
 
 def check_entries(tail: Tail, requests, starts, lengths, cos_sin) -> None:
-    """Whether the table has the positions of the first tokens of all entries that each request completes."""
+    """Check that the table has the position of the first token of every entry that a request completes."""
     ends = (starts + lengths) // tail.stride * tail.stride
     first = ends - tail.stride
     for i in ((ends > starts) & (first >= len(cos_sin))).nonzero()[:1, 0].tolist():
@@ -227,7 +230,7 @@ def check_entries(tail: Tail, requests, starts, lengths, cos_sin) -> None:
 
 
 def check_starts(tail: Tail, requests, starts, lengths) -> None:
-    """Whether each request begins anew or goes on between its settled tokens and the end of those written."""
+    """Check that each request begins anew or continues between its settled tokens and the end of those written."""
     written, settled = tail.progress[requests.long()][:, [WRITTEN, SETTLED]].unbind(1)
     wrong = (lengths > 0) & (starts > 0) & ((starts < settled) | (starts > written))
     for i in wrong.nonzero()[:1, 0].tolist():
@@ -239,7 +242,7 @@ def check_starts(tail: Tail, requests, starts, lengths) -> None:
 
 
 def check_range(name, tensor, low, high, what) -> None:
-    """Values of a CPU tensor; not while it is traced, when it has none."""
+    """Check that the values of a CPU tensor lie in a range; skipped while tracing, when it has no values."""
     if torch.compiler.is_compiling():
         return
     wrong = (tensor < low) | (tensor > high)
@@ -253,7 +256,7 @@ def check_count(name, rows) -> None:
 
 
 def refuse_gradients(**tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError naming the first argument that carries a derivative, or of which one is wanted."""
+    """Raise NotImplementedError naming the first argument that requires grad or carries a forward-mode derivative."""
     refuse_tangents(**tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():

@@ -1,9 +1,9 @@
-"""Rows to stored bytes and back, in FP32 torch: the definition that kernels give the same bits as.
+"""Quantise rows and read them back, in FP32 torch. This is the definition; kernels give the same bits.
 
-A block's scale is 2**k with k the least integer for which amax <= largest value * 2**k, amax being the block's largest
-magnitude or the format's floor. Values are x * 2**-k, to the nearest of the value type, ties to even; signs stay, of
-zeros too. A block that holds NaN or Inf has the scale NaN (ue8m0 255) and all its values are e4m3 NaN or e2m1 +6:
-it reads as NaN throughout.
+Let amax be a block's largest magnitude, or the format's min_amax if that is larger. The block's scale is 2**k with the
+least integer k for which amax <= largest value * 2**k. Values are x * 2**-k, rounded to nearest, ties to even; signs
+are kept, also those of zeros. A block that holds NaN or Inf gets the scale NaN (ue8m0 255), and all its values become
+e4m3 NaN or e2m1 +6, so that it reads as NaN throughout.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ UE8M0_BIAS, UE8M0_NAN = nvfp4.UE8M0_BIAS, nvfp4.UE8M0_NAN
 FP32_EXPONENT_BIT = 23
 FP32_MANTISSA = (1 << FP32_EXPONENT_BIT) - 1
 FP32_BIAS = 127
-E2M1_NAN_CODE = 7  # there is no NaN: the largest value, as NVFP4's rows have it
-# The largest value of a type is 1.m * 2**e: (e, the bits of m in fp32).
+E2M1_NAN_CODE = 7  # e2m1 has no NaN: its largest value stands in, as in NVFP4
+# The largest value of each type is 1.m * 2**e: (e, the bits of m in fp32).
 LARGEST = {"e4m3": (8, 0x600000), "e2m1": (2, 0x400000)}
 
 
 def scale_exponents(amax: torch.Tensor, value: str) -> torch.Tensor:
-    """int32 k of fp32 largest magnitudes: the least with amax <= largest * 2**k; for NaN and Inf any number.
+    """int32 k for fp32 amax: the least k with amax <= largest * 2**k; unspecified for NaN and Inf.
 
-    value: "e4m3" or "e2m1". From the bits: with amax = 1.m * 2**e, k is e less the largest value's exponent, and one
-    more where m is above its mantissa.
+    value: "e4m3" or "e2m1". Computed from the bits: with amax = 1.m * 2**e, k is e minus the largest value's exponent,
+    plus one if m exceeds the largest value's mantissa.
     """
     exponent, mantissa = LARGEST[value]
     bits = amax.float().view(torch.int32)
@@ -38,7 +38,7 @@ def scale_exponents(amax: torch.Tensor, value: str) -> torch.Tensor:
 def quantize_rows(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """(data uint8 [..., data_bytes], scales uint8 [..., scale_bytes]) of rows [..., dim], bf16 or fp32.
 
-    data: values, then the tail. fp32 rows are quantised as they are, and rounded to bf16 for the tail.
+    data: values, then the tail. fp32 rows are quantised without rounding to bf16 first; their tail is rounded to bf16.
     """
     shape = rows.shape[:-1]
     tail = _bytes_of(rows[..., fmt.values :].bfloat16(), fmt.tail * BF16_BYTES)
@@ -46,7 +46,7 @@ def quantize_rows(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, tor
         values = _bytes_of(rows[..., : fmt.values].bfloat16(), fmt.value_bytes)
         return torch.cat((values, tail), dim=-1), rows.new_empty((*shape, 0), dtype=torch.uint8)
     blocks = rows[..., : fmt.values].float().unflatten(-1, (fmt.blocks, fmt.block))
-    amax = blocks.abs().amax(-1)  # NaN if one is
+    amax = blocks.abs().amax(-1)  # NaN if any value is NaN
     finite = amax.isfinite()
     k = scale_exponents(torch.where(finite, amax, 1.0).clamp(min=fmt.min_amax), fmt.value)
     scaled = torch.where(finite[..., None], torch.ldexp(blocks, -k[..., None]), 0.0)
@@ -86,7 +86,7 @@ def dequantize_rows(data: torch.Tensor, scales: torch.Tensor, fmt: RowFormat) ->
 
 
 def round_trip(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """fp32 [..., dim]: what rows are once they have been stored and read."""
+    """fp32 [..., dim]: rows as they read after being stored."""
     return dequantize_rows(*quantize_rows(rows, fmt), fmt)
 
 

@@ -1,7 +1,7 @@
 """Insert and compress by their definitions, in FP32 torch: what the kernels are compared with.
 
-Rounding to bf16 stands where the kernels have it: after the norm, and after the rotation. One token, one entry at a
-time; the states are read and written as the kernels do.
+Values are rounded to bf16 where the kernels round them: after the norm and after the rotation. Tokens and entries are
+done one at a time; states are read and written as the kernels do.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """bf16 [..., D]: rows over the root of their mean square (plus eps), times weight [D]; in fp32 but for the end."""
+    """bf16 [..., D]: rows / sqrt(mean square + eps), times weight [D]; computed in fp32 and rounded once at the end."""
     x = rows.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x if weight is None else x * weight.float()).bfloat16()
 
 
 def rope_table(inv_freq: torch.Tensor, length: int) -> torch.Tensor:
-    """fp32 [length, 2 F] of frequencies inv_freq [F] (radians a token): cosines, then sines, of positions 0, 1, ..."""
+    """fp32 [length, 2 F]: for positions 0, 1, ... the cosines, then the sines. inv_freq: [F], radians a token."""
     angles = torch.arange(length, device=inv_freq.device)[:, None].float() * inv_freq.float()
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def rotate(rows: torch.Tensor, cos_sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """fp32 [..., D]: the last numbers of rows, in pairs of neighbours, rotated by cos_sin [..., R] (R of them)."""
+    """fp32 [..., D]: rows whose last R numbers, in neighbouring pairs, are rotated by cos_sin [..., R]; back: by
+    minus."""
     half = cos_sin.shape[-1] // 2
     cos, sin = cos_sin[..., :half], cos_sin[..., half:]
     if back:
@@ -38,7 +39,7 @@ def rotate(rows: torch.Tensor, cos_sin: torch.Tensor, *, back: bool = False) -> 
 
 
 def angles_at(cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[..., R]: rows of the table; NaN for positions that it does not have."""
+    """[..., R]: rows of the table; NaN for positions beyond it."""
     inside = (positions >= 0) & (positions < len(cos_sin))
     if len(cos_sin) == 0:
         return torch.full((*positions.shape, cos_sin.shape[1]), torch.nan, device=cos_sin.device)
@@ -47,7 +48,7 @@ def angles_at(cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., D], D a power of two: rows times Sylvester's Hadamard matrix over the root of D, by butterflies."""
+    """fp32 [..., D]: rows times Sylvester's Hadamard matrix / sqrt(D), by butterflies; D is a power of two."""
     dim = rows.shape[-1]
     x, apart = rows.float(), 1
     while apart < dim:
@@ -59,7 +60,7 @@ def hadamard_transform(rows: torch.Tensor) -> torch.Tensor:
 
 
 def insert_window(q, kv, cos_sin, positions, *, kv_weight, eps, pool, slots) -> torch.Tensor | None:
-    """K1 of checked arguments: the rotated queries; kv's rows stored."""
+    """K1 on checked arguments: return the rotated queries, store kv's rows."""
     angles = angles_at(cos_sin, positions)
     rows = rotate(rms_norm(kv, kv_weight, eps), angles).bfloat16()
     pool.write(slots, rows)
@@ -69,7 +70,7 @@ def insert_window(q, kv, cos_sin, positions, *, kv_weight, eps, pool, slots) -> 
 def finish_entry(
     pooled: torch.Tensor, position: int, cos_sin, weight, eps: float, hadamard: bool
 ) -> torch.Tensor:
-    """bf16 [D]: an entry's row of its pooled channels [D] fp32. hadamard: through ``hadamard_transform``."""
+    """bf16 [D]: the row of an entry, from its pooled channels [D] fp32. hadamard: apply ``hadamard_transform``."""
     row = rms_norm(pooled.bfloat16(), weight, eps)
     at = torch.tensor(position, device=pooled.device)
     row = rotate(row, angles_at(cos_sin, at)).bfloat16()
@@ -91,7 +92,7 @@ def compress(
     eps,
     hadamard,
 ) -> None:
-    """K2 of checked arguments: entries that are complete are stored, the tail is brought up to date."""
+    """K2 on checked arguments: store complete entries, update the tail."""
     for i, request in enumerate(requests.tolist()):
         begin, end = cu_seqlens[i].item(), cu_seqlens[i + 1].item()
         count, start = end - begin, starts[i].item()
@@ -112,15 +113,17 @@ def compress(
 
 
 def csa_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool, _settled):
-    """Yields (position of the entry's last token, pooled [dim]); then new [T, 2, 2 dim] goes into the ring. whole: the
-    tail has the tokens before start; else NaN."""
+    """Yield (position of the entry's last token, pooled [dim]); then write new [T, 2, 2 dim] to the ring.
+
+    whole: whether the tail holds the tokens before start; if not, those tokens are NaN.
+    """
     ring = tail.rows[request]
     size, end = len(ring), start + len(new)
     first = start // tail.stride * tail.stride + tail.stride - 1
     for last in range(first, end, tail.stride):
         contents, gates = [], []
         for p in range(last - 2 * tail.stride + 1, last + 1):
-            own = p > last - tail.stride  # of the entry's own window: the second half of channels
+            own = p > last - tail.stride  # the entry's own window gives the second half of channels
             if p < 0:
                 continue
             row = (
@@ -143,8 +146,11 @@ def csa_entries(tail: Tail, request: int, new: torch.Tensor, start: int, whole: 
 def hca_entries(
     tail: Tail, request: int, new: torch.Tensor, start: int, whole: bool, settled: tuple[int, int]
 ):
-    """As ``csa_entries``, new [T, 2, dim]. settled: how many tokens the state's fold has, and is to have: the others,
-    max_draft at most, are rows of the ring."""
+    """``csa_entries`` for HCA, new [T, 2, dim].
+
+    settled: how many tokens the fold holds, and is to hold after the call; all others, max_draft at most, are rows of
+    the ring.
+    """
     ring, end = tail.rows[request], start + len(new)
     folded, settled = settled
     state = tail.online[request].clone() if folded % tail.stride else empty_fold(tail)
@@ -165,15 +171,17 @@ def hca_entries(
 
 
 def empty_fold(tail: Tail) -> torch.Tensor:
-    """[3, dim]: the fold of no tokens."""
+    """[3, dim]: an empty fold."""
     state = torch.zeros(3, tail.dim, device=tail.rows.device)
     state[0] = -torch.inf
     return state
 
 
 def fold(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """The fold [3, dim] with one token more, row [2, dim]. One exponential: of the largest gate so far and the token's,
-    the smaller one has a weight other than 1."""
+    """Add one token, row [2, dim], to the fold [3, dim]; returns the new fold.
+
+    One exponential is enough: of the largest gate so far and the token's gate, the larger has weight 1.
+    """
     largest, total, weighted = state
     content, gate = row
     above = gate > largest

@@ -1,12 +1,12 @@
 """What a layer keeps of each request besides its pools: the window and the compressor's unfinished entries.
 
-Everything is a ring by position, so that drafted tokens which are not accepted cost nothing to take back: rings have
-``max_draft`` rows more than are needed, and what was written at positions that are given again is written over. Only
-the number of accepted tokens moves (``commit``). HCA's windows are long, and kept folded instead: tokens that may
-still be taken back stand beside the fold as rows, and join it when they are settled.
+Both are rings indexed by position, so that taking back rejected draft tokens costs nothing. Rings have ``max_draft``
+rows more than the layer needs, and tokens given again at a position overwrite the earlier ones. Only the number of
+accepted tokens changes (``commit``). HCA's windows are long, so they are kept as a fold, an online softmax over their
+tokens. Tokens that may still be taken back stand beside the fold as rows and are added to it once they are settled.
 
-A token is settled once it lies ``max_draft`` or more before the furthest position that the request has been written to.
-Settled tokens stay; all others can be taken back, by any pattern of calls.
+A token is settled once it lies ``max_draft`` or more before the furthest position that the request has written. Settled
+tokens stay; any pattern of calls may take back the others.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from warpspec.latent.cache.models import CONTENT_AND_GATE, KINDS, ONLINE_NUMBERS, OVERLAP, CacheConfig
 from warpspec.latent.cache.pools import LatentPool
 
-WRITTEN, SETTLED = range(2)  # numbers of ``Tail.progress``
+WRITTEN, SETTLED = range(2)  # columns of ``Tail.progress``
 
 
 @dataclass(frozen=True, eq=False)
 class Tail:
     """The compressor's unfinished entries of every request, for one compressor of one layer.
 
-    kind: "csa" or "hca". stride: tokens of an entry. dim: channels of an entry. max_draft: how many of a request's last
-    tokens can be taken back: all from the furthest position written, less max_draft. rows: fp32 [requests, ring, 2, c
-    dim], C and Z (with the position's bias) of the tokens at ring row position % ring; c is 2 for CSA. online: fp32
-    [requests, 3, dim], of HCA: largest Z, sum of exp(Z - largest), sum of exp(Z - largest) C over the settled tokens of
-    the last window; None for CSA. progress: int32 [requests, 2]: tokens written, where the last call ended; and tokens
-    settled, which no call takes back. The next call starts between the two, or at 0.
+    kind: "csa" or "hca". stride: tokens of an entry. dim: channels of an entry. max_draft: tokens within this distance
+    of the furthest position written can be taken back. rows: fp32 [requests, ring, 2, c dim], C and Z (with the
+    positional bias) of tokens; position p is in row p % ring, and c is 2 for CSA. online: HCA's fold, fp32 [requests,
+    3, dim], over the settled tokens of the last window: largest Z, sum of exp(Z - largest), sum of exp(Z - largest) C;
+    None for CSA. progress: int32 [requests, 2]: how many tokens are written (where the last call ended), and how many
+    are settled and can no longer be taken back. The next call starts between the two, or at 0.
     """
 
     kind: str
@@ -60,20 +60,20 @@ class Tail:
 
     @property
     def series(self) -> int:
-        """c: how many times ``dim`` channels a token's C and Z have."""
+        """c: how many times ``dim`` channels C and Z of a token have."""
         return OVERLAP if self.kind == "csa" else 1
 
 
 class StateCache:
     """The states of ``requests`` requests in one layer.
 
-    config: the model's shapes. kind: "window", "csa" or "hca". max_draft: drafted tokens of a call, at most: all but a
-    call's first token may be taken back. lengths: int32 [requests], shared by a model's layers; None: this layer's own,
-    zeros.
+    config: the model's shapes. kind: "window", "csa" or "hca". max_draft: the most draft tokens of a call; all tokens
+    of a call but its first may be taken back. lengths: int32 [requests], which a model's layers share; None: this layer
+    gets its own, zeros.
 
-    .window: a ``LatentPool`` whose page r is request r's ring: the token at position p is its row p % page_size.
-    .tail, .index_tail: ``Tail`` of the entries and of the index keys, None where the kind has none. .lengths: accepted
-    tokens. A request that starts anew needs nothing but the length 0 (``release``).
+    .window: a ``LatentPool`` whose page r is request r's ring: the token at position p is in row p % page_size.
+    .tail, .index_tail: ``Tail`` of the entries and of the index keys; None where the kind has none. .lengths: accepted
+    tokens. Setting the length to 0 (``release``) is all that a new request needs.
     Raises TypeError or ValueError naming the argument.
     """
 
@@ -114,10 +114,10 @@ class StateCache:
             self.index_tail = Tail.empty(*sizes, config.index_dim, requests, max_draft, device)
 
     def commit(self, accepted: torch.Tensor | int, requests: torch.Tensor | None = None) -> None:
-        """The first ``accepted`` of the tokens just written count; the others are taken back.
+        """Accept the first ``accepted`` of the tokens just written and take the others back. No synchronisation.
 
-        accepted: an int, or int32 on the state's device, one number a request. requests: int [R], which requests
-        these are; None: all. No synchronisation. ``compress`` says which tokens can be taken back.
+        accepted: an int, or int32 on the state's device with one number a request. requests: int [R], the requests to
+        update; None: all. ``compress`` says which tokens can be taken back.
         """
         if requests is None:
             self.lengths += accepted
@@ -126,14 +126,15 @@ class StateCache:
             self.lengths.index_add_(0, requests.long(), new.expand(len(requests)))
 
     def release(self, requests: torch.Tensor | None = None) -> None:
-        """Requests' states are those of no tokens. requests: int [R]; None: all."""
+        """Make requests empty, ready for new ones. requests: int [R]; None: all."""
         if requests is None:
             self.lengths.zero_()
         else:
             self.lengths.index_fill_(0, requests.long(), 0)
 
     def window_slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int32 slots in ``window`` of tokens: request and position of each, any shape; -1 for negative ones."""
+        """int32 slots in ``window`` of tokens, given the request and position of each (any shape); -1 where one is
+        negative."""
         size = self.window.page_size
         slots = requests.to(torch.int32) * size + positions.to(torch.int32) % size
         return torch.where(positions >= 0, slots, -1).to(torch.int32)

@@ -1,13 +1,14 @@
-"""Compress: entries of 4 or 128 tokens, pooled by a softmax of each channel, stored; tails brought up to date.
+"""Compress: pool 4 or 128 tokens to an entry by a softmax over each channel, store it, and update the tails.
 
-The first CTAs have a request each. Such a CTA makes the entries that need tokens of earlier calls (two at most), then
-writes the request's tail; a thread has its channels from the first load to the last store, so that what it reads of the
-tail it reads before it writes there. Each other CTA has ``stride`` neighbouring tokens of the call, among which at most
-one completes an entry that is made of new tokens alone: those of one request are ``stride`` apart, and its first comes
-no earlier than its ``reach``-th token. The host knows neither the lengths nor which entries are complete.
+Each of the first CTAs has one request. It makes the entries that need tokens of earlier calls (two at most) and then
+writes the request's tail. A thread keeps the same channels from the first load to the last store, so it has read its
+part of the tail before it writes there. Each further CTA has ``stride`` neighbouring tokens of the call. At most one of
+them completes an entry that is made of new tokens alone: two such tokens of one request are ``stride`` apart, and the
+request's first is its ``reach``-th token or a later one. The host knows neither the lengths nor which entries are
+complete.
 
-A request whose start lies before its settled tokens' end or past the tokens written has a state that is not its own, or
-lost: what would be made of it becomes NaN.
+A start before the end of the settled tokens, or past the tokens written, asks for tokens that the state does not hold.
+Entries that would need them become NaN.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ from warpspec.latent.cache.models import CONTENT_AND_GATE, ONLINE_NUMBERS
 from warpspec.latent.cache.state import SETTLED, WRITTEN
 
 LOG2_E = 1.4426950408889634
-FOLD_BATCH = 8  # tokens whose loads are under way together
+FOLD_BATCH = 8  # tokens whose loads are in flight together
 CONTENT, GATE = range(CONTENT_AND_GATE)
 
 
 class Operands(NamedTuple):
-    """new: [T, 2, c dim] fp32, C and Z. ape: [stride, c dim]. weight: [dim]. cos_sin: [N, R] fp32. tail: [requests,
-    ring, 2, c dim] fp32. online: [requests, 3, dim] fp32, of HCA, else None. progress: int32 [requests, 2]. requests,
-    starts: int32 [R]. cu_seqlens: int32 [R + 1]. slots: int32 [T]. pool: [pages, words]."""
+    """Tensors of a launch.
+
+    new: [T, 2, c dim] fp32, C and Z. ape: [stride, c dim]. weight: [dim]. cos_sin: [N, R] fp32. tail: [requests, ring,
+    2, c dim] fp32. online: [requests, 3, dim] fp32 for HCA, else None. progress: int32 [requests, 2]. requests, starts:
+    int32 [R]. cu_seqlens: int32 [R + 1]. slots: int32 [T]. pool: [pages, words].
+    """
 
     new: cute.Tensor
     ape: cute.Tensor
@@ -84,7 +88,7 @@ class Compress:
         eps: Float32,
         stream: CUstream,
     ):
-        """Tensors as in ``Operands``."""
+        """Launch the kernel; ``Operands`` lists the tensors."""
         operands = Operands(
             new, ape, weight, cos_sin, tail, online, progress, requests, starts, cu_seqlens, slots, pool
         )
@@ -105,14 +109,14 @@ class Compress:
 
 @cute.jit
 def request_cta(config: cutlass.Constexpr, operands, page_size, eps, number):
-    """Entries of one request that need its tail; then the tail."""
+    """Make the entries of one request that need its tail, then update the tail."""
     progress, tokens = operands.progress, operands.new.shape[0]
     request = Int32(operands.requests[number])
     begin, count = extent_of(operands.cu_seqlens, number, tokens)
     start = Int32(operands.starts[number])
     if (count > 0) & (start >= 0) & (request >= 0) & (request < progress.shape[0]):
         written, before = Int32(progress[request, WRITTEN]), Int32(progress[request, SETTLED])
-        cute.arch.sync_threads()  # all have read what one of them writes at the end
+        cute.arch.sync_threads()  # every thread has read progress before one of them writes it at the end
         whole = Boolean(start == 0) | (Boolean(before <= start) & Boolean(start <= written))
         if (start == 0) | (whole == Boolean(False)):
             before = start
@@ -130,13 +134,13 @@ def request_cta(config: cutlass.Constexpr, operands, page_size, eps, number):
 
 @cute.jit
 def group_cta(config: cutlass.Constexpr, operands, page_size, eps, group):
-    """The entry of new tokens alone that one of ``stride`` neighbouring tokens completes, if one does."""
+    """Make the entry of new tokens alone that one of ``stride`` neighbouring tokens completes, if there is one."""
     new, ape, cu_seqlens = operands.new, operands.ape, operands.cu_seqlens
     tokens, states = new.shape[0], operands.progress.shape[0]
     number = request_of(cu_seqlens, group * config.stride, tokens)
     begin, count = extent_of(cu_seqlens, number, tokens)
     start, request = Int32(operands.starts[number]), Int32(operands.requests[number])
-    # The first position from the group's begin on that completes an entry.
+    # The first position in the group that completes an entry.
     position = start + cutlass.max(group * config.stride - begin, 0)
     last = (position // config.stride + 1) * config.stride - 1
     token = begin + last - start
@@ -154,7 +158,10 @@ def group_cta(config: cutlass.Constexpr, operands, page_size, eps, group):
 
 @cute.jit
 def csa_request(config: cutlass.Constexpr, operands, page_size, eps, tail, at, whole):
-    """tail: (RING, 2, 2 dim) of the request. at: (first token, its position, one past the last's position)."""
+    """Make the entries of a CSA request that need its tail, then write the new tokens to the tail.
+
+    tail: the request's (RING, 2, 2 dim). at: (index of its first token, that token's position, end of its positions).
+    """
     new, ape = operands.new, operands.ape
     begin, start, end = at
     for i in cutlass.range_constexpr(2):
@@ -179,8 +186,9 @@ def csa_request(config: cutlass.Constexpr, operands, page_size, eps, tail, at, w
 def csa_pooled(config: cutlass.Constexpr, new, ape, tail, at, last, whole) -> list:
     """fp32 [VECTOR]: the thread's channels of the entry that the token at position ``last`` completes.
 
-    A softmax over the reach's tokens: of the earlier half their first channels, of the later half their second. tail:
-    (RING, 2, 2 dim), or None where all tokens are new. whole: the tail is that of the request; else NaN.
+    A softmax over the reach's tokens; the earlier half contributes its first channels, the later half its second. tail:
+    (RING, 2, 2 dim), or None where all tokens are new. whole: whether the tail holds the tokens before start; if not,
+    tokens read from it count as NaN.
     """
     _, start, _ = at
     contents = cute.make_rmem_tensor((VECTOR, config.reach), Float32)
@@ -219,13 +227,16 @@ def csa_pooled(config: cutlass.Constexpr, new, ape, tail, at, last, whole) -> li
 
 @cute.jit
 def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request, at, whole, settled):
-    """of_request: (RING, 2, dim) and (3, dim) of the request. settled: tokens of its fold, before and after the call;
-    those from there to the end stand in the ring, max_draft at most."""
+    """Make the entry of an HCA request that needs its fold, then update fold and ring.
+
+    of_request: the request's (RING, 2, dim) and (3, dim). settled: how many tokens its fold holds before and after the
+    call; the tokens from there to the end stand in the ring, max_draft at most.
+    """
     new, ape = operands.new, operands.ape
     tail, online = of_request
     begin, start, end = at
     before, settled = settled
-    # 1. The state's fold, and those of the ring's tokens that are settled now.
+    # 1. Load the state's fold and add the ring's tokens that this call settles.
     state = empty_fold()
     if before % config.stride != 0:
         for i in cutlass.range_constexpr(ONLINE_NUMBERS):
@@ -234,7 +245,7 @@ def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request,
         state.fill(Float32.nan)
     reached = cutlass.min(settled, start)
     state = fold_kept(config, tail, before, reached, state)
-    # 2. The window that start lies in, if this call completes it.
+    # 2. Complete the window that start lies in, if this call reaches its end.
     last = (start // config.stride + 1) * config.stride - 1
     if (last < end) & (start % config.stride != 0):
         complete = cute.make_rmem_tensor((VECTOR, ONLINE_NUMBERS), Float32)
@@ -242,7 +253,7 @@ def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request,
         complete = fold_kept(config, tail, reached, start, complete)
         complete = fold_new(config, new, ape, at, start, last + 1, complete)
         finish(config, operands, page_size, eps, pooled_of(complete), last, begin + last - start)
-    # 3. The fold of all settled tokens, and the new ones beside it.
+    # 3. Store the fold of all settled tokens, and the other new tokens as rows of the ring.
     first = settled // config.stride * config.stride
     if first > start:
         clear(state)
@@ -257,7 +268,7 @@ def hca_request(config: cutlass.Constexpr, operands, page_size, eps, of_request,
 
 
 def empty_fold() -> cute.Tensor:
-    """(VECTOR, 3): the thread's channels of the fold of no tokens: largest gate, sum, weighted sum."""
+    """(VECTOR, 3): an empty fold of the thread's channels: largest gate, sum, weighted sum."""
     state = cute.make_rmem_tensor((VECTOR, ONLINE_NUMBERS), Float32)
     clear(state)
     return state
@@ -274,13 +285,13 @@ def copy(source: cute.Tensor, target: cute.Tensor) -> None:
 
 
 def pooled_of(state: cute.Tensor) -> list:
-    """What a fold's tokens are pooled to."""
+    """The pooled channels of a fold: weighted sum / sum."""
     return [state[v, 2] / state[v, 1] for v in range(VECTOR)]
 
 
 @cute.jit
 def fold_kept(config: cutlass.Constexpr, tail, first, end, state: cute.Tensor) -> cute.Tensor:
-    """The fold with the ring's tokens at positions ``first`` to ``end`` - 1, in place; empty where a window begins."""
+    """Add the ring's tokens at positions ``first`` to ``end`` - 1 to the fold, in place; a new window empties it."""
     if cutlass.const_expr(config.ring > 0):
         for position in cutlass.range(first, end, unroll=1):
             row = tail[position % config.ring, None, None]
@@ -292,7 +303,7 @@ def fold_kept(config: cutlass.Constexpr, tail, first, end, state: cute.Tensor) -
 
 @cute.jit
 def fold_new(config: cutlass.Constexpr, new, ape, at, first, end, state: cute.Tensor) -> cute.Tensor:
-    """The fold with the new tokens at positions ``first`` to ``end`` - 1, in place."""
+    """Add the new tokens at positions ``first`` to ``end`` - 1 to the fold, in place."""
     count = cutlass.max(end - first, 0)
     batches = count // FOLD_BATCH
     for batch in cutlass.range(batches, unroll=1):
@@ -309,7 +320,7 @@ def fold_new(config: cutlass.Constexpr, new, ape, at, first, end, state: cute.Te
 
 
 def fold(state: cute.Tensor, content: list, gate: list) -> None:
-    """One token more, in place: ``reference.fold``."""
+    """Add one token to the fold, in place, as ``reference.fold`` does."""
     for v in range(VECTOR):
         largest, total, weighted = state[v, 0], state[v, 1], state[v, 2]
         apart = gate[v] - largest
@@ -326,12 +337,12 @@ def fold(state: cute.Tensor, content: list, gate: list) -> None:
 
 @cute.jit
 def finish(config: cutlass.Constexpr, operands, page_size, eps, pooled: cutlass.Constexpr, last, token):
-    """Stores the entry that position ``last`` completes. pooled: the thread's channels, a list."""
+    """Store the entry that position ``last`` completes. pooled: the thread's channels, a list."""
     thread, _, _ = cute.arch.thread_idx()
     numbers = config.dim // WARP_THREADS
     smem = cutlass.memory.SmemAllocator()
     channels = smem.allocate_tensor(Float32, cute.make_layout(config.dim), byte_alignment=VECTOR_BYTES)
-    cute.arch.sync_threads()  # the entry before has been read
+    cute.arch.sync_threads()  # the previous entry has been read
     store_channels(channels, 0, pooled)
     cute.arch.sync_threads()
     if thread < WARP_THREADS:
@@ -348,7 +359,7 @@ def finish(config: cutlass.Constexpr, operands, page_size, eps, pooled: cutlass.
 
 @cute.jit
 def request_of(cu_seqlens: cute.Tensor, token, tokens) -> Int32:
-    """The request that a token belongs to: the last that begins no later. By a whole warp."""
+    """The request that a token belongs to: the last one that begins at or before it. Executed by a whole warp."""
     lane = cute.arch.lane_idx()
     requests = Int32(cute.size(cu_seqlens) - 1)
     begun = Int32(0)
@@ -359,18 +370,18 @@ def request_of(cu_seqlens: cute.Tensor, token, tokens) -> Int32:
 
 
 def entry(cu_seqlens: cute.Tensor, number, tokens) -> Int32:
-    """Where a request begins, within 0..tokens."""
+    """Offset of a request's first token, clamped to 0..tokens."""
     return cutlass.max(cutlass.min(Int32(cu_seqlens[number]), tokens), 0)
 
 
 def extent_of(cu_seqlens: cute.Tensor, number, tokens) -> tuple[Int32, Int32]:
-    """(first token, tokens) of a request; never negative, whatever cu_seqlens hold."""
+    """(first token, number of tokens) of a request; the number is never negative, whatever cu_seqlens hold."""
     first = entry(cu_seqlens, number, tokens)
     return first, cutlass.max(entry(cu_seqlens, number + 1, tokens) - first, 0)
 
 
 def new_channels(config, new, ape, at, position, half) -> tuple[list, list]:
-    """(C, Z with the position's bias) of a new token, the thread's channels of one series."""
+    """(C, Z + positional bias) of a new token: the thread's channels of one half."""
     begin, start, _ = at
     token = new[begin + position - start, None, None]
     content, gate = (load_channels(token[which, None], half) for which in (CONTENT, GATE))
@@ -379,7 +390,7 @@ def new_channels(config, new, ape, at, position, half) -> tuple[list, list]:
 
 
 def load_channels(row: cute.Tensor, half) -> list:
-    """fp32: the thread's channels of row (c dim), of its half ``half``."""
+    """The thread's channels, fp32, of half ``half`` of row (c dim)."""
     thread, _, _ = cute.arch.thread_idx()
     loaded = cute.make_rmem_tensor(VECTOR, row.element_type)
     threads, _, _ = cute.arch.block_dim()
@@ -388,7 +399,7 @@ def load_channels(row: cute.Tensor, half) -> list:
 
 
 def store_channels(row: cute.Tensor, half, values: list) -> None:
-    """The reverse, of fp32 rows."""
+    """Store the thread's channels to half ``half`` of an fp32 row (c dim)."""
     thread, _, _ = cute.arch.thread_idx()
     threads, _, _ = cute.arch.block_dim()
     vector = cute.make_rmem_tensor(VECTOR, Float32)
@@ -397,13 +408,13 @@ def store_channels(row: cute.Tensor, half, values: list) -> None:
 
 
 def put(target: cute.Tensor, values: list) -> None:
-    """values into registers target (n)."""
+    """Copy values to registers target (n)."""
     for i, value in enumerate(values):
         target[i] = value
 
 
 def host_and_arguments(config: CompressConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     width = config.series * config.dim
 
     def fp32(rank, last):

@@ -1,4 +1,4 @@
-"""Insert: queries and keys normalised and rotated, keys quantised and stored in a pool. One warp a row."""
+"""Insert: normalise and rotate queries and keys, quantise keys, store them in a pool. One warp a row."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ class Insert:
         eps: Float32,
         stream: CUstream,
     ):
-        """q, q_out: [T, H, dim/2] words of two bf16. kv: [T, dim/2] words. weight: [dim]. cos_sin: [N, R] fp32.
-        positions, slots: int32 [T]. pool: [pages, words]. What the configuration does without is None."""
+        """Launch the kernel; tensors that the configuration does not use are None.
+
+        q, q_out: [T, H, dim/2] words of two bf16. kv: [T, dim/2] words. weight: [dim]. cos_sin: [N, R] fp32. positions,
+        slots: int32 [T]. pool: [pages, words].
+        """
         tokens = kv.shape[0]
         rows = tokens * (1 + q.shape[1]) if cutlass.const_expr(self.config.queries) else tokens
         self.kernel(q, q_out, kv, weight, cos_sin, positions, slots, pool, page_size, eps, rows).launch(
@@ -90,7 +93,7 @@ class Insert:
 
 @cute.jit
 def insert_query(config: cutlass.Constexpr, source, target, cos_sin, position, eps, lane):
-    """One head of one token: normalised, rotated, written. source, target: (dim/2) words."""
+    """Normalise, rotate and write one head of one token. source, target: (dim/2) words."""
     numbers = config.fmt.dim // WARP_THREADS
     words = load_words(source, lane * (numbers // 2), numbers // 2)
     angles = load_angles(cos_sin, position, lane, numbers)
@@ -102,7 +105,7 @@ def insert_query(config: cutlass.Constexpr, source, target, cos_sin, position, e
 def insert_key(
     config: cutlass.Constexpr, kv, weight, cos_sin, positions, slots, pool, page_size, eps, token, lane
 ):
-    """One token's key: normalised and rotated where the configuration says so, quantised, stored at its slot."""
+    """Normalise and rotate one token's key where the configuration says so, quantise it, store it at its slot."""
     numbers = config.fmt.dim // WARP_THREADS
     words = load_words(kv[token, None], lane * (numbers // 2), numbers // 2)
     slot = Int32(slots[token])
@@ -118,14 +121,14 @@ def insert_key(
 
 
 def load_weights(weight: cute.Tensor, lane, numbers: int) -> list:
-    """fp32: the norm's weights of the lane's numbers."""
+    """The norm's weights, fp32, of the lane's numbers."""
     loaded = cute.make_rmem_tensor(numbers, weight.element_type)
     cute.autovec_copy(cute.local_tile(weight, (numbers,), (lane,)), loaded)
     return [loaded[i].to(Float32) for i in range(numbers)]
 
 
 def host_and_arguments(config: InsertConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
 
     def words(rank):
         return fake_rows(Uint32, rank, alignment=VECTOR_BYTES)

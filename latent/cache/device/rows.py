@@ -1,6 +1,7 @@
-"""A row of a pool, in the registers of one warp: norm, rotation, Hadamard transform, quantised and stored.
+"""A row of a pool in the registers of one warp: norm, rotation, Hadamard transform, quantisation and store.
 
-Lane l holds numbers l n to (l + 1) n - 1 of a row of 32 n, in fp32. Bits are those of ``quantize.quantize_rows``.
+Lane l of a row of 32 n numbers holds numbers l n to (l + 1) n - 1 in fp32. The stored bits are those of
+``quantize.quantize_rows``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 HALF_BITS, HIGH_HALF = 16, 0xFFFF0000
 MAGNITUDE, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
 FP32_EXPONENT_BIT, FP32_BIAS = 23, 127
-SIGN_BIT, CODE_SIGN_BIT = 31, 3  # of fp32, of e2m1
+SIGN_BIT, CODE_SIGN_BIT = 31, 3  # of fp32 and of e2m1
 CODE_BITS, CODE_MASK = 4, 0xF
 
 
 def load_words(row: cute.Tensor, first, count: int) -> cute.Tensor:
-    """(count) words of row (WORD) from word ``first`` on, a multiple of count, by the widest accesses."""
+    """Load ``count`` words of row (WORD) by the widest accesses. first: index of the first, a multiple of count."""
     words = cute.make_rmem_tensor(count, Uint32)
     step = min(count, VECTOR_WORDS)
     for part in range(count // step):
@@ -35,7 +36,7 @@ def load_words(row: cute.Tensor, first, count: int) -> cute.Tensor:
 
 
 def store_words(row: cute.Tensor, first, words: list) -> None:
-    """Stores words at word ``first``, a multiple of their number, of row (WORD)."""
+    """Store words to row (WORD). first: index of the first, a multiple of their number."""
     step = min(len(words), VECTOR_WORDS)
     vector = cute.make_rmem_tensor(step, Uint32)
     for part in range(len(words) // step):
@@ -45,7 +46,7 @@ def store_words(row: cute.Tensor, first, words: list) -> None:
 
 
 def unpack(words: cute.Tensor) -> list:
-    """fp32 of words of two bf16."""
+    """fp32 numbers of words that hold two bf16 each."""
     values = []
     for i in range(cute.size(words)):
         values.append((words[i] << HALF_BITS).bitcast(Float32))
@@ -54,7 +55,7 @@ def unpack(words: cute.Tensor) -> list:
 
 
 def pack(values: list) -> list:
-    """Words of two bf16, to the nearest, ties to even."""
+    """Words of two bf16, rounded to nearest, ties to even."""
     words = []
     for i in range(0, len(values), 2):
         pair = cute.make_rmem_tensor(2, BFloat16)
@@ -64,7 +65,7 @@ def pack(values: list) -> list:
 
 
 def join(values: list) -> list:
-    """Words of two bf16 numbers held in fp32: their bits, NaN's included."""
+    """Words of two bf16 numbers that are held in fp32; keeps their bits, also those of NaN."""
     return [
         (values[i].bitcast(Uint32) >> HALF_BITS) | (values[i + 1].bitcast(Uint32) & Uint32(HIGH_HALF))
         for i in range(0, len(values), 2)
@@ -77,7 +78,7 @@ def to_bf16(values: list) -> list:
 
 
 def normalize(values: list, eps, weights: list | None) -> list:
-    """``reference.rms_norm`` of the warp's row, in fp32. weights: fp32, of the lane's numbers."""
+    """``reference.rms_norm`` of the warp's row, in fp32. weights: fp32, for the lane's numbers."""
     squares = values[0] * values[0]
     for value in values[1:]:
         squares += value * value
@@ -94,11 +95,13 @@ def normalize(values: list, eps, weights: list | None) -> list:
 def load_angles(
     cos_sin: cute.Tensor, position: Int32, lane: Int32, numbers: cutlass.Constexpr
 ) -> cute.Tensor:
-    """(PAIR, 2): cosines and sines of the lane's pairs of ``numbers``; of numbers that are not rotated 1 and 0, at
-    positions that the table does not have NaN."""
+    """(PAIR, 2): cosines and sines of the lane's pairs of ``numbers``.
+
+    Pairs that are not rotated get (1, 0). All pairs get NaN at a position beyond the table.
+    """
     pairs = numbers // 2
     rotated = cos_sin.shape[1]  # numbers of a row, known when the kernel is compiled
-    first = lane * pairs - (WARP_THREADS * numbers - rotated) // 2  # among the rotated pairs
+    first = lane * pairs - (WARP_THREADS * numbers - rotated) // 2  # index among the rotated pairs
     angles = cute.make_rmem_tensor((pairs, 2), Float32)
     for i in cutlass.range_constexpr(pairs):
         angles[i, 0], angles[i, 1] = Float32(1.0), Float32(0.0)
@@ -116,7 +119,7 @@ def load_angles(
 
 
 def rotate(values: list, angles: cute.Tensor, back: bool = False) -> list:
-    """Neighbours rotated by their angles, in fp32; numbers that are not rotated stay as they are."""
+    """Rotate neighbouring numbers by their angles, in fp32; numbers that are not rotated keep their value."""
     out = []
     for i in range(len(values) // 2):
         cos, sin = angles[i, 0], angles[i, 1]
@@ -129,7 +132,7 @@ def rotate(values: list, angles: cute.Tensor, back: bool = False) -> list:
 
 
 def hadamard_transform(values: list, lane: Int32) -> list:
-    """``reference.hadamard_transform`` of the warp's row, in its order."""
+    """``reference.hadamard_transform`` of the warp's row; adds in the reference's order."""
     count, apart = len(values), 1
     while apart < count:
         out = list(values)
@@ -156,9 +159,10 @@ def store_row(
     values: cutlass.Constexpr,
     lane: Int32,
 ):
-    """Quantise and store the warp's row at ``slot`` of a pool [pages, words]; nothing where there is no such slot.
+    """Quantise the warp's row and store it at ``slot`` of a pool [pages, words]; store nothing if the slot is not
+    there.
 
-    values: a list of the lane's numbers, bf16 numbers in fp32.
+    values: list of the lane's numbers, bf16 numbers held in fp32.
     """
     if (slot >= 0) & (slot < pool.shape[0] * page_size):
         page, row = pool[slot // page_size, None], slot % page_size
@@ -174,9 +178,12 @@ def store_row(
 def store_quantized(
     fmt: cutlass.Constexpr, page: cute.Tensor, page_size, row, data, values: cutlass.Constexpr, lane
 ):
-    """As ``store_row``, of a row whose first numbers are quantised. page: (WORD); data: word of the row's first."""
+    """``store_row`` for a format that quantises a row's first numbers.
+
+    page: (WORD); data: index of the row's first word.
+    """
     count = len(values)
-    lanes = fmt.block // count  # of a block
+    lanes = fmt.block // count  # lanes of a block
     bits, finite = block_scale(fmt, values, lanes)
     factor = Uint32((2 * FP32_BIAS << FP32_EXPONENT_BIT) - bits).bitcast(Float32)  # 1 / scale
     scaled = [value * factor for value in values]
@@ -195,7 +202,7 @@ def store_quantized(
             store_words(page, data + lane // 2, [word])
     if cutlass.const_expr(fmt.tail > 0):
         tail = join(values)
-        first = fmt.values // count  # lane
+        first = fmt.values // count  # the first lane of the bf16 tail
         if lane >= first:
             at = data + fmt.tail_offset // WORD_BYTES + (lane - first) * len(tail)
             store_words(page, at, tail)
@@ -203,7 +210,7 @@ def store_quantized(
 
 
 def block_scale(fmt, values: list, lanes: int):
-    """(the scale's fp32 bits, whether the block is finite), known to all ``lanes`` lanes of a block."""
+    """(fp32 bits of the scale, whether the block is finite), known to all ``lanes`` lanes of a block."""
     amax = values[0].bitcast(Uint32) & Uint32(MAGNITUDE)  # magnitudes order like their bits, NaN last
     for value in values[1:]:
         amax = cutlass.max(amax, value.bitcast(Uint32) & Uint32(MAGNITUDE))
@@ -223,7 +230,7 @@ def block_scale(fmt, values: list, lanes: int):
 
 @cute.jit
 def store_scales(fmt: cutlass.Constexpr, page, page_size, row, bits, finite, lanes: cutlass.Constexpr, lane):
-    """A row's scales and their padding. bits: of the lane's block."""
+    """Store a row's scales and their padding. bits: the scale of the lane's block."""
     base = page_size * (fmt.data_bytes // WORD_BYTES) if cutlass.const_expr(fmt.apart) else Int32(0)
     at = base + row * (fmt.scale_stride // WORD_BYTES)
     if cutlass.const_expr(fmt.scale == "fp32"):
@@ -243,7 +250,7 @@ def store_scales(fmt: cutlass.Constexpr, page, page_size, row, bits, finite, lan
 
 
 def to_e4m3(values: list) -> Uint32:
-    """Four fp32 to the nearest e4m3, ties to even; the first in the lowest byte."""
+    """Round four fp32 to e4m3, to nearest, ties to even; the first goes to the lowest byte."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low; .reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
         " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
@@ -253,13 +260,15 @@ def to_e4m3(values: list) -> Uint32:
 
 
 def e2m1_codes(values: list) -> Uint32:
-    """fp32 of at most 6 to the nearest e2m1, ties to even, the first in the lowest bits; without the conversion that
-    sm_90a lacks. As ``nvfp4.e2m1_codes``."""
+    """Round fp32 of magnitude at most 6 to e2m1, to nearest, ties to even; the first goes to the lowest bits.
+
+    Does without the conversion instruction that sm_90a lacks. Same codes as ``nvfp4.e2m1_codes``.
+    """
     word = Uint32(0)
     for i, value in enumerate(values):
         bits = value.bitcast(Uint32)
         magnitude = (bits & Uint32(MAGNITUDE)).bitcast(Float32)
-        # Steps are 1/2 below 2, 1 below 4, 2 above; a number's code is its count of steps, with those below its range.
+        # e2m1 has steps of 1/2 below 2, of 1 below 4 and of 2 above. A number's code is how many steps it lies above 0.
         two, four = Boolean(magnitude >= 2.0), Boolean(magnitude >= 4.0)
         factor = Float32(
             cutlass.select_(four, Float32(0.5), cutlass.select_(two, Float32(1.0), Float32(2.0)))
