@@ -31,23 +31,26 @@ def gathered_attention(
 ) -> torch.Tensor | Float8Tensor | tuple[torch.Tensor | Float8Tensor, torch.Tensor] | AttentionState:
     """Attention of each query over its own rows of one or more pools; keys and values are the same rows. One launch.
 
-    q: bf16 [T, H, D], 1 to 128 heads, D that of the pools' rows (512; 576 for "v3.2-fp8", whose first 512 numbers are
-    the values). key_sets: 1 to 3 ``KeySet`` of one row format, together the keys; a row given twice counts twice.
-    scale: of logits, by default 512**-0.5. sink: [H] floating, one more logit per head without a value, in natural
-    units. rotate_back: (cos_sin, positions), the table and int32 [T]: o's last 64 numbers are rotated by minus the
-    query's angles; a position beyond the table makes them NaN on a GPU, on the CPU ValueError. num_splits: parts that
-    each query's keys are cut into; None chooses. out_format: "bf16", or "fp8": o is a ``projection.Float8Tensor``, the
-    bits that ``quantize_output`` makes of o in bf16. out: o, to be written to, in memory that no other argument has.
+    q: bf16 [T, H, D], 1 to 128 heads; D is that of the pools' rows (512; 576 for "v3.2-fp8", whose first 512 numbers
+    are the values). key_sets: 1 to 3 ``KeySet`` of one row format, which together are the keys; a row given twice
+    counts twice. scale: of logits, 512**-0.5 by default. sink: floating [H], one more logit per head, which has no
+    value, in natural units. rotate_back: (cos_sin, positions), the table and int32 [T]: rotate the last 64 numbers of o
+    by minus the query's angles. A position beyond the table makes them NaN on a GPU and raises ValueError on the CPU.
+    num_splits: parts that each query's keys are cut into; None lets the library choose. out_format: "bf16" or "fp8"; in
+    FP8, o is a ``projection.Float8Tensor`` with the bits that ``quantize_output`` makes of the bf16 result. out: memory
+    for o that no other argument uses.
 
-    Returns o bf16 [T, H, 512]; with return_lse also lse fp32 [H, T] = ln(sum over keys of exp(scale q.k)), the sink not
-    counted; with normalize=False ``AttentionState`` of packed shapes, which ``merge`` combines with others. A query
-    that sees no key gives 0 and lse -inf. Slots of no row, and slots past a query's length, are not seen, whatever
-    their rows hold; lengths are clamped to 0..K on a GPU, and ValueError on the CPU beyond. A row of NaN that is seen
-    makes NaN: so does an e4m3 NaN for the 64 numbers of its block, whatever its scale.
+    Returns o bf16 [T, H, 512]. With return_lse it also returns lse fp32 [H, T] = ln(sum over keys of exp(scale q.k)),
+    without the sink. With normalize=False it returns an ``AttentionState`` of packed shapes, which ``merge`` combines
+    with others. A query without keys gives 0 and lse -inf. Queries do not see slots of no row, nor slots past their
+    length, whatever memory holds there. A length outside 0..K is clamped on a GPU and raises ValueError on the CPU. A
+    visible row of NaN makes the result NaN, and so does an e4m3 NaN, which stands for the 64 numbers of its block
+    whatever the block's scale.
 
-    Kernels read "v4-fp8" and "bf16" rows. Few queries are split over CTAs by their keys, whose states a second launch
-    joins.
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot run it. Forward only.
+    Kernels read "v4-fp8" and "bf16" rows. With few queries, each query's keys are split over several CTAs and a second
+    launch combines their states.
+    Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot run it. Forward
+    only.
     """
     refuse_tangents(q=q)
     problem = GatheredProblem.of(

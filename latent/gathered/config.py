@@ -1,9 +1,9 @@
 """What the gathered-attention kernels are compiled for. Plain Python.
 
-Four producer warps gather rows by slot and put them, in bf16, where TMA would have put them: FP8 rows by way of shared
-memory and registers, bf16 rows by copies alone. What is done with the keys is what the attention kernels of D 512 do
-whose K and V are one tensor: on sm_90a the two consumers of ``fmha.sm90.pair``, 64 query heads of one query, half of
-O's columns each; on sm_100a the roles of ``fmha.sm100``.
+Four producer warps gather rows by slot and put them, in bf16, where TMA would have put them. FP8 rows go through shared
+memory and registers to be converted; bf16 rows are only copied. Everything behind the producer is that of the attention
+kernels of D 512 whose K and V are one tensor. On sm_90a these are the two consumers of ``fmha.sm90.pair``, which share
+64 query heads of one query and have half of O's columns each; on sm_100a the roles of ``fmha.sm100``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from warpspec.latent.cache.formats import LATENT_FORMATS, RowFormat
 
 MAX_KEY_SETS = 3
 GATHERED_FORMATS = ("v4-fp8", "bf16")
-ROPE_DIM = 64  # numbers of a row that are rotated, the last
+ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
-SCALES_BYTES = 4  # of a key's part: a byte a block
+SCALES_BYTES = 4  # of a key's part, one byte a block
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathers:
-    """What a configuration adds whose keys are gathered.
+    """The part of a configuration that gathered keys add.
 
-    format: of all key sets' rows. sets: how many. lengths: which of them have lengths. rotate_back, float8: of the
-    result.
+    format: of the rows of all key sets. sets: how many key sets. lengths: for each set, whether it has lengths.
+    rotate_back, float8: rotate the result back; store it in FP8.
     """
 
     format: str = "v4-fp8"
@@ -49,7 +49,7 @@ class Gathers:
 
     @classmethod
     def of(cls, **options):
-        """The configuration with the fixed part filled in."""
+        """A configuration with the given options; all other fields are fixed for gathered attention."""
         return cls(dtype="bfloat16", head_dim=512, shared_kv=True, pack=WARPGROUP_ROWS, **options)
 
     @property
@@ -58,23 +58,23 @@ class Gathers:
 
     @property
     def copies(self) -> bool:
-        """Rows are as the products take them: they go to shared memory without registers."""
+        """Whether rows are stored as the products take them, so that they are copied without passing registers."""
         return self.format == "bf16"
 
     @property
     def ends_in_tile(self) -> bool:
-        """What no query sees was never written to shared memory: zeros stand there."""
+        """Whether keys that no query sees were loaded; they were not, zeros stand in their place."""
         return False
 
     @property
     def kv_box(self) -> tuple[int, int, int]:
         raise AssertionError("keys are gathered, not loaded by TMA")
 
-    # The producer's warps: half of them fill each part of the columns, each for its keys of the tile.
+    # Half of the producer warps fill each part of the columns; each of them fills its own keys of the tile.
 
     @property
     def parts(self) -> int:
-        """Parts of a row's columns, of two producer warps each."""
+        """How many parts a row's columns are cut into; two producer warps fill each part."""
         return 2
 
     @property
@@ -92,13 +92,14 @@ class Gathers:
 
     @property
     def raw_vectors(self) -> int:
-        """16-byte vectors of an FP8 key that each of its four lanes brings: one of every block but the part's last, of
-        which it may be two, in bf16."""
+        """16-byte vectors that each of an FP8 key's four lanes copies: one of every e4m3 block, and two for the part's
+        last block, which is bf16 in the second part."""
         return self.part_blocks + 1
 
     @property
     def raw_bytes(self) -> int:
-        """A producer warp's own place for eight FP8 keys as they are: vectors and a word of scales of every lane."""
+        """Bytes in which a producer warp keeps eight FP8 keys before conversion: vectors and a word of scales a
+        lane."""
         return 0 if self.copies else WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
 
     @property
@@ -107,7 +108,7 @@ class Gathers:
 
     @property
     def mask_words(self) -> int:
-        """Words of the masks: a bit for each key of a tile that is there, of every stage."""
+        """Words of all stages' masks, which have a bit for each key of a tile: 1 if the key is there."""
         return self.kv_stages * self.tile_n // (8 * MASK_BYTES)
 
     @property
@@ -122,7 +123,7 @@ class Gathers:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """As the attention kernel has them, but for who fills the tiles."""
+        """The attention kernel's barriers, with the producers of K and V replaced by the gathering warps."""
         changed = {
             "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
             "k_full": {
@@ -152,7 +153,7 @@ class GatheredConfig(Gathers, AttentionConfig):
 
     @property
     def pieces(self) -> int:
-        """A part of a tile is complete as a whole: all of a warp's columns of a key arrive together."""
+        """False: all columns that a warp copies of a key arrive together, so a part of a tile has no smaller pieces."""
         return self.parts
 
     @property
@@ -166,14 +167,18 @@ class GatheredConfig(Gathers, AttentionConfig):
 
     @property
     def pv_first(self) -> bool:
-        """With FP8 rows consumers wait for tiles most of all, and PV of the other's is done meanwhile."""
+        """True for FP8 rows: consumers wait for their tiles, and can do the PV product of the previous one
+        meanwhile."""
         return not self.copies
 
 
 @dataclass(frozen=True)
 class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
-    """The kernel for sm_100a: warps 0 to 3 are softmax and epilogue, 4 to 7 producers, 8 issues products; three more
-    make its warpgroup whole, whose registers go to softmax. A CTA a task."""
+    """The kernel for sm_100a, one CTA a task.
+
+    Warps 0 to 3 do softmax and epilogue, 4 to 7 gather keys, 8 issues products. Three more warps complete the MMA
+    warp's warpgroup, whose registers go to softmax.
+    """
 
     shape: object = SHARED_SHAPES[512][0]
     softmax_registers: int = 232
@@ -207,6 +212,6 @@ class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
 
     @property
     def role_registers(self) -> int:
-        """Registers of a CTA once the roles have set theirs."""
+        """Registers of a CTA after the roles have reallocated theirs."""
         per_lane = self.softmax_registers + self.producer_registers + self.other_registers
         return per_lane * WARPGROUP_THREADS

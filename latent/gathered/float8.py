@@ -1,7 +1,7 @@
-"""O in FP8: the epilogues' part, the same bits as ``quantize_output`` of the result in bf16.
+"""Epilogues that write O in FP8, with the bits that ``quantize_output`` makes of the bf16 result.
 
-Blocks of 128 columns have a scale each. On sm_90a four lanes share a row of a block, on sm_100a a thread has all of it,
-where splits are combined a warp.
+Each block of 128 columns has a scale. On sm_90a four lanes share a row of a block; on sm_100a a thread has a whole row
+of it; the kernel that combines splits gives it to a warp.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOW_HALF = 0xFFFF
 
 @cute.jit
 def write_pair(work, state, operands):
-    """As ``sm90.epilogue.epilogue``: both rows of a thread, the consumer's columns."""
+    """FP8 counterpart of ``sm90.epilogue.epilogue``: both rows of a thread, the consumer's columns."""
     config, o = work.config, flat(work.mma.o)
     blocks = config.o_columns // BLOCK
     for r in cutlass.range_constexpr(THREAD_ROWS):
@@ -42,7 +42,7 @@ def write_pair(work, state, operands):
         place, factor, empty = finish_row(work, r, state, operands)
         index = (place.batch, place.query, place.head, None)
         own = elements(o, r)
-        count = len(own) // blocks  # of the thread's columns in a block
+        count = len(own) // blocks  # columns of a block that the thread has
         for block in cutlass.range_constexpr(blocks):
             values = [
                 Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
@@ -60,7 +60,10 @@ def write_pair(work, state, operands):
 
 
 def gather_columns(words: list, member) -> list:
-    """A lane's words have two columns 8 w + 2 member, of w and w + 1: made vectors of 16 columns next to each other."""
+    """Turn a lane's words into vectors of 16 adjacent columns.
+
+    Word w holds columns 8 w + 2 member and the one after it.
+    """
     vectors = []
     for first in range(0, len(words), QUAD):
         moved = [Uint32(word) for word in transpose([Int32(w) for w in words[first : first + QUAD]], member)]
@@ -88,7 +91,7 @@ def write_row(
     operands,
     scale_log2,
 ):
-    """As ``sm100.epilogue.epilogue``: a thread's columns of a row."""
+    """FP8 counterpart of ``sm100.epilogue.epilogue``: a thread's columns of a row."""
     factor, empty = sm100.finish_row(config, channels, row, place, task, state, operands, scale_log2)
     blocks = config.o_columns // BLOCK
     index = (place.batch, place.query, place.head, None)
@@ -108,11 +111,11 @@ def write_row(
             operands.scales[(*index[:-1], number)] = scale
 
 
-# Splits.
+# Combining splits.
 
 
 class CombineFloat8:
-    """``device.combine.Combine`` whose results are FP8."""
+    """``device.combine.Combine`` with results in FP8."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
@@ -130,7 +133,7 @@ class CombineFloat8:
         lse: cute.Tensor | None,
         stream: CUstream,
     ):
-        """As ``Combine``'s; o: words of four e4m3 [B, Sq, Hq, 128], scales: fp32 [B, Sq, Hq, 4]."""
+        """Arguments of ``Combine``, except o: words of four e4m3 [B, Sq, Hq, 128], and scales: fp32 [B, Sq, Hq, 4]."""
         _, batch, seq_q, heads, _ = partial_o.shape
         parts = batch * seq_q * heads * self.config.chunks
         self.kernel(partial_o, partial_max, partial_sum, sink, o, scales, lse, parts).launch(
@@ -154,7 +157,7 @@ class CombineFloat8:
 
 
 def combine_arguments(config: CombineConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments without the stream."""
     return (
         CombineFloat8(config),
         fake_rows(Float32, 5, config.head_dim, alignment=TMA_ALIGNMENT),

@@ -1,10 +1,10 @@
-"""The producer: four warps that bring rows from pools into KV tiles, in bf16, by slot. And Q, by TMA.
+"""The producer: four warps that bring rows from pools into KV tiles, in bf16, by slot; the first also loads Q by TMA.
 
-Two warps have the first half of the columns, two the second half; each of them 32 keys of a tile. A lane looks up one
-key's slot two tiles ahead, has its row brought to L2 a tile ahead, and with three others brings every eighth key
-(``rows``). FP8 rows are copied to shared memory as they are and converted from there, eight keys at a time; bf16 rows
-are copied to where they belong. What is not there (slots of no row, keys past the length) is zeros in shared memory and
-a bit in the tile's mask.
+Two warps have the first half of the columns and two the second half, each for 32 keys of a tile. A lane looks up one
+key's slot two tiles ahead and prefetches its row to L2 one tile ahead. Together with three other lanes it then copies
+every eighth key (``rows``). FP8 rows are copied to shared memory unchanged and converted from there, eight keys at a
+time; bf16 rows are copied straight to their place. A key that is not there (its slot belongs to no row, or lies past
+the length) becomes zeros in shared memory and a 0 in the tile's mask.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from warpspec.latent.gathered.rows import (
 from warpspec.latent.gathered.task import WORD_BYTES, place_of, task_at
 
 NO_SLOT = -1
-LINE_BYTES = 128  # that a prefetch brings
+LINE_BYTES = 128  # bytes that one prefetch brings
 
 
 @cute.jit
 def gather(
     config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, atom, coordinates
 ):
-    """One producer warp: its keys of every KV tile; Q, by the first.
+    """One producer warp: copies its keys of every KV tile; the first warp also loads Q.
 
-    Produces: q_full (TMA), k_full, one arrival a warp. Consumes: q_empty, k_empty, each before what it guards is filled
-    again; leaves only when all has been released.
+    Produces q_full (TMA) and k_full, one arrival a warp. Consumes q_empty and k_empty, each before the buffer that it
+    guards is filled again. Returns only when all buffers have been released.
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
@@ -62,15 +62,15 @@ def gather(
 
 @cute.jit
 def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
-    """A task's tiles of FP8 rows, by copies to shared memory, of which each lane reads its own, and registers. use: KV
-    tiles that came before.
+    """Bring a task's tiles of FP8 rows: copy them to shared memory, where each lane reads what it copied, and convert.
 
-    A tile's first group of keys is on its way a tile ahead, to the warp's own place. The others come to where they
-    will stand converted, as soon as the tile may be filled, under the conversion of the first. So no load of a loop's
-    next turn is ever waited for: ptxas gives all of these one scoreboard, and a wait for one is a wait for all.
+    use: KV tiles that came before. The copies of a tile's first group of keys start one tile ahead and go to a buffer
+    of the warp. The copies of the other groups go to the place of the converted keys; they start as soon as the tile
+    may be filled, and run while the first group is converted. Loads are thus never in flight across a loop iteration:
+    ptxas gives all of them one scoreboard, where a wait for one is a wait for all.
     """
     config, groups = loader.config, loader.groups
-    behind = groups - 1  # copies of groups that may be under way when the next is converted
+    behind = groups - 1  # groups whose copies may be in flight when the next group is converted
     block_bytes, group_bytes = config.tile_n * tma.ROW_BYTES, GROUP_KEYS * tma.ROW_BYTES
     words = loader.words()
     own = loader.part * config.warps_of_part + loader.half
@@ -99,20 +99,20 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load
         for group in cutlass.range(1, groups, unroll=1):
             cute.arch.cp_async_wait_group(behind)
             scales = load_raw(loader, inside + group * group_bytes, block_bytes, words)
-            cute.arch.sync_warp()  # before lanes write where others have read
+            cute.arch.sync_warp()  # lanes write where other lanes have read
             store_group(loader, base, group, words, scales)
-            cute.arch.cp_async_commit_group()  # of nothing: as many come behind every group
+            cute.arch.cp_async_commit_group()  # an empty group, so that the same number of groups follows each one
         end_tile(loader, channels, use + step)
         row, scale_at = next_row, next_scale_at
-    cute.arch.cp_async_wait_group(0)  # zeros of a tile behind the last
+    cute.arch.cp_async_wait_group(0)  # the copies of the tile after the last, which are zeros
 
 
 @cute.jit
 def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
-    """A task's tiles of bf16 rows, which go to shared memory without registers. use: KV tiles that came before.
+    """Bring a task's tiles of bf16 rows by copies alone. use: KV tiles that came before.
 
-    As many bytes are under way as a tile has, and none of the next one, whose rows are on their way to L2 meanwhile.
-    What copies need is worked out before the tile may be filled: then it is in as few instructions as there are copies.
+    One tile's bytes are in flight at a time; the next tile's rows are on their way to L2 meanwhile. All addresses are
+    computed before the tile may be filled, so that filling it takes one instruction a copy.
     """
     slots = Slots.of(loader, task)
     row, _ = locate(loader, look_up(loader, task, slots, Int32(0)))
@@ -133,8 +133,10 @@ def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
 
 @cute.jit
 def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int32:
-    """Where the warp's part of the number-th tile goes, once it may; its mask is written. row: address of the lane's
-    row of it."""
+    """Wait until the number-th tile may be filled and write its mask; returns where the warp's part of it goes.
+
+    row: address of the lane's row of the tile.
+    """
     config = loader.config
     stage = number % config.kv_stages
     mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
@@ -146,22 +148,22 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
 
 
 def end_tile(loader, channels, number) -> None:
-    """The warp's part of the number-th tile is in shared memory."""
+    """Announce that the warp's part of the number-th tile is in shared memory."""
     cute.arch.fence_view_async_shared()
     channels["k_full"].arrive_warp(loader.ring_use(number))
 
 
 @cute.jit
 def load_q_first(loader, channels: cutlass.Constexpr, shared, task, step, q_load):
-    """Q by the first producer warp, once its keys of the task's first tile are under way: it waits for the task
-    before. q_load: what ``load_q`` takes last."""
+    """Let the first producer warp load Q once its keys of the task's first tile are in flight, because Q's buffer is
+    free only when the previous task is done. q_load: last argument of ``load_q``."""
     if (loader.part == 0) & (loader.half == 0) & (step == 0):
         load_q(loader.config, channels, shared, task, *q_load)
 
 
 @cute.jit
 def load_q(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, task, q_map, task_use):
-    """Q of the task's heads; heads that q does not have arrive as zeros. q_map: TMA's atom and coordinates."""
+    """Load Q of the task's heads; heads that q does not have arrive as zeros. q_map: TMA's atom and coordinates."""
     atom, coordinates = q_map
     q = coordinates[None, None, None, None, 0]  # (D, HEAD, QUERY, BLOCK)
     q = cute.domain_offset((0, task.head_group * config.pack, task.token, 0), q)
@@ -182,8 +184,11 @@ def config_dtype(config):
 
 @dataclass(frozen=True)
 class Slots:
-    """Of a task, for each key set: the address of the lane's slot of the set's first tile, and how many slots count
-    from there on."""
+    """Where a lane's slots of a task are.
+
+    addresses: for each key set, the address of the lane's slot in the set's first tile. limits: how many slots from
+    there on are within the length.
+    """
 
     addresses: tuple
     limits: tuple
@@ -200,8 +205,10 @@ class Slots:
 
 
 def look_up(loader, task, slots: Slots, step) -> tuple:
-    """(slot, which key set) of this lane's key of the task's step-th tile; slot -1 past the last. No branches: the load
-    is all that waits."""
+    """(slot, key set) of this lane's key in the task's step-th tile; slot -1 past the last key.
+
+    There are no branches, so that only the load has to be waited for.
+    """
     tile, begin, which = task.span.first + step, Int32(0), Int32(0)
     address, here = slots.addresses[0], Boolean(False)
     for number in range(loader.config.sets):
@@ -227,7 +234,7 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
 
 @cute.jit
 def locate(loader, found) -> tuple:
-    """(address of the row, bytes from there to its scales) of this lane's slot; address 0: there is no such row."""
+    """(address of the row, bytes from there to its scales) of this lane's slot; address 0 if there is no such row."""
     config, (slot, which) = loader.config, found
     row, scale_at = Int64(0), Int32(0)
     for number in cutlass.range_constexpr(config.sets):
@@ -238,7 +245,7 @@ def locate(loader, found) -> tuple:
 
 @cute.jit
 def prefetch(loader, row):
-    """Have the part of the lane's row in L2: its copies begin about a tile later."""
+    """Prefetch the part of the lane's row to L2, about one tile before its copies begin."""
     fmt = loader.config.fmt
     part_bytes = fmt.data_bytes // loader.config.parts
     if row != 0:

@@ -50,8 +50,11 @@ class GatheredHost:
         ctas: Int32,
         stream: CUstream,
     ):
-        """Tensors as in ``task.Gathered``, flat. scale_log2: scale * log2(e). splits: parts of each query's keys. ctas:
-        at most so many, where they are persistent."""
+        """Launch the kernel.
+
+        Tensors as in ``task.Gathered``, flat. scale_log2: scale * log2(e). splits: parts of each query's keys. ctas:
+        most CTAs of a persistent launch.
+        """
         config = self.config
         sets = (
             DeviceKeySet(pool0, slots0, lengths0, cute.FastDivmodDivisorV2(page_size0)),
@@ -75,7 +78,7 @@ class GatheredHost:
 
 
 def gathered_arguments(host: type, config) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments without the stream."""
     partial = 1 if config.splits else 0
 
     def rows(dtype, rank):

@@ -1,4 +1,4 @@
-"""Running a checked problem: splits, compile, launch; on a GPU or in the simulator."""
+"""Run a checked problem: choose splits, compile, launch; on a GPU or in the simulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOG2_E = math.log2(math.e)
 
 
 class GatheredKernels(NamedTuple):
-    """What an architecture has: the class of configurations, and the kernel of them."""
+    """The gathered-attention kernels of one architecture: the class of their configurations and the kernel class."""
 
     config: type[Gathers]
     kernel: Kernel
@@ -43,7 +43,10 @@ GATHERED = Family(
 
 
 class Plan(NamedTuple):
-    """config: of the attention kernel. splits: parts of each query's keys. combine: None without splits."""
+    """How a problem runs.
+
+    config: the attention kernel's. splits: parts of each query's keys. combine: None: no splits.
+    """
 
     config: Gathers
     splits: int
@@ -52,7 +55,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def make_plan(problem: GatheredProblem, target: Target) -> Plan:
-    """How a problem is computed. UnsupportedProblem names what there is no kernel for."""
+    """Choose how a problem is computed. Raises UnsupportedProblem naming what there is no kernel for."""
     check_format(problem)
     kind = GATHERED.of(target.architecture).config
     tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
@@ -105,10 +108,11 @@ def check_format(problem: GatheredProblem) -> None:
 
 
 def run(problem: GatheredProblem, target: Target, tensors: dict):
-    """Launch on the tensors' device and its current stream; no synchronisation.
+    """Launch on the tensors' device and its current stream, without synchronisation.
 
-    tensors: q [T, H, D], o (words of FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions (None where there is
-    none) and key_sets, as (words, slots, lengths, page_size). Returns the simulator's report, natively None.
+    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions (None where the
+    problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the simulator's report, or None
+    on a GPU.
     """
     plan = make_plan(problem, target)
     q, o, scales, sink = (tensors[name] for name in ("q", "o", "scales", "sink"))

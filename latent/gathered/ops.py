@@ -16,7 +16,10 @@ from warpspec.latent.projection.ops import quantized_like
 
 
 def outputs(problem: GatheredProblem, q: torch.Tensor, out: torch.Tensor | Float8Tensor | None) -> tuple:
-    """(o, scales, lse, row_max, row_sum), uninitialised; None where there is none. scales: of o in FP8."""
+    """Uninitialised (o, scales, lse, row_max, row_sum); None for results that the problem lacks.
+
+    scales: those of FP8 o.
+    """
     fp32 = {"dtype": torch.float32, "device": q.device}
     shape, statistics = (problem.tokens, problem.heads, 512), (problem.heads, problem.tokens)
     if problem.normalize:
@@ -32,7 +35,7 @@ def outputs(problem: GatheredProblem, q: torch.Tensor, out: torch.Tensor | Float
 def compute(
     problem: GatheredProblem, q, key_sets: list[KeySet], sink, rotate_back, results: tuple, backend
 ) -> None:
-    """A checked call, into ``results`` as ``outputs`` makes them."""
+    """Compute a checked call into ``results``, which ``outputs`` has made."""
     o, scales, lse, row_max, row_sum = results
     backend = resolve_backend(backend, q.device)
     if backend == "reference":
@@ -67,7 +70,7 @@ def compute(
 
 
 def call(problem: GatheredProblem, q, key_sets, sink, rotate_back, out, backend):
-    """The result of a checked call: o, (o, lse) or AttentionState. Through the operator where somebody watches."""
+    """The result of a checked call: o, (o, lse) or AttentionState; through the operator while something records it."""
     results = outputs(problem, q, out)
     if watched(q, *(k.slots for k in key_sets)):
         cos_sin, positions = rotate_back or (None, None)
@@ -97,7 +100,7 @@ def gathered_operator(
     q, data, page_sizes, name, slots, lengths, scale, sink, cos_sin, positions, num_splits, o, scales, lse, row_max,
     row_sum, backend,
 ) -> None:  # fmt: skip
-    """``gathered_attention``; num_splits 0: chosen here."""
+    """Operator of ``gathered_attention``; num_splits 0: choose it."""
     parts = zip(data, page_sizes, slots, lengths, strict=True)
     key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in parts]
     rotate_back = None if cos_sin is None else (cos_sin, positions)

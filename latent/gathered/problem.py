@@ -1,4 +1,4 @@
-"""The arguments of ``gathered_attention``: key sets, and the problem that they make, every size checked once."""
+"""Checks the arguments of ``gathered_attention``: key sets, and the problem with all its sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.latent.cache.pools import LatentPool, table_slots
 from warpspec.latent.cache.problem import ROPE_DIM, check_pool, check_range, check_tensor
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
-VALUE_DIM = 512  # of a row, the first numbers: what O is made of
+VALUE_DIM = 512  # the first numbers of a row, of which O is made
 MAX_KEY_SETS = 3
 HEAD_LIMIT = 128
 OUT_FORMATS = ("bf16", "fp8")
@@ -21,10 +21,11 @@ OUT_FORMATS = ("bf16", "fp8")
 
 @dataclass(frozen=True, eq=False)
 class KeySet:
-    """Rows of one pool, for each query its own, by slot.
+    """Rows of one pool, given by slot, each query with rows of its own.
 
-    pool: a ``LatentPool``. slots: int32 [T, K], page * page_size + row; those below 0 or beyond the pool are of no key.
-    lengths: int32 [T], how many of a query's slots count, from the first; None: all. Raises TypeError or ValueError.
+    pool: a ``LatentPool``. slots: int32 [T, K], each page * page_size + row; a slot below 0 or beyond the pool belongs
+    to no key. lengths: int32 [T], how many of a query's slots count, from the first; None: all. Raises TypeError or
+    ValueError naming the field.
     """
 
     pool: LatentPool
@@ -45,11 +46,11 @@ class KeySet:
     def from_table(
         cls, pool: LatentPool, page_table: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor
     ) -> KeySet:
-        """All rows of requests, in order, by their pages.
+        """All rows of requests, in order, found by their pages.
 
-        page_table: int32 [R, pages]. requests: int32 or int64 [T], whose queries these are. lengths: int32 [T], rows
-        that a query sees, from the first; none of a request that there is not, and on the CPU ValueError. Slots are
-        written out, 4 bytes a row of the table and query.
+        page_table: int32 [R, pages]. requests: int32 or int64 [T], the request of each query. lengths: int32 [T], how
+        many rows a query sees, from the first. A request out of range has no rows on a GPU and raises ValueError on the
+        CPU. The slots are materialised: 4 bytes for each row of the table and query.
         """
         check_pool(pool, (LatentPool,))
         device = pool.device
@@ -67,9 +68,9 @@ class KeySet:
 
 @dataclass(frozen=True)
 class GatheredProblem:
-    """What a call computes: sizes and switches, no tensors. Hashable.
+    """Sizes and switches of a call, without tensors. Hashable.
 
-    tokens, heads: of q. format: of all rows. slots: K of each key set; lengths: which have lengths.
+    tokens, heads: q's. format: of all rows. slots: K of each key set. lengths: for each set, whether it has lengths.
     """
 
     tokens: int
@@ -100,7 +101,7 @@ class GatheredProblem:
         out,
         out_format="bf16",
     ) -> GatheredProblem:
-        """Check everything; TypeError or ValueError naming the argument."""
+        """Check all arguments. Raises TypeError or ValueError naming the argument."""
         check_key_sets(key_sets)
         pool = key_sets[0].pool
         fmt, device = pool.row_format, pool.device
@@ -153,12 +154,12 @@ class GatheredProblem:
 
     @property
     def states(self) -> GatheredProblem:
-        """The same, as un-normalised states of splits."""
+        """This problem with un-normalised states as results, as the kernel of a split computes it."""
         return replace(self, has_sink=False, return_lse=False, normalize=False, float8=False)
 
 
 def check_key_sets(key_sets) -> None:
-    """A sequence of one to MAX_KEY_SETS key sets whose rows are alike."""
+    """Check that these are one to MAX_KEY_SETS key sets of one row format and device."""
     if isinstance(key_sets, KeySet) or not isinstance(key_sets, (list, tuple)):
         raise TypeError(f"key_sets: must be a list of KeySet, got {type(key_sets).__name__}")
     if not 1 <= len(key_sets) <= MAX_KEY_SETS:
@@ -178,7 +179,7 @@ def check_key_sets(key_sets) -> None:
 
 
 def check_out(out, out_format: str, shape: tuple, device) -> None:
-    """A tensor or ``Float8Tensor`` of the results' shape."""
+    """Check that out is a tensor, or in FP8 a ``Float8Tensor``, of the result's shape."""
     if out_format == "bf16":
         check_tensor("out", out, (torch.bfloat16,), shape, device, aligned=True)
         return
@@ -189,7 +190,7 @@ def check_out(out, out_format: str, shape: tuple, device) -> None:
 
 
 def check_apart_out(out: torch.Tensor | Float8Tensor, q, key_sets, sink, rotate_back) -> None:
-    """Whether what is written has no address twice, and none of an argument's."""
+    """Check that outputs have no address twice and overlap no argument."""
     others = {"q": q, "sink": sink}
     for number, each in enumerate(key_sets):
         set_of = {"pool": each.pool.data, "slots": each.slots, "lengths": each.lengths}
@@ -204,7 +205,7 @@ def check_apart_out(out: torch.Tensor | Float8Tensor, q, key_sets, sink, rotate_
 
 
 def check_rotation(rotate_back, tokens, fmt, device) -> None:
-    """(cos_sin, positions)."""
+    """Check (cos_sin, positions)."""
     if not isinstance(rotate_back, (tuple, list)) or len(rotate_back) != 2:
         raise TypeError(f"rotate_back: must be (cos_sin, positions), got {rotate_back!r}")
     if fmt.dim != VALUE_DIM:

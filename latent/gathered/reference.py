@@ -12,7 +12,7 @@ from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem, KeySet
 def forward(
     problem: GatheredProblem, q: torch.Tensor, key_sets: list[KeySet], rotate_back: tuple | None
 ) -> AttentionState:
-    """The un-normalised state: o [T, H, 512], row_max and row_sum [H, T], fp32; o rotated back where that is given."""
+    """The un-normalised state: o [T, H, 512] (rotated back if asked), row_max and row_sum [H, T], fp32."""
     o = torch.zeros(problem.tokens, problem.heads, VALUE_DIM, device=q.device)
     row_max = torch.full((problem.heads, problem.tokens), -torch.inf, device=q.device)
     row_sum = torch.zeros_like(row_max)

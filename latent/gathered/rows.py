@@ -1,7 +1,7 @@
 """How the lanes of a producer warp bring rows to shared memory, four lanes a key.
 
-bf16 rows are copied to where the 128-byte swizzle puts them. FP8 rows are copied as they are; then each lane reads what
-it copied itself, converts it and stores it where the swizzle puts it.
+bf16 rows are copied to where the 128-byte swizzle puts them. FP8 rows are copied unchanged to a buffer; each lane then
+reads what it copied itself, converts it, and stores it where the swizzle puts it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from warpspec.latent.gathered.convert import some_large, to_bf16
 from warpspec.latent.gathered.task import WORD_BYTES, Gathered
 
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
-MEMBERS = 4  # lanes that bring a key together: 64 values of a byte are 16 bytes for each
-GROUP_KEYS = WARP_THREADS // MEMBERS  # keys that a warp brings at a time
-BYTE_ALONE = 0x4440  # prmt: one byte below three of zeros
-ALL_SCALES = 0xFFFFFFFF  # bytes of a part's word that are scales: four in the first part, three in the second
-RAW_PAIR = 2 * WARP_THREADS * VECTOR_BYTES  # bytes of two vectors of a warp's lanes
+MEMBERS = 4  # lanes that copy a key together: each has 16 bytes, which are 16 of a block's 64 e4m3 values
+GROUP_KEYS = WARP_THREADS // MEMBERS  # keys that a warp copies at a time
+BYTE_ALONE = 0x4440  # prmt selector: one byte, with three zero bytes above it
+ALL_SCALES = 0xFFFFFFFF  # mask of scale bytes: four in the first part, three in the second
+RAW_PAIR = 2 * WARP_THREADS * VECTOR_BYTES  # bytes of two vectors for each of a warp's lanes
 
 
 @dataclass(frozen=True)
 class Loader:
-    """What a producer warp is. part: of the columns; half: of a tile's keys. lane: of the warp.
+    """Which keys and columns a producer warp copies.
 
-    All warps run the same instructions, of which there is one copy: the instruction cache holds little. So the parts
-    differ in numbers alone, but for the last block of FP8 rows' parts: e4m3 in the first, bf16 in the second.
+    part: of the columns. half: of a tile's keys. lane: in the warp. All warps run one copy of the instructions, because
+    the instruction cache is small. The two parts therefore differ only in numbers, except for the last block of FP8
+    rows: it is e4m3 in the first part and bf16 in the second.
     """
 
     config: object
@@ -43,7 +44,7 @@ class Loader:
     lane: Int32
 
     def ring_use(self, number):
-        """Of the ring of tiles' parts, by the part of the number-th tile."""
+        """Ring use count of this warp's part of the number-th tile."""
         if self.config.barrier_parts > 1:
             return number * self.config.barrier_parts + self.part
         return number
@@ -54,18 +55,21 @@ class Loader:
 
     @property
     def key(self) -> Int32:
-        """Of a group, which this lane brings. It is also what the swizzle turns the key's row by."""
+        """Which key of a group this lane copies. The swizzle XORs the key's row with the same number."""
         return self.lane // MEMBERS
 
     def plain_chunk(self, i: int):
-        """Which 16 bytes of a block in bf16 this lane brings i-th: a key's four lanes 64 bytes together, the second
-        half first for every other key, so that two keys' stores meet no bank twice."""
+        """Which 16 bytes of a bf16 block this lane copies i-th.
+
+        The four lanes of a key copy 64 bytes together. Every other key begins with the second half, so that the stores
+        of two keys have no bank conflict.
+        """
         second = self.key % 2 if i == 0 else 1 - self.key % 2
         return self.member + MEMBERS * second
 
     @property
     def groups(self) -> int:
-        """Groups of keys of a tile."""
+        """Groups of keys that this warp copies in a tile."""
         return self.config.keys_of_warp // GROUP_KEYS
 
     @property
@@ -75,45 +79,50 @@ class Loader:
 
     @property
     def converted(self) -> int:
-        """Blocks of FP8 rows, the first, that are e4m3 in every part."""
+        """How many of a part's first blocks are e4m3 in both parts of an FP8 row."""
         return self.blocks - 1
 
     @property
     def vectors(self) -> int:
-        """16-byte vectors of an FP8 key that a lane brings."""
+        """16-byte vectors that a lane copies of an FP8 key."""
         return self.config.raw_vectors
 
     def words(self) -> cute.Tensor:
-        """(WORD, VECTOR): registers for what a lane has of an FP8 key."""
+        """(WORD, VECTOR): registers for a lane's vectors of an FP8 key."""
         return cute.make_rmem_tensor((VECTOR_WORDS, self.vectors), Uint32)
 
 
 def row_of(loader, row, scale_at, group) -> tuple:
-    """(address of the row, bytes from there to its scales) of the lane's key of a group, which another lane has looked
-    up. row, scale_at: of the key that this lane looked up."""
+    """(address of the row, bytes from there to its scales) of the lane's key of a group, which another lane looked up.
+
+    row, scale_at: those of the key that this lane looked up.
+    """
     source = group * GROUP_KEYS + loader.key
     return shuffle_address(row, source), Int32(cute.arch.shuffle_sync(scale_at, source))
 
 
 def bytes_of(address, count: int) -> Int32:
-    """How many of a copy's bytes there are: none of a row that is not there."""
+    """``count``, or 0 if the row is not there: bytes that a copy reads."""
     return Int32(cutlass.select_(Boolean(address != 0), Int32(count), Int32(0)))
 
 
 def copy_vector(target, at: int, source, offset: int, wanted) -> None:
-    """16 bytes of source + offset to target + at in shared memory, those beyond the first ``wanted`` zeros."""
+    """Copy 16 bytes from source + offset to target + at in shared memory; bytes after the first ``wanted`` are
+    zeros."""
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global [{{$r0}}+{at}], [{{$r1}}+{offset}], {VECTOR_BYTES}, {{$r2}};",
         read_only_args=[target, source, wanted],
     )
 
 
-# Rows of bf16.
+# bf16 rows.
 
 
 def rows_of_groups(loader, row) -> list:
-    """(address of its row's part, bytes that a copy brings) of the lane's key of every group of a tile. row: address of
-    the row that this lane looked up."""
+    """(address of the row's part, bytes that a copy reads) of the lane's key in every group of a tile.
+
+    row: address of the row that this lane looked up.
+    """
     begin = loader.part * (loader.blocks * BLOCK * BF16_BYTES)
     rows = []
     for group in range(loader.groups):
@@ -123,8 +132,10 @@ def rows_of_groups(loader, row) -> list:
 
 
 def copy_rows(loader, base, rows: list) -> None:
-    """Issue the copies of a warp's keys, into the tile's part at ``base``; zeros of keys that are not there. rows: of
-    ``rows_of_groups``."""
+    """Issue the copies of a warp's keys to the tile's part at ``base``; keys that are not there become zeros.
+
+    rows: what ``rows_of_groups`` returns.
+    """
     row_bytes, group_bytes = BLOCK * BF16_BYTES, GROUP_KEYS * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
     target = base + loader.half * (loader.groups * group_bytes) + loader.key * tma.ROW_BYTES
@@ -137,19 +148,23 @@ def copy_rows(loader, base, rows: list) -> None:
                 copy_vector(places[i], at, source, block * row_bytes, wanted)
 
 
-# Rows of FP8, as they are. What a lane has of a key: a vector of e4m3 of each of the ``converted`` blocks, then two of
-# the last block, of which the first part needs one, e4m3, and the second part both, bf16; then a word of scales.
+# FP8 rows before conversion. A lane has, of a key, an e4m3 vector of each of the ``converted`` blocks, two vectors of
+# the last block and a word of scales. The last block needs only one vector, e4m3, in the first part, and both, bf16, in
+# the second.
 
 
 def copy_raw(loader, target, pair_bytes: int, address, scale_at) -> None:
-    """Issue the copies of what the lane converts of its FP8 key, as it is; zeros of a key that is not there. target: of
-    the lane's first vector, in shared memory; two vectors of every lane stand together, pair_bytes from the next."""
+    """Issue the copies of the bytes of an FP8 key that the lane will convert; zeros if the key is not there.
+
+    target: shared-memory address of the lane's first vector. Two vectors of every lane lie together; the next two are
+    pair_bytes further on.
+    """
     fmt = loader.config.fmt
     wanted = bytes_of(address, VECTOR_BYTES)
     begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(loader.converted):
         copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
-    # The last block: e4m3 of the first part, the tail of the second.
+    # The last block: e4m3 values in the first part, the bf16 tail in the second.
     chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
     value = loader.converted * BLOCK + loader.member * VECTOR_BYTES
     offset = Int32(cutlass.select_(Boolean(loader.part == 1), chunk, value))
@@ -170,17 +185,21 @@ def copy_raw(loader, target, pair_bytes: int, address, scale_at) -> None:
 
 
 def raw_place(vector: int, pair_bytes: int) -> int:
-    """Bytes from a lane's first vector to another; from ``scales_place`` to its scales, which are the last."""
+    """Offset in bytes of a lane's vector from its first one. The scales come after the last vector; their offset counts
+    from ``scales_place``."""
     return vector // 2 * pair_bytes + vector % 2 * (WARP_THREADS * VECTOR_BYTES)
 
 
 def scales_place(loader, target):
-    """As target is of a lane's vectors: of words, which lanes have side by side."""
+    """The lane's base address for its word of scales.
+
+    Scales of adjacent lanes are WORD_BYTES apart, not VECTOR_BYTES.
+    """
     return target - loader.lane * (VECTOR_BYTES - WORD_BYTES)
 
 
 def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
-    """words (WORD, VECTOR) become what ``copy_raw`` brought; returns the scales."""
+    """Load what ``copy_raw`` copied into words (WORD, VECTOR); returns the scales."""
     outputs = ", ".join(f"{{$w{i}}}" for i in range(VECTOR_WORDS))
     for vector in range(loader.vectors):
         loaded = cute.arch.inline_ptx(
@@ -197,12 +216,13 @@ def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
     )
 
 
-# Rows of FP8, converted.
+# FP8 rows, converted.
 
 
 @cute.jit
 def store_group(loader, base, group, words: cute.Tensor, scales):
-    """The lane's part of one key, in bf16, into the tile's part at ``base``: where the 128-byte swizzle puts it."""
+    """Store the lane's part of one key, converted to bf16, in the tile's part at ``base``, with the 128-byte
+    swizzle."""
     used = Uint32(cutlass.select_(Boolean(loader.part == 0), Uint32(ALL_SCALES), Uint32(ALL_SCALES >> 8)))
     if cute.arch.vote_any_sync(some_large(scales & used)):
         store_key(loader, base, group, words, scales, False)
@@ -212,11 +232,11 @@ def store_group(loader, base, group, words: cute.Tensor, scales):
 
 @cute.jit
 def store_key(loader, base, group, words: cute.Tensor, scales, small: cutlass.Constexpr):
-    """As ``store_group``. small: so are all scales of the warp's keys (``to_bf16``)."""
+    """``store_group`` once it is known whether all scales of the warp's keys are ``small`` (``to_bf16``)."""
     key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.key
     row = base + key * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
-    # Of the lane's first of two 16-byte chunks; the second of converted ones differs in bit 0, of plain ones in bit 2.
+    # Addresses of the lane's first 16-byte chunk. The second chunk's differs in bit 0 (converted) or bit 2 (plain).
     converted = row + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
     plain = row + (loader.key ^ loader.plain_chunk(0)) * VECTOR_BYTES
     for block in cutlass.range_constexpr(loader.converted):
@@ -229,7 +249,7 @@ def store_key(loader, base, group, words: cute.Tensor, scales, small: cutlass.Co
 
 
 def store_converted(address, words: cute.Tensor, block: int, scales, small: bool) -> None:
-    """16 numbers of the part's block, converted. address: of the first chunk."""
+    """Convert and store 16 numbers of a block of the part. address: of the first chunk."""
     scale = permute(scales, BYTE_ALONE | block)
     out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale, small)
     store_vector(address, out[:VECTOR_WORDS])
@@ -237,14 +257,14 @@ def store_converted(address, words: cute.Tensor, block: int, scales, small: bool
 
 
 def store_plain(address, words: cute.Tensor, vector: int) -> None:
-    """Two vectors as they are. address: of the first chunk."""
+    """Store two vectors unchanged. address: of the first chunk."""
     for half in range(2):
         at = address ^ (half * MEMBERS * VECTOR_BYTES)
         store_vector(at, [words[i, vector + half] for i in range(VECTOR_WORDS)])
 
 
 def store_vector(address, words: list) -> None:
-    """16 bytes to shared memory."""
+    """Store 16 bytes to shared memory."""
     pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
     vector = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
     for i in range(VECTOR_WORDS):

@@ -1,6 +1,7 @@
 """The gathered-attention kernel for sm_100a: storage, role dispatch, softmax over keys that may be missing.
 
-Products, softmax and epilogue are attention's. A CTA does 64 heads of one query, or a split of its keys.
+Products, softmax and epilogue are the attention kernel's. A task of a CTA is 64 heads of one query, or a split of its
+keys.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ MASK_BITS = 32
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin, as ``gather`` knows them. masks: (STAGE WORD) words. raw: of
-    producer warps, bytes."""
+    """Addresses of the shared-memory regions that ``gather`` fills. masks: (STAGE WORD) words. raw: the producer warps'
+    FP8 keys, bytes."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -40,27 +41,27 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredColumns(Columns):
-    """Where a softmax thread finds the tiles of a task. operands: ``task.Gathered``. token: the task's."""
+    """What a softmax thread needs to know of a task's tiles. operands: ``task.Gathered``. token: the task's."""
 
     masks: cute.Tensor
     operands: object
     token: Int32
 
     def hide(self, config, channels, row, step, first_key, scores) -> None:
-        """As ``Columns.hide``: by the tile's mask, alike for all rows."""
-        channels["k_full"].wait(step)  # who wrote the mask arrived there
+        """Hide missing keys, as ``Columns.hide`` does; the tile's mask serves all rows."""
+        channels["k_full"].wait(step)  # the warps that wrote the mask arrived on k_full
         words = config.tile_n // MASK_BITS
         hide_missing(scores, [self.masks[step % config.kv_stages * words + i] for i in range(words)])
 
     def finish(self, config, row, part, values) -> None:
-        """As ``Columns.finish``: the row's last columns are rotated back."""
+        """Rotate the row's last columns back; called as ``Columns.finish``."""
         if config.rotate_back and part == config.o_columns // BLOCK - 1:
             turn_back(config, row, values, self.operands, self.token)
 
 
 @cute.jit
 def hide_missing(scores: cute.Tensor, words: cutlass.Constexpr):
-    """Scores (KEY) of keys whose bit is 0 become -inf. words: (key / 32) of the tile."""
+    """Set scores (KEY) of keys whose mask bit is 0 to -inf. words: (key / 32), the tile's mask."""
     every = words[0]
     for word in words[1:]:
         every = every & word
@@ -72,7 +73,7 @@ def hide_missing(scores: cute.Tensor, words: cutlass.Constexpr):
 
 @cute.jit
 def turn_back(config: cutlass.Constexpr, row, values: cute.Tensor, operands, token):
-    """A row's last ROPE_DIM columns rotated back by the query's position; NaN where the table lacks it."""
+    """Rotate a row's last ROPE_DIM columns back by the query's position; NaN for a position beyond the table."""
     if row.member == config.column_parts - 1:
         position = Int32(operands.positions[token])
         table = operands.cos_sin
@@ -118,7 +119,7 @@ class GatheredAttention(GatheredHost):
         cute.arch.sync_threads()
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
         if cutlass.const_expr(config.splits):
-            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
+            cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
 
         masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))
         shared = Shared(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())
@@ -157,8 +158,8 @@ class GatheredAttention(GatheredHost):
 def attend(
     config: cutlass.Constexpr, channels: cutlass.Constexpr, task, columns, operands, scale_log2, thread
 ):
-    """A softmax thread: its row of all KV tiles, then the results, as ``fmha.sm100.softmax_warps.softmax`` and the
-    epilogue do. Consumes k_full besides what they do: who fills a tile writes its mask."""
+    """A softmax thread: its row of all KV tiles, then the results, like ``fmha.sm100.softmax_warps.softmax`` and the
+    epilogue. It also waits on k_full, because the warps that fill a tile write its mask."""
     row = task.row(config.row_of(thread), config.column_part_of(thread))
     reference, maximum, total = -Float32.inf, -Float32.inf, Float32(0.0)
     for step in cutlass.range(task.span.count, unroll=1):
@@ -172,5 +173,5 @@ def attend(
 
 
 def host_and_arguments(config: Sm100GatheredConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return gathered_arguments(GatheredAttention, config)

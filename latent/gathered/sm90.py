@@ -37,8 +37,8 @@ MASK_BITS = 32
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin: as ``fmha.sm90.kernel.Shared``; masks: (STAGE WORD) words. raw: of
-    producer warps, bytes."""
+    """Addresses of the shared-memory regions: those of ``fmha.sm90.kernel.Shared``, masks: (STAGE WORD) words, and raw:
+    the producer warps' FP8 keys, bytes."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -52,12 +52,12 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredWork(Work):
-    """A consumer's part of a task, whose keys may be missing. masks: as in ``Shared``."""
+    """A consumer's part of a task whose keys may be missing. masks: as in ``Shared``."""
 
     masks: cute.Tensor = None
 
     def hide(self, scores: cute.Tensor, r: int, step) -> None:
-        """As ``Work.hide``: by the tile's mask, alike for all rows."""
+        """Hide missing keys, as ``Work.hide`` does; the tile's mask serves all rows."""
         words = self.config.tile_n // MASK_BITS
         stage = (self.use + step) % self.config.kv_stages
         hide_missing(scores, r, self.rows[r].member, [self.masks[stage * words + i] for i in range(words)])
@@ -65,12 +65,12 @@ class GatheredWork(Work):
 
 @cute.jit
 def hide_missing(scores: cute.Tensor, r: cutlass.Constexpr, member, words: cutlass.Constexpr):
-    """Scores (n) of row r of keys whose bit is 0 become -inf. words: (key / 32) of the tile."""
+    """Set scores (n) of row r of keys whose mask bit is 0 to -inf. words: (key / 32), the tile's mask."""
     every = words[0]
     for word in words[1:]:
         every = every & word
     if every != Uint32(0xFFFFFFFF):
-        own = [word >> Uint32(PAIR * member) for word in words]  # bit 0: the key of the thread's element 0
+        own = [word >> Uint32(PAIR * member) for word in words]  # bit 0 is the key of the thread's element 0
         for i in elements(scores, r):
             bit = (own[column(i) // MASK_BITS] >> (column(i) % MASK_BITS)) & Uint32(1)
             scores[i] = Float32(cutlass.select_(cutlass.Boolean(bit == 0), -Float32.inf, scores[i]))
@@ -107,7 +107,7 @@ class GatheredAttention(GatheredHost):
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         if cutlass.const_expr(config.splits):
-            cute.arch.griddepcontrol_launch_dependents()  # the combine kernel comes up meanwhile, and waits
+            cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),
@@ -140,8 +140,8 @@ def consume(
     thread,
     part: cutlass.Constexpr,
 ):
-    """One consumer: half of O's columns of the CTA's tasks, one after another. Consumes q_full, and what
-    ``pair.attend_paired`` does; produces what that does."""
+    """One consumer: half of O's columns for each of the CTA's tasks. Consumes q_full and what ``pair.attend_paired``
+    consumes; produces what ``attend_paired`` produces."""
     thread = thread % WARPGROUP_THREADS
     mma = products(config, BFloat16, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -169,13 +169,13 @@ def consume(
         else:
             stage = None
             if cutlass.const_expr(config.normalize):
-                stage = own_stage(config, shared, part)  # every P has been read
+                stage = own_stage(config, shared, part)  # every P has been read by now
             epilogue(work, state, operands, stage)
 
 
 @cute.jit
 def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token):
-    """O's last columns (o (n): the consumer's) rotated back by the query's position; NaN where the table lacks it."""
+    """Rotate O's last columns, o (n) of the consumer, back by the query's position; NaN beyond the table."""
     position = Int32(operands.positions[token])
     table = operands.cos_sin
     inside = cutlass.Boolean(position >= 0) & cutlass.Boolean(position < table.shape[0])
@@ -194,5 +194,5 @@ def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token
 
 
 def host_and_arguments(config: GatheredConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return gathered_arguments(GatheredAttention, config)

@@ -1,6 +1,6 @@
-"""What one CTA does at a time: 64 heads of one query, or a part of its keys; how roles find it. Device side.
+"""Tasks of a CTA, each 64 heads of one query or a part of its keys, and how roles find them. Device side.
 
-Every role works its task out for itself, as the attention kernels' roles do their tiles.
+Every role computes its own task, as the roles of the attention kernels compute their tiles.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ WORD_BYTES = 4
 
 
 class DeviceKeySet(NamedTuple):
-    """pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page, prepared so
-    that dividing by it is a multiplication."""
+    """One key set on the device.
+
+    pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page, prepared so that
+    division by it is a multiplication.
+    """
 
     pool: cute.Tensor
     slots: cute.Tensor
@@ -28,7 +31,7 @@ class DeviceKeySet(NamedTuple):
     page_size: cute.FastDivmodDivisorV2
 
     def length(self, token) -> Int32:
-        """Slots of the token that count."""
+        """How many of the token's slots count."""
         most = Int32(self.slots.shape[1])
         if self.lengths is None:
             return most
@@ -37,7 +40,7 @@ class DeviceKeySet(NamedTuple):
 
 @cute.jit
 def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
-    """(address of the row, bytes from there to its scales) of a slot; address 0: there is no such row."""
+    """(address of the row, bytes from there to its scales) of a slot; address 0 if there is no such row."""
     address, scale_at = Int64(0), Int32(0)
     page_rows = key_set.page_size.divisor
     here = Boolean(slot >= 0) & Boolean(slot < key_set.pool.shape[0] * page_rows)
@@ -50,9 +53,12 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
 
 
 class Gathered(NamedTuple):
-    """Tensors of a launch. q, o: [1, T, H, D] (o with the splits in front, where there are; words of four
-    e4m3 with scales [1, T, H, 4] fp32, or None). sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: [N, R] fp32 and
-    positions: int32 [T], or None. sets: ``DeviceKeySet``s."""
+    """Tensors of a launch.
+
+    q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
+    [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
+    or None. sets: ``DeviceKeySet``s.
+    """
 
     q: cute.Tensor
     o: cute.Tensor
@@ -67,7 +73,7 @@ class Gathered(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Tasks of a launch: their number, and what the last ones differ by first."""
+    """How many tasks a launch has, and the sizes that a task's index is decomposed by, fastest first."""
 
     total: Int32
     head_groups: Int32
@@ -76,7 +82,7 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """KV tiles of a task, over all key sets: ``schedule.KeySpan`` as consumers know it. All of them may have keys that
+    """KV tiles of a task over all key sets, with the interface of ``schedule.KeySpan``. Any of them may have keys that
     are not there."""
 
     first: Int32
@@ -91,7 +97,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Task:
-    """token, head_group, split: which. heads: of q. ends: for each key set, tiles up to its last. span: the task's."""
+    """A task: 64 heads of one query, or a part of its keys.
+
+    token, head_group, split: which one. heads: of q. ends: for each key set, the end of its tiles. span: all tiles.
+    """
 
     token: Int32
     head_group: Int32
@@ -101,17 +110,17 @@ class Task:
     span: Span
 
     def row(self, index, member) -> Row:
-        """A row, as its threads know it."""
+        """The record of a row for the threads that share it."""
         return Row(index, member, Int32(0), Int32(0))
 
     def place(self, index, row_group=0) -> Place:
-        """Where a row belongs."""
+        """Where a row's results go."""
         head = self.head_group * WARPGROUP_ROWS + index
         return Place(0, self.token, Int32(0), head, self.token, Boolean(head < self.heads))
 
 
 def task_at(config, operands: Gathered, units: Units, index) -> Task:
-    """The index-th task of the launch: head groups, which read the same keys, follow each other."""
+    """The index-th task of the launch. Head groups of one query are adjacent, because they read the same keys."""
     head_group, rest = index % units.head_groups, index // units.head_groups
     split, token = rest % units.splits, rest // units.splits
     ends, tiles = [], Int32(0)
