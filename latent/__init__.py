@@ -1,13 +1,13 @@
 """DeepSeek-V4's serving path: caches of latent keys, the indexer, attention over selected rows, the output projection.
 
-Each step of a layer has a package of its own; all public names can be imported from here.
+Each step of a layer has its own package, and all public names can be imported from here:
 
-- ``warpspec.latent.cache``: row formats, paged pools, states of requests; insert, compress
+- ``warpspec.latent.cache``: row formats, paged pools, states of requests; insert and compress
 - ``warpspec.latent.indexer``: queries, scores and selection of the indexer
 - ``warpspec.latent.gathered``: attention over rows that are found by slot
 - ``warpspec.latent.projection``: the grouped output projection
 
-docs/latent.md shows how they follow each other.
+docs/latent.md shows them together in a layer.
 """
 
 from __future__ import annotations

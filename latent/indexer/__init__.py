@@ -1,4 +1,4 @@
-"""The indexer of sparse attention (DeepSeek-V4's CSA layers): queries, scores of index keys, the largest as slots."""
+"""The indexer of sparse attention (DeepSeek-V4's CSA layers): quantise queries, score index keys, select the top k."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def index_queries(
     hadamard: bool = True,
     backend: str = "auto",
 ) -> IndexQueries:
-    """Rotate the indexer's queries by position and quantise them as index keys are. One launch.
+    """Rotate the indexer's queries by position and quantise them in the format of the index keys. One launch.
 
-    q: bf16 [T, H, 128], contiguous, H a multiple of 4. weights: fp32 [T, H], of the heads' scores, with all constant
-    factors. cos_sin: fp32 [N, 64] and positions: int32 [T], as in ``cache.insert_window``; the last 64 numbers of a
-    head are rotated. hadamard: heads go through the Hadamard transform after that, as the keys have gone
-    (``cache.compress``). format: of an ``IndexPool``.
+    q: bf16 [T, H, 128], contiguous, H a multiple of 4. weights: fp32 [T, H], the weights of the heads' scores,
+    including all constant factors. cos_sin: fp32 [N, 64] and positions: int32 [T], as in ``cache.insert_window``; the
+    last 64 numbers of a head are rotated. hadamard: apply the Hadamard transform afterwards, as ``cache.compress`` has
+    done to the keys. format: an ``IndexPool``'s.
 
-    A position beyond the table raises ValueError on the CPU. On a GPU it makes NaN of the numbers that are rotated, and
-    of all numbers with ``hadamard``. Raises TypeError or ValueError naming the argument, UnsupportedProblem as
-    ``insert_window``. Forward only.
+    A position beyond the table raises ValueError on the CPU. On a GPU the rotated numbers become NaN, or all numbers
+    with ``hadamard``. Raises TypeError or ValueError naming the argument, and UnsupportedProblem as ``insert_window``
+    does. Forward only.
     """
     format_named(INDEX_FORMATS, format)
     refuse_gradients(q=q, weights=weights)
@@ -51,13 +51,14 @@ def index_scores(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """fp32 [T, N]: each query's score of every entry of its request, N = pages * page_size; -inf from its length on.
+    """fp32 [T, N]: each query's score for every entry of its request; -inf from the query's length on.
 
-    A score is sum over heads of weight * ReLU(q . k), on the quantised queries and keys. page_table: int32 [R, pages].
-    requests: int32 [T], whose queries these are. lengths: int32 [T], entries that a query sees, from the first. Pages
-    that there are not give -inf; so do requests, and lengths are clamped, on a GPU: on the CPU ValueError. Kernels take
-    rows of "mxfp4" or "fp8", the queries alike, and a multiple of 8 heads up to 64. Raises TypeError or ValueError
-    naming the argument, UnsupportedProblem. Forward only.
+    N is pages * page_size. A score is sum over heads of weight * ReLU(q . k), with the quantised queries and keys.
+    page_table: int32 [R, pages]. requests: int32 [T], the request of each query. lengths: int32 [T], how many entries a
+    query sees, from the first. Missing pages give -inf. For requests out of range a GPU gives -inf, and it clamps
+    lengths; the CPU raises ValueError for both. Kernels take "mxfp4" or "fp8" keys, queries of the same format, and a
+    multiple of 8 heads up to 64. Raises TypeError or ValueError naming the argument, and UnsupportedProblem. Forward
+    only.
     """
     check_scores(queries, pool, page_table, requests, lengths)
     refuse_gradients(**{"queries.weights": queries.weights})
@@ -74,15 +75,14 @@ def index_topk(
     page_size: int | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots int32 [T, k], counts int32 [T]): the k largest logits of each row, in order of index. One launch, two
-    where few rows are long.
+    """(slots int32 [T, k], counts int32 [T]): the k largest logits of each row, in order of index.
 
-    logits: fp32 [T, N]. k: 1 to 2048. lengths: int32 [T], logits of a row that count, from the first (None: all);
-    clamped to 0..N on a GPU, on the CPU ValueError beyond. Exact: of equal logits the lower indices are taken, NaN is
-    above all numbers, and -inf is never taken. counts: how many there are; slots behind are -1. page_table: int32
-    [R, pages], with requests: int32 [T] and page_size: index i becomes the slot page_table[request, i // page_size] *
-    page_size + i % page_size; -1 where there is no such page or request. Raises TypeError or ValueError naming
-    the argument.
+    One launch, or two where rows are few and long. logits: fp32 [T, N]. k: 1 to 2048. lengths: int32 [T], how many
+    logits of a row count, from the first (None: all); outside 0..N they are clamped on a GPU and raise ValueError on
+    the CPU. The selection is exact: of equal logits the lower index wins, NaN ranks above all numbers, and -inf is
+    never taken. counts: how many were taken; the slots after them are -1. page_table: int32 [R, pages], given together
+    with requests: int32 [T] and page_size, turns index i into the slot page_table[request, i // page_size] * page_size
+    + i % page_size, or -1 where the page or request does not exist. Raises TypeError or ValueError naming the argument.
     """
     refuse_tangents(logits=logits)
     check_topk(logits, k, lengths, page_table, requests, page_size)
@@ -102,9 +102,10 @@ def select_entries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``index_topk`` of ``index_scores``: (slots [T, k], counts [T]) of the entries that each query attends to.
 
-    So many queries at a time that their logits take at most ``workspace_bytes``, one at least; 0: logits never reach
-    memory, scores and selection are one launch (with the same result), a CTA a query: for prefill. page_table is that
-    of the pool; slots are its rows, and the same rows of every pool that has its pages.
+    Queries are done in batches whose logits take at most ``workspace_bytes``, at least one query at a time. With 0,
+    logits never reach memory: one launch, with a CTA a query, scores and selects, with the same result; this is meant
+    for prefill. page_table is that of the index pool. The slots are its rows, and equally rows of any other pool that
+    shares its pages.
     """
     check_scores(queries, pool, page_table, requests, lengths)
     check_table(len(requests), page_table, requests, page_table.device)

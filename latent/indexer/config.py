@@ -10,16 +10,19 @@ from warpspec.latent.indexer.sm100.config import SCORE_BARRIER, Sm100ScoresConfi
 
 WORD_BYTES = 4
 K_LIMIT = 2048
-BINS, HISTOGRAMS = 256, 3  # of a search, and how many take turns
-TILE_ROOM = 1024  # bytes: the query in shared memory is aligned to them
+BINS, HISTOGRAMS = 256, 3  # bins of a search's histogram; histograms that take turns
+TILE_ROOM = 1024  # bytes left for aligning the query in shared memory to as many
 
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """The kernel of ``index_topk``: a CTA a row. lengths, table: whether those are given. parts: a row has several
-    CTAs, which each write the largest of their part, logits and indices; mapped: logits are such ones. threads: of a
-    CTA that select. chunk: logits in shared memory at a time. slots: of the list of candidates. barrier: a named one of
-    these threads; 0: the CTA has no others."""
+    """Configuration of the kernel of ``index_topk``, one CTA a row.
+
+    lengths, table: whether the call has them. parts: a row has several CTAs, each of which writes the largest logits of
+    its part and their indices. mapped: the logits are such results of parts, with indices beside them. threads: of a
+    CTA, those that select. chunk: logits in shared memory at a time. slots: length of the list of candidates. barrier:
+    named barrier of the selecting threads; 0: the CTA has no other threads.
+    """
 
     lengths: bool
     table: bool
@@ -40,32 +43,32 @@ class SelectConfig:
 
     @property
     def per_thread(self) -> int:
-        """Logits of a chunk that a thread has: numbers thread, thread + threads, ..."""
+        """Logits of a chunk that a thread has; their numbers are thread, thread + threads, ..."""
         return self.chunk // self.threads
 
     @property
     def group(self) -> int:
-        """Logits of a thread whose largest stands for them in the search for a threshold."""
+        """Logits of a thread that form a group; the search for a threshold sees only a group's largest."""
         return 8
 
     @property
     def kept(self) -> int:
-        """What was chosen of earlier chunks, by thread: numbers thread, thread + threads, ..."""
+        """Entries kept of earlier chunks that a thread has; their numbers are thread, thread + threads, ..."""
         return K_LIMIT // self.threads
 
     @property
     def groups(self) -> int:
-        """Groups of a thread."""
+        """Groups of logits that a thread has."""
         return self.per_thread // self.group
 
     @property
     def place_words(self) -> int:
-        """Words with a bit for each place: what was kept, then the chunk."""
+        """Words that have a bit for each place: first the kept entries, then the chunk."""
         return (K_LIMIT + self.chunk) // WARP_THREADS
 
     @property
     def own_words(self) -> int:
-        """Of those, a thread's."""
+        """How many of ``place_words`` a thread scans."""
         return -(-self.place_words // self.threads)
 
     @property
@@ -75,12 +78,12 @@ class SelectConfig:
 
 
 STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
-MOST_PARTS = 16  # of a row: with K_LIMIT of each, a chunk
-PART_LOGITS = 16384  # that a part has at least
+MOST_PARTS = 16  # CTAs of a row; K_LIMIT entries of each together fit a chunk
+PART_LOGITS = 16384  # least number of logits of a part
 
 
 def choose_parts(rows: int, logits: int, sm_count: int) -> int:
-    """CTAs of a row: several where rows are few and each more than a chunk, which a CTA takes one after another."""
+    """CTAs of a row: several where rows are few and longer than a chunk, else one, which takes chunk after chunk."""
     if logits <= SelectConfig(False, False).chunk:
         return 1
     return max(1, min(sm_count // rows, logits // PART_LOGITS, MOST_PARTS))
@@ -88,8 +91,10 @@ def choose_parts(rows: int, logits: int, sm_count: int) -> int:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """The kernel of scores and selection in one launch: a CTA a query. scores, select: how it does each, by the same
-    threads."""
+    """Configuration of the kernel that scores and selects in one launch, one CTA a query.
+
+    scores, select: the configurations of the two steps; the same threads do both.
+    """
 
     scores: ScoresConfig | Sm100ScoresConfig
     select: SelectConfig
@@ -101,7 +106,7 @@ class StreamConfig:
 
     @classmethod
     def of(cls, kind: type, format: str, heads: int, page_size: int) -> StreamConfig:
-        """kind: the architecture's class of scores configurations."""
+        """kind: the architecture's class of score configurations."""
         scores = kind.streaming(format, heads, page_size, STREAM_WARPGROUPS)
         barrier = 0 if scores.threads == scores.score_threads else SCORE_BARRIER
         select = SelectConfig(True, True, threads=scores.score_threads, chunk=STREAM_CHUNK, barrier=barrier)

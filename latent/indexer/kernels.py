@@ -1,4 +1,4 @@
-"""The indexer's kernels that differ from architecture to architecture. Plain Python."""
+"""The indexer's kernels that differ between architectures. Plain Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from warpspec.latent.indexer.sm100.config import Sm100ScoresConfig
 
 
 class IndexKernels(NamedTuple):
-    """config: the class of scores configurations. scores: the kernel of one. stream: of scores and selection in one
-    launch, by ``StreamConfig``."""
+    """The indexer's kernels of one architecture.
+
+    config: class of score configurations. scores: kernel of one of them. stream: kernel that scores and selects in one
+    launch, by ``StreamConfig``.
+    """
 
     config: type[ScoresConfig] | type[Sm100ScoresConfig]
     scores: Kernel

@@ -19,7 +19,7 @@ from warpspec.latent.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS
 
 
 def index_queries(q, weights, cos_sin, positions, format, hadamard, backend) -> IndexQueries:
-    """K3 of checked arguments, through the operator where somebody watches."""
+    """K3 on checked arguments, through the torch operator while something records it."""
     tokens, heads = q.shape[:2]
     pool = IndexPool.empty(tokens, heads, format, device=q.device)
     arguments = (q, cos_sin, positions, pool.data, format, hadamard, backend)
@@ -32,7 +32,7 @@ def index_queries(q, weights, cos_sin, positions, format, hadamard, backend) -> 
 
 
 def run_queries(q, cos_sin, positions, data, format, hadamard, backend) -> None:
-    """K3, into the pages ``data``."""
+    """Run K3; writes the pages ``data``."""
     tokens, heads = q.shape[:2]
     pool, backend = IndexPool(data, heads, format), resolve_backend(backend, q.device)
     if backend == "reference":
@@ -55,7 +55,7 @@ def run_queries(q, cos_sin, positions, data, format, hadamard, backend) -> None:
     "str backend) -> ()",
 )
 def queries_operator(q, cos_sin, positions, data, format, hadamard, backend) -> None:
-    """``index_queries``."""
+    """Operator of ``index_queries``."""
     check_positions("positions", positions, cos_sin)
     run_queries(q, cos_sin, positions, data, format, hadamard, backend)
 
@@ -68,7 +68,7 @@ def _(q, cos_sin, positions, data, format, hadamard, backend):
 def index_scores(
     queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, backend
 ) -> torch.Tensor:
-    """K4 of checked arguments, through the operator where somebody watches."""
+    """K4 on checked arguments, through the torch operator while something records it."""
     asked = queries.pool
     arguments = (
         asked.data, asked.page_size, asked.format, queries.weights, pool.data, pool.page_size, pool.format, page_table,
@@ -80,7 +80,7 @@ def index_scores(
 def run_scores(
     asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
 ):
-    """K4: logits fp32 [T, N]."""
+    """Run K4: logits fp32 [T, N]."""
     backend = resolve_backend(backend, page_table.device)
     queries, pool = (
         IndexQueries(IndexPool(asked, heads, asked_format), weights),
@@ -103,7 +103,7 @@ def run_scores(
 
 
 def check_scores_kernels(name: str, asked_format: str, heads: int) -> None:
-    """Raise UnsupportedProblem for what no scores kernel computes."""
+    """Raise UnsupportedProblem for formats and head counts that no scores kernel computes."""
     if name not in FORMATS or asked_format != name:
         raise UnsupportedProblem(
             f"index_scores: kernels take keys and queries both of {' or '.join(FORMATS)}, got {name!r} and "
@@ -116,7 +116,10 @@ def check_scores_kernels(name: str, asked_format: str, heads: int) -> None:
 
 
 def stream_entries(queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, k: int) -> tuple:
-    """K4 and K5 in one launch, of checked arguments, through the operator where somebody watches: (slots, counts)."""
+    """K4 and K5 in one launch, on checked arguments: (slots, counts).
+
+    Through the operator while something records it.
+    """
     asked = queries.pool
     check_scores_kernels(pool.format, asked.format, asked.page_size)
     arguments = (
@@ -127,7 +130,7 @@ def stream_entries(queries: IndexQueries, pool: IndexPool, page_table, requests,
 
 
 def run_stream(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k) -> tuple:
-    """K4 and K5 in one launch."""
+    """Run K4 and K5 in one launch."""
     target = target_of(page_table.device)
     slots, counts = new_outputs(weights, k)
     if len(slots) == 0:
@@ -147,7 +150,7 @@ def run_stream(asked, heads, weights, data, page_size, name, page_table, request
     "Tensor requests, Tensor lengths, SymInt k) -> (Tensor, Tensor)",
 )
 def stream_operator(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k):
-    """``select_entries`` whose logits never reach memory."""
+    """Operator of ``select_entries`` when logits never reach memory."""
     return run_stream(asked, heads, weights, data, page_size, name, page_table, requests, lengths, k)
 
 
@@ -179,7 +182,7 @@ def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, request
 def scores_operator(
     asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
 ):
-    """``index_scores``."""
+    """Operator of ``index_scores``."""
     return run_scores(
         asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
     )
@@ -193,13 +196,13 @@ def _(asked, heads, asked_format, weights, data, page_size, name, page_table, re
 def index_topk(
     logits, k, lengths, page_table, requests, page_size, backend
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K5 of checked arguments, through the operator where somebody watches."""
+    """K5 on checked arguments, through the torch operator while something records it."""
     arguments = (logits, k, lengths, page_table, requests, page_size or 1, backend)
     return topk_operator(*arguments) if watched(logits) else run_topk(*arguments)
 
 
 def run_topk(logits, k, lengths, page_table, requests, page_size, backend):
-    """K5: (slots, counts)."""
+    """Run K5: (slots, counts)."""
     backend = resolve_backend(backend, logits.device)
     if backend == "reference":
         return reference.index_topk(logits.detach(), k, lengths, page_table, requests, page_size)
@@ -225,7 +228,7 @@ def run_topk(logits, k, lengths, page_table, requests, page_size, backend):
 
 
 def new_outputs(logits, k) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots, counts), uninitialised."""
+    """Uninitialised (slots, counts)."""
     integers = {"dtype": torch.int32, "device": logits.device}
     return torch.empty(logits.shape[0], k, **integers), torch.empty(logits.shape[0], **integers)
 
@@ -237,7 +240,7 @@ def new_outputs(logits, k) -> tuple[torch.Tensor, torch.Tensor]:
     "str backend) -> (Tensor, Tensor)",
 )
 def topk_operator(logits, k, lengths, page_table, requests, page_size, backend):
-    """``index_topk``."""
+    """Operator of ``index_topk``."""
     return run_topk(logits, k, lengths, page_table, requests, page_size, backend)
 
 

@@ -10,27 +10,29 @@ from warpspec.latent.cache.pools import IndexPool, check_page_size
 from warpspec.latent.cache.problem import ROPE_DIM, check_count, check_pool, check_range, check_tensor
 from warpspec.latent.indexer.config import K_LIMIT
 
-HEADS_STEP = 4  # heads of a query: so many make 16 bytes of scales
-LENGTH_LIMIT = 2**30  # logits of a row
+HEADS_STEP = 4  # a multiple of 4 heads has scales in multiples of 16 bytes
+LENGTH_LIMIT = 2**30  # most logits of a row
 
 
 @dataclass(frozen=True, eq=False)
 class IndexQueries:
-    """Quantised queries of the indexer. pool: an ``IndexPool`` whose page t is query t, its rows the heads. weights:
-    fp32 [T, H]."""
+    """Quantised queries of the indexer.
+
+    pool: an ``IndexPool`` whose page t is query t; the page's rows are its heads. weights: fp32 [T, H].
+    """
 
     pool: IndexPool
     weights: torch.Tensor
 
     @property
     def values(self) -> torch.Tensor:
-        """fp32 [T, H, 128]."""
+        """fp32 [T, H, 128]: the queries, dequantised."""
         tokens, heads = self.weights.shape
         return self.pool.read(torch.arange(tokens * heads, device=self.weights.device).view(tokens, heads))
 
 
 def check_queries(q, weights, cos_sin, positions, hadamard) -> None:
-    """Arguments of ``index_queries``."""
+    """Check the arguments of ``index_queries``."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: must be a torch.Tensor, got {type(q).__name__}")
     device = q.device
@@ -49,7 +51,7 @@ def check_queries(q, weights, cos_sin, positions, hadamard) -> None:
 
 
 def check_scores(queries, pool, page_table, requests, lengths) -> None:
-    """Arguments of ``index_scores``."""
+    """Check the arguments of ``index_scores``."""
     check_asked(queries)
     device = queries.weights.device
     check_pool(pool, (IndexPool,), device)
@@ -63,7 +65,7 @@ def check_scores(queries, pool, page_table, requests, lengths) -> None:
 
 
 def check_asked(queries) -> None:
-    """``IndexQueries`` whose pool is the weights'."""
+    """Check that queries are ``IndexQueries`` whose pool and weights match."""
     if not isinstance(queries, IndexQueries):
         raise TypeError(f"queries: must be IndexQueries, got {type(queries).__name__}")
     pool, weights = queries.pool, queries.weights
@@ -85,7 +87,7 @@ def check_table(tokens, page_table, requests, device) -> None:
 
 
 def check_topk(logits, k, lengths, page_table, requests, page_size) -> None:
-    """Arguments of ``index_topk``."""
+    """Check the arguments of ``index_topk``."""
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"logits: must be a torch.Tensor, got {type(logits).__name__}")
     device = logits.device

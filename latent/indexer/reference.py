@@ -1,4 +1,4 @@
-"""The indexer by its definitions, in FP32 torch: queries, scores, the largest of them."""
+"""The indexer by its definitions, in FP32 torch: queries, scores, top k."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from warpspec.latent.cache.reference import angles_at, hadamard_transform, rotat
 
 
 def query_rows(q, cos_sin, positions, hadamard: bool) -> torch.Tensor:
-    """K3: bf16 [T, H, 128], what is quantised of queries q."""
+    """K3: the rows of queries q before quantisation, bf16 [T, H, 128]."""
     rows = rotate(q, angles_at(cos_sin, positions)[:, None]).bfloat16()
     return hadamard_transform(rows).bfloat16() if hadamard else rows
 
 
 def index_scores(queries, weights, keys) -> torch.Tensor:
-    """K4: fp32 [T, N] of queries [T, H, 128], weights [T, H] and keys [N, 128] or [T, N, 128], fp32: sum over heads of
-    weight * ReLU(q . k)."""
+    """K4: fp32 [T, N], sum over heads of weight * ReLU(q . k).
+
+    queries: fp32 [T, H, 128]. weights: [T, H]. keys: fp32 [N, 128] or [T, N, 128].
+    """
     products = torch.einsum("thd,nd->thn" if keys.dim() == 2 else "thd,tnd->thn", queries, keys)
     return torch.einsum("th,thn->tn", weights.float(), products.relu())
 
 
 def index_topk(logits, k, lengths, page_table, requests, page_size) -> tuple[torch.Tensor, torch.Tensor]:
-    """K5: (slots int32 [T, k], counts int32 [T]). One row at a time, by a stable sort."""
+    """K5: (slots int32 [T, k], counts int32 [T]), one row at a time, by a stable sort."""
     slots = torch.full((len(logits), k), NO_SLOT, dtype=torch.int32, device=logits.device)
     counts = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
     for t, row in enumerate(logits.float()):
@@ -39,7 +41,7 @@ def index_topk(logits, k, lengths, page_table, requests, page_size) -> tuple[tor
 
 
 def sort_key(row: torch.Tensor) -> torch.Tensor:
-    """int64 that order like the logits do: NaN first, -0 as 0."""
+    """int64 keys that sort in order of preference: NaN first, -0 equal to 0."""
     bits = (row.float() + 0.0).view(torch.int32).long()
     key = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     return torch.where(row.isnan(), 1 << 32, key)

@@ -1,4 +1,4 @@
-"""What a scores kernel for sm_90a is compiled for; what all of them take. Plain Python."""
+"""Configuration of the scores kernel for sm_90a, and constants of all scores kernels. Plain Python."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from warpspec.common.nvfp4 import E2M1_VALUES
 from warpspec.latent.cache.formats import INDEX_FORMATS, RowFormat
 
 TILE_KEYS = 64  # M of wgmma
-WARP_ROWS = 16  # of them a warp's
-BLOCKS = 4  # of 32 numbers, of a row: one for each lane that shares it
+WARP_ROWS = 16  # rows of a tile that a warp has
+BLOCKS = 4  # blocks of 32 numbers in a row; each of the four lanes that share the row has one
 HEADS_STEP = 8  # N of wgmma is a multiple of it
 MAX_HEADS = 64
-E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest that e4m3 has of that kind
-SCALE_STEPS = 16  # powers of two that a row's blocks may be apart, exactly but for the last one
+E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest such product that e4m3 can represent
+SCALE_STEPS = 16  # steps of scale between a row's blocks that are exact, but for the last one
 FORMATS = ("mxfp4", "fp8")
-EVEN_CTAS = 0.94  # of the SMs are enough, where queries are then cut alike
-MOST_PARTS = 256  # CTAs of a query
-BEGIN_TILES = 4  # what a CTA's begin takes, in tiles of a warpgroup
+EVEN_CTAS = 0.94  # fraction of the SMs that is enough, if it lets queries be cut evenly
+MOST_PARTS = 256  # most CTAs of a query
+BEGIN_TILES = 4  # time to start a CTA, in tiles of a warpgroup
 COPIED_DEPTH = 4
-COPIED_MOST_TILES = 12  # of a warpgroup, where copied FP8 keys are as fast as those in registers, or faster
+COPIED_MOST_TILES = 12  # tiles a warpgroup up to which copied FP8 keys are no slower than keys in registers
 
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA, each with tiles of
-    its own. depth: tiles whose loads are under way. copied: keys are copied to shared memory, each warp its own
-    (``sm90.ring``); else they are loaded to registers. balanced: warpgroups take equal shares of the tiles that have
-    keys (``sm90.balanced``), of as many queries as a CTA has threads at most; else CTAs take turns at a query's."""
+    """Configuration of the scores kernel for sm_90a.
+
+    format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA; each has its own
+    tiles. depth: tiles whose loads are in flight. copied: each warp copies its keys to shared memory (``sm90.ring``);
+    otherwise they are loaded to registers. balanced: warpgroups take equal shares of the tiles that have keys
+    (``sm90.balanced``), for at most as many queries as a CTA has threads; otherwise the CTAs of a query take its tiles
+    in turn.
+    """
 
     format: str
     heads: int
@@ -53,9 +57,12 @@ class ScoresConfig:
     def of(
         cls, format: str, heads: int, page_size: int, queries: int, columns: int, sm_count: int
     ) -> ScoresConfig:
-        """The way for a call, whose lengths nobody on the host knows: each may be short, so tiles are dealt by length,
-        but for one query of FP4. FP8 keys of one query are copied where warpgroups have few tiles: that begins sooner,
-        and takes longer for each tile. Scores are the same bits."""
+        """The configuration for a call. All configurations give the same bits.
+
+        The host does not know the lengths, and any of them may be short. Tiles are therefore dealt by length, except
+        for a single query of FP4. FP8 keys of a single query are copied if warpgroups have few tiles: copying starts
+        sooner but takes longer a tile.
+        """
         found = cls(format, heads, page_size)
         few = -(-columns // TILE_KEYS) <= COPIED_MOST_TILES * found.warpgroups * sm_count
         if format == "fp8" and queries == 1 and few and page_size % WARP_ROWS == 0:
@@ -65,7 +72,7 @@ class ScoresConfig:
 
     @classmethod
     def streaming(cls, format: str, heads: int, page_size: int, warpgroups: int) -> ScoresConfig:
-        """Where the same launch selects (``config.StreamConfig``): all warps do."""
+        """The configuration for a launch that also selects (``config.StreamConfig``); all warps do both."""
         return cls(format, heads, page_size, warpgroups, depth=2 if format == "mxfp4" else 1)
 
     @property
@@ -74,34 +81,35 @@ class ScoresConfig:
 
     @property
     def pages_by_lane(self) -> bool:
-        """Whether a lane looks up the pages of 32 tiles at once (``keys.LanePages``); FP8 keys leave no registers for
-        it, and are slower so."""
+        """Whether a lane looks up the pages of 32 tiles at once (``keys.LanePages``). FP8 keys leave no registers for
+        that and are slower with it."""
         return self.format == "mxfp4" and self.page_size % WARP_ROWS == 0
 
     @property
     def early(self) -> bool:
-        """Whether a CTA's first keys are on their way before its query is prepared."""
+        """Whether a CTA's first keys are in flight before its query is prepared."""
         return self.format == "mxfp4" or self.copied
 
     @property
     def dependent(self) -> bool:
-        """Whether the launch is a programmatic dependent one, which comes up while the one before ends."""
+        """Whether this is a programmatic dependent launch, which starts while the previous kernel ends."""
         return self.copied or self.balanced
 
     @property
     def least_ctas(self) -> int:
-        """Of an SM, that ptxas is told of; 0: none, and the loop of FP8 keys in registers does not spill."""
+        """CTAs an SM that ptxas is told of. 0 tells it nothing, so that the loop of FP8 keys in registers does not
+        spill."""
         return 1 if self.copied else 0
 
     @property
     def lap(self) -> int:
-        """Tiles of a warpgroup that the loop takes at once."""
+        """Tiles of a warpgroup that one iteration of the loop takes."""
         return 1 if self.copied else self.depth
 
     @property
     def stage_bytes(self) -> int:
-        """Of a tile of every warpgroup, as lanes copy it: a lane's numbers of two keys and a scale, 0 without
-        copies."""
+        """Bytes of a stage: of one tile for every warpgroup, each lane has its numbers of two keys and one scale. 0 if
+        keys are not copied."""
         return self.threads * (2 * self.fmt.data_bytes // BLOCKS + self.fmt.scale_bytes) if self.copied else 0
 
     @property
@@ -114,13 +122,16 @@ class ScoresConfig:
 
     @property
     def score_threads(self) -> int:
-        """All make scores."""
+        """Threads that score: all of them."""
         return self.threads
 
     def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
-        """CTAs of a query, for the least time by a count: an SM takes CTAs one after another, each some time to begin
-        and then its tiles, ``lap`` of every warpgroup at a time. Balanced, CTAs of all queries: where these are equally
-        long, none has a part of two."""
+        """CTAs of a query, or of all queries if balanced.
+
+        Chosen for the least estimated time: an SM runs CTAs one after another, and each takes some time to start and
+        then its tiles, ``lap`` of every warpgroup at a time. If balanced, no CTA has parts of two queries when all
+        queries are equally long.
+        """
         tiles = -(-columns // TILE_KEYS)
         if self.balanced:
             most = min(sm_count, -(-queries * tiles // self.warpgroups))
@@ -143,7 +154,8 @@ class ScoresConfig:
 
 
 def e4m3_table() -> list[tuple[int, int]]:
-    """Entry n: the eight e2m1 magnitudes times 2**(E4M3_SHIFT - n) as e4m3 codes, four to a word; the last is zeros."""
+    """Entry n has the eight e2m1 magnitudes times 2**(E4M3_SHIFT - n) as e4m3 codes, four to a word; the last is
+    zeros."""
     numbers = [c % 8 * 2.0**-9 if c < 8 else (1 + c % 8 / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
     entries = []
     for n in range(SCALE_STEPS):

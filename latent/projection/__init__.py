@@ -1,5 +1,7 @@
-"""The grouped output projection behind gathered attention (DeepSeek-V4's wo_a): a product of its own for each group of
-heads, in bf16 or FP8."""
+"""The grouped output projection after gathered attention (DeepSeek-V4's wo_a), in bf16 or FP8.
+
+Each group of heads has a matrix product of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,18 @@ def output_projection(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Each group's columns of o times its own weight: result[t, g] = weight[g] @ o[t, group g]. One launch.
+    """Multiply each group's columns of o by the group's weight: result[t, g] = weight[g] @ o[t, group g]. One launch.
 
-    o: [T, H, D], heads and D contiguous behind each other, or [T, H D]. weight: [G, N, K] with G K = H D: group g takes
-    the K numbers from g K on, H / G heads. Both bf16; or both ``Float8Tensor``: o with a scale for 128 numbers of a
-    row, weight with one for 128 x 128, as ``Float8Tensor.quantize`` makes them. out: bf16 [T, G, N], in
-    memory that no other argument has.
+    o: [T, H, D], contiguous within a token, or [T, H D]. weight: [G, N, K] with G K = H D: group g, which is H / G
+    heads, takes K numbers from g K on. Both are bf16, or both are ``Float8Tensor`` as ``Float8Tensor.quantize`` makes
+    them: o with a scale for every 128 numbers of a row, weight with one for every 128 x 128. out: bf16 [T, G, N], in
+    memory that no other argument uses.
 
-    Returns bf16 [T, G, N]; ``flatten(1)`` of it is what wo_b takes. Sums are fp32. In FP8, products of 128 numbers are
-    summed by the tensor core and then scaled in fp32; NaN in a row makes that row NaN and no other. Kernels want K a
-    multiple of 128 and N of 64, in FP8 of 128. T may be 0.
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot run it. Forward only.
+    Returns bf16 [T, G, N], whose ``flatten(1)`` is the input of wo_b. Sums are fp32. In FP8 the tensor core sums 128
+    products, which are then scaled in fp32; a NaN in a row makes that row NaN and no other. Kernels require K to be a
+    multiple of 128 and N a multiple of 64, in FP8 of 128. T may be 0.
+    Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot run it. Forward
+    only.
     """
     tensors = {"o": o, "weight": weight}
     refuse_tangents(**{name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)})
@@ -43,10 +46,10 @@ def output_projection(
 
 
 def quantize_output(o: torch.Tensor, *, backend: str = "auto") -> Float8Tensor:
-    """Attention's output in FP8, as ``output_projection`` takes it: the bits of ``Float8Tensor.quantize``. One launch.
+    """Quantise attention's output to FP8 for ``output_projection``; the bits of ``Float8Tensor.quantize``. One launch.
 
-    o: bf16 [T, H, 512], any strides that leave rows aligned to 16 bytes. The result has data [T, H, 512] and scales
-    [T, H, 4]. Raises TypeError or ValueError naming the argument, UnsupportedProblem where a backend cannot
+    o: bf16 [T, H, 512], with any strides that leave rows aligned to 16 bytes. The result has data [T, H, 512] and
+    scales [T, H, 4]. Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot
     run it. Forward only.
     """
     refuse_tangents(o=o)

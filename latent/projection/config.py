@@ -1,7 +1,7 @@
 """What a projection kernel is compiled for: tiles, budgets, barriers. Plain Python.
 
-A stage is 128 bytes of K of both operands, one span of the swizzle, in either precision: 64 bf16 numbers or 128 of
-e4m3, which is what a scale stands for.
+A stage holds 128 bytes along K of each operand, one span of the swizzle. These are 64 bf16 numbers, or the 128 e4m3
+numbers that share a scale.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from warpspec.common.hardware import (
 PRODUCER_REGISTERS = 40
 BARRIER_BYTES = 1024  # room for the mbarriers, and on sm_100a the TMEM address
 MOST_STAGES = 8
-COLUMN_TILES = (64, 128, 256)  # N of a tile
-MOST_FLOAT8_COLUMNS = 128  # of a tile: one scale for all its columns
+COLUMN_TILES = (64, 128, 256)  # tile_n, the N of a tile
+MOST_FLOAT8_COLUMNS = 128  # most columns of a tile in FP8: one scale for all of them
 ACCUMULATORS = 2
 
 
 @dataclass(frozen=True)
 class ProjectionConfig:
-    """float8: in FP8, else bf16. tile_n: columns of a tile. row_boxes: boxes that a tile's tokens are loaded in."""
+    """float8: FP8 operands, else bf16. tile_n: columns of a tile. row_boxes: TMA boxes that load a tile's tokens."""
 
     float8: bool
     tile_n: int
@@ -55,12 +55,12 @@ class ProjectionConfig:
 
     @property
     def stage_depth(self) -> int:
-        """Numbers of K of a stage."""
+        """Numbers along K of a stage."""
         return memory.ROW_BYTES if self.float8 else memory.ROW_BYTES // 2
 
     @property
     def a_bytes(self) -> int:
-        """One box of a stage."""
+        """Bytes of one box of a stage of A."""
         return self.box_rows * memory.ROW_BYTES
 
     @property
@@ -82,7 +82,7 @@ class ProjectionConfig:
 
 @dataclass(frozen=True)
 class Sm90Config(ProjectionConfig):
-    """The kernel for sm_90a: a consumer warpgroup for each box of 64 tokens, then the load warp's."""
+    """The kernel for sm_90a: one consumer warpgroup for each box of 64 tokens, and the load warp's warpgroup."""
 
     most_boxes: ClassVar[int] = 2
 
@@ -119,7 +119,8 @@ class Sm90Config(ProjectionConfig):
 
 @dataclass(frozen=True)
 class Sm100Config(ProjectionConfig):
-    """The kernel for sm_100a: warps 0 to 3 are the epilogue, one thread a token; warp 4 issues products, 5 loads."""
+    """The kernel for sm_100a: warps 0 to 3 are the epilogue, one thread a token; warp 4 issues products, warp 5
+    loads."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,7 +152,7 @@ class Sm100Config(ProjectionConfig):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """An accumulator's use is a tile, in FP8 a block of K."""
+        """An accumulator is used once for each tile; in FP8 once for each block of K."""
         commit, every = "MMA warp, tcgen05.commit", "epilogue, each of 128 threads"
         filled = "load warp, expect_tx + TMA bytes"
         return (
@@ -165,10 +166,11 @@ class Sm100Config(ProjectionConfig):
 def choose(
     kind: type[ProjectionConfig], float8: bool, tokens: int, groups: int, columns: int, sm_count: int
 ) -> ProjectionConfig:
-    """The tiles with the least time by a count: rounds of CTAs, each as long as its tile.
+    """The tiles with the least estimated time: waves of CTAs, each as long as its tile.
 
-    A stage of a tile takes the longer of its products (64 x 64 numbers a clock of H200, of either precision's 128 bytes
-    of K) and of its bytes' way from L2 (about 40 a clock and SM). kind: the architecture's.
+    A stage of a tile takes the longer of two times: that of its products (64 x 64 outputs a clock on H200, for 128
+    bytes of K in either precision), and that of its bytes from L2 (about 40 a clock and SM). kind: the architecture's
+    class of configurations.
     """
     best, least = None, None
     boxes = min(kind.most_boxes, -(-tokens // WARPGROUP_ROWS))

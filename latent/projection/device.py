@@ -1,7 +1,7 @@
-"""What the projection's kernels of all architectures share: the host side, the tiles' order, the load warp.
+"""What the projection kernels of all architectures share: host side, order of tiles, load warp.
 
-Tiles of the same columns follow each other, so that a group's weight is read from memory once and its tokens' rows stay
-in L2.
+Tiles with the same columns are adjacent in the order, so that a group's weight is read from memory once and its tokens'
+rows stay in L2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALE_COLUMNS = 128  # columns of a weight that share a scale
 
 
 class Work(NamedTuple):
-    """tiles: of the launch. m_tiles: of one group and column tile. blocks: of K, a stage each."""
+    """Work of a launch. tiles: in all. m_tiles: of one group and column tile. blocks: stages along K."""
 
     tiles: Int32
     m_tiles: Int32
@@ -47,8 +47,11 @@ class ProjectionHost:
         ctas: Int32,
         stream: CUstream,
     ):
-        """a: [T, G, K]. b: [G, N, K]. a_scales: fp32 [T, G, K / 128], b_scales: [G, N / 128, K / 128], of FP8. out:
-        bf16 [T, G, N]. ctas: at most so many."""
+        """Launch the kernel.
+
+        a: [T, G, K]. b: [G, N, K]. a_scales: fp32 [T, G, K / 128] and b_scales: fp32 [G, N / 128, K / 128], in FP8.
+        out: bf16 [T, G, N]. ctas: most CTAs of the persistent launch.
+        """
         config = self.config
         loads = (
             tma.make_load(blocked(config, a, 0, 1), (config.stage_depth, config.box_rows)),
@@ -78,7 +81,7 @@ def element(config: ProjectionConfig):
 
 
 def blocked(config: ProjectionConfig, tensor: cute.Tensor, row_mode: int, group_mode: int) -> cute.Tensor:
-    """(DEPTH, ROW, GROUP, BLOCK) of a or b: K cut into stages."""
+    """(DEPTH, ROW, GROUP, BLOCK): a or b with K cut into stages."""
     depth = config.stage_depth
     shape = (depth, tensor.shape[row_mode], tensor.shape[group_mode], tensor.shape[2] // depth)
     stride = (1, tensor.stride[row_mode], tensor.stride[group_mode], depth)
@@ -94,8 +97,10 @@ def tile_at(config, out, m_tiles, index) -> tuple:
 
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, bases, atoms, coordinates, out, work):
-    """The load warp: both operands of every stage of the CTA's tiles. Produces full. Consumes empty, each before its
-    stage is filled again; leaves only when all has been released."""
+    """The load warp: both operands of every stage of the CTA's tiles.
+
+    Produces full. Consumes empty before a stage is filled again. Returns only when all stages have been released.
+    """
     dtype = cutlass.Uint8 if cutlass.const_expr(config.float8) else BFloat16
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use = Int32(0)
@@ -123,7 +128,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, bases, atoms, c
 
 
 def ring_of(config, atom, coordinates, base, dtype, box, at, number) -> tma.TileRing:
-    """The ring of one operand's blocks, from row and group ``at`` on. number: of the rings at ``base``."""
+    """The ring of one operand's blocks, from row and group ``at`` on. number: which of the rings at ``base``."""
     row, group = at
     tiles = cute.domain_offset((0, row, 0), coordinates[None, None, group, None])
     tiles = cute.local_tile(tiles, box, (0, 0, None))  # (DEPTH, ROW, BLOCK)
@@ -132,7 +137,7 @@ def ring_of(config, atom, coordinates, base, dtype, box, at, number) -> tma.Tile
 
 
 def projection_arguments(host: type, config: ProjectionConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments without the stream."""
     dtype = cutlass.Uint8 if config.float8 else BFloat16
 
     def scales():

@@ -1,4 +1,4 @@
-"""e4m3 numbers with fp32 scales, one for a block: activations by row, weights by square."""
+"""e4m3 numbers with an fp32 scale a block: activations by 1 x 128, weights by 128 x 128."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from warpspec.latent.cache.problem import check_tensor
 from warpspec.latent.cache.quantize import E4M3_NAN, scale_exponents
 
 BLOCK = 128  # numbers of a row that share a scale
-MIN_AMAX = 1e-4  # a block's largest magnitude counts as at least this
+MIN_AMAX = 1e-4  # lower bound of a block's amax when its scale is chosen
 
 
 @dataclass(frozen=True, eq=False)
 class Float8Tensor:
-    """data * scales, each scale for ``rows`` x 128 numbers of the last two dimensions.
+    """data * scales, with a scale for every ``rows`` x 128 numbers of the last two dimensions.
 
-    data: float8_e4m3fn [..., R, C], C a multiple of 128. scales: fp32 [..., ceil(R / rows), C / 128], 1 or 128 rows
-    each. Raises TypeError or ValueError naming the field.
+    data: float8_e4m3fn [..., R, C], C a multiple of 128. scales: fp32 [..., ceil(R / rows), C / 128], where rows is 1
+    or
+    128. Raises TypeError or ValueError naming the field.
     """
 
     data: torch.Tensor
@@ -48,9 +49,11 @@ class Float8Tensor:
 
     @classmethod
     def quantize(cls, x: torch.Tensor, rows: int = 1) -> Float8Tensor:
-        """x [..., R, C] by its definition: the scale is the least power of two under which the block's largest
-        magnitude (1e-4 at least) is at most 448, numbers to the nearest, ties to even. A block with NaN or Inf: scale
-        NaN, all numbers NaN. rows: 1 or 128."""
+        """Quantise x [..., R, C] by definition, in torch. rows: rows that share a scale, 1 or 128.
+
+        The scale is the least power of two under which the block's amax (at least 1e-4) is at most 448. Numbers are
+        rounded to nearest, ties to even. A block with NaN or Inf gets the scale NaN and all its numbers become NaN.
+        """
         if rows not in (1, BLOCK):
             raise ValueError(f"rows: must be 1 or {BLOCK}, got {rows!r}")
         if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[-1] % BLOCK:
@@ -69,12 +72,12 @@ class Float8Tensor:
 
     @property
     def values(self) -> torch.Tensor:
-        """fp32: what it stands for."""
+        """fp32: data * scales."""
         return self.data.float() * expand(self.scales, self.data.shape)
 
 
 def expand(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A scale for each number of [..., R, C]."""
+    """Expand scales to one for each number of [..., R, C]."""
     if scales.shape[-2] != shape[-2]:
         scales = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
     return scales.repeat_interleave(BLOCK, -1)

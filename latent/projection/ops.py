@@ -16,11 +16,11 @@ from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, Sm10
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 from warpspec.latent.projection.problem import ProjectionProblem, check_apart_out, parts_of
 
-COLUMN_STEP = 64  # of N, in kernels
+COLUMN_STEP = 64  # kernels require N to be a multiple of this
 
 
 class ProjectionKernels(NamedTuple):
-    """What an architecture has: the class of configurations, and the kernel of them."""
+    """The projection kernels of one architecture: the class of their configurations and the kernel class."""
 
     config: type[ProjectionConfig]
     kernel: Kernel
@@ -38,7 +38,7 @@ PROJECTION = Family(
 
 
 def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
-    """The result of a checked call, through the operator where somebody watches."""
+    """The result of a checked call, through the torch operator while something records it."""
     if out is None:
         out = torch.empty(
             problem.tokens,
@@ -54,7 +54,7 @@ def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
 
 
 def compute(o, o_scales, weight, weight_scales, out, backend) -> None:
-    """A checked call, into ``out`` [T, G, N]. Scales: None in bf16."""
+    """Compute a checked call into ``out`` [T, G, N]. Scales are None in bf16."""
     float8 = o_scales is not None
     groups, columns, depth = weight.shape
     backend = resolve_backend(backend, o.device)
@@ -74,7 +74,7 @@ def compute(o, o_scales, weight, weight_scales, out, backend) -> None:
 
 
 def check_kernels(problem: ProjectionProblem) -> None:
-    """Raise UnsupportedProblem for what no kernel computes."""
+    """Raise UnsupportedProblem for sizes that no kernel computes."""
     step = BLOCK if problem.float8 else COLUMN_STEP
     if problem.depth % BLOCK or problem.columns % step:
         raise UnsupportedProblem(
@@ -84,7 +84,7 @@ def check_kernels(problem: ProjectionProblem) -> None:
 
 
 def launch(problem: ProjectionProblem, target: Target, o, o_scales, weight, weight_scales, out):
-    """Launch on the tensors' device and its current stream. Returns the simulator's report, natively None."""
+    """Launch on the tensors' device and its current stream. Returns the simulator's report, or None on a GPU."""
     kind, kernel = PROJECTION.of(target.architecture)
     config = choose(kind, problem.float8, problem.tokens, problem.groups, problem.columns, target.sm_count)
     a = o.detach().as_strided(
@@ -98,13 +98,13 @@ def launch(problem: ProjectionProblem, target: Target, o, o_scales, weight, weig
 
 
 def quantize(o: torch.Tensor, backend) -> Float8Tensor:
-    """``quantize_output`` of a checked tensor, through the operator where somebody watches."""
+    """``quantize_output`` of a checked tensor, through the torch operator while something records it."""
     parts = (quantize_operator if watched(o) else run_quantize)(o, backend)
     return Float8Tensor(*parts)
 
 
 def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data, scales)."""
+    """Run the kernel; returns (data, scales)."""
     backend = resolve_backend(backend, o.device)
     if backend == "reference":
         made = Float8Tensor.quantize(o.detach())
@@ -120,7 +120,7 @@ def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data, scales), uninitialised."""
+    """Uninitialised (data, scales)."""
     scales = torch.empty(*o.shape[:-1], o.shape[-1] // BLOCK, device=o.device)
     return torch.empty(o.shape, dtype=torch.float8_e4m3fn, device=o.device), scales
 
@@ -131,7 +131,7 @@ def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
     schema="(Tensor o, Tensor? o_scales, Tensor weight, Tensor? weight_scales, Tensor(a!) out, str backend) -> ()",
 )
 def projection_operator(o, o_scales, weight, weight_scales, out, backend) -> None:
-    """``output_projection``."""
+    """Operator of ``output_projection``."""
     check_apart_out(out, o, o_scales, weight, weight_scales)
     compute(o, o_scales, weight, weight_scales, out, backend)
 
@@ -145,7 +145,7 @@ def _(*arguments):
     "warpspec::quantize_output", mutates_args=(), schema="(Tensor o, str backend) -> (Tensor, Tensor)"
 )
 def quantize_operator(o, backend):
-    """``quantize_output``."""
+    """Operator of ``quantize_output``."""
     return run_quantize(o, backend)
 
 

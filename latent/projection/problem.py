@@ -1,4 +1,4 @@
-"""The arguments of ``output_projection``, checked once, and the sizes that they make."""
+"""Checks the arguments of ``output_projection`` once and derives their sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
 @dataclass(frozen=True)
 class ProjectionProblem:
-    """tokens, groups: T and G. columns, depth: N and K of a group's product. float8: in FP8, else bf16."""
+    """Sizes of a call.
+
+    tokens, groups: T and G. columns, depth: N and K of a group's product. float8: FP8, else bf16.
+    """
 
     tokens: int
     groups: int
@@ -66,11 +69,11 @@ class ProjectionProblem:
 
 
 def parts_of(value: torch.Tensor | Float8Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(numbers, scales); None in bf16."""
+    """(numbers, scales) of an operand; scales are None in bf16."""
     return (value.data, value.scales) if isinstance(value, Float8Tensor) else (value, None)
 
 
 def check_apart_out(out, o, o_scales, weight, weight_scales) -> None:
-    """Whether ``out`` has no address twice, and none of an argument's."""
+    """Check that ``out`` has no address twice and overlaps no argument."""
     others = {"o": o, "o's scales": o_scales, "weight": weight, "weight's scales": weight_scales}
     check_output("out", out, others)

@@ -1,6 +1,6 @@
-"""Attention's output to FP8: a warp a head of a token, four scales each. The same for sm_90a and sm_100a.
+"""Quantise attention's output to FP8: one warp for each head of a token, four scales each.
 
-Bits are those of ``Float8Tensor.quantize``.
+The kernel is the same for sm_90a and sm_100a. Its bits are those of ``Float8Tensor.quantize``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from warpspec.latent.cache.formats import INDEX_FORMATS
 from warpspec.latent.cache.quantize import E4M3_NAN, FP32_BIAS, FP32_EXPONENT_BIT
 from warpspec.latent.projection.float8 import BLOCK
 
-WARPS = 8  # of a CTA, a row each
+WARPS = 8  # warps of a CTA, each with a row
 COLUMNS = 512  # of a row
 LANE_NUMBERS = COLUMNS // WARP_THREADS
 BLOCK_LANES = BLOCK // LANE_NUMBERS
-FORMAT = INDEX_FORMATS["fp8"]  # of e4m3 in blocks of BLOCK with fp32 scales, as these are
+FORMAT = INDEX_FORMATS["fp8"]  # e4m3 in blocks of BLOCK with fp32 scales, like the index keys'
 FP32_NAN = 0x7FC00000
 
 
@@ -52,7 +52,7 @@ class Quantize:
 
 
 def quantize_block(values: list, lanes: int) -> tuple[list, Float32]:
-    """(words of four e4m3, the scale) of a block's numbers, fp32 of bf16, that so many neighbouring lanes share."""
+    """(words of four e4m3, scale) of a block whose numbers, bf16 held in fp32, ``lanes`` adjacent lanes share."""
     bits, finite = block_scale(FORMAT, values, lanes)
     factor = Uint32((2 * FP32_BIAS << FP32_EXPONENT_BIT) - bits).bitcast(Float32)  # 1 / scale
     scaled = [value * factor for value in values]
@@ -64,7 +64,7 @@ def quantize_block(values: list, lanes: int) -> tuple[list, Float32]:
 
 
 def host_and_arguments(_: None) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
 
     def words():
         return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)

@@ -6,5 +6,5 @@ import torch
 
 
 def forward(o: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """fp32 [T, G, N] of fp32 o [T, G, K] and weight [G, N, K]."""
+    """fp32 [T, G, N]: each group's product. o: fp32 [T, G, K]. weight: fp32 [G, N, K]."""
     return torch.einsum("tgk,gnk->tgn", o, weight)

@@ -1,7 +1,8 @@
 """The grouped output projection on sm_100a: a load warp, an MMA warp, four epilogue warps; persistent.
 
-Two accumulators in tensor memory: while one is read, the other is summed into. In bf16 an accumulator is a tile. In FP8
-it is one block of 128 numbers of K, which the epilogue scales and adds up in registers, as sm_90a's consumers do.
+There are two accumulators in tensor memory: one is read while the products are summed into the other. In bf16 an
+accumulator holds a tile. In FP8 it holds one block of 128 along K, which the epilogue scales and adds up in registers,
+as sm_90a's consumers do.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from warpspec.latent.projection.device import (
     tile_at,
 )
 
-BARRIER_SLOTS = BARRIER_BYTES // 8 - 1  # the rest: the TMEM address
-VECTOR = 8  # bf16 of one 16-byte store
-READ_COLUMNS = 32  # of an accumulator, at a time
+BARRIER_SLOTS = BARRIER_BYTES // 8 - 1  # the last 8 bytes hold the TMEM address
+VECTOR = 8  # bf16 numbers of one 16-byte store
+READ_COLUMNS = 32  # columns of an accumulator read at a time
 
 
 class Projection(ProjectionHost):
@@ -72,14 +73,14 @@ class Projection(ProjectionHost):
 
 
 def make_mma(config: Sm100Config) -> cute.TiledMma:
-    """D [M, N] = A [M, K] B [N, K]^T, both from shared memory, K contiguous."""
+    """D [M, N] = A [M, K] B [N, K]^T, both operands in shared memory, K contiguous."""
     dtype, major = element(config), OperandMajorMode.K
     shape = (config.tile_m, config.tile_n)
     return blackwell.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, tcgen05.CtaGroup.ONE, shape)
 
 
 def fragments(config: Sm100Config, bases, columns) -> tuple:
-    """(a, b, d): descriptors (MMA, MMA_MN, MMA_K, STAGE), tensor memory (MMA, MMA_M, MMA_N, ACCUMULATOR)."""
+    """(a, b, d): descriptors (MMA, MMA_MN, MMA_K, STAGE); tensor memory (MMA, MMA_M, MMA_N, ACCUMULATOR)."""
     mma, dtype = make_mma(config), element(config)
     mine = mma.get_slice(0)
     tiler = (config.tile_m, config.tile_n, config.stage_depth)
@@ -98,8 +99,10 @@ def fragments(config: Sm100Config, bases, columns) -> tuple:
 
 @cute.jit
 def multiply_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, work):
-    """The MMA warp. Consumes full, sum_empty. Produces, each by one commit: empty after a stage, sum_full after the
-    last stage of an accumulator."""
+    """The MMA warp. Consumes full and sum_empty.
+
+    Produces empty by a commit after each stage, and sum_full by a commit after an accumulator's last stage.
+    """
     a, b, d = operands
     mma = make_mma(config)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -127,7 +130,7 @@ def multiply_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, opera
 
 @cute.jit
 def finish_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, columns, scales, out, work, thread):
-    """An epilogue thread: its token of every tile of the CTA. Consumes sum_full; produces sum_empty."""
+    """An epilogue thread: its token in every tile of the CTA. Consumes sum_full; produces sum_empty."""
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     sums = Int32(0)
     for index in cutlass.range(cta, work.tiles, ctas, unroll=1):
@@ -169,7 +172,7 @@ def finish_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, columns
 
 
 def read_part(config, columns, sums, part: int, thread) -> cute.Tensor:
-    """(READ_COLUMNS) fp32: columns of the thread's row of the accumulator."""
+    """(READ_COLUMNS) fp32: the part-th columns of the thread's row of the accumulator."""
     read = cute.make_rmem_tensor(READ_COLUMNS, Float32)
     tmem.load_row(columns + (sums % ACCUMULATORS * config.tile_n + part * READ_COLUMNS), read, thread)
     tmem.wait_loads()
@@ -178,7 +181,7 @@ def read_part(config, columns, sums, part: int, thread) -> cute.Tensor:
 
 @cute.jit
 def store_part(values: cutlass.Constexpr, target: cute.Tensor, part: cutlass.Constexpr, inside):
-    """Values in bf16 to the part-th READ_COLUMNS of target (N)."""
+    """Store values as bf16 to the part-th READ_COLUMNS of target (N)."""
     if inside:
         for i in cutlass.range_constexpr(READ_COLUMNS // VECTOR):
             vector = cute.make_rmem_tensor(VECTOR, BFloat16)
@@ -189,5 +192,5 @@ def store_part(values: cutlass.Constexpr, target: cute.Tensor, part: cutlass.Con
 
 
 def host_and_arguments(config: Sm100Config) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return projection_arguments(Projection, config)

@@ -1,7 +1,7 @@
-"""The grouped output projection on sm_90a: one load warp, one or two consumers of 64 tokens each, persistent.
+"""The grouped output projection on sm_90a: one load warp, one or two consumers of 64 tokens each; persistent.
 
-A tile is 64 or 128 tokens by ``tile_n`` columns of one group. In FP8 a stage's products are 128 numbers deep,
-what one scale stands for: they are scaled and added up in fp32, while the other consumer has the tensor core.
+A tile is 64 or 128 tokens by ``tile_n`` columns of one group. In FP8 a stage's products sum 128 numbers, which share a
+scale. A consumer scales them and adds them up in fp32 while the other consumer uses the tensor core.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from warpspec.latent.projection.device import (
     tile_at,
 )
 
-VECTOR = 8  # bf16 of one 16-byte store
+VECTOR = 8  # bf16 numbers of one 16-byte store
 
 
 class Projection(ProjectionHost):
@@ -121,7 +121,8 @@ def consume(
 
 
 def product(config, bases, dtype, number) -> tuple:
-    """(mma, a, b, scores): a consumer's product, descriptors of its operands (MMA, MMA_MN, MMA_K, STAGE), registers."""
+    """(mma, a, b, scores): a consumer's product, its operands' descriptors (MMA, MMA_MN, MMA_K, STAGE), its
+    registers."""
     major = OperandMajorMode.K
     shape = (WARPGROUP_ROWS, config.tile_n)
     mma = hopper.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, (1, 1, 1), shape)
@@ -142,7 +143,7 @@ def product(config, bases, dtype, number) -> tuple:
 
 @cute.jit
 def add(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, use, blocks):
-    """The products of all blocks of K, added up by the tensor core: two stages under way."""
+    """Add up the products of all blocks of K in the tensor core, with two stages in flight."""
     for block in cutlass.range(blocks, unroll=1):
         multiply(config, channels, operands, use + block, Boolean(block > 0))
         if block > 0:
@@ -163,7 +164,7 @@ def add_scaled(
     use,
     blocks,
 ):
-    """The products of all blocks of K, each times its rows' scales and the columns', added up in fp32."""
+    """Multiply the products of each block of K by the scales of its rows and columns, and add them up in fp32."""
     _, _, _, scores, total = operands
     a_scales, b_scales = scales
     group, column = at
@@ -184,7 +185,7 @@ def add_scaled(
 def multiply(
     config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, use, accumulate
 ):
-    """Issue one stage's products, once it is there; one group."""
+    """Issue one stage's products as one group, once the stage is full."""
     mma, a, b, scores, _ = operands
     channels["full"].wait(use)
     stage = use % config.stages
@@ -197,7 +198,10 @@ def multiply(
 
 @cute.jit
 def store_row(total: cute.Tensor, r: cutlass.Constexpr, member, target: cute.Tensor, in_range):
-    """Row r of the thread in bf16 to target (N): its quad swaps words, so that each thread stores 8 columns a time."""
+    """Store row r of the thread as bf16 to target (N).
+
+    The quad exchanges words so that a thread stores 8 columns at once.
+    """
     blocks = target.shape[0] // COLUMNS
     words = []
     for block in cutlass.range_constexpr(blocks):
@@ -217,5 +221,5 @@ def store_row(total: cute.Tensor, r: cutlass.Constexpr, member, target: cute.Ten
 
 
 def host_and_arguments(config: Sm90Config) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return projection_arguments(Projection, config)

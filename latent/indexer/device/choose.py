@@ -1,10 +1,10 @@
-"""Choose: the k largest of a chunk of keys and of what was chosen before, ties to the lower index. One CTA.
+"""Choose: the k largest keys of a chunk and of those kept from earlier chunks; ties go to the lower index. One CTA.
 
-Keys are 32-bit words that order like logits. For each chunk: a threshold that k keys reach at least, from the largest
-of every eight; the few keys that reach it, listed; among these the k-th largest, by histograms of eight bits at a time;
-then a bit for each key above it, and one for each that equals it, from which a scan makes places in order of index.
-Where most keys are alike the list is too short: then the k-th key is found among all. Nothing depends on the order in
-which warps run.
+Keys are 32-bit words that order like logits. A chunk takes four steps. 1. Find a threshold that at least k keys reach,
+from the largest key of every group of eight. 2. List the few keys that reach it. 3. Find the k-th largest of the list
+by histograms of eight bits at a time. 4. Set a bit for each key above the k-th and a bit for each key equal to it; a
+scan over the bits gives each its place in order of index. Where most keys are equal the list is too short, and step 3
+runs over all keys. The result does not depend on the order in which warps run.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.latent.indexer.config import BINS, HISTOGRAMS, K_LIMIT, SelectConfig
 
-NOTHING = 0  # key of what is not there: of -inf, and past the row's length
+NOTHING = 0  # key of -inf and of places past the row's length
 SIGN = 0x80000000
 KEY_BITS, DIGIT_BITS = 32, 8
-SLACK_SHIFT = 3  # a threshold may let through an eighth more group maxima than are wanted
+SLACK_SHIFT = 3  # the threshold may let through an eighth more group maxima than are wanted
 LANE_BINS = BINS // WARP_THREADS
 HALF_BITS, HALF_MASK = (
     16,
     0xFFFF,
-)  # of a word with two counts: keys above the k-th, and below in it those equal to it
+)  # halves of a word with two counts: keys above the k-th; below it, keys equal to it
 
 
 class Shared(NamedTuple):
-    """keys: (CHUNK) of the row's logits. list, listed_at: (SLOT) candidates' keys and places. kept_keys, kept:
-    (K_LIMIT, TURN) what was chosen of earlier chunks, in order. listed: (1) how many are listed. bins: (BIN,
-    HISTOGRAM). above, equal: (WORD) a bit for each place that is above the k-th key, and equal to it. sums: (WARP).
+    """Shared memory of a CTA that chooses.
 
-    A place is a kept key's number, or K_LIMIT and a key's number in the chunk: in order of index.
+    keys: (CHUNK) of the row's logits. list, listed_at: (SLOT) the candidates' keys and places. kept_keys, kept:
+    (K_LIMIT, TURN) keys and indices kept from earlier chunks, in order of index. listed: (1) how many are listed. bins:
+    (BIN, HISTOGRAM). above, equal: (WORD) a bit for each place, set if its key is above the k-th, or equal to it. sums:
+    (WARP).
+
+    A place is the number of a kept key, or K_LIMIT plus a key's number in the chunk; places are in order of index.
     """
 
     keys: cute.Tensor
@@ -50,7 +53,7 @@ class Shared(NamedTuple):
 
 
 def allocate(config: SelectConfig) -> Shared:
-    """The regions of shared memory."""
+    """Allocate the regions of shared memory."""
     smem = cutlass.memory.SmemAllocator()
 
     def words(dtype, *shape):
@@ -71,7 +74,7 @@ def allocate(config: SelectConfig) -> Shared:
 
 
 def meet(config: SelectConfig) -> None:
-    """A barrier of the threads that choose."""
+    """Barrier of the threads that choose."""
     if config.barrier:
         cute.arch.barrier(barrier_id=config.barrier, number_of_threads=config.threads)
     else:
@@ -80,17 +83,17 @@ def meet(config: SelectConfig) -> None:
 
 @cute.jit
 def begin(config: cutlass.Constexpr, shared):
-    """Empty histograms and sums; ``choose`` begins with a barrier."""
+    """Clear histograms and sums; the barrier at the start of ``choose`` makes this visible."""
     thread, _, _ = cute.arch.thread_idx()
     flat = cute.make_tensor(shared.bins.iterator, cute.make_layout(BINS * HISTOGRAMS))
     for i in cutlass.range(thread, BINS * HISTOGRAMS, config.threads, unroll=1):
         flat[i] = 0
     if thread < WARP_THREADS:
-        shared.sums[thread] = Uint32(0)  # of warps that there are not, for good
+        shared.sums[thread] = Uint32(0)  # entries of warps that do not exist stay 0
 
 
 def key_of(value: Float32) -> Uint32:
-    """A word that orders like the number: NaN largest, -0 as 0, -inf NOTHING."""
+    """A word that orders like the number: NaN is largest, -0 equals 0, -inf is NOTHING."""
     bits = (value + 0.0).bitcast(Uint32)
     negative = Boolean((bits & Uint32(SIGN)) != 0)
     key = Uint32(cutlass.select_(negative, ~bits, bits | Uint32(SIGN)))
@@ -99,21 +102,23 @@ def key_of(value: Float32) -> Uint32:
 
 
 def larger(a: Uint32, b: Uint32) -> Uint32:
-    """The larger of two words; ``cutlass.max`` takes them for signed ones."""
+    """The larger of two unsigned words; ``cutlass.max`` compares them as signed."""
     return Uint32(cutlass.select_(Boolean(a > b), a, b))
 
 
 def value_of(key: Uint32) -> Float32:
-    """The reverse of ``key_of``, of keys of numbers and NaN."""
+    """Inverse of ``key_of`` for numbers and NaN."""
     bits = cutlass.select_(Boolean((key & Uint32(SIGN)) != 0), key ^ Uint32(SIGN), ~key)
     return Uint32(bits).bitcast(Float32)
 
 
 @cute.jit
 def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, turn, step, k) -> tuple:
-    """The k largest of those kept and of the chunk's keys, whose logits begin at ``first``, are kept. maxima: of the
-    thread's groups, with room behind. turn: which buffer has what is kept. step: of ``search``. Returns (how many are
-    kept, turn, step)."""
+    """Keep the k largest of the keys kept so far and of the chunk's, whose logits begin at index ``first``.
+
+    maxima: those of the thread's groups, with room for the kept keys behind them. turn: which buffer holds the kept
+    keys. step: as in ``search``. Returns (how many are kept, turn, step).
+    """
     thread, _, _ = cute.arch.thread_idx()
     for i in cutlass.range(thread, config.place_words, config.threads, unroll=1):
         shared.above[i], shared.equal[i] = Uint32(0), Uint32(0)
@@ -127,15 +132,15 @@ def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, 
         maxima[config.groups + i] = key
     meet(config)
 
-    # 1. A threshold that at least k keys reach, unless there are fewer: then all that are there.
+    # 1. A threshold that at least k keys reach; if there are fewer keys, one that all of them reach.
     zero = Uint32(0)
     bound, step = search(
         config, shared, maxima, False, zero, Int32(KEY_BITS), k, k + (k >> SLACK_SHIFT), step
     )
     bound = larger(bound, Uint32(1))
-    # 2. The keys that reach it, listed in any order.
+    # 2. List the keys that reach it, in any order.
     listed, largest = list_keys(config, shared, maxima, bound)
-    # 3. The k-th largest key, if there are so many; a bit for each place above it, and equal to it.
+    # 3. Find the k-th largest key, if there are k; set a bit for each place above it, and for each place equal to it.
     bits = Int32(cute.arch.bfind(largest - bound)) + 1
     if listed <= config.slots:
         candidates = cute.make_rmem_tensor(config.slots // config.threads, Uint32)
@@ -154,7 +159,7 @@ def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, 
         bound, step = search(config, shared, maxima, True, bound, bits, k, k, step)
         mark_all(config, shared, maxima, bound)
     meet(config)
-    # 4. All above it, and of those equal to it the first.
+    # 4. Keep all above it, and the first of those equal to it.
     return keep(config, shared, first, kept, turn, k), 1 - turn, step
 
 
@@ -170,11 +175,12 @@ def search(
     most,
     step,
 ) -> tuple:
-    """(The largest word from ``low`` on that at least ``least`` keys reach, or the first found that at most ``most``
-    reach, too, or low where fewer are there; step after it.) By a histogram for every eight bits.
+    """(threshold, step after it): the largest word from ``low`` on that at least ``least`` keys reach.
 
-    keys: (n), the thread's; everything: keys of the chunk and those kept, which end ``maxima``. bits: in which keys
-    differ from low. step: counts histograms, which take turns: the next one is emptied while one is filled.
+    The search takes eight bits at a time, with a histogram each. It stops early at a word that at most ``most`` keys
+    reach. If fewer than ``least`` keys are there, the threshold is low. keys: (n), the thread's. everything: search the
+    chunk's keys and the kept ones, which are the end of ``keys``. bits: the lowest bits, in which keys may differ from
+    low. step: counts histograms; they take turns, the next one being cleared while one is filled.
     """
     thread, _, _ = cute.arch.thread_idx()
     above = Int32(0)
@@ -202,7 +208,7 @@ def search(
 
 @cute.jit
 def count(shared, key: Uint32, low: Uint32, shift, limit: Uint32, histogram):
-    """A key into the histogram, if it is there and in its span."""
+    """Count a key in the histogram, if it is there and within the histogram's span."""
     digit = (key - low) >> Uint32(shift)
     if (key >= larger(low, Uint32(1))) & (digit < limit):
         cute.arch.atomic_add(shared.bins.iterator + (histogram * BINS + Int32(digit)), Int32(1))
@@ -210,8 +216,11 @@ def count(shared, key: Uint32, low: Uint32, shift, limit: Uint32, histogram):
 
 @cute.jit
 def narrow(bins: cute.Tensor, above: Int32, least) -> tuple:
-    """(The largest digit that at least ``least`` keys reach, keys past that digit, keys that reach it), of a histogram
-    and the number of keys past it; (0, above, all) where fewer reach it. By every warp."""
+    """Find the digit at which ``least`` keys are reached, counted from the histogram's top. Executed by every warp.
+
+    above: keys beyond the histogram. Returns (the largest digit that at least ``least`` keys reach, keys beyond that
+    digit, keys that reach it), or (0, above, all) if fewer reach it.
+    """
     lane = cute.arch.lane_idx()
     own = cute.make_rmem_tensor(LANE_BINS, Int32)
     cute.autovec_copy(cute.local_tile(bins, (LANE_BINS,), (lane,)), own)
@@ -222,10 +231,10 @@ def narrow(bins: cute.Tensor, above: Int32, least) -> tuple:
     for distance in (1, 2, 4, 8, 16):
         other = cute.arch.shuffle_sync_down(reach, distance)
         reach += Int32(cutlass.select_(Boolean(lane + distance < WARP_THREADS), other, Int32(0)))
-    reach += above  # keys from this lane's first bin on
+    reach += above  # keys that reach this lane's first bin
     enough = Uint32(cute.arch.vote_ballot_sync(Boolean(reach >= least)))
     source = Int32(cutlass.select_(Boolean(enough == 0), Int32(0), Int32(cute.arch.bfind(enough))))
-    # Of that lane's bins, the last that enough keys reach.
+    # Among that lane's bins, find the last one that enough keys reach.
     past = reach - mine
     digit, found_past, total = lane * LANE_BINS, past + mine - own[0], reach
     running = past
@@ -240,7 +249,7 @@ def narrow(bins: cute.Tensor, above: Int32, least) -> tuple:
 
 @cute.jit
 def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> tuple:
-    """Lists the keys that reach ``bound``, as far as the list goes; returns how many they are, and the largest key."""
+    """List the keys that reach ``bound``, as many as fit; returns how many reach it, and the largest key."""
     thread, _, _ = cute.arch.thread_idx()
     largest = maxima[0]
     for i in cutlass.range_constexpr(1, config.groups + config.kept):
@@ -264,7 +273,7 @@ def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> tuple:
 
 @cute.jit
 def append(config: cutlass.Constexpr, shared, key, place):
-    """One key to the list, by any thread."""
+    """Append one key to the list; any thread may call it."""
     at = cute.arch.atomic_add(shared.listed.iterator, Int32(1), sem="relaxed", scope="cta")
     if at < config.slots:
         shared.list[at], shared.listed_at[at] = key, place
@@ -272,7 +281,7 @@ def append(config: cutlass.Constexpr, shared, key, place):
 
 @cute.jit
 def mark(shared, key: Uint32, bound: Uint32, place):
-    """The bit of a place whose key reaches the bound."""
+    """Set a place's bit in ``above`` or ``equal``; its key reaches the bound."""
     bit = Uint32(1) << Uint32(place % WARP_THREADS)
     if key > bound:
         cute.arch.atomic_or(shared.above.iterator + place // WARP_THREADS, bit)
@@ -282,7 +291,7 @@ def mark(shared, key: Uint32, bound: Uint32, place):
 
 @cute.jit
 def mark_all(config: cutlass.Constexpr, shared, maxima, bound):
-    """The bits of all places."""
+    """Set the bits of all places."""
     thread, _, _ = cute.arch.thread_idx()
     warps = config.threads // WARP_THREADS
     for line in cutlass.range(config.kept + config.per_thread, unroll=1):
@@ -301,8 +310,10 @@ def mark_all(config: cutlass.Constexpr, shared, maxima, bound):
 
 @cute.jit
 def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
-    """What is marked, of those equal to the bound as many as are wanted, goes to the other buffer in order of place.
-    Returns how many there are. A thread has neighbouring words of places."""
+    """Copy the marked keys to the other buffer in order of place; of those equal to the bound, only as many as wanted.
+
+    Each thread has adjacent words of places. Returns how many keys are kept.
+    """
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     above = cute.make_rmem_tensor(config.own_words, Uint32)
@@ -343,7 +354,7 @@ def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
 
 @cute.jit
 def copy_kept(shared, place, first, turn, to):
-    """A place's key and index, into the other buffer."""
+    """Copy a place's key and index to the other buffer."""
     key, index = Uint32(0), Int32(0)
     if place < K_LIMIT:
         key, index = shared.kept_keys[place, turn], shared.kept[place, turn]
@@ -353,7 +364,7 @@ def copy_kept(shared, place, first, turn, to):
 
 
 def running(value: Int32, lane) -> Int32:
-    """The sum over this lane and those below."""
+    """Sum of the values of this lane and all lower lanes."""
     for distance in (1, 2, 4, 8, 16):
         other = cute.arch.shuffle_sync_up(value, distance, mask_and_clamp=0)
         value += Int32(cutlass.select_(Boolean(lane >= distance), other, Int32(0)))

@@ -1,4 +1,4 @@
-"""Index keys of a query in their pool: which there are, where they lie, loads of what may not be there."""
+"""A query's index keys in their pool: which ones exist, where they are, and loads that skip missing ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ WORD_BYTES = 4
 
 
 class Entries(NamedTuple):
-    """Keys of a query. pool: [pages, words]. pages: the request's row of the page table. length: those that count."""
+    """Keys of one query.
+
+    pool: [pages, words]. pages: its request's row of the page table. length: how many keys count.
+    """
 
     pool: cute.Tensor
     pages: cute.Tensor
@@ -22,8 +25,8 @@ class Entries(NamedTuple):
 
 
 def request_of(config, page_table, requests, lengths, token) -> tuple:
-    """(row of the page table, length) of a query: a length within 0 and the table's, 0 of a request that there is
-    not."""
+    """(row of the page table, length) of a query. The length is clamped to what the table holds, and 0 for a request
+    out of range."""
     request = Int32(requests[token])
     known = Boolean(request >= 0) & Boolean(request < page_table.shape[0])
     length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
@@ -39,7 +42,7 @@ def entries_of(config, pool, page_table, requests, lengths, token) -> Entries:
 
 @cute.jit
 def find_page(config: cutlass.Constexpr, entries, index) -> Int32:
-    """The page of the index-th entry, -1 where there is none. A load before the entry's own, so wanted ahead of it."""
+    """The page of the index-th entry, or -1. Call it ahead of the entry's own load, which needs the page."""
     page = Int32(NO_PAGE)
     if index < entries.length:
         page = Int32(entries.pages[divided(index, config.page_size)[0]])
@@ -48,7 +51,7 @@ def find_page(config: cutlass.Constexpr, entries, index) -> Int32:
 
 @cute.jit
 def locate(config: cutlass.Constexpr, entries, index, page) -> tuple:
-    """(address of the index-th entry, of its scales); both 0 where there is none. page: from ``find_page``."""
+    """(address of the index-th entry, address of its scales); both 0 if it does not exist. page: from ``find_page``."""
     fmt, pool = config.fmt, entries.pool
     row, scales = Int64(0), Int64(0)
     if (page >= 0) & (page < pool.shape[0]):
@@ -60,7 +63,7 @@ def locate(config: cutlass.Constexpr, entries, index, page) -> tuple:
 
 
 def divided(index: Int32, size: int) -> tuple:
-    """(index // size, index % size) of an index of at least 0."""
+    """(index // size, index % size) of a non-negative index."""
     if size & (size - 1) == 0:
         return index >> (size.bit_length() - 1), index & (size - 1)
     quotient = Int32(Uint32(index) // size)
@@ -68,7 +71,7 @@ def divided(index: Int32, size: int) -> tuple:
 
 
 def load_global(address: Int64, present: Int32, count: int) -> list:
-    """``count`` words at address, zeros where not present."""
+    """Load ``count`` words at address; zeros if not present."""
     outputs = [f"{{$w{i}}}" for i in range(count)]
     vector = f".v{count}" if count > 1 else ""
     target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]

@@ -1,4 +1,4 @@
-"""A kernel of index scores: what is the same for every architecture."""
+"""Host side of the kernels of index scores, the same for every architecture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
 
 
 class LogitsRow(NamedTuple):
-    """Where scores go: a row of logits (N). limit: keys from here on go nowhere."""
+    """Destination of scores: a row of logits (N). Scores of keys from ``limit`` on are dropped."""
 
     row: cute.Tensor
     limit: Int32
@@ -42,8 +42,12 @@ class ScoresHost:
         parts: Int32,
         stream: CUstream,
     ):
-        """queries: [T, words], a page of H rows each. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
-        [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query, or of all."""
+        """Launch the kernel.
+
+        queries: [T, words], each query a page of H rows. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
+        [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query, or of the whole launch if
+        the configuration is balanced.
+        """
         arguments = (queries, weights, pool, page_table, requests, lengths, logits, parts)
         self.kernel(*arguments).launch(
             grid=(parts, 1 if self.config.balanced else queries.shape[0], 1),
@@ -55,7 +59,8 @@ class ScoresHost:
 
 
 class WarpgroupScorer:
-    """Of an architecture's scorer, which has ``config`` and ``thread``: a group is a warpgroup. See ``score_part``."""
+    """Base of the architectures' scorers, which have ``config`` and ``thread``; a group is a warpgroup. See
+    ``score_part``."""
 
     @property
     def tile_keys(self) -> int:
@@ -72,11 +77,12 @@ class WarpgroupScorer:
 
 @cute.jit
 def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts):
-    """Scores of a CTA's tiles of keys, every ``parts``-th, to a row of logits (N).
+    """Score every ``parts``-th tile of a query's keys, in one CTA, into a row of logits (N).
 
-    query: the architecture's scorer, of the threads that call. They are ``groups``, each with tiles of ``tile_keys``
-    keys of its own; ``group`` is the thread's. ``score(entries, first, end, step, sink)``: scores of the group's tiles
-    first, first + step, ... below end, to ``sink``, which has ``limit`` and ``put`` as ``LogitsRow``.
+    query: the architecture's scorer of the calling threads. These threads form ``groups``, which take tiles of
+    ``tile_keys`` keys in turn; ``group`` is the thread's. Its method ``score(entries, first, end, step, sink)`` scores
+    the group's tiles first, first + step, ... below end into ``sink``, which has ``limit`` and ``put`` as
+    ``LogitsRow``.
     """
     tiles = cute.ceil_div(row.shape[0], query.tile_keys)
     first, step = part * query.groups + query.group, parts * query.groups
@@ -84,7 +90,7 @@ def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts)
 
 
 def operand_arguments() -> tuple:
-    """What is scored, of the arguments of a host function: queries, weights, pages of keys and who sees which."""
+    """The inputs of a host function that scores: queries, weights, pages of keys, and which keys each query sees."""
 
     def words():
         return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
@@ -94,5 +100,5 @@ def operand_arguments() -> tuple:
 
 
 def scores_arguments() -> tuple:
-    """Arguments of a scores kernel's host function but the stream."""
+    """Arguments of a scores kernel's host function without the stream."""
     return (*operand_arguments(), fake_rows(Float32, 2), Int32(1))

@@ -1,7 +1,7 @@
-"""Select: the k largest logits of a row, ties to the lower index, as slots in order of index. One CTA a row.
+"""Select: the k largest logits of a row, as slots in order of index; ties go to the lower index. One CTA a row.
 
-The row goes through shared memory a chunk at a time, and what was chosen of the chunks before goes along
-(``choose``). Where a row has several CTAs, each writes the largest of its part, and a second launch takes of them.
+The row passes through shared memory in chunks; the best keys so far are kept from chunk to chunk (``choose``). Where a
+row has several CTAs, each writes the largest of its part, and a second launch selects from those.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from warpspec.latent.indexer.device.choose import (
     value_of,
 )
 
-BATCH = 8  # loads under way together
+BATCH = 8  # loads in flight together
 
 
 class Select:
@@ -49,9 +49,12 @@ class Select:
         parts: Int32,
         stream: CUstream,
     ):
-        """logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32
-        [T, k], of parts [T, parts k]. counts: int32 [T]. values: fp32 as slots, of parts. indices: int32 [T, N], of
-        logits where they are mapped."""
+        """Launch the kernel.
+
+        logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32 [T, k],
+        or with parts [T, parts k]. counts: int32 [T]. values: fp32, shaped as slots, for the logits of parts. indices:
+        int32 [T, N], the original indices of mapped logits.
+        """
         arguments = (logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts)
         self.kernel(*arguments).launch(
             grid=(logits.shape[0], parts, 1),
@@ -93,7 +96,7 @@ class Select:
 
 @cute.jit
 def load_keys(config: cutlass.Constexpr, shared, row, first, count, maxima: cute.Tensor):
-    """keys of the chunk's logits, and the largest of every ``group`` of a thread."""
+    """Load the chunk's logits as keys, and keep the largest key of every ``group`` of a thread in maxima."""
     thread, _, _ = cute.arch.thread_idx()
     for batch in cutlass.range_constexpr(config.per_thread // BATCH):
         largest = Uint32(NOTHING)
@@ -118,9 +121,9 @@ def load_keys(config: cutlass.Constexpr, shared, row, first, count, maxima: cute
 def finish(
     config: cutlass.Constexpr, shared, page_table, requests, result, counts, page_size, token, kept, turn, k
 ):
-    """What is kept as slots; behind it NO_SLOT."""
+    """Write what is kept as slots, followed by NO_SLOT."""
     thread, _, _ = cute.arch.thread_idx()
-    pages = (SLOT_LIMIT - 1) // page_size  # that have slots
+    pages = (SLOT_LIMIT - 1) // page_size  # pages that have slots
     for at in cutlass.range(thread, k, config.threads, unroll=1):
         slot = Int32(NO_SLOT)
         if at < kept:
@@ -140,7 +143,7 @@ def finish(
 
 @cute.jit
 def finish_part(config: cutlass.Constexpr, shared, result, values, first, kept, turn, k):
-    """What is kept of a part, indices and logits, from ``first`` on; behind it NO_SLOT and -inf."""
+    """Write the indices and logits kept of a part, from ``first`` on, followed by NO_SLOT and -inf."""
     thread, _, _ = cute.arch.thread_idx()
     for at in cutlass.range(thread, k, config.threads, unroll=1):
         index, value = Int32(NO_SLOT), -Float32.inf
@@ -151,14 +154,14 @@ def finish_part(config: cutlass.Constexpr, shared, result, values, first, kept, 
 
 @cute.jit
 def map_back(config: cutlass.Constexpr, shared, indices, kept, turn):
-    """What is kept: instead of numbers of the row, what ``indices`` (N) have there. By the thread that reads it."""
+    """Replace each kept index by what ``indices`` (N) holds there. The thread that reads an entry replaces it."""
     thread, _, _ = cute.arch.thread_idx()
     for at in cutlass.range(thread, kept, config.threads, unroll=1):
         shared.kept[at, turn] = Int32(indices[shared.kept[at, turn]])
 
 
 def host_and_arguments(config: SelectConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (
         Select(config),
         fake_rows(Float32, 2),

@@ -1,7 +1,7 @@
-"""Scores and selection in one launch: a CTA a query, whose logits are in shared memory only, a chunk at a time.
+"""Score and select in one launch: a CTA a query, whose logits are only in shared memory, a chunk at a time.
 
-Scores are those of the architecture's scores kernel, selection that of ``choose``: the same slots as theirs, one after
-the other. For prefill, where logits would take gigabytes.
+It uses the architecture's scores kernel and ``choose``, so the slots are those of the two launches one after the other.
+Meant for prefill, where logits would take gigabytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from warpspec.latent.indexer.device.select import finish
 
 
 class ChunkKeys(NamedTuple):
-    """Where scores go, as ``keys.LogitsRow``: keys of a chunk, which begins at ``first``. limit: behind its last
-    tile."""
+    """Destination of scores, as ``scores_host.LogitsRow``: the keys of a chunk that begins at ``first``. limit: end of
+    its last tile."""
 
     keys: cute.Tensor
     first: Int32
@@ -51,8 +51,11 @@ class StreamHost:
         counts: cute.Tensor,
         stream: CUstream,
     ):
-        """queries: [T, words], a page of H rows each. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
-        [R, pages]. requests, lengths: int32 [T]. slots: int32 [T, k]. counts: int32 [T]."""
+        """Launch the kernel.
+
+        queries: [T, words], each query a page of H rows. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
+        [R, pages]. requests, lengths: int32 [T]. slots: int32 [T, k]. counts: int32 [T].
+        """
         arguments = (queries, weights, pool, page_table, requests, lengths, slots, counts)
         self.kernel(*arguments).launch(
             grid=(queries.shape[0], 1, 1),
@@ -74,8 +77,11 @@ def select_entries(
     counts,
     token,
 ):
-    """A thread that scores and selects: all chunks of a query's entries, then the slots. query: the architecture's
-    scorer (``scores_host.score_part``), whose groups are all threads that select. shared: ``choose.Shared``."""
+    """A thread that scores and selects: all chunks of a query's entries, then the slots.
+
+    query: the architecture's scorer (``scores_host.score_part``), whose groups are all threads that select. shared:
+    ``choose.Shared``.
+    """
     select = config.select
     thread, _, _ = cute.arch.thread_idx()
     k = Int32(slots.shape[1])
@@ -99,7 +105,7 @@ def select_entries(
 
 @cute.jit
 def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
-    """maxima as ``select.load_keys`` leaves them, of keys that stand in shared memory."""
+    """Fill maxima as ``select.load_keys`` does, from keys that are in shared memory already."""
     thread, _, _ = cute.arch.thread_idx()
     for group in cutlass.range_constexpr(config.groups):
         largest = Uint32(NOTHING)
@@ -110,5 +116,5 @@ def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
 
 
 def stream_arguments() -> tuple:
-    """Arguments of a stream kernel's host function but the stream."""
+    """Arguments of a stream kernel's host function without the stream."""
     return (*operand_arguments(), fake_rows(Int32, 2), fake_rows(Int32, 1))

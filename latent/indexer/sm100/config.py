@@ -1,4 +1,4 @@
-"""What the kernels of scores for sm_100a are compiled for."""
+"""Configuration of the scores kernels for sm_100a."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from warpspec.common.hardware import (
 from warpspec.latent.cache.formats import INDEX_FORMATS, RowFormat
 from warpspec.latent.indexer.scores_config import BEGIN_TILES, FORMATS, MAX_HEADS, MOST_PARTS
 
-COLUMNS_STEP = 16  # N of tcgen05.mma is a multiple of it where M is 128
-ATOM_COLUMNS = 4  # of tensor memory, of the scales of 128 rows
-ATOM_BYTES = 512  # of shared memory, the same
-PRODUCT_BYTES = 32  # K of a product: of a row, in every format
+COLUMNS_STEP = 16  # N of tcgen05.mma is a multiple of this if M is 128
+ATOM_COLUMNS = 4  # columns of tensor memory that the scales of 128 rows take
+ATOM_BYTES = 512  # bytes of shared memory that they take
+PRODUCT_BYTES = 32  # bytes of a row that one product takes along K, in every format
 FP32_BYTES = 4
-SPARE_ACCUMULATORS = 1  # beside one for each warpgroup, where the launch selects
+SPARE_ACCUMULATORS = 1  # accumulators beside one for each warpgroup, where the launch also selects
 SCORE_BARRIER = 1  # named barrier of the threads that score
 
 
 @dataclass(frozen=True)
 class Sm100ScoresConfig:
-    """Keys go to the tensor core as they lie, FP4 with its scales or e4m3. The first ``warpgroups`` make scores, a
-    tile's keys a thread each, of the tiles in turn; four warps load, one issues the products.
+    """Configuration of the scores kernel for sm_100a.
 
-    format: of keys and queries. heads: of a query. page_size: of the pool. stages: tiles of keys in shared memory;
+    Keys go to the tensor core as they are stored, FP4 with its scales or e4m3. The first ``warpgroups`` compute scores:
+    they take tiles in turn, and each thread has one key of a tile. Four warps load, one issues the products.
+
+    format: of keys and queries. heads: of a query. page_size: of the pool. stages: tiles of keys in shared memory.
     accumulators: in tensor memory.
     """
 
@@ -52,12 +54,12 @@ class Sm100ScoresConfig:
     def of(
         cls, format: str, heads: int, page_size: int, queries: int, columns: int, sm_count: int
     ) -> Sm100ScoresConfig:
-        """The way for a call: one serves all."""
+        """The configuration for a call; the same for all sizes."""
         return cls(format, heads, page_size)
 
     @classmethod
     def streaming(cls, format: str, heads: int, page_size: int, warpgroups: int) -> Sm100ScoresConfig:
-        """Where the same launch selects (``config.StreamConfig``)."""
+        """The configuration for a launch that also selects (``config.StreamConfig``)."""
         return cls(format, heads, page_size, warpgroups, warpgroups + SPARE_ACCUMULATORS)
 
     @property
@@ -66,7 +68,8 @@ class Sm100ScoresConfig:
 
     @property
     def scaled(self) -> bool:
-        """The tensor core scales blocks; else a row's one scale is multiplied in by who scores."""
+        """Whether the tensor core applies block scales; otherwise the threads that score multiply by the row's one
+        scale."""
         return self.format == "mxfp4"
 
     # Warps.
@@ -89,29 +92,29 @@ class Sm100ScoresConfig:
 
     @property
     def weights_in_registers(self) -> bool:
-        """A thread that scores has the heads' weights in registers, where warps are few."""
+        """Whether a thread that scores keeps the heads' weights in registers; only where warps are few."""
         return self.warpgroups == 1
 
     # Rows in shared memory.
 
     @property
     def columns(self) -> int:
-        """Of an accumulator: the heads, and zeros up to a number that the product takes."""
+        """Columns of an accumulator: the heads, padded with zeros to an N that the product takes."""
         return -(-self.heads // COLUMNS_STEP) * COLUMNS_STEP
 
     @property
     def row_vectors(self) -> int:
-        """Of 16 bytes, of a row: lanes that load it together."""
+        """16-byte vectors of a row, and so lanes that load it together."""
         return self.fmt.data_bytes // VECTOR_BYTES
 
     @property
     def products(self) -> int:
-        """Of a tile, along K."""
+        """Products of a tile along K."""
         return self.fmt.data_bytes // PRODUCT_BYTES
 
     @property
     def key_bytes(self) -> int:
-        """Of a tile's values."""
+        """Bytes of a tile's values."""
         return self.tile_keys * self.fmt.data_bytes
 
     @property
@@ -120,7 +123,7 @@ class Sm100ScoresConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Of block scales: of each stage's keys, and of the query."""
+        """Bytes of block scales: those of each stage's keys and of the query."""
         return (self.stages + 1) * ATOM_BYTES if self.scaled else 0
 
     @property
@@ -128,7 +131,7 @@ class Sm100ScoresConfig:
         rows = self.stages * self.key_bytes + self.query_bytes + self.scale_bytes
         return rows + self.columns * FP32_BYTES + (barrier_count(self.barriers) + 1) * MBARRIER_BYTES
 
-    # Tensor memory, in columns: accumulators, the scales of each stage's keys, the query's.
+    # Tensor memory, in columns: accumulators, the scales of each stage's keys, the query's scales.
 
     @property
     def tmem_key_scales(self) -> int:
@@ -169,7 +172,7 @@ class Sm100ScoresConfig:
         )
 
     def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
-        """CTAs of a query: rounds over the SMs, each of a begin and the tiles of a part."""
+        """CTAs of a query, for the least time: waves over the SMs, each one CTA start and the tiles of a part."""
         tiles = -(-columns // self.tile_keys)
 
         def time(parts):

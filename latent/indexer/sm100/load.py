@@ -1,7 +1,7 @@
-"""Rows of index keys and queries to shared memory on sm_100a, as tcgen05 reads them. The load warps.
+"""The load warps of sm_100a: bring index keys and queries to shared memory as tcgen05 reads them.
 
-Rows are 64 bytes (FP4) or 128 (e4m3), K contiguous, in the swizzle of their length. Four scales of a row of FP4 go
-where ``tmem.copy_scale_atom`` takes them from.
+Rows are 64 bytes (FP4) or 128 (e4m3), contiguous along K, in the swizzle of that length. The four scales of an FP4 row
+go where ``tmem.copy_scale_atom`` expects them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.latent.indexer.device.entries import WORD_BYTES, find_page, locate
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, Sm100ScoresConfig
 
-SPAN_BYTES = 128  # rows whose vectors are dealt alike by the swizzle
+SPAN_BYTES = 128  # bytes of rows that the swizzle treats alike
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin: tiles of keys, the query, their block scales, or None. weights: fp32
-    (HEAD), of the query, with the scale of its row where the tensor core does not scale."""
+    """Addresses of the shared-memory regions: tiles of keys, the query, their block scales (or None).
+
+    weights: fp32 (HEAD), the query's, times the scale of its row where the tensor core does not scale.
+    """
 
     keys: cute.Pointer
     query: cute.Pointer
@@ -32,7 +34,7 @@ class Shared(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Tiles of a CTA: first, first + step, ... below end. The n-th is the n-th use of its rings."""
+    """Tiles of a CTA: first, first + step, ... below end. The n-th tile is use n of the CTA's rings."""
 
     first: Int32
     end: Int32
@@ -40,7 +42,7 @@ class Work(NamedTuple):
 
 
 def place_vector(config: Sm100ScoresConfig, base: cute.Pointer, row, vector) -> Int32:
-    """Address of 16 bytes of a row, where the swizzle puts them."""
+    """Address of 16 bytes of a row after the swizzle."""
     vectors, rows = config.row_vectors, SPAN_BYTES // config.fmt.data_bytes
     return base.toint() + row * config.fmt.data_bytes + (vector ^ (row // rows % vectors)) * VECTOR_BYTES
 
@@ -51,7 +53,7 @@ def place_scales(base: cute.Pointer, row) -> Int32:
 
 
 def store(address, words: list) -> None:
-    """Words to shared memory."""
+    """Store words to shared memory."""
     size = len(words) * WORD_BYTES
     pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=size)
     vector = cute.make_rmem_tensor(len(words), Uint32)
@@ -62,8 +64,10 @@ def store(address, words: list) -> None:
 
 @cute.jit
 def stage_query(config: cutlass.Constexpr, shared, query, weights, thread):
-    """The query's heads, their scales and weights to shared memory, by all threads; zeros past the heads. query:
-    (WORD). weights: (HEAD)."""
+    """Copy the query's heads, scales and weights to shared memory, with zeros past the heads; executed by all threads.
+
+    query: (WORD). weights: (HEAD).
+    """
     words, vectors = VECTOR_BYTES // WORD_BYTES, config.row_vectors
     row_words = config.fmt.data_bytes // WORD_BYTES
     for at in cutlass.range(thread, config.columns * vectors, config.threads, unroll=1):
@@ -87,8 +91,8 @@ def stage_query(config: cutlass.Constexpr, shared, query, weights, thread):
 
 
 def copy(target, source, size: int, present) -> None:
-    """So many bytes to shared memory, zeros where not present; a later arrival of the thread waits for them."""
-    cached = "cg" if size == VECTOR_BYTES else "ca"  # past L1, which only whole vectors go
+    """Copy ``size`` bytes to shared memory, zeros if not present. A later arrival of the thread waits for the copy."""
+    cached = "cg" if size == VECTOR_BYTES else "ca"  # .cg bypasses L1 but copies only 16 bytes
     wanted = Int32(cutlass.select_(Boolean(present), Int32(size), Int32(0)))
     cute.arch.inline_ptx(
         f"cp.async.{cached}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
@@ -98,11 +102,13 @@ def copy(target, source, size: int, present) -> None:
 
 @cute.jit
 def load_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, entries, work, warp):
-    """A load warp: its 32 keys of every tile; keys that are not there are zeros. A lane looks up one key, a tile ahead,
-    and copies 16 bytes of each of several. Consumes empty. Produces full: every thread's arrival comes by itself when
-    its copies are done."""
+    """A load warp: its 32 keys of every tile, with zeros for missing keys.
+
+    A lane looks up one key, a tile ahead, and copies 16 bytes of each of several keys. Consumes empty. Produces full:
+    each thread's arrival happens by itself when its copies are done.
+    """
     lane, vectors = cute.arch.lane_idx(), config.row_vectors
-    at_once = WARP_THREADS // vectors  # rows
+    at_once = WARP_THREADS // vectors  # rows copied at a time
     own = warp * WARP_THREADS + lane
     page = find_page(config, entries, work.first * config.tile_keys + own)
     use = Int32(0)
@@ -112,7 +118,7 @@ def load_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, e
         channels["empty"].wait_previous(use)
         stage = use % config.stages
         for i in cutlass.range_constexpr(WARP_THREADS // at_once):
-            source = i * at_once + lane // vectors  # the lane that looked the key up
+            source = i * at_once + lane // vectors  # the lane that looked up the key
             address = shuffle_address(row, source)
             at = address + Int64(lane % vectors * VECTOR_BYTES)
             base = shared.keys + stage * config.key_bytes

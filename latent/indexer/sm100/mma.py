@@ -1,7 +1,7 @@
-"""Products of index keys and a query's heads on sm_100a: S = K Q^T by tcgen05. The MMA warp.
+"""The MMA warp of sm_100a: products of index keys and a query's heads, S = K Q^T by tcgen05.
 
-A tile is 128 keys, rows of the product; the heads are its columns. FP4 is multiplied as it lies, with a ue8m0 scale for
-32 numbers of either operand (kind mxf4, K 64); e4m3 without scales (kind f8f6f4, K 32).
+A tile's 128 keys are the rows of the product, the heads its columns. FP4 is multiplied as stored, with a ue8m0 scale
+for every 32 numbers of either operand (kind mxf4, K 64); e4m3 is multiplied without scales (kind f8f6f4, K 32).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from warpspec.common.device import tmem
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, ATOM_COLUMNS, Sm100ScoresConfig
 
 BLOCK = 32  # numbers that share a scale
-STEP_SCALES = 2  # of a row, of a product
+STEP_SCALES = 2  # scales of a row that one product takes
 
 
 def element(config: Sm100ScoresConfig):
@@ -24,7 +24,7 @@ def element(config: Sm100ScoresConfig):
 
 
 def make_mma(config: Sm100ScoresConfig) -> cute.TiledMma:
-    """D [keys, heads] = A [keys, K] B [heads, K]^T, both from shared memory; block scales in tensor memory."""
+    """D [keys, heads] = A [keys, K] B [heads, K]^T, both operands in shared memory; block scales in tensor memory."""
     major, dtype = OperandMajorMode.K, element(config)
     shape, group = (config.tile_keys, config.columns), tcgen05.CtaGroup.ONE
     if config.scaled:
@@ -35,7 +35,7 @@ def make_mma(config: Sm100ScoresConfig) -> cute.TiledMma:
 
 
 def fragments(config: Sm100ScoresConfig, mma, shared, columns) -> tuple:
-    """(a, b, d): descriptors (MMA, MMA_MN, MMA_K, STAGE), tensor memory (MMA, MMA_M, MMA_N, ACCUMULATOR)."""
+    """(a, b, d): descriptors (MMA, MMA_MN, MMA_K, STAGE); tensor memory (MMA, MMA_M, MMA_N, ACCUMULATOR)."""
     mine, dtype = mma.get_slice(0), element(config)
     tiler = (config.tile_keys, config.columns, config.fmt.dim)
     layouts = (
@@ -53,8 +53,10 @@ def fragments(config: Sm100ScoresConfig, mma, shared, columns) -> tuple:
 
 @cute.jit
 def multiply_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, columns, work):
-    """The MMA warp. Consumes full, sum_empty. Produces, each by a commit: empty, sum_full. A copy of scales and the
-    product behind it run in order; what reads a stage's scales is complete before the stage is filled again."""
+    """The MMA warp. Consumes full and sum_empty. Produces empty and sum_full, each by a commit.
+
+    Copies of scales and the products that read them run in order, so the commit to empty covers both.
+    """
     mma = make_mma(config)
     a, b, d = fragments(config, mma, shared, columns)
     key_scales, query_scales = columns + config.tmem_key_scales, columns + config.tmem_query_scales
@@ -62,7 +64,7 @@ def multiply_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, share
     for _ in cutlass.range(work.first, work.end, work.step, unroll=1):
         channels["sum_empty"].wait_previous(use)
         channels["full"].wait(use)
-        cute.arch.fence_view_async_shared()  # what threads have copied, for the tensor core
+        cute.arch.fence_view_async_shared()  # makes what threads have copied visible to the tensor core
         tmem.fence_after_wait()
         stage = use % config.stages
         if cutlass.const_expr(config.scaled):

@@ -1,7 +1,7 @@
 """Scores of index keys on sm_100a: products by tcgen05 (``mma``), then a weighted sum of ReLUs over the heads.
 
-Keys and queries go to the tensor core as they lie in their pools, brought by load warps (``load``). A thread that
-scores has one key of a tile. The order of the sums over heads is that of sm_90a's kernel.
+Load warps (``load``) bring keys and queries unchanged from their pools to the tensor core. A thread that scores has one
+key of a tile. It adds up the heads in the order of sm_90a's kernel.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from warpspec.latent.indexer.sm100.config import ATOM_BYTES, SCORE_BARRIER, Sm10
 from warpspec.latent.indexer.sm100.load import Shared, Work, load_tiles, stage_query
 from warpspec.latent.indexer.sm100.mma import multiply_tiles
 
-READ_COLUMNS = 16  # of an accumulator, at a time
-MEMBERS, PAIR = 4, 2  # partial sums over heads: of two of every eight heads each
+READ_COLUMNS = 16  # columns of an accumulator read at a time
+MEMBERS, PAIR = 4, 2  # partial sums over heads, each of two of every eight heads
 
 
 @dataclass(frozen=True)
 class Scorer(WarpgroupScorer):
-    """What a thread that scores has; see ``scores_host.score_part``. columns: tensor memory. weights: fp32 (HEAD).
-    work: the CTA's tiles."""
+    """State of a thread that scores; see ``scores_host.score_part``.
+
+    columns: tensor memory. weights: fp32 (HEAD). work: the CTA's tiles.
+    """
 
     config: Sm100ScoresConfig
     channels: dict
@@ -50,8 +52,11 @@ class Scorer(WarpgroupScorer):
 
 @cute.jit
 def score_tiles(query: cutlass.Constexpr, entries, first, end, step, sink):
-    """A thread that scores: its key of tiles first, first + step, ... below ``end``, to ``sink``. query: ``Scorer``;
-    ``step`` is that of its work, times its groups. Consumes sum_full; produces sum_empty."""
+    """A thread that scores: its key of tiles first, first + step, ... below ``end``, to ``sink``.
+
+    query: ``Scorer``. ``step`` is the step of its work times the number of groups. Consumes sum_full; produces
+    sum_empty.
+    """
     config, channels = query.config, query.channels
     own = query.thread % WARPGROUP_THREADS
     use = (first - query.work.first) // query.work.step
@@ -77,8 +82,10 @@ def score_tiles(query: cutlass.Constexpr, entries, first, end, step, sink):
 
 
 def weighted_sums(config: Sm100ScoresConfig, query: Scorer, accumulator, own) -> list:
-    """fp32 [MEMBERS]: sums over heads of weight * ReLU(product), of the thread's row of an accumulator; half of weight
-    * x + weight * |x|, as sm_90a's kernel has them."""
+    """fp32 [MEMBERS]: sums over heads of weight * ReLU(product), for the thread's row of an accumulator.
+
+    Computed as half of weight * x + weight * |x|, like in sm_90a's kernel.
+    """
     plain, magnitudes = [Float32(0.0)] * MEMBERS, [Float32(0.0)] * MEMBERS
     for first in range(0, config.columns, READ_COLUMNS):
         read = cute.make_rmem_tensor(READ_COLUMNS, Float32)
@@ -96,8 +103,11 @@ def weighted_sums(config: Sm100ScoresConfig, query: Scorer, accumulator, own) ->
 
 @cute.jit
 def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
-    """(channels, ``Shared``, tensor memory): barriers initialised, tensor memory allocated, the query in shared memory.
-    By all threads; ends with a barrier."""
+    """(channels, ``Shared``, tensor memory): initialise barriers, allocate tensor memory, copy the query to shared
+    memory.
+
+    Executed by all threads; ends with a barrier.
+    """
 
     @cute.struct
     class Storage:
@@ -131,7 +141,7 @@ def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
 
 
 def scorer(config: Sm100ScoresConfig, channels, shared: Shared, columns, work: Work, thread) -> Scorer:
-    """What a thread that scores has."""
+    """The state of a thread that scores."""
     weights = shared.weights
     if config.weights_in_registers:
         weights = cute.make_rmem_tensor(config.columns, Float32)
@@ -141,7 +151,7 @@ def scorer(config: Sm100ScoresConfig, channels, shared: Shared, columns, work: W
 
 @cute.jit
 def release(config: cutlass.Constexpr, columns, warp):
-    """Tensor memory is given back when all threads that score have read theirs, and wait here."""
+    """Free tensor memory once all threads that score have read theirs; they wait here."""
     cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=config.score_threads)
     if warp == 0:
         cute.arch.dealloc_tmem(columns, tmem_allocation(config.tmem_columns))
@@ -171,5 +181,5 @@ class Scores(ScoresHost):
 
 
 def host_and_arguments(config: Sm100ScoresConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (Scores(config), *scores_arguments())

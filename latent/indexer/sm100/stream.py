@@ -1,5 +1,8 @@
-"""Scores and selection in one launch on sm_100a: load warps and the MMA warp run ahead of the threads that score and
-select, as far as accumulators go, while these choose of a chunk."""
+"""Score and select in one launch on sm_100a.
+
+While the threads that score select from a chunk, the load warps and the MMA warp run ahead as far as there are
+accumulators.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +43,5 @@ class Stream(StreamHost):
 
 
 def host_and_arguments(config: StreamConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (Stream(config), *stream_arguments())

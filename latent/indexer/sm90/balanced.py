@@ -1,8 +1,9 @@
-"""Index scores with tiles dealt by the queries' lengths: every warpgroup of the grid takes as many tiles that have keys
-as any other, to within one, of queries that follow each other, and prepares each of them for itself.
+"""Index scores with tiles dealt by the queries' lengths.
 
-A CTA finds out alone what is whose, by a sum over all queries' tiles: nothing is planned on the host. What lies behind
-the last tile that has keys is filled with -inf by chunks of columns, which CTAs take in turn.
+All warpgroups of the grid take the same number of tiles that have keys, to within one. A warpgroup's tiles belong to
+consecutive queries, and it prepares each of these queries itself. Every CTA computes the distribution alone, by a sum
+over all queries' tiles, so the host plans nothing. Columns behind the last tile that has keys are filled with -inf in
+chunks, which CTAs take in turn.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from warpspec.latent.indexer.sm90.query import (
     view_query,
 )
 
-GROUP_BARRIER = 1  # of the first warpgroup, the others' behind it
-FILL_COLUMNS = 4  # of a thread, of a chunk
+GROUP_BARRIER = 1  # the first warpgroup's; those of the others follow
+FILL_COLUMNS = 4  # columns of a chunk that a thread fills
 
 
 class Plan(NamedTuple):
-    """In shared memory, of the query of each thread. ends (THREAD + 1): tiles that have keys, of the queries before.
-    requests, lengths (THREAD): as ``request_of`` gives them. starts (WARPGROUP): the query of its first tile.
-    sums (WARP): of the warp's queries' tiles."""
+    """Distribution of the tiles, in shared memory; each thread has one query.
+
+    ends (THREAD + 1): prefix sum of the queries' tiles that have keys. requests, lengths (THREAD): what ``request_of``
+    returns. starts (WARPGROUP): the query of a warpgroup's first tile. sums (WARP): tiles of a warp's queries.
+    """
 
     ends: cute.Tensor
     requests: cute.Tensor
@@ -49,14 +52,14 @@ class Plan(NamedTuple):
 
 @cute.jit
 def share(total: Int32, groups: Int32, group: Int32) -> Int32:
-    """The first tile of a warpgroup's."""
+    """The first tile of a warpgroup, when ``total`` tiles are divided evenly."""
     each = Int32(Uint32(total) // Uint32(groups))
     return group * each + cutlass.min(group, total - each * groups)
 
 
 @cute.jit
 def deal(config: cutlass.Constexpr, plan, page_table, requests, lengths, columns, cta, ctas, thread) -> Int32:
-    """Fill in ``plan``, by all threads; the number of tiles. Ends with a barrier."""
+    """Fill in ``plan`` and return the number of tiles. Executed by all threads; ends with a barrier."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     count = Int32(0)
     if thread < lengths.shape[0]:
@@ -87,7 +90,7 @@ def deal(config: cutlass.Constexpr, plan, page_table, requests, lengths, columns
 
 @cute.jit
 def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cutlass.Constexpr, table, ones):
-    """A CTA's scores. tensors: the kernel's arguments but the grid. table, ones: ``fill_table``'s."""
+    """Compute a CTA's scores. tensors: the kernel's arguments without the grid. table, ones: from ``fill_table``."""
     queries, weights, pool, page_table, requests, lengths, logits = tensors
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -125,8 +128,11 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
 
 @cute.jit
 def score_share(config: cutlass.Constexpr, rows, places, entries, first, end, group, thread):
-    """Scores of tiles first to end of a query, by a warpgroup. rows: of queries, weights and logits. places: where the
-    warpgroup's query and its factors go; the table."""
+    """A warpgroup scores tiles first to end of a query.
+
+    rows: the query's rows of queries, weights and logits. places: where the warpgroup puts the prepared query and its
+    factors; the table.
+    """
     query, weights, row = rows
     base, factors, table, ones = places
     own = thread % WARPGROUP_THREADS
@@ -134,7 +140,7 @@ def score_share(config: cutlass.Constexpr, rows, places, entries, first, end, gr
     asked = [load_asked(config, query, weights, own + i * WARPGROUP_THREADS) for i in range(rounds)]
     limit = cutlass.min(row.shape[0], end * TILE_KEYS)
     begun = begin_loads(config, thread, entries, first, 1)
-    meet(group)  # the query before has been read
+    meet(group)  # the previous query has been read
     for i in cutlass.range_constexpr(rounds):
         prepare(config, asked[i], base, table, ones, factors, own + i * WARPGROUP_THREADS)
     cute.arch.fence_view_async_shared()
@@ -144,13 +150,13 @@ def score_share(config: cutlass.Constexpr, rows, places, entries, first, end, gr
 
 
 def meet(group) -> None:
-    """A warpgroup's threads wait for each other."""
+    """Barrier of a warpgroup's threads."""
     cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP_THREADS)
 
 
 @cute.jit
 def fill(config: cutlass.Constexpr, plan, logits, total, cta, ctas, thread):
-    """-inf behind each query's last tile that has keys."""
+    """Write -inf behind each query's last tile that has keys."""
     queries, columns = logits.shape
     if total < queries * cute.ceil_div(columns, TILE_KEYS):
         width = FILL_COLUMNS * config.threads

@@ -1,10 +1,11 @@
-"""Index keys and queries as e4m3 in registers, as products on tensor cores take them; scores to logits.
+"""Convert index keys and queries to e4m3 in registers, as the tensor cores take them, and write scores to logits.
 
-A row is four blocks of 32 numbers, a lane's each. The products deal a row's numbers to lanes by fours; a sum does not
-mind their order, so queries and keys are dealt by blocks alike. FP4 becomes e4m3 by a table of eight bytes, which a
-byte permutation looks up: one power of two for each block, relative to the row's largest, is in the table. What is left
-of the scales, one power of two a row, is multiplied in at the end, that of a query's head into its weight: ReLU
-commutes with it. Exact while the scales of a row's blocks are at most 2**11 apart, and nearly so beyond.
+A row is four blocks of 32 numbers, one a lane. A product assigns a row's numbers to lanes by fours, but a sum does not
+depend on the order of its terms, so queries and keys are both assigned by blocks. FP4 is converted by a table of eight
+bytes, in which a byte permutation looks numbers up. The table includes one power of two for each block, relative to the
+row's largest scale. The remaining factor, one power of two a row, is multiplied in at the end; a query head's is
+multiplied into its weight, because ReLU commutes with it. This is exact while the scales of a row's blocks are at most
+2**11 apart, and nearly so beyond.
 """
 
 from __future__ import annotations
@@ -26,28 +27,30 @@ from warpspec.latent.indexer.scores_config import (
     e4m3_table,
 )
 
-WORDS = 8  # of e4m3, of a block
+WORDS = 8  # words of e4m3 in a block
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
-THREAD_ROWS, ROW_DISTANCE = 2, 8  # keys of a thread
+THREAD_ROWS, ROW_DISTANCE = 2, 8  # keys of a thread, and their distance
 SCALE_NAN = 255
 FP32_EXPONENT_BIT = 23
 CODES, ONES = 0x77777777, 0x01010101
-SIGN = 0x80  # of an e4m3 code
-ZEROS_ABOVE = 0x4440  # nibbles of a byte permutation: bytes of its second word above the chosen one
+SIGN = 0x80  # sign bit of an e4m3 code
+ZEROS_ABOVE = 0x4440  # byte permutation selector: zero bytes above the chosen byte
 FP32_NAN = 0x7FC00000
 TABLE_ENTRIES = SCALE_STEPS + 2
 
 
 def loaded_words(config) -> int:
-    """Words that a lane loads of a row: its block, and the row's scales."""
+    """Words that a lane loads of a row: its block and the row's scales."""
     return (4 if config.format == "mxfp4" else WORDS) + 1
 
 
 @cute.jit
 def fill_table(table: cute.Tensor, thread):
-    """table (2, TABLE_ENTRIES): ``e4m3_table`` with the sign bits set, then ONES, by one thread an entry. The caller
-    synchronises. By selections: of a branch for each entry ptxas makes a jump table, and a warp's threads jump one by
-    one."""
+    """Fill table (2, TABLE_ENTRIES) with ``e4m3_table``, sign bits set, followed by ONES; one thread an entry.
+
+    The caller synchronises. Entries are chosen by selections: ptxas would turn a branch for each entry into a jump
+    table, which the threads of a warp take one by one.
+    """
     signs = SIGN * ONES
     entries = (*((low | signs, high | signs) for low, high in e4m3_table()), (ONES, ONES))
     if thread < TABLE_ENTRIES:
@@ -60,7 +63,7 @@ def fill_table(table: cute.Tensor, thread):
 
 @cute.jit
 def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor):
-    """words (WORD): a block of a head of the query, and the head's scales."""
+    """Load words (WORD): a block of a head of the query, and the head's scales."""
     fmt = config.fmt
     block_words = loaded_words(config) - 1
     for i in cutlass.range_constexpr(block_words):
@@ -70,7 +73,7 @@ def load_query(config: cutlass.Constexpr, query, head, block, words: cute.Tensor
 
 @cute.jit
 def load_asked(config: cutlass.Constexpr, query, weights, thread) -> tuple:
-    """(words, weight): what ``scores.prepare`` makes the thread's block of, its loads under way."""
+    """Start loading (words, weight) of the thread's block, from which ``query.prepare`` makes its part of the query."""
     words, weight = cute.make_rmem_tensor(loaded_words(config), Uint32), cute.make_rmem_tensor(1, Float32)
     words.fill(0), weight.fill(0)
     head, block = thread // BLOCKS, thread % BLOCKS
@@ -81,23 +84,28 @@ def load_asked(config: cutlass.Constexpr, query, weights, thread) -> tuple:
 
 
 def pages_of_tile(config) -> int:
-    """Pages that a thread's two keys of a tile may be of."""
+    """How many pages the two keys of a thread in one tile may lie in."""
     return THREAD_ROWS if config.page_size % WARP_ROWS else 1
 
 
 @cute.jit
 def find_pages(config: cutlass.Constexpr, entries, key, found: cute.Tensor):
-    """found (PAGE): the pages of the thread's keys of a tile, wanted a tile ahead. key: as for ``load_tile``."""
+    """Look up found (PAGE), the pages of the thread's keys of a tile; called one tile ahead.
+
+    key: as in ``load_tile``.
+    """
     for r in cutlass.range_constexpr(pages_of_tile(config)):
         found[r] = find_page(config, entries, key + r * ROW_DISTANCE)
 
 
 @dataclass(frozen=True)
 class LanePages:
-    """Pages of a warp's tiles, where a tile's 16 keys of the warp are of one page: a lane looks one tile's up, once for
-    32 tiles and 32 tiles ahead. Looked up tile by tile, the warp would wait for these loads as it does for keys.
+    """Pages of a warp's tiles, where the warp's 16 keys of a tile lie in one page.
 
-    tile, step: the first tile, and from one to the next. tile_keys: of a tile; row: the warp's first.
+    Each lane looks up one tile's page, once for 32 tiles and 32 tiles ahead. If pages were looked up tile by tile, the
+    warp would wait for these loads as it waits for keys.
+
+    tile, step: the first tile and the step to the next. tile_keys: of a tile. row: the warp's first row of a tile.
     """
 
     config: ScoresConfig
@@ -109,17 +117,17 @@ class LanePages:
     lane: Int32
 
     def look_up(self, number) -> Int32:
-        """Of the tile that is the lane's, of those from the number-th on; -1 where there is none."""
+        """Page of the lane's tile among the 32 from the number-th on; -1 if there is none."""
         index = (self.tile + (number + self.lane) * self.step) * self.tile_keys + self.row
         return find_page(self.config, self.entries, index)
 
     def begin(self) -> tuple:
-        """What ``of`` keeps between calls."""
+        """The initial state of ``of``."""
         return self.look_up(Int32(0)), self.look_up(Int32(WARP_THREADS))
 
     @cute.jit
     def of(self, number, kept: tuple) -> tuple:
-        """(the page of the number-th tile, what is kept). By all lanes, for one number after another."""
+        """(the page of the number-th tile, new state). All lanes call it, for consecutive numbers."""
         current, ahead = kept
         if (number % WARP_THREADS == 0) & (number > 0):
             current = ahead
@@ -131,8 +139,11 @@ class LanePages:
 def load_tile(
     config: cutlass.Constexpr, entries, key, member, found: cute.Tensor, words: cute.Tensor, here: cute.Tensor
 ):
-    """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE on, of WARP_ROWS that begin at a
-    multiple of them: words (WORD, ROW), and here (ROW), 1 for each that there is. found: from ``find_pages``."""
+    """Issue the loads of the thread's two keys, ``key`` and the one ROW_DISTANCE further on.
+
+    The warp's WARP_ROWS keys begin at a multiple of WARP_ROWS. Fills words (WORD, ROW) and here (ROW), which is 1 for a
+    key that exists. found: from ``find_pages``.
+    """
     fmt = config.fmt
     pool, _, length = entries
     block_words = loaded_words(config) - 1
@@ -140,7 +151,7 @@ def load_tile(
     there = Boolean(False)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         index = key + r * ROW_DISTANCE
-        if cutlass.const_expr(r < pages_of_tile(config)):  # else both are of one page
+        if cutlass.const_expr(r < pages_of_tile(config)):  # otherwise both keys lie in one page
             page, row_of_page = found[r], divided(index, config.page_size)[1]
             there = Boolean(page >= 0) & Boolean(page < pool.shape[0])
             at = pool.iterator.toint() + Int64(page) * Int64(pool.stride[0] * WORD_BYTES)
@@ -160,9 +171,11 @@ def load_tile(
 
 @cute.jit
 def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, ones, block) -> tuple:
-    """(WORDS words of e4m3 of the lane's block, what the row's numbers are multiplied with). words: (WORD), the block's
-    and then the row's scales. ones: ONES, from the table: a constant would be moved to a register at every use. block:
-    which of the row's, 0 to 3; four neighbouring lanes have a row's four blocks."""
+    """(WORDS words of e4m3 of the lane's block, factor of the row's numbers).
+
+    words: (WORD), the block and then the row's scales. ones: ONES, loaded from the table, because a constant would be
+    moved to a register at every use. block: which of the row's, 0 to 3; four adjacent lanes have a row's four blocks.
+    """
     last = loaded_words(config) - 1
     if cutlass.const_expr(config.format == "fp8"):
         return [words[i] for i in range(WORDS)], words[last].bitcast(Float32)
@@ -180,7 +193,7 @@ def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, ones, block) 
             codes = words[word] >> (16 * half) if half else words[word]
             negative = permute(
                 low, high, masked >> (16 * half) if half else masked
-            )  # magnitudes, sign bits set
+            )  # magnitudes, with the sign bits set
             positive = permute(ones, ones, codes)  # 1, or 0 where the code's sign is set
             out.append(negative - positive * Uint32(SIGN))
     # 2**(largest - 127 - 6), as fp32: exponents from -126 on, 0 below.
@@ -191,15 +204,18 @@ def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, ones, block) 
 
 
 def permute(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
-    """Four bytes of eight, by the low four nibbles of ``order``; a nibble's top bit spreads the byte's."""
+    """Select four of eight bytes by the low four nibbles of ``order``; a nibble's top bit replicates the byte's
+    sign."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, order]
     )
 
 
 def weighted_sum(scores: cute.Tensor, weight: list, r: int) -> Float32:
-    """Of the ReLUs of key r in the thread's columns. weight * ReLU(x) is half of weight * x + weight * |x|: two
-    instructions of the pipe that is less in demand."""
+    """Weighted sum of the ReLUs of key r in the thread's columns.
+
+    weight * ReLU(x) is computed as half of weight * x + weight * |x|: two instructions for the pipe with less load.
+    """
     flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
     plain, magnitudes = Float32(0.0), Float32(0.0)
     for i in range(len(weight)):
@@ -213,7 +229,8 @@ def weighted_sum(scores: cute.Tensor, weight: list, r: int) -> Float32:
 def store_tile(
     config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, sink, key, member
 ):
-    """The weighted sums of the thread's two keys, over the four lanes that share them, to ``sink``."""
+    """Reduce the weighted sums of the thread's two keys over the four lanes that share them, and write them to
+    ``sink``."""
     for r in cutlass.range_constexpr(THREAD_ROWS):
         total = weighted_sum(scores, weight, r)
         for distance in (1, 2):
@@ -228,8 +245,10 @@ def store_tile(
 def store_row(
     config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, there, sink, index, member
 ):
-    """As ``store_tile``, of the one of the thread's keys that its bit of ``member`` says, which is the index-th; two
-    lanes have the same one, and two exchange what they have of each other's. there: whether that key is."""
+    """Write the score of one of the thread's two keys, the index-th; a bit of ``member`` says which.
+
+    The four lanes exchange sums in pairs, and two lanes end with the same key. there: whether that key exists.
+    """
     totals = [weighted_sum(scores, weight, r) for r in range(THREAD_ROWS)]
     second = Boolean(member & 1 != 0)
     total = Float32(cutlass.select_(second, totals[1], totals[0]))

@@ -1,7 +1,7 @@
 """Scores of index keys on sm_90a: S = K Q^T by wgmma on e4m3, then a weighted sum of ReLUs over the heads.
 
-A warpgroup takes 64 keys at a time as rows of A, in registers: straight from memory, or from what its lanes have copied
-to shared memory (``ring``). The queries lie in shared memory in the order in which lanes have the keys' numbers
+A warpgroup takes 64 keys at a time as rows of A in registers, either loaded from memory or from what its lanes have
+copied to shared memory (``ring``). The queries lie in shared memory, in the order in which lanes hold the keys' numbers
 (``keys``).
 """
 
@@ -41,15 +41,17 @@ from warpspec.latent.indexer.sm90.keys import (
 from warpspec.latent.indexer.sm90.ring import opaque
 
 E4M3 = cutlass.Float8E4M3FN
-ROW_BYTES = 128  # of a query in shared memory: one span of the swizzle
-STEPS = 4  # of 32 numbers, of a product
+ROW_BYTES = 128  # bytes of a query row in shared memory: one span of the swizzle
+STEPS = 4  # of a product, each 32 numbers of K
 
 
 @dataclass(frozen=True)
 class Scorer(WarpgroupScorer):
-    """One query, prepared, as a thread has it; see ``scores_host.score_part``. mma: of 64 keys and all heads. b: the
-    query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``; ones: its last. weight: of the heads in the
-    thread's columns."""
+    """One prepared query, as a thread has it; see ``scores_host.score_part``.
+
+    mma: of 64 keys and all heads. b: the query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``'s; ones:
+    its last word. weight: of the heads in the thread's columns.
+    """
 
     config: ScoresConfig
     mma: cute.TiledMma
@@ -65,7 +67,10 @@ class Scorer(WarpgroupScorer):
 
 
 def scorer(config: ScoresConfig, smem, asked, thread) -> Scorer:
-    """Prepare a query, by all threads; ends with a barrier. smem: the kernel's allocator. asked: ``load_asked``'s."""
+    """Prepare a query, by all threads; ends with a barrier.
+
+    smem: the kernel's allocator. asked: from ``load_asked``.
+    """
     base = Int32(smem.allocate(config.heads * ROW_BYTES, 1024).toint())
     factors = smem.allocate_tensor(Float32, cute.make_layout(config.heads), byte_alignment=16)
     table, ones = allocate_table(config, smem, thread)
@@ -76,7 +81,7 @@ def scorer(config: ScoresConfig, smem, asked, thread) -> Scorer:
 
 
 def allocate_table(config: ScoresConfig, smem, thread) -> tuple:
-    """(the table, filled; its last word). FP8 needs none."""
+    """(the filled table, its last word). FP8 needs none."""
     table = smem.allocate_tensor(Uint32, cute.make_layout((2, TABLE_ENTRIES)), byte_alignment=8)
     if config.format == "fp8":
         return table, Uint32(0)
@@ -86,7 +91,7 @@ def allocate_table(config: ScoresConfig, smem, thread) -> tuple:
 
 
 def view_query(config: ScoresConfig, base: Int32, factors, table, ones, thread) -> Scorer:
-    """A query that has been prepared at ``base``."""
+    """The scorer of a query that has been prepared at ``base``."""
     layout = hopper.make_smem_layout_b(
         LayoutEnum.ROW_MAJOR, (TILE_KEYS, config.heads, config.fmt.dim), E4M3, 1
     )
@@ -104,20 +109,23 @@ def view_query(config: ScoresConfig, base: Int32, factors, table, ones, thread) 
     )
     b = mma.make_fragment_B(mma.get_slice(thread % WARPGROUP_THREADS).partition_B(q))[None, None, None, 0]
     member = thread % BLOCKS
-    columns = [8 * (i // 2) + i % 2 for i in range(config.heads // 4)]  # of the quad's first lane
+    columns = [8 * (i // 2) + i % 2 for i in range(config.heads // 4)]  # columns of the quad's first lane
     return Scorer(config, mma, b, table, ones, [factors[column + 2 * member] for column in columns], thread)
 
 
 def lane_of(thread) -> tuple:
-    """(lane, its place among those of a row, row of its first key in a tile) of a thread."""
+    """(lane, its place among the four lanes of a row, row of its first key in a tile) of a thread."""
     own = thread % WARPGROUP_THREADS
     lane = own % WARP_THREADS
     return lane, lane % BLOCKS, own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
 
 
 class Loads(NamedTuple):
-    """Tiles whose loads are under way, in registers: words (WORD, ROW, TILE), here (ROW, TILE), pages (PAGE, TILE) of
-    the next ones, what ``LanePages`` keeps, or None."""
+    """Loads in flight, in registers.
+
+    words: (WORD, ROW, TILE). here: (ROW, TILE). pages: (PAGE, TILE) of the next tiles. kept: state of ``LanePages``, or
+    None.
+    """
 
     words: cute.Tensor
     here: cute.Tensor
@@ -132,12 +140,12 @@ def pages_by_lane(config, thread, entries, first, step) -> LanePages:
 
 @cute.jit
 def begin_loads(config: cutlass.Constexpr, thread, entries, first, step) -> Loads:
-    """Loads of the first ``depth`` tiles."""
+    """Issue the loads of the first ``depth`` tiles."""
     _, member, row = lane_of(thread)
     words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
     here = cute.make_rmem_tensor((THREAD_ROWS, config.depth), Int32)
     pages = cute.make_rmem_tensor((pages_of_tile(config), config.depth), Int32)
-    lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
+    lap = config.depth * step * TILE_KEYS  # keys until the same registers are loaded again
     by_lane = pages_by_lane(config, thread, entries, first, step)
     kept = None
     if cutlass.const_expr(config.pages_by_lane):
@@ -157,14 +165,16 @@ def begin_loads(config: cutlass.Constexpr, thread, entries, first, step) -> Load
 
 @cute.jit
 def score_tiles(query, entries, first, end, step, sink, loads):
-    """Scores of tiles first, first + step, ... below ``end``, by one warpgroup, to ``sink``: ``depth`` tiles' loads
-    under way. query: ``Scorer``. loads: from ``begin_loads``."""
+    """One warpgroup scores tiles first, first + step, ... below ``end`` into ``sink``, with ``depth`` tiles in flight.
+
+    query: ``Scorer``. loads: from ``begin_loads``.
+    """
     config, mma = query.config, query.mma
     _, member, row = lane_of(query.thread)
     a = cute.make_rmem_tensor(mma.partition_shape_A((TILE_KEYS, config.fmt.dim)), E4M3)
     scores = cute.make_rmem_tensor(mma.partition_shape_C((TILE_KEYS, config.heads)), Float32)
     there = cute.make_rmem_tensor(THREAD_ROWS, Int32)
-    lap = config.depth * step * TILE_KEYS  # keys until the same registers' next tile
+    lap = config.depth * step * TILE_KEYS  # keys until the same registers are loaded again
     by_lane, number = pages_by_lane(config, query.thread, entries, first, step), Int32(config.depth)
     words, here, pages, kept = loads
     for tile in cutlass.range(first, end, step * config.depth, unroll=1):
@@ -185,7 +195,7 @@ def score_tiles(query, entries, first, end, step, sink, loads):
 
 @cute.jit
 def score_copied(query, ring: cutlass.Constexpr, state, end, sink):
-    """As ``score_tiles``, of tiles that lanes copy to shared memory. state: from ``Ring.begin``."""
+    """``score_tiles`` for tiles that lanes copy to shared memory. state: from ``Ring.begin``."""
     config, mma = query.config, query.mma
     _, member, row = lane_of(opaque(query.thread))
     row += member % THREAD_ROWS * ROW_DISTANCE
@@ -204,7 +214,7 @@ def score_copied(query, ring: cutlass.Constexpr, state, end, sink):
 
 
 def multiply(config: ScoresConfig, query: Scorer, a, scores) -> None:
-    """scores = a times the query's heads, waited for."""
+    """scores = a times the query's heads; waits for the product."""
     warpgroup.fence()
     for k in range(STEPS):
         query.mma.set(warpgroup.Field.ACCUMULATE, k > 0)
@@ -214,7 +224,7 @@ def multiply(config: ScoresConfig, query: Scorer, a, scores) -> None:
 
 
 def in_registers(row: cute.Tensor) -> cute.Tensor:
-    """The same row, whose address stays in registers."""
+    """The same row, with its address kept in registers."""
     address = row.iterator.toint()
     low, high = (
         Uint32(cute.arch.shuffle_sync_bfly(Uint32(word), 0)) for word in (address & 0xFFFFFFFF, address >> 32)
@@ -227,8 +237,11 @@ def in_registers(row: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def prepare(config: cutlass.Constexpr, asked, base, table, ones, factors, thread):
-    """The query's heads in e4m3, in the order of the keys' numbers; factors (H): weights times the heads' scales.
-    asked: ``load_asked``'s."""
+    """Convert the query's heads to e4m3 in the order of the keys' numbers; factors (H): weights times the heads'
+    scales.
+
+    asked: from ``load_asked``.
+    """
     head, block = thread // BLOCKS, thread % BLOCKS
     words, weight = asked
     if head < config.heads:
@@ -244,7 +257,7 @@ def prepare(config: cutlass.Constexpr, asked, base, table, ones, factors, thread
 
 @cute.jit
 def convert(config: cutlass.Constexpr, words: cute.Tensor, table, ones, member, a: cute.Tensor) -> tuple:
-    """The thread's two rows as wgmma's A, a (MMA, MMA_M, MMA_K); returns the rows' factors."""
+    """Convert the thread's two rows to wgmma's A, a (MMA, MMA_M, MMA_K); returns the rows' factors."""
     target = cute.recast_tensor(cute.make_tensor(a.iterator, cute.make_layout(cute.size(a))), Uint32)
     factors = []
     for r in cutlass.range_constexpr(THREAD_ROWS):

@@ -1,8 +1,8 @@
-"""FP8 index keys on their way: a ring of tiles in shared memory, each warp's keys copied by the warp itself.
+"""A ring of tiles of FP8 index keys in shared memory; each warp copies its own keys.
 
-The four lanes of a row copy it by halves, a vector of 16 bytes each, and read it by blocks: what a lane reads other
-lanes of its warp have copied, and a warp waits for no other. What is under way takes no registers, and no compiler
-moves it.
+The four lanes of a row copy it by halves, a 16-byte vector each, and read it by blocks. A lane thus reads what other
+lanes of its warp have copied, but no warp waits for another. Copies in flight take no registers, and the compiler
+cannot move them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from warpspec.latent.indexer.device.entries import WORD_BYTES, divided, find_pag
 from warpspec.latent.indexer.scores_config import BLOCKS, WARP_ROWS, ScoresConfig
 from warpspec.latent.indexer.sm90.keys import ROW_DISTANCE, THREAD_ROWS, VECTOR_WORDS
 
-NO_ADDRESS = -1  # high word
-QUAD_BYTES = BLOCKS * VECTOR_BYTES  # that the lanes of a row copy of it at once
-ODD_ROW = BLOCKS + 1  # XORed with a vector's place in an odd row: no two meet in a bank
+NO_ADDRESS = -1  # high word of a missing address
+QUAD_BYTES = BLOCKS * VECTOR_BYTES  # bytes of a row that its lanes copy at once
+ODD_ROW = BLOCKS + 1  # XORed with a vector's place in odd rows, to avoid bank conflicts
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A warpgroup's tiles first, first + step, ..., as a lane has them.
+    """A warpgroup's tiles first, first + step, ..., from a lane's point of view.
 
-    vectors: address in the first stage of what the lane reads first; target: of what it copies first; scales: of its
-    scale, which it copies itself. A row's vectors are together. warp_row: of the warp's first key in a tile. Nothing is
-    copied where there is no page; keys past the length that share one are.
+    vectors: address in the first stage of what the lane reads first. target: of what it copies first. scales: of its
+    scale, which it copies itself. The vectors of a row lie together. warp_row: row of the warp's first key in a tile. A
+    tile without a page is not copied; if it has one, keys past the length are copied too.
     """
 
     config: ScoresConfig
@@ -55,27 +55,29 @@ class Ring:
         return cls(config, entries, first, step, vectors, target, scales, warp_row, thread % WARP_THREADS)
 
     def index(self, number) -> Int32:
-        """Of the warp's first key of a tile, that of the lane among those from the number-th on."""
+        """Index of the warp's first key in the lane's tile, among the 32 tiles from the number-th on."""
         return (self.first + (number + self.lane) * self.step) * self.config.tile_keys + self.warp_row
 
     def look_up(self, number) -> Int32:
-        """The page of that key: looked up once for 32 tiles and 32 ahead, as in ``LanePages``."""
+        """The page of the key at ``index(number)``: looked up once for 32 tiles and 32 ahead, as in ``LanePages``."""
         return find_page(self.config, self.entries, self.index(number))
 
     def locate(self, number, page) -> tuple:
-        """(low, high word) of that key's address, high NO_ADDRESS where there is no page."""
+        """(low, high word) of the address of the key at ``index(number)``; high is NO_ADDRESS without a page."""
         address = locate(self.config, self.entries, self.index(number), page)[0]
         low, high = Int32(address & Int64(0xFFFFFFFF)), Int32(address >> Int64(32))
         return low, Int32(cutlass.select_(Boolean(address != 0), high, Int32(NO_ADDRESS)))
 
     def first_pages(self) -> tuple:
-        """What ``begin`` takes, looked up."""
+        """The pages that ``begin`` takes."""
         return self.look_up(Int32(0)), self.look_up(Int32(WARP_THREADS))
 
     def begin(self, pages: tuple) -> tuple:
-        """Copies of the first ``depth`` tiles begin; returns what ``follow`` keeps between calls: the number of the
-        next tile to copy, its stage's bytes from the first one, a bit for each tile under way that has a page,
-        the lane's address, and its page 32 tiles on."""
+        """Issue the copies of the first ``depth`` tiles; returns the state of ``follow``.
+
+        The state is: number of the next tile to copy, byte offset of its stage, a bit for each tile in flight that has
+        a page, the low and high word of the lane's address, and its page 32 tiles on.
+        """
         zero = Int32(0)
         page, ahead = pages
         state = (zero, zero, zero, *self.locate(zero, page), ahead)
@@ -85,7 +87,7 @@ class Ring:
 
     @cute.jit
     def follow(self, number, offset, here, low, high, ahead) -> tuple:
-        """The copies of the number-th tile begin, and make a group."""
+        """Issue the copies of the number-th tile as one group; returns the new state."""
         config = self.config
         slot = number & (WARP_THREADS - 1)
         if (slot == 0) & (number > 0):
@@ -104,11 +106,13 @@ class Ring:
         return number + 1, offset, here << 1 | Int32(there), low, high, ahead
 
     def read(self, state: tuple, words: cute.Tensor) -> Boolean:
-        """The oldest tile's words (WORD, ROW), waited for by all lanes; whether it has a page. Its stage is the next
-        to be copied to."""
+        """Wait for the oldest tile and load its words (WORD, ROW); returns whether it has a page.
+
+        All lanes call it. The stage is the next one to be copied to.
+        """
         config, (_, offset, here, *_) = self.config, state
         cute.arch.cp_async_wait_group(config.depth - 1)
-        cute.arch.sync_warp()  # the other lanes' copies too
+        cute.arch.sync_warp()  # wait for the other lanes' copies too
         parts, last = row_vectors(config), row_vectors(config) * VECTOR_WORDS
         for r in range(THREAD_ROWS):
             for part in range(parts):
@@ -117,7 +121,7 @@ class Ring:
                 for i in range(VECTOR_WORDS):
                     words[part * VECTOR_WORDS + i, r] = found[i]
             words[last, r] = shared(self.scales + offset, 1)[0]
-        cute.arch.sync_warp()  # no lane copies to the stage before
+        cute.arch.sync_warp()  # all lanes have read before one copies to this stage
         return Boolean((here >> (config.depth - 1)) & 1 != 0)
 
 
@@ -127,22 +131,22 @@ def allocate_ring(config, smem) -> Int32:
 
 
 def opaque(word: Int32) -> Int32:
-    """The same number, which stays in a register: what comes from special registers is computed anew in a loop."""
+    """The same number, kept in a register: values derived from special registers are recomputed in a loop otherwise."""
     return Int32(cute.arch.shuffle_sync_bfly(word, 0)) & 0x7FFFFFFF
 
 
 def row_vectors(config) -> int:
-    """Vectors of 16 bytes of a lane's block."""
+    """16-byte vectors of a lane's block."""
     return config.fmt.data_bytes // BLOCKS // VECTOR_BYTES
 
 
 def rows_bytes(config) -> int:
-    """Of one key of each row of lanes, of all threads."""
+    """Bytes of one key for each group of four lanes, over all threads."""
     return config.threads // BLOCKS * config.fmt.data_bytes
 
 
 def shared(address: Int32, count: int) -> cute.Tensor:
-    """(count) words of shared memory, in registers."""
+    """Load ``count`` words from shared memory to registers."""
     pointer = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=count * WORD_BYTES)
     words = cute.make_rmem_tensor(count, Uint32)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
@@ -150,8 +154,10 @@ def shared(address: Int32, count: int) -> cute.Tensor:
 
 
 def copy_keys(ring: Ring, address, number, offset) -> None:
-    """A lane's vectors of two keys of a tile: one of each half of a row. address: of the warp's first. A row's scale
-    is wanted by the lane that stores the row's score: a lane has one key's."""
+    """Copy a lane's vectors of two keys of a tile, one vector of each half of a row, and one scale.
+
+    address: of the warp's first key. A row's scale is copied by the lane that will store the row's score.
+    """
     config, fmt = ring.config, ring.config.fmt
     member, quad = ring.lane % BLOCKS, ring.lane // BLOCKS
     row = address + Int64(quad * fmt.data_bytes + member * VECTOR_BYTES)
@@ -160,7 +166,7 @@ def copy_keys(ring: Ring, address, number, offset) -> None:
             at = (ring.target ^ part * QUAD_BYTES) + offset + r * rows_bytes(config)
             copy(at, row, r * ROW_DISTANCE * fmt.data_bytes + part * QUAD_BYTES, VECTOR_BYTES)
     within = divided(ring.warp_row, config.page_size)[1]
-    if config.tile_keys % config.page_size:  # else the same in every tile
+    if config.tile_keys % config.page_size:  # otherwise the offset is the same in every tile
         tile = ring.first + number * ring.step
         within = divided(tile * config.tile_keys + ring.warp_row, config.page_size)[1]
     behind = config.page_size * fmt.data_bytes + quad * fmt.scale_bytes
@@ -170,8 +176,8 @@ def copy_keys(ring: Ring, address, number, offset) -> None:
 
 
 def copy(target, source, distance: int, size: int) -> None:
-    """So many bytes to shared memory from ``distance`` behind source."""
-    cached = "cg" if size == VECTOR_BYTES else "ca"  # past L1, which only whole vectors go
+    """Copy ``size`` bytes to shared memory from ``distance`` behind source."""
+    cached = "cg" if size == VECTOR_BYTES else "ca"  # .cg bypasses L1 but copies only 16 bytes
     cute.arch.inline_ptx(
         f"cp.async.{cached}.shared.global [{{$r0}}], [{{$r1}}+{distance}], {size};",
         read_only_args=[target, source],

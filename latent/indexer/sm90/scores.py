@@ -32,8 +32,8 @@ class Scores(ScoresHost):
         thread, _, _ = cute.arch.thread_idx()
         smem = cutlass.memory.SmemAllocator()
         if cutlass.const_expr(config.dependent):
-            cute.arch.griddepcontrol_wait()  # for what an earlier launch writes: until here nothing is read
-            cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
+            cute.arch.griddepcontrol_wait()  # wait for the previous launch's results; nothing is read before
+            cute.arch.griddepcontrol_launch_dependents()  # let the next launch start; it waits likewise
         operands = (queries, weights, pool, page_table, requests, lengths, logits)
         if cutlass.const_expr(config.balanced):
             table, ones = allocate_table(config, smem, thread)
@@ -44,7 +44,7 @@ class Scores(ScoresHost):
 
 @cute.jit
 def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cutlass.Constexpr, parts):
-    """A CTA's scores: every ``parts``-th tiles of a query's."""
+    """Compute a CTA's scores: every ``parts``-th tile of a query."""
     queries, weights, pool, page_table, requests, lengths, logits = operands
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
@@ -53,7 +53,7 @@ def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cu
     if cutlass.const_expr(config.early):
         entries = entries_of(config, pool, page_table, requests, lengths, token)
         score_seen(config, smem, asked, entries, row, part, parts, thread)
-    else:  # tiles without keys, too: for another end of the loop there are no registers
+    else:  # tiles without keys, too: a different loop end would need registers that are not there
         query = scorer(config, smem, asked, thread)
         entries = entries_of(config, pool, page_table, requests, lengths, token)
         score_part(query, entries, row, part, parts)
@@ -61,8 +61,10 @@ def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cu
 
 @cute.jit
 def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entries, row, part, parts, thread):
-    """Scores of every ``parts``-th tiles that have keys, the first of which are asked for before the query is prepared,
-    and -inf in as much of what lies behind them."""
+    """Score every ``parts``-th tile that has keys, and write -inf to as large a share of what lies behind them.
+
+    The first keys are requested before the query is prepared.
+    """
     tiles = cute.ceil_div(cutlass.min(entries.length, row.shape[0]), TILE_KEYS)
     seen = cutlass.min(tiles * TILE_KEYS, row.shape[0])
     first = part * config.warpgroups + thread // WARPGROUP_THREADS
@@ -82,5 +84,5 @@ def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entrie
 
 
 def host_and_arguments(config: ScoresConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (Scores(config), *scores_arguments())

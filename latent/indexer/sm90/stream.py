@@ -1,4 +1,4 @@
-"""Scores and selection in one launch on sm_90a: all warps score, then all select."""
+"""Score and select in one launch on sm_90a: all warps score, then all select."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Stream(StreamHost):
 
 
 def host_and_arguments(config: StreamConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (Stream(config), *stream_arguments())
