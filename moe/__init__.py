@@ -42,37 +42,36 @@ def grouped_swiglu(
     check: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | QuantizedRows:
-    """act(a @ w13^T) of rows sorted by expert, forward only.
+    """act(a @ w13^T) for rows that are sorted by expert. Forward only.
 
-    The rows are quantised to NVFP4 first, with one global scale each, unless w13 is laid out for sm_90a, whose kernel
-    takes them in bf16 ("w4a16" of `moe_ffn`): no row's result depends on another's.
+    The rows are first quantised to NVFP4, each with a global scale of its own. The exception is w13 laid out for
+    sm_90a, whose kernel takes bf16 rows ("w4a16" of `moe_ffn`). No row's result depends on another row.
 
     Args:
-        a: [R, H] bf16, rows contiguous and aligned to 16 bytes: those of expert 0, then those of expert 1, ...
-        w13: gate and up of E experts, from `prepare_w13`: [E, 2I, H], with biases if it holds some; for backend "sm90"
-            that of `NVFP4Experts.for_backend`.
-        offsets: [E] int32, running ends: rows of expert e are offsets[e - 1] to offsets[e]. Rows from offsets[-1] on
-            are no one's: not read, and what stands there in the result is undefined.
-        limit: positive float or None, no clamp.
+        a: [R, H] bf16, rows contiguous and aligned to 16 bytes: the rows of expert 0, then those of expert 1, ...
+        w13: gate and up of E experts, [E, 2I, H], with biases if it has any. It comes from `prepare_w13`, or for
+            backend "sm90" from `NVFP4Experts.for_backend`.
+        offsets: [E] int32, running ends: expert e has rows offsets[e - 1] to offsets[e]. Rows from offsets[-1] on
+            belong to no expert; they are not read, and their results are undefined.
+        limit: positive float, or None for no clamp.
         activation: "swiglu": silu(min(gate, limit)) * clamp(up, -limit, limit). "swiglu_oai": g * sigmoid(1.702 g)
             * (u + 1) with g = min(gate, limit) and u = clamp(up, -limit, limit).
-        out_format: "bf16", or "nvfp4": a `QuantizedRows` for a second grouped GEMM over the same offsets (sm_100a).
-        out_scale: [E] fp32, only with "nvfp4": global scale of each expert's result. Default
-            ``intermediate_scale_of(activation, limit)``, at which nothing is cut.
-        check: look at the values of offsets, which on CUDA makes the host wait; a CPU tensor's are always checked.
-            Unchecked, ends out of range are brought into it.
-        backend: "auto", "sm100" or "sm90" (native kernels, CUDA tensors), "sim" (the same kernels, executed on the CPU,
-            CPU tensors: those of the GPU that w13 is laid out for) or "reference" (FP32 torch, any device). "auto": the
-            device's kernel for CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides
-            it.
+        out_format: "bf16", or "nvfp4": a `QuantizedRows` for a second grouped GEMM with the same offsets (sm_100a).
+        out_scale: [E] fp32, the global scale of each expert's result, only with "nvfp4". The default,
+            ``intermediate_scale_of(activation, limit)``, cuts no value.
+        check: check the values of offsets, which on CUDA makes the host wait; those of CPU tensors are always checked.
+            Without the check, ends out of range are clamped.
+        backend: "auto", "sm100" or "sm90" (GPU kernels, CUDA tensors), "sim" (the kernels of the GPU that w13 is laid
+            out for, simulated on CPU tensors) or "reference" (FP32 torch, any device). "auto" is the device's kernel
+            for CUDA tensors and "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
 
     Returns:
         [R, I] bf16, or QuantizedRows. NaN or Inf in a row makes that row's result NaN.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
-        UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
-        NotImplementedError: from backward(). All but the last are raised before anything is launched.
+        UnsupportedProblem: the backend cannot run this problem (there is no fallback).
+        NotImplementedError: from backward(). All others are raised before anything is launched.
     """
     _check_kinds(tensors={"a": a, "offsets": offsets}, check=check, backend=backend)
     if not isinstance(w13, (PreparedWeights, StreamedWeights)):
@@ -114,33 +113,34 @@ def moe_ffn(
     check: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """A mixture-of-experts layer: sum over a token's k choices of weight * w2 @ act(w13 @ x), forward only.
+    """A mixture-of-experts layer: sum over a token's k choices of weight * w2 @ act(w13 @ x). Forward only.
 
     Sorts tokens by expert on the device, runs the two grouped GEMMs, the first with the activation, and adds up each
-    token's rows in the order of its choices: bitwise repeatable, and no token's result depends on another's. No host
-    synchronisation.
+    token's rows in the order of its choices. Results are bitwise repeatable, and no token's result depends on another
+    token. There is no host synchronisation.
 
     Args:
         x: [T, H] bf16, rows contiguous and aligned to 16 bytes.
-        experts: `NVFP4Experts`, laid out for the backend (`NVFP4Experts.for_backend`); its shared experts are taken by
-            every token with weight 1.
+        experts: `NVFP4Experts`, laid out for the backend (`NVFP4Experts.for_backend`). Every token takes its shared
+            experts with weight 1.
         topk_ids: [T, k] int32 within 0..E-1, or -1 for none; an expert may occur twice. `route` makes them.
         topk_weights: [T, k] fp32.
         limit, activation, backend: as in `grouped_swiglu`.
-        precision: of the activations. "w4a4": NVFP4, with one global scale a token and, between the GEMMs, one an
-            expert (what sm_100a's kernels multiply; sm_90a's round to it first). "w4a16": bf16 (sm_90a's alone).
-            "auto": "w4a4" on sm_100a, "w4a16" on sm_90a. "reference" has both.
-        group: experts are spread over its ranks (`NVFP4Experts.shard`): `experts` are this rank's, as many as every
-            other's, and id rank * E + e is the rank's e-th. A collective call: each rank brings its own tokens, or
-            none. The host waits once, for the numbers of rows that NCCL is told; the bits are those of one GPU.
-        capacity: with a group, how many choices each rank can have for each one; the same for all ranks. Buffers are of
-            that size whatever the routing, so the host waits for nothing and the call can be captured in a CUDA graph.
-            A token with a choice beyond it is NaN; with ``check`` it is a ValueError, after the exchange. T * k of the
-            rank with the most tokens is enough for any routing.
-        check: raise ValueError for ids out of range, which on CUDA makes the host wait. Unchecked, they count as -1.
+        precision: of the activations. "w4a4": NVFP4, with a global scale for each token before GEMM 1 and for each
+            expert before GEMM 2; sm_100a's kernels multiply such operands, sm_90a's round to them first. "w4a16": bf16,
+            on sm_90a only. "auto": "w4a4" on sm_100a, "w4a16" on sm_90a. "reference" has both.
+        group: process group over whose ranks the experts are spread (`NVFP4Experts.shard`). `experts` are this rank's;
+            all ranks have equally many, and id rank * E + e is the rank's e-th. The call is collective: each rank
+            brings its own tokens, or none. The host waits once, for the row counts that NCCL needs. The bits are those
+            of one GPU.
+        capacity: with a group, how many choices each rank can send to each other rank; the same number on all ranks.
+            Buffers then have a fixed size, so the host does not wait and the call can be captured in a CUDA graph. A
+            token with a choice beyond the capacity becomes NaN; with ``check``, ValueError is raised after the
+            exchange. T * k of the rank with the most tokens is enough for any routing.
+        check: raise ValueError for ids out of range, which on CUDA makes the host wait. Without it they count as -1.
 
     Returns:
-        [T, H] bf16; 0 for a token without choices. NaN or Inf in a token makes its result NaN, and no other's.
+        [T, H] bf16; 0 for a token without choices. NaN or Inf in a token makes that token's result NaN and no other's.
 
     Raises:
         As `grouped_swiglu`.
@@ -171,7 +171,7 @@ def moe_ffn(
 
 
 def _check_kinds(*, tensors, check, backend) -> None:
-    """Raise TypeError for what torch's dispatcher would complain about in its own words."""
+    """Raise TypeError for arguments that torch's dispatcher would reject with a less clear message."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")

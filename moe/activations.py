@@ -1,11 +1,11 @@
-"""The gated activations, by their definition in torch, and what they are bounded by.
+"""The gated activations: definitions in torch, and bounds of their values.
 
 With g = min(gate, limit) and u = clamp(up, -limit, limit), or gate and up themselves where limit is None:
 
-"swiglu":     g * sigmoid(g) * u
-"swiglu_oai": g * sigmoid(1.702 g) * (u + 1)
+    "swiglu":     g * sigmoid(g) * u
+    "swiglu_oai": g * sigmoid(1.702 g) * (u + 1)
 
-NaN stays NaN: kernels clamp with the min and max that hand it on.
+NaN stays NaN: kernels clamp with the min and max instructions that propagate it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from warpspec.common.nvfp4 import AMAX_TO_GLOBAL
 
-# Where nothing bounds the activation: up to 168 before the largest values are cut.
+# For activations without a bound: values up to 168 are not cut.
 DEFAULT_INTERMEDIATE_SCALE = 2.0**-4
 
 
@@ -33,7 +33,7 @@ ACTIVATIONS = {"swiglu": GatedActivation(1.0, 0.0), "swiglu_oai": GatedActivatio
 
 
 def activation_named(name: str) -> GatedActivation:
-    """The activation of that name. Raises ValueError for a name that is none of ``ACTIVATIONS``."""
+    """The activation with this name. Raises ValueError for a name that is not in ``ACTIVATIONS``."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]
@@ -48,8 +48,8 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float
 
 
 def bound(activation: str, limit: float | None) -> float | None:
-    """The largest magnitude that the activation can have, None where there is no bound. Raises ValueError for an
-    unknown activation."""
+    """The largest magnitude that the activation can have; None if it has no bound. Raises ValueError for an unknown
+    activation."""
     form = activation_named(activation)
     return None if limit is None else limit * (limit + form.shift)
 
@@ -57,8 +57,8 @@ def bound(activation: str, limit: float | None) -> float | None:
 def intermediate_scale_of(activation: str, limit: float | None) -> float:
     """Global scale of the activations as NVFP4: the smallest power of two at which the bound is not cut.
 
-    A power of two, so that multiplying it into the next weights' global scale is exact. 2**-4 without a limit. Raises
-    ValueError for an unknown activation.
+    A power of two can be multiplied exactly into the global scale of the next weights. Without a limit it is 2**-4.
+    Raises ValueError for an unknown activation.
     """
     largest = bound(activation, limit)
     if largest is None or largest == 0.0:

@@ -1,6 +1,7 @@
 """Experts from safetensors files, in the forms they are published in.
 
-A form is told by the tensors that stand under the layer's name; a linear layer of one expert, `L`, is one of
+The form is recognised by the names of the tensors under the layer's name. If each expert has its own linear layers
+L = layer.<e>.gate_proj, up_proj, down_proj or w1, w3, w2, the tensors of L are
 
     compressed-tensors NVFP4   L.weight_packed, L.weight_scale (e4m3), L.weight_global_scale (1 / global scale)
     compressed-tensors MXFP4   L.weight_packed, L.weight_scale (ue8m0 as uint8)
@@ -9,12 +10,12 @@ A form is told by the tensors that stand under the layer's name; a linear layer 
     FP8 by blocks of 128x128   L.weight (e4m3), L.scale or L.weight_scale_inv; requantised
     not quantised              L.weight (floating); quantised here
 
-with L = layer.<e>.gate_proj, up_proj, down_proj or w1, w3, w2, and L.bias where it has one; or all experts together:
+and L.bias if it has one. If all experts are stored together, the tensors are
 
     gpt-oss MXFP4              layer.gate_up_proj_blocks, _scales, _bias and layer.down_proj_blocks, _scales, _bias;
                                rows of gate and up alternate
 
-The global scale of the activations before down is taken from L.input_scale (ModelOpt) or L.input_global_scale
+The global scale of the activations before down comes from L.input_scale (ModelOpt) or L.input_global_scale
 (compressed-tensors, inverse) where they are present.
 """
 
@@ -35,7 +36,8 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Checkpoint:
-    """Tensors by name, from a .safetensors file or from a folder with one or with a sharded checkpoint's index."""
+    """Tensors by name, from a .safetensors file, or from a folder with one or with the index of a sharded
+    checkpoint."""
 
     def __init__(self, path: str | Path):
         path = Path(path)
@@ -61,13 +63,13 @@ class Checkpoint:
             return tensors.get_tensor(name)
 
     def get(self, name: str) -> torch.Tensor | None:
-        """The tensor, None if there is none."""
+        """The tensor, or None if there is none."""
         if name not in self:
             return None
         return self[name]
 
     def count_experts(self, layer: str) -> int:
-        """How many experts have tensors of their own under the layer's name."""
+        """How many experts have their own tensors under the layer's name."""
         numbers = {
             name[len(layer) + 1 :].partition(".")[0] for name in self.files if name.startswith(layer + ".")
         }
@@ -92,10 +94,10 @@ def load_experts(
 
     Args:
         path: a .safetensors file, or a folder with model.safetensors or with model.safetensors.index.json.
-        layer: the experts' name, such as "model.layers.0.mlp.experts". The forms are those of this module's docstring.
-        experts: only the first so many; None: all.
-        shared: name of the shared expert, such as "model.layers.0.mlp.shared_experts": becomes the last one.
-        intermediate_scale: as in `NVFP4Experts.quantize`; None: the checkpoint's, where it has one for every expert.
+        layer: the experts' name, such as "model.layers.0.mlp.experts". The module's docstring lists the forms.
+        experts: load only this many, from the first; None: all.
+        shared: name of the shared expert, such as "model.layers.0.mlp.shared_experts"; it becomes the last expert.
+        intermediate_scale: as in `NVFP4Experts.quantize`; None: the checkpoint's, if it has one for every expert.
 
     Raises:
         FileNotFoundError, KeyError: there is no such file or tensor. ValueError: tensors that do not fit.
@@ -128,7 +130,7 @@ def load_experts(
 
 
 def _matrices(checkpoint: Checkpoint, expert: str) -> list[str]:
-    """Names of an expert's gate, up and down."""
+    """Names of an expert's gate, up and down layers."""
     for names in NAMES:
         first = f"{expert}.{names[0]}"
         if f"{first}.weight" in checkpoint or f"{first}.weight_packed" in checkpoint:
@@ -137,7 +139,7 @@ def _matrices(checkpoint: Checkpoint, expert: str) -> list[str]:
 
 
 def _load_fused(checkpoint: Checkpoint, layer: str, experts: int | None, intermediate_scale) -> NVFP4Experts:
-    """gpt-oss: blocks uint8 [E, N, K/32, 16], scales uint8 [E, N, K/32], bias [E, N]."""
+    """Load gpt-oss experts: blocks uint8 [E, N, K/32, 16], scales uint8 [E, N, K/32], bias [E, N]."""
 
     def matrix(name):
         parts = [checkpoint[f"{layer}.{name}_{part}"] for part in ("blocks", "scales", "bias")]
@@ -161,7 +163,7 @@ def _load_fused(checkpoint: Checkpoint, layer: str, experts: int | None, interme
 
 
 def _linear(checkpoint: Checkpoint, name: str) -> NVFP4Tensor | torch.Tensor:
-    """One expert's matrix [N, K]: quantised, or fp32 yet to be."""
+    """One expert's matrix [N, K]: an NVFP4Tensor, or fp32 that is still to be quantised."""
     packed, scale = checkpoint.get(f"{name}.weight_packed"), checkpoint.get(f"{name}.weight_scale")
     if packed is not None:
         if scale is None:
@@ -191,14 +193,14 @@ def _linear(checkpoint: Checkpoint, name: str) -> NVFP4Tensor | torch.Tensor:
 
 
 def _ue8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of MXFP4 as uint8, whatever dtype they are stored in."""
+    """MXFP4's scales as uint8, whatever dtype they are stored in."""
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise ValueError(f"scale: MXFP4's must be uint8 or float8_e8m0fnu, got {scale.dtype}")
     return scale.view(torch.uint8)
 
 
 def _stack_weights(parts: list[NVFP4Tensor | torch.Tensor]) -> NVFP4Tensor | torch.Tensor:
-    """[E, N, K] of E matrices; a mixture of quantised and others (a shared expert often is not) becomes quantised."""
+    """Stack E matrices to [E, N, K]. If only some are quantised (a shared expert often is not), quantise the others."""
     shapes = {tuple(part.shape) for part in parts}
     if len(shapes) > 1:
         raise ValueError(f"experts: matrices must have one shape, got {sorted(shapes)}")
@@ -219,7 +221,7 @@ def _stack(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _input_scales(checkpoint: Checkpoint, linears: tuple[str, ...]) -> torch.Tensor | None:
-    """fp32 [E]: what the checkpoint says of the activations before these layers; None unless it does of all."""
+    """fp32 [E]: input scales that the checkpoint gives for these layers; None unless every layer has one."""
     scales = []
     for linear in linears:
         scale, inverse = (

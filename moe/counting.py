@@ -1,9 +1,9 @@
-"""The counting sort on the device: one CTA's, or a cluster's whose CTAs have a stretch of the choices each.
+"""A counting sort on the device, by one CTA or by a cluster whose CTAs each take a stretch of the choices.
 
-Every warp has a stretch of the choices, in order. It counts them by bin (expert); sums over (bin, warp) give the first
-row of each warp's choices of each bin; the warp then goes through its stretch again. Within 32 choices ``match.sync``
-finds who has the same bin. In a cluster every CTA counts its own, then reads the counts of all by distributed shared
-memory and adds up for itself what comes before its own.
+Every warp has a stretch of the choices, in order. 1. It counts them by bin (expert). 2. Sums over (bin, warp) give the
+first row of each warp's choices of each bin. 3. The warp goes through its stretch again and assigns rows; among 32
+choices, ``match.sync`` finds those of the same bin. In a cluster every CTA counts its own stretch, reads all CTAs'
+counts through distributed shared memory, and adds up those that come before its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ WHOLE_WARP = 0xFFFFFFFF
 
 
 class Shared(NamedTuple):
-    """counters: (BIN WARP), a bin's ``pitch`` apart. totals: (WARP, 2). Of a cluster, (BIN) each: counts, the CTA's
-    own; before, of the CTAs before it; starts, of bins."""
+    """Shared memory of a CTA that sorts.
+
+    counters: (BIN WARP), with ``pitch`` counters a bin. totals: (WARP, 2). In a cluster also three arrays (BIN):
+    counts, the CTA's own; before, those of the CTAs before it; starts, the first row of each bin.
+    """
 
     counters: cute.Tensor
     totals: cute.Tensor
@@ -48,7 +51,7 @@ def allocate(config) -> Shared:
 
 @cute.jit
 def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared, thread, rank):
-    """A CTA that sorts; rank: in the cluster of all that do."""
+    """The work of a CTA that sorts. rank: its rank in the cluster of these CTAs."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     total = Int32(ids.shape[0]) * config.taken
     stretch = cute.ceil_div(cute.ceil_div(total, config.shape.ctas * config.shape.warps), config.granule)
@@ -60,20 +63,20 @@ def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared
         counters[i] = Int32(0)
     cute.arch.sync_threads()
 
-    # 1. How many choices of every expert each warp has.
+    # 1. Count each warp's choices of every expert.
     group = WARP_THREADS * BATCH
     for first in cutlass.range(begin, end, group, unroll=1):
         bins = load_bins(config, ids, first + lane, end)
         for i in cutlass.range_constexpr(BATCH):
-            if bins[i] >= 0:  # whichever lane adds first: a sum
+            if bins[i] >= 0:  # the order of the additions does not matter
                 at = bins[i] * config.pitch + warp
                 cute.arch.atomic_add(counters.iterator + at, Int32(1), sem="relaxed", scope="cta")
     cute.arch.sync_threads()
 
-    # 2. The first row of each; the experts' ends; the list of work.
+    # 2. Find the first row of each; write the experts' ends and the list of work.
     if cutlass.const_expr(config.shape.ctas > 1):
         join(config, shared, thread, rank)
-        if rank == config.shape.ctas - 1:  # whose stretch is the shortest
+        if rank == config.shape.ctas - 1:  # the last CTA writes, because its stretch is the shortest
             tell(config, shared.starts, offsets, work, shared.totals, thread)
     else:
         scan(config, counters, config.counters, shared.totals[None, 0], thread)
@@ -81,7 +84,7 @@ def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared
         tell(config, starts, offsets, work, shared.totals, thread)
     cute.arch.sync_threads()
 
-    # 3. Every choice's row.
+    # 3. Assign a row to every choice.
     for first in cutlass.range(begin, end, group, unroll=1):
         bins = load_bins(config, ids, first + lane, end)
         for i in cutlass.range_constexpr(BATCH):
@@ -97,13 +100,17 @@ def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared
             cute.arch.sync_warp()
             count_bin(config, counters, bins[i], warp, same, lane)
     if cutlass.const_expr(config.shape.ctas > 1):
-        cute.arch.cluster_wait()  # all have read this CTA's counts
+        cute.arch.cluster_wait()  # until all CTAs have read this CTA's counts
 
 
 @cute.jit
 def join(config: cutlass.Constexpr, shared, thread, rank):
-    """counters become the rows of a bin that the CTA's earlier warps have, shared.starts the first row of each bin,
-    shared.before the CTA's first of each. Ends with an arrival at the cluster's barrier, which is to be waited for."""
+    """Turn counts into rows, across the CTAs of a cluster.
+
+    Afterwards counters hold how many rows of a bin the CTA's earlier warps have, shared.starts the first row of each
+    bin, and shared.before how many rows of each bin earlier CTAs have. Ends with an arrival at the cluster's barrier,
+    for which the caller waits.
+    """
     ctas, counts, before, starts = config.shape.ctas, shared.counts, shared.before, shared.starts
     for at in cutlass.range(thread, config.bins, config.threads, unroll=1):
         running = Int32(0)
@@ -141,7 +148,7 @@ def join(config: cutlass.Constexpr, shared, thread, rank):
 
 @cute.jit
 def tell(config: cutlass.Constexpr, starts, offsets, work, totals, thread):
-    """The experts' ends and the list of work, of the first row of each bin. By a CTA."""
+    """Write the experts' ends and the list of work from the first row of each bin. Executed by one CTA."""
     for expert in cutlass.range(thread, config.experts, config.threads):
         offsets[expert] = starts[expert + 1]
     if cutlass.const_expr(len(config.widths) > 0):
@@ -150,14 +157,14 @@ def tell(config: cutlass.Constexpr, starts, offsets, work, totals, thread):
 
 @cute.jit
 def load_bins(config: cutlass.Constexpr, ids, first, end) -> cute.Tensor:
-    """(BATCH): the bins of choices first, first + 32, ...: an expert, or the last for none; -1 from ``end`` on."""
+    """(BATCH): bins of choices first, first + 32, ...: the expert, or the last bin for none; -1 from ``end`` on."""
     bins = cute.make_rmem_tensor(BATCH, Int32)
     for i in cutlass.range_constexpr(BATCH):
         choice = first + i * WARP_THREADS
         found = Int32(-1)
         if choice < end:
             which = choice % config.taken
-            found = config.experts + which - config.taken  # of a shared expert
+            found = config.experts + which - config.taken  # one of the shared experts
             if which < config.choices:
                 found = Int32(ids[choice // config.taken, which])
                 if (found < 0) | (found >= (config.experts - config.shared) * config.each):
@@ -169,7 +176,7 @@ def load_bins(config: cutlass.Constexpr, ids, first, end) -> cute.Tensor:
 
 
 def alike(value: Int32, lane) -> tuple:
-    """(mask of the lanes with this lane's value, how many of them come before it)."""
+    """(mask of the lanes with this lane's value, how many of them are lower lanes)."""
     same = cute.arch.match_sync(WHOLE_WARP, value)
     before = (Uint32(1) << Uint32(lane)) - Uint32(1)
     return same, Int32(cute.arch.popc(same & before))
@@ -177,7 +184,7 @@ def alike(value: Int32, lane) -> tuple:
 
 @cute.jit
 def count_bin(config: cutlass.Constexpr, counters, value, warp, same, lane):
-    """The first lane of each value adds how many there are. By a whole warp."""
+    """Count a warp's values: the first lane of each value adds how many lanes have it."""
     if (value >= 0) & ((same & ((Uint32(1) << Uint32(lane)) - Uint32(1))) == 0):
         at = value * config.pitch + warp
         counters[at] = counters[at] + Int32(cute.arch.popc(same))
@@ -186,7 +193,7 @@ def count_bin(config: cutlass.Constexpr, counters, value, warp, same, lane):
 
 @cute.jit
 def scan(config: cutlass.Constexpr, values, size: cutlass.Constexpr, totals, thread):
-    """values (size) in shared memory become the sums of all before them. By the CTA, which is synchronised."""
+    """Exclusive prefix sum over values (size) in shared memory. Executed by the CTA, which it synchronises."""
     share = -(-size // config.threads)
     own = Int32(0)
     for i in cutlass.range(share, unroll=1):
@@ -204,7 +211,7 @@ def scan(config: cutlass.Constexpr, values, size: cutlass.Constexpr, totals, thr
 
 @cute.jit
 def sum_before(config: cutlass.Constexpr, own: Int32, totals, thread) -> Int32:
-    """The sum of ``own`` of all threads before this one. totals (WARP): shared memory. Synchronises the CTA."""
+    """Sum of ``own`` over all earlier threads. totals (WARP): shared memory. Synchronises the CTA."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     inclusive = own
     for bit in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
@@ -221,8 +228,11 @@ def sum_before(config: cutlass.Constexpr, own: Int32, totals, thread) -> Int32:
 
 @cute.jit
 def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
-    """work: (where each class ends), then (expert, first row, rows) of every expert's rows, cut by the widest class's
-    width; class by class, in each by expert."""
+    """Write the list of work: the end of each class of entries, then the entries (expert, first row, rows).
+
+    An expert's rows are cut into entries of the widest class's width; its last entry belongs to the narrowest class
+    that holds it. Entries are ordered by class, then by expert.
+    """
     share, heads = -(-config.experts // config.threads), head_rows(config.widths)
     end = Int32(0)
     for number in cutlass.range_constexpr(len(config.widths)):
@@ -253,7 +263,7 @@ def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
 
 
 def entries_of(config, number: int, rows) -> Int32:
-    """Entries of a class that an expert of so many rows has."""
+    """How many entries of a class an expert with ``rows`` rows has."""
     narrower = (*config.widths, 0)[number + 1]
     left = rows % config.widths[0]
     last = Int32((left > narrower) & (left <= config.widths[number]))
@@ -261,5 +271,5 @@ def entries_of(config, number: int, rows) -> Int32:
 
 
 def rows_of(starts, expert) -> Int32:
-    """Rows of an expert, from prefix sums."""
+    """Number of an expert's rows, from prefix sums."""
     return Int32(starts[expert + 1]) - Int32(starts[expert])

@@ -13,17 +13,17 @@ from warpspec.moe.activations import DEFAULT_INTERMEDIATE_SCALE
 from warpspec.moe.operands import PreparedWeights, prepare_w2, prepare_w13
 from warpspec.moe.streamed import StreamedWeights, stream
 
-LAYOUTS = (PreparedWeights.layout, StreamedWeights.layout)  # backends that have one of their own
+LAYOUTS = (PreparedWeights.layout, StreamedWeights.layout)  # backends that have their own layout
 
 
 @dataclass(frozen=True)
 class NVFP4Experts:
-    """Gate, up and down of E experts in NVFP4: what `moe_ffn` takes.
+    """Gate, up and down matrices of E experts in NVFP4, as `moe_ffn` takes them.
 
-    w13: gate and up, interleaved. w2: down; as PreparedWeights, intermediate_scale is multiplied into its global scale.
-    intermediate_scale: fp32 [E], global scale of each expert's activations between the two GEMMs, where they are NVFP4.
-    shared: the last so many of the experts are taken by every token, with weight 1, and have no id. Both matrices are
-    laid out for one backend (`layout`); `for_backend` lays them out for another.
+    w13: gate and up, interleaved. w2: down; in ``PreparedWeights`` its global scale includes intermediate_scale.
+    intermediate_scale: fp32 [E], global scale of each expert's activations between the GEMMs, for NVFP4 activations.
+    shared: how many of the experts, counted from the last, every token takes with weight 1; ids do not name them. Both
+    matrices are laid out for one backend (`layout`); `for_backend` lays them out for another.
     """
 
     w13: PreparedWeights | StreamedWeights
@@ -33,7 +33,7 @@ class NVFP4Experts:
 
     @property
     def experts(self) -> int:
-        """Number of experts that ids name, which the shared ones are not among."""
+        """Number of experts that ids name: all but the shared ones."""
         return self.w13.experts - self.shared
 
     @property
@@ -65,12 +65,11 @@ class NVFP4Experts:
         )
 
     def for_backend(self, backend: str = "auto") -> NVFP4Experts:
-        """The experts laid out for "sm100" or "sm90"; "auto": for the device they are on, "sm90" on Hopper, else
-        "sm100".
+        """The experts laid out for "sm100" or "sm90". "auto" takes "sm90" for experts on a Hopper GPU, else "sm100".
 
-        The same numbers: nothing is rounded. For "sm90" weights whose scales are powers of two, the same for every two
-        blocks (MXFP4's), keep one scale to 32 values. Raises ValueError for another backend, and from "sm90" to
-        "sm100".
+        Nothing is rounded. For "sm90", weights whose scales are powers of two that are equal in pairs of blocks (those
+        of MXFP4) keep one scale for 32 values. Raises ValueError for any other backend, and for "sm100" if these
+        experts are laid out for "sm90": that cannot be undone.
         """
         if backend == "auto":
             found = None
@@ -89,8 +88,10 @@ class NVFP4Experts:
         return replace(self, w13=stream(self.w13), w2=stream(self.w2, unscale=self.intermediate_scale))
 
     def shard(self, rank: int, ranks: int) -> NVFP4Experts:
-        """A rank's experts for `moe_ffn` with a group: the rank-th of ``ranks`` equal parts, and all shared ones.
-        Raises ValueError where the experts cannot be cut so."""
+        """A rank's experts for `moe_ffn` with a group: the rank-th of ``ranks`` equal parts, and all shared experts.
+
+        Raises ValueError where the experts cannot be divided equally.
+        """
         if ranks < 1 or self.experts % ranks:
             raise ValueError(f"ranks: must divide the {self.experts} experts, got {ranks}")
         if not 0 <= rank < ranks:
@@ -114,16 +115,15 @@ class NVFP4Experts:
         intermediate_scale: torch.Tensor | float | None = None,
         shared: int = 0,
     ) -> NVFP4Experts:
-        """The experts of weights that are bf16 or fp32, quantised here with one global scale per expert and matrix, or
-        NVFP4Tensors.
+        """Experts from bf16 or fp32 weights, which it quantises with one global scale a matrix, or from NVFP4Tensors.
 
         Args:
-            gate, up: [E, I, H]; down: [E, H, I]. H a multiple of 16, I of 8.
+            gate, up: [E, I, H]; down: [E, H, I]. H is a multiple of 16, I of 8.
             gate_bias, up_bias: [E, I] floating, both or neither; down_bias: [E, H].
-            intermediate_scale: positive, a float or [E]: global scale of the activations between the GEMMs. Where a
-                largest magnitude is known, ``intermediate_scale_of(activation, limit)``. Default 2**-4: up to 168
-                before values are cut, full precision down to 6e-3.
-            shared: the last so many of the experts are taken by every token.
+            intermediate_scale: positive, a float or [E]: global scale of the activations between the GEMMs. If their
+                largest magnitude is known, use ``intermediate_scale_of(activation, limit)``. The default 2**-4 cuts
+                values above 168 and keeps full precision down to 6e-3.
+            shared: this many experts, counted from the last, are taken by every token.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -147,7 +147,7 @@ class NVFP4Experts:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, layer: str, **options) -> NVFP4Experts:
-        """The experts of a layer in a safetensors file or folder; see `warpspec.moe.checkpoint.load_experts` for the
+        """The experts of a layer in a safetensors file or folder. `warpspec.moe.checkpoint.load_experts` describes
         forms and options."""
         from warpspec.moe.checkpoint import load_experts
 

@@ -1,6 +1,6 @@
-"""The gated activations on the device, one fp32 value at a time, in registers: those of ``moe/activations.py``.
+"""The gated activations of ``moe/activations.py`` on the device, one fp32 value at a time, in registers.
 
-NaN goes through the clamps, as in torch.
+NaN passes through the clamps, as in torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOG2_E = math.log2(math.e)
 
 
 def gated(config, gate, up, limit) -> Float32:
-    """The activation of one gate and one up. limit: read where the configuration has one."""
+    """The activation of one gate and one up value. limit: used only if the configuration has one."""
     if config.has_limit:
         gate = cute.arch.fmin(gate, limit, nan=True)
         up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)

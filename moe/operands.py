@@ -1,7 +1,7 @@
-"""What the grouped GEMMs read: activation rows and weights in NVFP4, laid out for TMA and tcgen05.
+"""Operands of the grouped GEMMs: activation rows and weights in NVFP4, laid out for TMA and tcgen05.
 
-Data rows are padded to whole 16 bytes, which TMA asks of a pitch; scales lie in the swizzled layout of
-``warpspec.common.nvfp4``. K is counted in whole blocks of 16: what stands behind a matrix' own K is 0.
+Data rows are padded to a multiple of 16 bytes, as TMA requires of a pitch; scales lie in the swizzled layout of
+``warpspec.common.nvfp4``. K is counted in whole blocks of 16; a matrix whose own K is smaller is padded with zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from warpspec.common import nvfp4
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, BLOCK, NVFP4Tensor
 
-INTERLEAVE = 8  # rows of gate, then as many of up: the epilogue's tile along N
+INTERLEAVE = 8  # rows of gate, followed by as many of up: the epilogue's tile along N
 GATE, UP = 0, 1  # columns of w13's global scales
 
 
@@ -30,12 +30,12 @@ def scale_atoms(k: int) -> int:
 
 
 def row_atoms_bound(rows: int, experts: int) -> int:
-    """Scale atoms that `rows` rows of `experts` experts need at most, each expert beginning a new one."""
+    """The most scale atoms that `rows` rows of `experts` experts need; each expert begins a new atom."""
     return rows // ATOM_ROWS + min(experts, rows)
 
 
 def first_atoms(offsets: torch.Tensor) -> torch.Tensor:
-    """int32 [E]: the first scale atom of each expert's rows, from running ends [E]."""
+    """int32 [E]: the first scale atom of each expert's rows. offsets: int32 [E], running ends."""
     counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
     atoms = (counts + (ATOM_ROWS - 1)) // ATOM_ROWS
     return (torch.cumsum(atoms, 0) - atoms).int()
@@ -45,10 +45,10 @@ def first_atoms(offsets: torch.Tensor) -> torch.Tensor:
 class QuantizedRows:
     """Rows sorted by expert, [R, K] in NVFP4.
 
-    data: uint8 [R, pitch], two codes a byte, low nibble first; bytes behind K/2 are not read. scales: uint8
-    [atoms, ceil(K/64), 512]: swizzled, each expert's rows beginning at a new atom of 128 rows (`first_atoms`); columns
-    of the last atom behind K/16 are 0, rows behind an expert's last hold anything. row_scale: fp32 [R], every row's
-    global scale, or None where one is known beforehand and multiplied into the weights'. k: K, a multiple of 16.
+    data: uint8 [R, pitch], two codes a byte, low nibble first; bytes after K/2 are not read. scales: uint8
+    [atoms, ceil(K/64), 512], swizzled; each expert's rows begin a new atom of 128 rows (`first_atoms`). Columns after
+    K/16 in the last atom are 0; rows after an expert's last are undefined. row_scale: fp32 [R], the global scale of
+    each row, or None if the scale is fixed and already multiplied into the weights'. k: K, a multiple of 16.
     """
 
     data: torch.Tensor
@@ -62,7 +62,7 @@ class QuantizedRows:
 
     @classmethod
     def empty(cls, rows: int, k: int, experts: int, device, *, row_scale: bool) -> QuantizedRows:
-        """Unwritten rows, with room for any distribution of them over the experts. k is rounded up to whole blocks."""
+        """Uninitialised rows, with room for any distribution over the experts. k is rounded up to a multiple of 16."""
         k = -(-k // BLOCK) * BLOCK
         atoms = row_atoms_bound(rows, experts)
         return cls(
@@ -76,10 +76,12 @@ class QuantizedRows:
     def from_rows(
         cls, rows: torch.Tensor, offsets: torch.Tensor, *, out_scale: torch.Tensor | None = None
     ) -> QuantizedRows:
-        """The quantiser's definition in torch operations: rows [R, K] floating, already sorted, offsets int32 [E].
+        """Quantise rows [R, K] floating that are sorted already. This is the quantiser's definition, in torch
+        operations.
 
-        out_scale: fp32 [E], a global scale for each expert's rows (row_scale is then None); None: one a row, from its
-        largest magnitude. K is padded with zeros to whole blocks. Rows past offsets[-1] are left 0. Synchronises.
+        offsets: int32 [E]. out_scale: fp32 [E], a global scale for each expert's rows (row_scale is then None); None:
+        each row gets one from its amax. K is padded with zeros to a multiple of 16. Rows from offsets[-1] on are left
+        0. Synchronises.
         """
         used = int(offsets[-1]) if len(offsets) else 0
         result = cls.empty(len(rows), rows.shape[1], len(offsets), rows.device, row_scale=out_scale is None)
@@ -102,7 +104,7 @@ class QuantizedRows:
         return result
 
     def dequantize(self, offsets: torch.Tensor) -> torch.Tensor:
-        """fp32 [offsets[-1], K], row_scale multiplied in where there is one. Synchronises."""
+        """fp32 [offsets[-1], K], including row_scale if there is one. Synchronises."""
         columns = self.k // BLOCK
         parts, start = [], 0
         for end, atom in zip(offsets.tolist(), first_atoms(offsets).tolist(), strict=True):
@@ -120,10 +122,10 @@ class QuantizedRows:
 class PreparedWeights:
     """The weights [N, K] of E experts in NVFP4, as the kernel reads them.
 
-    data: uint8 [E, N, pitch], bytes behind K/2 are 0; scales: uint8 [E, ceil(N/128), ceil(K/64), 512], padding 0.
-    global_scale: fp32 [E, 2], of gate and up, which then alternate by 8 rows (rows 0-7 are gate's 0-7, rows 8-15 up's
-    0-7, ...), or [E, 1]. bias: fp32 [E, N], rows in the same order, or None: added after the global scale, before
-    clamp and activation. k: K, a multiple of 16.
+    data: uint8 [E, N, pitch], bytes after K/2 are 0. scales: uint8 [E, ceil(N/128), ceil(K/64), 512], padding 0.
+    global_scale: fp32 [E, 2] for gate and up, or [E, 1]. Gate and up alternate by 8 rows: rows 0-7 are gate's 0-7, rows
+    8-15 up's 0-7, ... bias: fp32 [E, N] with rows in the same order, or None; it is added after the global scale,
+    before clamp and activation. k: K, a multiple of 16.
     """
 
     data: torch.Tensor
@@ -141,26 +143,26 @@ class PreparedWeights:
 
     @property
     def gated(self) -> bool:
-        """Whether these are w13: gate and up, interleaved."""
-        return bool(self.global_scale.shape[1] == 2)  # a symbolic comparison is no bool by itself
+        """Whether this is w13: gate and up, interleaved."""
+        return bool(self.global_scale.shape[1] == 2)  # comparing symbolic sizes does not give a bool
 
     @property
     def width(self) -> int:
-        """Columns of the GEMM's result: N, or N/2 where gate and up become one."""
+        """Columns of the GEMM's result: N, or N/2 for gate and up."""
         return self.n // 2 if self.gated else self.n
 
     def to(self, device) -> PreparedWeights:
-        """The same on another device."""
+        """The same weights on another device."""
         tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
     def pick(self, experts: torch.Tensor) -> PreparedWeights:
-        """Some of the experts, by number."""
+        """The weights of some experts, by number."""
         tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
-        """fp32 [E, N, K] of some experts, gate and up still interleaved."""
+        """fp32 [E, N, K] of some experts; gate and up stay interleaved."""
         scale = nvfp4.unswizzle_scales(self.scales[experts], self.n, self.k // BLOCK)
         data, rows = self.data[experts, :, : self.k // 2], self.row_scales()[experts]
         return nvfp4.dequantize(NVFP4Tensor(data.contiguous(), scale, rows))
@@ -177,19 +179,19 @@ class PreparedWeights:
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, ...] of gate and up [E, I, ...], alternating by 8 rows."""
+    """[E, 2I, ...] of gate and up [E, I, ...], which alternate by 8 rows."""
     parts = [part.unflatten(1, (-1, INTERLEAVE)) for part in (gate, up)]
     return torch.stack(parts, dim=2).flatten(1, 3)
 
 
 def deinterleave(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate, up), each [E, I, ...], of [E, 2I, ...]."""
+    """Split [E, 2I, ...] into (gate, up), each [E, I, ...]."""
     gate, up = rows.unflatten(1, (-1, 2, INTERLEAVE)).unbind(2)
     return gate.flatten(1, 2), up.flatten(1, 2)
 
 
 def pad_columns(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """x with zeros behind its last dimension up to a multiple."""
+    """Pad x's last dimension with zeros to a multiple."""
     extra = -x.shape[-1] % multiple
     return torch.nn.functional.pad(x, (0, extra)) if extra else x
 
@@ -201,11 +203,11 @@ def prepare_w13(
     gate_bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
 ) -> PreparedWeights:
-    """w13 of `grouped_swiglu`, gate and up interleaved 8 by 8.
+    """Make w13 of `grouped_swiglu`: gate and up, interleaved by 8 rows.
 
-    gate, up: [E, I, H], I a multiple of 8: bf16 or fp32 (quantised here, one global scale for each expert and matrix;
-    H is padded with zeros to a multiple of 16), or NVFP4Tensor with global_scale () or [E]. gate_bias, up_bias: [E, I]
-    floating, both or neither. Raises TypeError or ValueError naming the argument.
+    gate, up: [E, I, H], I a multiple of 8: NVFP4Tensors with global_scale () or [E], or bf16 or fp32. The latter two
+    are quantised here with one global scale for each expert and matrix, and H is padded with zeros to a multiple of 16.
+    gate_bias, up_bias: [E, I] floating, both or neither. Raises TypeError or ValueError naming the argument.
     """
     gate, up = _experts_of("gate", gate), _experts_of("up", up)
     if gate.shape != up.shape:
@@ -240,10 +242,10 @@ def prepare_w2(
     input_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> PreparedWeights:
-    """w2 of the layer: down [E, H, I] as the second GEMM reads it.
+    """Make w2 of the layer: down [E, H, I] as the second GEMM reads it.
 
-    down: as gate of `prepare_w13`. input_scale: fp32 [E], the fixed global scale of the GEMM's A operand, multiplied
-    into the global scale here; None where A has row scales. bias: [E, H] floating. Raises like `prepare_w13`.
+    down: as gate in `prepare_w13`. input_scale: fp32 [E], the fixed global scale of the GEMM's A operand, which is
+    multiplied into the global scale here; None if A has row scales. bias: [E, H] floating. Raises like `prepare_w13`.
     """
     down = _experts_of("down", down)
     experts, n, k = down.shape
@@ -263,7 +265,7 @@ def prepare_w2(
 
 
 def _experts_of(name: str, weights) -> NVFP4Tensor:
-    """weights [E, N, K] as NVFP4 with K in whole blocks and one global scale per expert."""
+    """weights [E, N, K] as NVFP4, with K padded to a multiple of 16 and one global scale an expert."""
     if not isinstance(weights, NVFP4Tensor):
         if not isinstance(weights, torch.Tensor) or weights.dtype not in (torch.bfloat16, torch.float32):
             raise TypeError(
@@ -271,7 +273,7 @@ def _experts_of(name: str, weights) -> NVFP4Tensor:
             )
         if weights.dim() != 3 or weights.shape[0] == 0:
             raise ValueError(f"{name}: must be [experts, rows, columns], got shape {list(weights.shape)}")
-        # Expert by expert: quantising takes several times the memory of what it is given.
+        # Expert by expert, because quantising takes several times the memory of its input.
         parts = [nvfp4.quantize(pad_columns(matrix.detach(), BLOCK)) for matrix in weights]
         return NVFP4Tensor(
             torch.stack([part.data for part in parts]),
@@ -288,7 +290,7 @@ def _experts_of(name: str, weights) -> NVFP4Tensor:
 
 
 def _bias_of(name: str, bias: torch.Tensor, weights: NVFP4Tensor) -> torch.Tensor:
-    """The bias [E, N] in fp32; raises for one that does not fit the weights."""
+    """The bias [E, N] in fp32; raises if it does not fit the weights."""
     if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
         raise TypeError(f"{name}: must be a floating tensor, got {getattr(bias, 'dtype', bias)!r}")
     if bias.shape != weights.shape[:2] or bias.device != weights.device:

@@ -1,7 +1,7 @@
 """The torch operators behind ``grouped_swiglu`` and ``moe_ffn``: checks, backend choice, the stages in order.
 
-Weights travel as plain tensors; ``weights`` puts them together again. Checks run inside, on real tensors, so compiled
-and eager calls raise the same.
+Operators take weights as plain tensors, from which ``weights`` rebuilds the record. Checks run inside the operator, on
+real tensors, so that compiled and eager calls raise the same errors.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ WEIGHT_ARGUMENTS = 5
 
 
 def flatten(w: PreparedWeights) -> tuple:
-    """The operators' arguments for weights."""
+    """The operators' arguments that hold the weights."""
     return w.data, w.scales, w.global_scale, w.bias, w.k
 
 
 def weights(data, scales, global_scale, bias, k) -> PreparedWeights:
-    """The weights that ``flatten`` made arguments of."""
+    """The weights record of the arguments that ``flatten`` returned."""
     return PreparedWeights(data, scales, global_scale, data.shape[1], k, bias)
 
 
 def resolve_moe_backend(backend: str, device: torch.device, precision: str = "auto") -> str:
-    """The backend that runs experts laid out for sm_100a. Raises ValueError for "sm90", UnsupportedProblem for a
+    """The backend that runs experts laid out for sm_100a. Raises ValueError for "sm90", and UnsupportedProblem for a
     precision that the backend does not have."""
     backend = resolve_backend(backend, device)
     if backend == "sm90":
@@ -58,9 +58,9 @@ def resolve_moe_backend(backend: str, device: torch.device, precision: str = "au
 
 
 def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
-    """Rows that are sorted already, as tokens of one choice each. Those from offsets[-1] on are dropped.
+    """Rows that are sorted already, as tokens with one choice each. Rows from offsets[-1] on are dropped.
 
-    Ends out of range are brought into it, so that no kernel can leave the rows: a check of values needs the host.
+    Ends out of range are clamped, so that no kernel can leave the rows; checking their values would need the host.
     """
     offsets = torch.cummax(offsets.clamp(0, rows), 0).values if len(offsets) else offsets
     index = torch.arange(rows, dtype=torch.int32, device=offsets.device)
@@ -69,13 +69,13 @@ def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
 
 
 class Stages:
-    """The stages of a layer on kernels. report: the simulator's of all stages so far, None on a GPU."""
+    """The stages of a layer on kernels. report: the simulator's report of all stages so far, None on a GPU."""
 
     def __init__(self):
         self.report = None
 
     def add(self, report) -> None:
-        """Keep a stage's report, None where nothing was simulated."""
+        """Add a stage's report, None if nothing was simulated."""
         if report is not None:
             self.report = joined(report) if self.report is None else joined(self.report, report)
 
@@ -91,7 +91,7 @@ class Stages:
         from warpspec.moe.quantize_rows import quantize_rows
 
         if x.shape[0] == 1:
-            x = x[0][None]  # a stride that means nothing need not be aligned
+            x = x[0][None]  # the stride of a dimension of size 1 need not be aligned
         experts, (_, choices) = len(tokens.offsets), tokens.position.shape
         a = QuantizedRows.empty(x.shape[0] * choices, x.shape[1], experts, x.device, row_scale=True)
         self.add(quantize_rows(x, tokens.position, tokens.offsets, a))
@@ -113,7 +113,7 @@ class Stages:
 def new_rows(
     problem: GroupedProblem, out_format: str, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten results of `grouped_swiglu`: (data, scales). scales have no element where the result is bf16."""
+    """Uninitialised results of `grouped_swiglu`: (data, scales). scales have no elements if the result is bf16."""
     if out_format == "bf16":
         return like.new_empty(problem.rows, problem.width), like.new_empty(0, dtype=torch.uint8)
     q = QuantizedRows.empty(problem.rows, problem.width, problem.experts, like.device, row_scale=False)
@@ -121,7 +121,7 @@ def new_rows(
 
 
 def check_grouped(arguments, memory):
-    """(problem, a, offsets, w13, out_scale, out_format, backend) of the operator's arguments."""
+    """Check the operator's arguments; (problem, a, offsets, w13, out_scale, out_format, backend)."""
     a, offsets, *rest = arguments
     w13 = weights(*rest[:WEIGHT_ARGUMENTS])
     out_scale, out_format, activation, limit, check, backend = rest[WEIGHT_ARGUMENTS:]
@@ -140,7 +140,7 @@ def check_grouped(arguments, memory):
 
 
 def run_grouped(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data, scales) of ``grouped_swiglu``."""
+    """Run ``grouped_swiglu``; (data, scales)."""
     problem, a, offsets, w13, out_scale, out_format, backend = check_grouped(arguments, memory=True)
     backend = resolve_moe_backend(backend, problem.device)
     data, scales = new_rows(problem, out_format, a)
@@ -168,7 +168,7 @@ def run_grouped(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.library.custom_op("warpspec::moe_grouped_swiglu", mutates_args=(), schema=GROUPED)
 def moe_grouped_swiglu(*arguments):
-    """(data, scales) of ``grouped_swiglu``."""
+    """Operator of ``grouped_swiglu``; (data, scales)."""
     return run_grouped(*arguments)
 
 
@@ -179,7 +179,7 @@ def _(*arguments):
 
 
 def check_layer(arguments, memory):
-    """(problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend) of the arguments."""
+    """Check the arguments; (problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend)."""
     x, topk_ids, topk_weights, *rest = arguments
     w13, w2 = (weights(*rest[i : i + WEIGHT_ARGUMENTS]) for i in (0, WEIGHT_ARGUMENTS))
     intermediate_scale, shared, activation, limit, check, precision, backend = rest[2 * WEIGHT_ARGUMENTS :]
@@ -200,8 +200,8 @@ def check_layer(arguments, memory):
 
 
 def with_shared(problem: LayerProblem, topk_ids, topk_weights):
-    """Ids and weights with the shared experts as the last choices of every token, weight 1."""
-    # An id that names a shared expert is out of range like any other, not a second helping of it.
+    """Append the shared experts to ids and weights, as the last choices of every token, with weight 1."""
+    # An id that names a shared expert is out of range like any other; it does not select that expert a second time.
     topk_ids = torch.where(topk_ids < problem.experts, topk_ids, -1)
     if problem.shared:
         shared = torch.arange(problem.shared, dtype=torch.int32, device=problem.device) + problem.experts
@@ -211,7 +211,7 @@ def with_shared(problem: LayerProblem, topk_ids, topk_weights):
 
 
 def run_layer(*arguments) -> torch.Tensor:
-    """The result of ``moe_ffn``, [T, H] bf16."""
+    """Run ``moe_ffn``; [T, H] bf16."""
     problem, x, topk_ids, topk_weights, w13, w2, middle, precision, backend = check_layer(
         arguments, memory=True
     )
@@ -236,7 +236,7 @@ def run_layer(*arguments) -> torch.Tensor:
 
 @torch.library.custom_op("warpspec::moe_ffn", mutates_args=(), schema=LAYER)
 def moe_ffn(*arguments):
-    """The result of ``moe_ffn``, [T, H] bf16."""
+    """Operator of ``moe_ffn``; [T, H] bf16."""
     return run_layer(*arguments)
 
 
@@ -255,8 +255,10 @@ moe_ffn.register_autograd(refuse_backward(NO_GRADIENTS["moe_ffn"]))
 
 
 def call(name: str, operator: Callable, run: Callable, *arguments):
-    """A call of an operator: through it where somebody watches, else of ``run``, which it runs. name: of
-    NO_GRADIENTS."""
+    """Call an operator; through torch if ``watched`` says so, otherwise ``run``, the function that it executes.
+
+    name: of NO_GRADIENTS.
+    """
     tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
     if watched(*tensors):
         return operator(*arguments)

@@ -1,6 +1,6 @@
-"""What a rank sends of its tokens (``parallel``): every choice's row of x with its expert's number behind it, by rank.
+"""Pack what a rank sends (``parallel``): for every choice the token's row and its expert's number, ordered by rank.
 
-Arch-neutral (sm_90a and sm_100a).
+One kernel for sm_90a and sm_100a.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.moe.permute import DROPPED, UNSENT, SortedTokens
 
 THREADS = 128
-VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
-WORDS = VECTOR_BYTES // (Int32.width // 8)  # of a vector
+VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 numbers of one access
+WORDS = VECTOR_BYTES // (Int32.width // 8)  # words of one vector
 
 
 @dataclass(frozen=True)
 class PackConfig:
-    """choices: of a token. each: experts of a rank. sized: every rank has slots of its own, as many as the others'."""
+    """choices: of a token. each: experts of a rank. sized: every rank has its own slots, the same number for each."""
 
     choices: int
     each: int
@@ -52,8 +52,11 @@ class Pack:
         capacity: Int32,
         stream: CUstream,
     ):
-        """x: [T, H]. ids, position, place: [T, choices]. source: [T * choices]. offsets: [ranks]. sent: [slots, H + 8]
-        bf16, sent_words the same. capacity: slots of a rank."""
+        """Launch the kernel.
+
+        x: [T, H]. ids, position, place: [T, choices]. source: [T * choices]. offsets: [ranks]. sent: [slots, H + 8]
+        bf16; sent_words: the same memory as words. capacity: slots of a rank.
+        """
         blocks = sent.shape[0]
         if cutlass.const_expr(self.config.sized):
             blocks += cute.ceil_div(cute.size(ids), THREADS)
@@ -78,7 +81,7 @@ class Pack:
 def fill_slot(
     config: cutlass.Constexpr, x, ids, source, offsets, sent, sent_words, capacity, thread, slot: Int32
 ):
-    """One CTA: the slot's row and expert; of a slot without a row the expert alone, ``DROPPED``."""
+    """One CTA writes a slot's row and expert; a slot without a row gets only the expert ``DROPPED``."""
     row, end = slot, Int32(offsets[offsets.shape[0] - 1])
     if cutlass.const_expr(config.sized):
         rank = slot // capacity
@@ -99,7 +102,7 @@ def fill_slot(
 
 @cute.jit
 def find_place(config: cutlass.Constexpr, ids, offsets, position, place, capacity, choice):
-    """The choice's slot; ``DROPPED`` of no expert, ``UNSENT`` where the rank's slots are all taken."""
+    """The choice's slot; ``DROPPED`` if it has no expert, ``UNSENT`` if the rank's slots are all taken."""
     token, which = choice // config.choices, choice % config.choices
     row, found = Int32(position[token, which]), Int32(DROPPED)
     if row >= 0:
@@ -111,7 +114,7 @@ def find_place(config: cutlass.Constexpr, ids, offsets, position, place, capacit
 
 @cute.jit
 def start_of(offsets, rank: Int32) -> Int32:
-    """The first row of a rank's."""
+    """The first row that goes to a rank."""
     start = Int32(0)
     if rank > 0:
         start = Int32(offsets[rank - 1])
@@ -119,7 +122,7 @@ def start_of(offsets, rank: Int32) -> Int32:
 
 
 def _host_and_arguments(config: PackConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (
         Pack(config),
         fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
@@ -146,10 +149,13 @@ def pack(
     capacity: int,
     target: Target,
 ):
-    """``parallel.pack_rows`` in one launch: writes sent and place (None: a slot a row). x, topk_ids: not empty."""
+    """``parallel.pack_rows`` in one launch: writes sent and place (None: each row is its own slot).
+
+    x, topk_ids: not empty.
+    """
     config = PackConfig(topk_ids.shape[1], each, place is not None)
     position = None if place is None else found.position
-    rows = x[0][None] if len(x) == 1 else x  # a stride that means nothing need not be aligned
+    rows = x[0][None] if len(x) == 1 else x  # the stride of a dimension of size 1 need not be aligned
     return pack_kernel.run(
         *(config, target, rows, topk_ids, found.source, found.offsets),
         *(sent, sent.view(torch.int32), position, place, capacity),

@@ -1,12 +1,13 @@
-"""Expert parallelism: experts live on the ranks of a group; tokens travel to them and results back, by all-to-all.
+"""Expert parallelism: experts are spread over the ranks of a group; all-to-all moves tokens to them and results back.
 
-A rank's choices, sorted by owner, go out as rows of tokens, each with its expert's number behind it; the owner runs the
-layer on them, each row with its one expert and weight 1; its results come back to where the choices stand, and are
-added up there in the order of choices. So a token's result has the bits that it has on one GPU. Shared experts are
-every rank's own: their rows stay at home.
+A rank sorts its choices by the rank that owns their expert and sends each as a row: the token, followed by its expert's
+number. The owner runs the layer on these rows, each with one expert and weight 1. The results return to where the
+choices stand and are added up there in the order of choices, so a token's result has the same bits as on one GPU. Each
+rank has the shared experts itself; their rows are not sent.
 
-Without a capacity, as many rows travel as there are: sizes of an uneven all-to-all are numbers of the host, which waits
-for them once a call. With one, every rank has so many slots for each of the others, and nothing waits.
+Without a capacity, only as many rows are sent as there are. The sizes of this uneven all-to-all must be known to the
+host, which waits for them once a call. With a capacity, every rank has a fixed number of slots for each other rank, and
+nothing waits.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from warpspec.moe.experts import NVFP4Experts
 from warpspec.moe.permute import DROPPED, UNSENT, SortedTokens, sort_tokens
 from warpspec.moe.problem import LayerProblem, check_ids
 
-TAIL = VECTOR_BYTES // 2  # elements behind a row that is sent: its expert's number, int32, and nothing
+TAIL = VECTOR_BYTES // 2  # elements after each sent row: its expert's number, int32, and padding
 TAIL_WORDS = VECTOR_BYTES // 4
 
 
 def check_group(group) -> None:
-    """Raise TypeError unless group is a process group, ValueError where this process is not in it."""
+    """Raise TypeError unless group is a process group, and ValueError if this process is not in it."""
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     if dist.get_rank(group) < 0:
@@ -37,7 +38,7 @@ def check_group(group) -> None:
 
 
 def check_capacity(capacity, group) -> None:
-    """Raise TypeError or ValueError unless capacity is None, or a positive int where there is a group."""
+    """Raise TypeError or ValueError unless capacity is None, or a positive int together with a group."""
     if capacity is None:
         return
     if isinstance(capacity, bool) or not isinstance(capacity, int):
@@ -49,13 +50,13 @@ def check_capacity(capacity, group) -> None:
 
 
 def owners(topk_ids: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """int32 [T, k]: the rank that has each choice's expert, -1 for none."""
+    """int32 [T, k]: the rank that owns each choice's expert, -1 for none."""
     there = (topk_ids >= 0) & (topk_ids < experts * ranks)
     return torch.where(there, topk_ids // experts, DROPPED).int()
 
 
 def sort_by_owner(topk_ids, experts: int, ranks: int, target: Target | None) -> SortedTokens:
-    """The choices sorted by owner; offsets: [ranks]. target: of the kernel; None: in torch operations."""
+    """The choices sorted by owner; offsets: [ranks]. target: the kernel's; None: use torch operations."""
     if target is None or topk_ids.numel() == 0:
         return sort_tokens(owners(topk_ids, experts, ranks), ranks)
     from warpspec.moe.sort import sort_choices
@@ -66,12 +67,12 @@ def sort_by_owner(topk_ids, experts: int, ranks: int, target: Target | None) -> 
 def pack_rows(
     x: torch.Tensor, topk_ids: torch.Tensor, found: SortedTokens, experts: int, capacity: int | None, target
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank sends, and where its choices stand in it.
+    """The rows that a rank sends, and where its choices are among them.
 
-    found: sorted by owner. Returns (sent bf16 [slots, H + TAIL]: a token's row, and the number of its expert at the
-    owner as an int32; place int32 [T, k]: each choice's slot, ``DROPPED`` of no expert). Without a capacity slots are
-    the sorted rows; with one, each rank has so many in turn, of which those without a row have the expert ``DROPPED``
-    and an unwritten row, and a choice for which none is left is ``UNSENT``.
+    found: choices sorted by owner. Returns (sent, place). sent: bf16 [slots, H + TAIL], a token's row followed by its
+    expert's number at the owner as an int32. place: int32 [T, k], each choice's slot; ``DROPPED`` without an expert.
+    Without a capacity, slots are the sorted rows. With a capacity, each rank in turn has that many slots; unused slots
+    have the expert ``DROPPED`` and an uninitialised row, and choices for which no slot is left are ``UNSENT``.
     """
     ranks, count = len(found.offsets), topk_ids.numel()
     slots = count if capacity is None else ranks * capacity
@@ -102,19 +103,21 @@ def pack_rows(
 
 
 def experts_of(sent: torch.Tensor) -> torch.Tensor:
-    """int32 [slots]: the experts' numbers behind rows that are sent."""
+    """int32 [slots]: the expert's number after each sent row."""
     return sent.view(torch.int32)[:, -TAIL_WORDS]
 
 
 def exchange(rows: torch.Tensor, got: torch.Tensor, send=None, receive=None, group=None) -> None:
-    """Rows go to the ranks in turn, those that come to ``got`` in their order: so many of each (lists), or as many of
-    every one."""
-    # As bytes: not every backend sends every dtype.
+    """Send ``rows`` to the ranks in turn; rows from the ranks arrive in ``got``, in the same order.
+
+    send, receive: rows for each rank and from each rank, as lists; None: equally many for each.
+    """
+    # As bytes, because not every backend can send every dtype.
     dist.all_to_all_single(got.view(torch.uint8), rows.view(torch.uint8), receive, send, group=group)
 
 
 def counts_of(offsets: torch.Tensor, group) -> tuple[list[int], list[int]]:
-    """(rows to each rank, rows from each), which every rank says to the others; the one wait for the device."""
+    """(rows to each rank, rows from each rank), after an exchange of counts. This is the one wait for the device."""
     send = torch.diff(offsets, prepend=offsets.new_zeros(1)).long()
     counts = torch.stack([send, torch.empty_like(send)])
     dist.all_to_all_single(counts[1], counts[0], group=group)
@@ -126,11 +129,11 @@ def counts_of(offsets: torch.Tensor, group) -> tuple[list[int], list[int]]:
 def moe_ffn(
     x, experts: NVFP4Experts, topk_ids, topk_weights, group, run, *, capacity, check, backend
 ) -> torch.Tensor:
-    """The layer over a group's experts; collective: every rank of the group calls it, with tokens of its own or none.
+    """The layer over a group's experts. Collective: every rank of the group calls it, with its own tokens or none.
 
-    experts: this rank's, as many as the others'; ids name rank * experts + number. run(x, experts, ids, weights,
-    check): the layer on this rank. Raises what the layer does, before anything is sent; with ``check`` ValueError for
-    choices that the capacity leaves no slot, when results are back, so that no other rank waits for this one.
+    experts: this rank's; all ranks have equally many, and ids name rank * experts + number. run(x, experts, ids,
+    weights, check): the layer on this rank. Raises what the layer raises, before anything is sent. With ``check`` it
+    also raises ValueError for choices without a slot, but only when results are back, so that no other rank hangs.
     """
     check_group(group)
     weights = experts.w13, experts.w2, experts.intermediate_scale
@@ -157,7 +160,7 @@ def moe_ffn(
     if capacity is None:
         send, receive = counts_of(found.offsets, group)
         going, coming = sum(send), sum(receive)
-    # Shared experts as further choices of this rank's tokens, their rows behind those that came.
+    # Shared experts are further choices of this rank's tokens; their rows follow those that were received.
     here = x.new_empty(coming + tokens * shared, hidden + TAIL)
     exchange(sent[:going], here[:coming], send, receive, group)
     if shared:
@@ -184,14 +187,14 @@ def moe_ffn(
 
 
 def add_up(rows, place, topk_weights, out, target: Target | None, *, unsent: bool) -> torch.Tensor:
-    """out [T, H]: the weighted sum of each token's rows, in the order of choices; those without a weight weigh 1.
+    """out [T, H]: the weighted sum of each token's rows, in the order of choices. Rows without a weight weigh 1.
 
-    place: a row, or less than 0; ``UNSENT`` (unsent: there may be some) makes the token NaN. target: of the kernel;
-    None: in torch operations.
+    place: a row, or negative for none. ``UNSENT`` makes the token NaN; unsent: whether there may be any. target: the
+    kernel's; None: use torch operations.
     """
     if target is None:
         ones = topk_weights.new_ones(len(place), place.shape[1] - topk_weights.shape[1])
-        tokens = SortedTokens(place, place, place)  # only where choices stand matters here
+        tokens = SortedTokens(place, place, place)  # the kernel reads only where choices stand
         out.copy_(reference.unpermute(rows, tokens, torch.cat([topk_weights, ones], dim=1)))
         return out.masked_fill_((place == UNSENT).any(1, keepdim=True), torch.nan)
     from warpspec.moe.unpermute import unpermute

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 DROPPED = -1  # as an id: no expert; as a position: no row
-WORK_COLUMNS = 4  # of the list of work: where its classes end, then (expert, first row, rows, -)
-UNSENT = -2  # as a position: no row, for want of room (``parallel``)
+WORK_COLUMNS = 4  # of the list of work: ends of classes, then entries (expert, first row, rows, -)
+UNSENT = -2  # as a position: no row, because no slot was left (``parallel``)
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class SortedTokens:
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows that are the choices as they come: choice c of token t is row t * (choices + shared) + c, of the expert that
-    its id names, one of ``experts``; the last ``shared`` choices are the experts behind those."""
+    """Rows that are the choices in their own order: choice c of token t is row t * (choices + shared) + c.
+
+    A choice's id names one of ``experts``; the last ``shared`` choices are the shared experts, numbered after those.
+    """
 
     experts: int
     choices: int
@@ -41,14 +43,14 @@ class Routing:
 
     @property
     def taken(self) -> int:
-        """Choices of a token, with the shared experts."""
+        """Choices of a token, including the shared experts."""
         return self.choices + self.shared
 
 
 def sort_tokens(topk_ids: torch.Tensor, experts: int) -> SortedTokens:
-    """Sorts the choices topk_ids [T, k] (int32) by expert. Ids outside 0..experts-1, -1 among them, are dropped."""
+    """Sort the choices topk_ids [T, k] (int32) by expert. Ids outside 0..experts-1, such as -1, are dropped."""
     flat = topk_ids.reshape(-1)
-    # Dropped choices sort behind all experts; the sort is stable, so the order is always the same.
+    # Dropped choices sort after all experts. The sort is stable, so the order is always the same.
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     key, source = torch.sort(key, stable=True)
     ends = torch.arange(experts, dtype=key.dtype, device=key.device)
@@ -65,5 +67,5 @@ def counts(offsets: torch.Tensor) -> torch.Tensor:
 
 
 def head_rows(widths: tuple[int, ...]) -> int:
-    """Rows of the list of work before its entries: where each class of entries ends, four in a row."""
+    """Rows at the head of the list of work; they hold the ends of the classes, four to a row."""
     return -(-len(widths) // WORK_COLUMNS)

@@ -1,8 +1,8 @@
-"""The layer's problem: every argument checked once, every size derived once.
+"""The layer's problem: every argument is checked once, every size derived once.
 
-TypeError for a wrong kind of object or dtype, ValueError for a wrong value, with the argument's name, what it was and
-what is allowed; nothing has been launched or written. Values held by tensors are looked at on CPU tensors and on
-request only: looking at a CUDA tensor's would stop the host until the device has caught up.
+Checks raise TypeError for a wrong kind of object or dtype and ValueError for a wrong value. The message has the
+argument's name, its value and what is allowed; nothing has been launched or written by then. Values in tensors are
+checked for CPU tensors, and for CUDA tensors only on request, because the host would have to wait for the device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class GroupedProblem:
     def check(
         cls, a, offsets, w13, *, activation, limit, out_format, out_scale, values: bool, memory: bool = True
     ) -> GroupedProblem:
-        """The problem of these arguments, each checked. values: look at offsets. memory: False for tensors without
-        storage (tracing)."""
+        """The problem of these arguments, each of them checked.
+
+        values: check the values of offsets. memory: False for tensors without storage (tracing).
+        """
         check_activation(activation, limit)
         if out_format not in OUT_FORMATS:
             raise ValueError(f"out_format: must be one of {', '.join(OUT_FORMATS)}, got {out_format!r}")
@@ -62,7 +64,7 @@ class LayerProblem:
 
     tokens: int
     choices: int
-    experts: int  # without the shared ones
+    experts: int  # not counting the shared ones
     shared: int
     hidden: int
     width: int
@@ -72,7 +74,7 @@ class LayerProblem:
 
     @property
     def rows(self) -> int:
-        """Rows of the sorted space: every choice of every token has one."""
+        """Rows of the sorted space: one for every choice of every token."""
         return self.tokens * (self.choices + self.shared)
 
     @classmethod
@@ -91,8 +93,10 @@ class LayerProblem:
         values,
         memory=True,
     ) -> LayerProblem:
-        """The problem of these arguments, each checked. values: look at topk_ids. memory: False for tensors without
-        storage (tracing)."""
+        """The problem of these arguments, each of them checked.
+
+        values: check the values of topk_ids. memory: False for tensors without storage (tracing).
+        """
         check_activation(activation, limit)
         check_rows("x", x, w13.k, memory)
         check_weights("experts.w13", w13, x.device, gated=True)
@@ -147,7 +151,7 @@ def check_rows(name, x, hidden, memory) -> None:
 
 
 def check_precision(precision) -> None:
-    """Raise TypeError or ValueError for what is none of ``PRECISIONS``."""
+    """Raise TypeError or ValueError unless precision is one of ``PRECISIONS``."""
     if not isinstance(precision, str):
         raise TypeError(f"precision: must be a string, got {precision!r}")
     if precision not in PRECISIONS:
@@ -169,7 +173,7 @@ def check_weights(name, w: PreparedWeights | StreamedWeights, device, *, gated) 
 
 
 def check_tensor(name, tensor, dtypes, shape, device) -> None:
-    """Raise for another dtype (TypeError), shape (None: any extent) or, where given, device (ValueError)."""
+    """Raise TypeError for another dtype; ValueError for another shape (None: any extent) or, if given, device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
     if tensor.layout != torch.strided or tensor.dtype not in dtypes:
@@ -185,8 +189,10 @@ def check_tensor(name, tensor, dtypes, shape, device) -> None:
 
 
 def check_offsets(offsets, rows) -> None:
-    """Raise ValueError unless offsets are running ends: they never fall and stay within 0 and the rows. Synchronises on
-    CUDA."""
+    """Raise ValueError unless offsets are running ends, which never fall and lie within 0..rows.
+
+    Synchronises on CUDA.
+    """
     ends = offsets.tolist()
     for e, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if not before <= end <= rows:

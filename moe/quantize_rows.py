@@ -1,9 +1,9 @@
-"""Activation quantiser: every token's row to NVFP4 once, written to the row of each of its choices.
+"""Activation quantiser: quantises every token's row to NVFP4 once and writes it to the row of each of its choices.
 
-One CTA a token. Its row stays in registers between the two passes (largest magnitude, then values); what differs
-between the copies is only where they go, so a token is read once however many experts take it. Scales go straight to
-the swizzled layout, in which each expert's rows begin at a new atom. The bits are those of `QuantizedRows.from_rows`.
-For sm_100a and later: earlier architectures have no conversion to e2m1.
+One CTA a token. The row stays in registers between the two passes (amax, then values), and the copies differ only in
+their destination, so a token is read once however many experts take it. Scales are written in the swizzled layout, in
+which each expert's rows begin a new atom. The bits are those of `QuantizedRows.from_rows`. sm_100a and later only:
+earlier architectures cannot convert to e2m1.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROW
 from warpspec.moe.operands import QuantizedRows, scale_atoms
 
 MAX_WARPS = 8
-BLOCKS_PER_THREAD = 2  # at most, while more warps can be had: a block is 8 registers
+BLOCKS_PER_THREAD = 2  # at most, as long as a CTA may have more warps; a block takes 8 registers
 WORD_BYTES = 4
-TARGET_ALIGNMENT = 16  # bytes: two choices
+TARGET_ALIGNMENT = 16  # bytes: targets of two choices
 VALUE_WORDS = BLOCK // 2  # of a block in bf16
 DATA_WORDS = BLOCK // 8  # of a block in NVFP4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES  # of one load
 LINE_WORDS = (
     ATOM_BYTES // ATOM_LANES // WORD_BYTES
 )  # of an atom, with scales of rows r, r + 32, r + 64, r + 96
-MAGNITUDES = 0x7FFF7FFF  # of two bf16
+MAGNITUDES = 0x7FFF7FFF  # mask of the magnitudes of two bf16
 HIGH_HALF = 0xFFFF0000
 HALF_BITS = 16
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """k: values of a row, a multiple of 16. choices: experts a token takes at most."""
+    """k: values of a row, a multiple of 16. choices: the most experts a token takes."""
 
     k: int
     choices: int
 
     @property
     def blocks(self) -> int:
-        """Blocks of 16 values that a row has, with those that pad the last scale atom."""
+        """Blocks of 16 values in a row, including those that pad the last scale atom."""
         return scale_atoms(self.k) * ATOM_COLUMNS
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA: enough for BLOCKS_PER_THREAD, a power of two."""
+        """Warps of a CTA: a power of two, enough that a thread has at most BLOCKS_PER_THREAD."""
         needed = -(-self.blocks // (BLOCKS_PER_THREAD * WARP_THREADS))
         return min(MAX_WARPS, 1 << (needed - 1).bit_length())
 
@@ -63,7 +63,7 @@ class QuantizeConfig:
 
     @property
     def passes(self) -> int:
-        """Most blocks that a thread has."""
+        """The most blocks that a thread has."""
         return -(-self.blocks // self.threads)
 
 
@@ -84,8 +84,11 @@ class QuantizeRows:
         row_scale: cute.Tensor,
         stream: CUstream,
     ):
-        """x: [T, K/2] words of two bf16. position: [T, k]. offsets: [E]. data: [R, pitch/4], scales:
-        [atoms, ceil(K/64), 128] words. row_scale: [R] fp32."""
+        """Launch the kernel.
+
+        x: [T, K/2] words of two bf16. position: [T, k]. offsets: [E]. data: [R, pitch/4], scales:
+        [atoms, ceil(K/64), 128] words. row_scale: [R] fp32.
+        """
         self.kernel(x, position, offsets, data, scales, row_scale).launch(
             grid=(x.shape[0], 1, 1), block=(self.config.threads, 1, 1), stream=stream
         )
@@ -97,10 +100,10 @@ class QuantizeRows:
         token, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         largest = smem.allocate_tensor(Uint32, cute.make_layout(config.warps), byte_alignment=WORD_BYTES)
-        # A whole number of vectors: the compiler reads them as such.
+        # Padded to whole vectors, because the compiler reads it in vectors.
         targets = smem.allocate_tensor(
             Int32, cute.make_layout((2, config.choices + config.choices % 2)), byte_alignment=TARGET_ALIGNMENT
-        )  # (row and row among the scales, CHOICE)
+        )  # (row, row among the scales) by CHOICE
 
         words = load_row(config, x[token, None], thread)  # (VALUE_WORDS, PASS)
         amaxes = [block_magnitude(words[None, i]) for i in range(config.passes)]
@@ -108,7 +111,7 @@ class QuantizeRows:
         row_amax = amaxes[0]
         for amax in amaxes[1:]:
             row_amax = cutlass.max(row_amax, amax)
-        row_amax = largest_of_cta(config, row_amax, largest, thread)  # and a barrier: targets are there too
+        row_amax = largest_of_cta(config, row_amax, largest, thread)  # and a barrier: targets are there
         global_scale = nvfp4_device.global_scale_of(row_amax.bitcast(Float32))
 
         rows = [targets[0, choice] for choice in range(config.choices)]
@@ -133,7 +136,7 @@ class QuantizeRows:
 
 @cute.jit
 def load_row(config: cutlass.Constexpr, row: cute.Tensor, thread) -> cute.Tensor:
-    """This thread's blocks of row (K/2 words), (VALUE_WORDS, PASS); blocks behind the row are 0."""
+    """This thread's blocks of row (K/2 words), (VALUE_WORDS, PASS); blocks past the row are 0."""
     words = cute.make_rmem_tensor((VALUE_WORDS, config.passes), Uint32)
     words.fill(0)
     for i in cutlass.range_constexpr(config.passes):
@@ -148,7 +151,7 @@ def load_row(config: cutlass.Constexpr, row: cute.Tensor, thread) -> cute.Tensor
 
 
 def block_magnitude(words: cute.Tensor) -> Uint32:
-    """Largest magnitude of words (VALUE_WORDS) of two bf16, as fp32 bits: they order like the numbers, NaN last."""
+    """amax of words (VALUE_WORDS) of two bf16, as fp32 bits; they order like the numbers, NaN last."""
     largest = words[0] & Uint32(MAGNITUDES)
     for i in range(1, VALUE_WORDS):
         largest = cute.arch.inline_ptx(
@@ -170,7 +173,7 @@ def unpack_bf16(words: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def largest_of_cta(config: cutlass.Constexpr, value: Uint32, largest: cute.Tensor, thread) -> Uint32:
-    """The largest of all threads' values, known to all. largest: (WARP) in shared memory. Synchronizes the CTA."""
+    """The largest of all threads' values, returned to all. largest: (WARP) in shared memory. Synchronizes the CTA."""
     value = Uint32(cute.arch.warp_redux_sync(value, "max"))
     if thread % WARP_THREADS == 0:
         largest[thread // WARP_THREADS] = value
@@ -182,9 +185,9 @@ def largest_of_cta(config: cutlass.Constexpr, value: Uint32, largest: cute.Tenso
 
 @cute.jit
 def find_targets(config: cutlass.Constexpr, position, offsets, targets: cute.Tensor, thread):
-    """targets (2, CHOICE): the row of each choice, -1: none, and where its scales are in rows of all atoms.
+    """Fill targets (2, CHOICE): the row of each choice (-1: none), and its row in the scales of all atoms.
 
-    A warp a choice. Scales of a row lie behind it by what the experts before its own leave of their last atoms.
+    A warp a choice. The second row is larger by the padding of the last atoms of all earlier experts.
     """
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     for first in cutlass.range_constexpr(0, config.choices, config.warps):
@@ -206,7 +209,7 @@ def find_targets(config: cutlass.Constexpr, position, offsets, targets: cute.Ten
 
 
 def gather_quad(scale: Uint32, thread) -> Uint32:
-    """The scales of four neighbouring threads, the lowest thread's in the low byte, known to all four."""
+    """The scales of four adjacent threads, the lowest thread's in the low byte, returned to all four."""
     word = scale << (thread % ATOM_COLUMNS * 8).to(Uint32)
     for distance in (1, 2):
         word = word | Uint32(cute.arch.shuffle_sync_bfly(word, distance))
@@ -215,7 +218,7 @@ def gather_quad(scale: Uint32, thread) -> Uint32:
 
 @cute.jit
 def store_block(config: cutlass.Constexpr, data, scales, row, scale_row, block, low, high, quad):
-    """Every thread stores the codes of a block, every fourth the scales of four blocks."""
+    """Store a block: every thread its codes, every fourth thread the scales of four blocks."""
     if block < config.k // BLOCK:
         codes = cute.make_rmem_tensor(DATA_WORDS, Uint32)
         codes[0], codes[1] = low, high
@@ -226,7 +229,7 @@ def store_block(config: cutlass.Constexpr, data, scales, row, scale_row, block, 
 
 
 def _host_and_arguments(config: QuantizeConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
 
     def packed(rank):
         return fake_rows(Uint32, rank, alignment=VECTOR_BYTES)
@@ -253,13 +256,13 @@ def quantize_rows(
     *,
     target: Target | None = None,
 ):
-    """Quantise tokens x into the rows of out: one launch on the tensors' device and its current stream.
+    """Quantise tokens x into the rows of out, in one launch on the tensors' device and its current stream.
 
     x: [T, K] bf16, rows contiguous and aligned to 16 bytes, K a multiple of 16. position: int32 [T, k] contiguous, the
-    row of each choice or -1; no two alike. offsets: int32 [E] contiguous, running ends of the experts' rows; never
-    falling, the last at most R. out: as `QuantizedRows.empty` makes it, with row scales. CPU tensors run in the
-    simulator; its SimReport is returned, otherwise None. target: instead of the tensors' own, another architecture to
-    simulate. Raises UnsupportedProblem for one that cannot convert to e2m1.
+    row of each choice or -1; no two alike. offsets: int32 [E] contiguous, running ends of the experts' rows, which
+    never fall and are at most R. out: from `QuantizedRows.empty`, with row scales. target: simulate this architecture
+    instead of the tensors' own. Returns the simulator's SimReport for CPU tensors, otherwise None. Raises
+    UnsupportedProblem for an architecture that cannot convert to e2m1.
     """
     target = target or target_of(x.device)
     if not target.architecture.e2m1:

@@ -1,7 +1,7 @@
 """The layer by its definition, in FP32 torch on the quantised operands: what every kernel is compared with.
 
-Expert by expert; activations and intermediate results are rounded where the kernels of a precision round them, to NVFP4
-("w4a4") or to bf16 ("w4a16"), and nothing else is.
+It works expert by expert. Activations and intermediate results are rounded where the kernels of a precision round them,
+to NVFP4 ("w4a4") or to bf16 ("w4a16"); nothing else is rounded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def grouped_gemm(
     activation: str | None,
     limit: float | None,
 ) -> torch.Tensor:
-    """fp32 [R, N], or [R, N/2] of an activation ("swiglu", "swiglu_oai"; None: none), of rows that are quantised or
-    fp32 [R, K]. Rows past offsets[-1] are 0."""
+    """fp32 [R, N], or [R, N/2] with an activation ("swiglu", "swiglu_oai"; None: none).
+
+    a: rows, quantised or fp32 [R, K]. Rows past offsets[-1] are 0.
+    """
     rows = a.dequantize(offsets) if isinstance(a, QuantizedRows) else a
     out = torch.zeros(a.rows if isinstance(a, QuantizedRows) else len(a), w.width, device=rows.device)
     start = 0
@@ -42,7 +44,7 @@ def grouped_gemm(
 
 
 def one_expert(w: PreparedWeights | StreamedWeights, e: int) -> torch.Tensor:
-    """fp32 [N, K] of expert e. One at a time: a layer's weights in fp32 are many gigabytes."""
+    """fp32 [N, K] of expert e. One expert at a time, because a layer's weights in fp32 take many gigabytes."""
     return w.dequantize(slice(e, e + 1))[0]
 
 
@@ -59,12 +61,10 @@ def unpermute(rows: torch.Tensor, tokens: SortedTokens, weights: torch.Tensor) -
 def layer(
     x, tokens: SortedTokens, weights, w13, w2, intermediate_scale, activation, limit, precision="w4a4"
 ) -> torch.Tensor:
-    """fp32 [T, H] of the whole layer: x [T, H] and what comes between the GEMMs rounded as ``precision`` says, nothing
-    else."""
+    """fp32 [T, H] of the whole layer. x [T, H] and the activations between the GEMMs are rounded as ``precision`` says;
+    nothing else is."""
     rows, offsets = x[(tokens.source // tokens.choices).long()], tokens.offsets
-    holds_scale = isinstance(
-        w2, PreparedWeights
-    )  # whether w2's global scale has the intermediate scale in it
+    holds_scale = isinstance(w2, PreparedWeights)  # whether w2's global scale includes the intermediate scale
     if precision == "w4a4":
         a = QuantizedRows.from_rows(rows, offsets)
         h = grouped_gemm(a, w13, offsets, activation=activation, limit=limit)
@@ -82,7 +82,7 @@ def layer(
 
 
 def of_rows(per_expert: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """[R, 1] of [E]: every row's expert's. Rows past offsets[-1] have some expert's."""
+    """Expand [E] to [R, 1]: the value of each row's expert. Rows past offsets[-1] get some expert's."""
     numbers = torch.arange(rows, device=offsets.device)
     expert = torch.searchsorted(offsets, numbers, right=True).clamp(max=len(offsets) - 1)
     return per_expert[expert][:, None]

@@ -1,11 +1,11 @@
-"""Routing: which experts a token takes, with which weights. torch operations, no host synchronisation."""
+"""Routing: which experts a token takes, and with which weights. torch operations, no host synchronisation."""
 
 from __future__ import annotations
 
 import torch
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
-MIN_SUM = 1e-20  # added to the sum of weights: scores may all be 0
+MIN_SUM = 1e-20  # added to the sum of weights, which may be 0
 
 
 def route(
@@ -17,18 +17,18 @@ def route(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token and their weights.
+    """Choose the k experts of each token and their weights.
 
     Args:
         logits: [T, E] floating; all arithmetic is fp32.
         k: int within 1..E.
         scoring: "softmax" over all experts, "sigmoid", or "sqrtsoftplus", sqrt(ln(1 + exp(logit))).
-        bias: [E] floating or None: added to the scores to select by; weights come from the scores without it.
-        normalize: divide the weights by their sum (with "softmax": softmax over the selected experts).
+        bias: [E] floating or None. It is added to the scores for the selection only; weights use the scores without it.
+        normalize: divide the weights by their sum (with "softmax" this is softmax over the selected experts).
         scale: finite float that multiplies the weights.
 
     Returns:
-        ids [T, k] int32 and weights [T, k] fp32, by falling score (with the bias), ties to the lower index.
+        ids [T, k] int32 and weights [T, k] fp32, by falling score (with the bias); ties go to the lower index.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -37,7 +37,7 @@ def route(
     logits = logits.float()
     scores = _scores(logits, scoring)
     steered = scores if bias is None else scores + bias.float()
-    # Without a bias, softmax orders as the logits do, and logits do not tie where exp() underflows.
+    # Without a bias, logits order as softmax does, and they do not tie where exp() underflows.
     key = logits if bias is None and scoring == "softmax" else steered
     ids = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, :k]
     if scoring == "softmax" and normalize:

@@ -180,7 +180,7 @@ def reorder(config: cutlass.Constexpr, x, activations, thread, block):
 
 
 def _host_and_arguments(config: SortConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (
         SortChoices(config),
         fake_rows(Int32, 2),

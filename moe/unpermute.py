@@ -110,7 +110,7 @@ def row_of(
 
 
 def _host_and_arguments(config: UnpermuteConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     return (
         Unpermute(config),
         fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),

@@ -99,7 +99,7 @@ def alignment(tensor: torch.Tensor) -> int:
 
 
 def _host_and_arguments(config: GemmConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     import cutlass
 
     from warpspec.moe.sm100.kernel import GroupedGemm

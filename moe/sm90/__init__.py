@@ -14,7 +14,7 @@ from warpspec.moe.streamed import StreamedWeights, chunks_of
 
 
 def _host_and_arguments(config: StreamConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     import cutlass
 
     from warpspec.moe.sm90.kernel import StreamedGemm

@@ -80,7 +80,7 @@ class Layer:
     def sort(self, x: torch.Tensor, topk_ids: torch.Tensor) -> tuple:
         """(sorted tokens, list of work, activations, their scales or None); unsorted: (None, topk_ids, x, None)."""
         if x.shape[0] == 1:
-            x = x[0][None]  # a stride that means nothing need not be even
+            x = x[0][None]  # the stride of a dimension of size 1 need not be even
         if self.routing:
             return None, topk_ids.contiguous(), x, None
         *found, report = sort_choices(

@@ -163,7 +163,7 @@ def to_e2m1_value(x: Float32) -> Float32:
 
 
 def _host_and_arguments(config: RoundConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     rows = fake_rows(BFloat16 if config.tokens else Float32, 2, alignment=VECTOR_BYTES)
     offsets = None if config.tokens else fake_rows(Int32, 1)
     return (

@@ -15,7 +15,7 @@ from warpspec.softmax.topk.plan import choose_config
 
 
 def _host_and_arguments(config: TopkConfig) -> tuple:
-    """The host function and its arguments but the stream."""
+    """The host function and its arguments without the stream."""
     import cutlass
 
     from warpspec.softmax.topk.kernel import SoftmaxTopk
