@@ -1,8 +1,8 @@
-"""Sorting by expert as a kernel, for sm_90a and sm_100a: ids to rows, offsets and the list of work, in one launch.
+"""Sort choices by expert in one launch, for sm_90a and sm_100a: from ids to rows, offsets and the list of work.
 
-One CTA sorts, or a cluster: a stable counting sort (``counting``). Nothing is left to chance: the order of rows is that
-of ``permute.sort_tokens``, bit for bit. The other CTAs, where there are any, meanwhile write the tokens as activations
-in the order of ``streamed.column_order``.
+One CTA or a cluster does a stable counting sort (``counting``). The result is deterministic; the order of rows is that
+of ``permute.sort_tokens``, bit for bit. If there are further CTAs, they meanwhile write the tokens as activations, with
+columns in the order of ``streamed.column_order``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from warpspec.moe.permute import WORK_COLUMNS, SortedTokens, head_rows
 from warpspec.moe.streamed import CHUNK, padded_k
 
 INT32_BYTES, WORD_BYTES = 4, 4
-COPY_THREADS = 1024  # an SM, at most, of the CTAs that write activations
+COPY_THREADS = 1024  # of an SM, at most, for CTAs that write activations
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
-VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16
-COPIES = 4  # of a lane, whose loads are issued together
-PIECE = COPIES * WARP_THREADS  # vectors
+VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16 columns of a vector
+COPIES = 4  # vectors of a lane whose loads are issued together
+PIECE = COPIES * WARP_THREADS  # vectors that a warp copies at a time
 CHUNK_WORDS = CHUNK // 2
 CHUNK_VECTORS = CHUNK // VECTOR_COLUMNS
 
@@ -48,16 +48,19 @@ FEW_CHOICES, FEW, CLUSTER = 1024, SortShape(warps=4, ctas=1), SortShape(warps=32
 
 
 def choose_sort(choices: int) -> SortShape:
-    """By the number of choices alone."""
+    """The shape for a number of choices."""
     return FEW if choices <= FEW_CHOICES else CLUSTER
 
 
 @dataclass(frozen=True)
 class SortConfig:
-    """experts: E, with the shared ones. shared: the last so many of them, which every token takes. choices: k, without
-    them. widths: of classes of entries of work, the widest first: an entry has as many rows as that at most, an
-    expert's last entry is of the last class that holds it; (): there is no list. reorders: tokens become activations.
-    each: so many neighbouring ids are one expert (a rank of ``parallel``).
+    """Configuration of the sort.
+
+    experts: E, including the shared ones. shared: how many of them, counted from the last, every token takes. choices:
+    k, without the shared ones. widths: of the classes of entries of work, the widest first; (): there is no list of
+    work. An entry has at most as many rows as its class is wide, and an expert's last entry belongs to the narrowest
+    class that holds it. reorders: whether tokens are written as activations. each: how many adjacent ids count as one
+    expert (a rank of ``parallel``).
     """
 
     experts: int
@@ -74,7 +77,7 @@ class SortConfig:
 
     @property
     def taken(self) -> int:
-        """Choices of a token, with the shared experts."""
+        """Choices of a token, including the shared experts."""
         return self.choices + self.shared
 
     @property
@@ -83,18 +86,18 @@ class SortConfig:
 
     @property
     def granule(self) -> int:
-        """Choices that a warp's stretch is a multiple of."""
+        """A warp's stretch is a multiple of this many choices."""
         return WARP_THREADS * (BATCH if self.shape.ctas == 1 else 1)
 
     @property
     def bins(self) -> int:
-        """Experts, and one more for choices of none."""
+        """Bins: the experts, and one for choices without an expert."""
         return self.experts + 1
 
     @property
     def pitch(self) -> int:
-        """Counters from one bin to the next: an odd number, so that a warp's lanes, which count different bins, do not
-        meet in one bank of shared memory."""
+        """Counters from one bin to the next. An odd number, so that lanes that count different bins have no bank
+        conflicts."""
         return self.shape.warps | 1
 
     @property
@@ -126,9 +129,12 @@ class SortChoices:
         ctas: Int32,
         stream: CUstream,
     ):
-        """ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads + entries, 4]. x: [T, H/2]
-        words. activations: [T, padded H / 2] words. ctas: those that sort, and more, in whole clusters, that write
-        activations."""
+        """Launch the kernel.
+
+        ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads + entries, 4]. x: [T, H/2]
+        words. activations: [T, padded H / 2] words. ctas: those that sort, followed by those that write activations, in
+        whole clusters.
+        """
         together = self.config.shape.ctas
         self.kernel(ids, source, position, offsets, work, x, activations).launch(
             grid=(ctas, 1, 1),
@@ -154,8 +160,8 @@ class SortChoices:
 
 @cute.jit
 def reorder(config: cutlass.Constexpr, x, activations, thread, block):
-    """The other CTAs: a warp has a piece of a token at a time. 16 bytes of an activation row are four words of the
-    token's, at fixed distances."""
+    """The CTAs that write activations: a warp takes a piece of a token at a time. 16 bytes of an activation row are
+    four words of the token, at fixed distances."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     warps = (cute.arch.grid_dim()[0] - config.shape.ctas) * config.shape.warps
     vectors = activations.shape[1] // VECTOR_WORDS
@@ -167,7 +173,7 @@ def reorder(config: cutlass.Constexpr, x, activations, thread, block):
         begin = index % pieces * PIECE + lane
         words = cute.make_rmem_tensor((VECTOR_WORDS, COPIES), Uint32)
         words.fill(Uint32(0))
-        for i in cutlass.range_constexpr(COPIES):  # all loads first: they overlap
+        for i in cutlass.range_constexpr(COPIES):  # issue all loads first, so that they overlap
             vector = begin + i * WARP_THREADS
             first = vector // CHUNK_VECTORS * CHUNK_WORDS + vector % CHUNK_VECTORS
             for q in cutlass.range_constexpr(QUAD):
@@ -198,7 +204,7 @@ sort_kernel = Kernel("moe.sort", _host_and_arguments)  # by SortConfig
 
 
 def entries_bound(rows: int, experts: int, most: int) -> int:
-    """Most entries of work that rows of experts can make, each of at most ``most`` rows."""
+    """The most entries of work that rows of experts can make if each entry has at most ``most`` rows."""
     return rows // most + min(experts, rows)
 
 
@@ -213,11 +219,11 @@ def sort_choices(
     shape: SortShape | None = None,
     target: Target | None = None,
 ) -> tuple[SortedTokens, torch.Tensor | None, torch.Tensor | None, object]:
-    """Sorts the choices topk_ids [T, k] (int32) by expert, in one launch without synchronisation.
+    """Sort the choices topk_ids [T, k] (int32) by expert, in one launch without synchronisation.
 
-    experts: E, the last ``shared`` of which every token takes as further choices and no id names; ids outside of the
-    others are dropped. widths, each: as of ``SortConfig``. x: bf16 [T, H], becomes activations. shape: instead of the
-    chosen one.
+    experts: E. Every token takes the last ``shared`` of them as further choices, and no id names them. Ids that name no
+    other expert are dropped. widths, each: as in ``SortConfig``. x: bf16 [T, H], to be written as activations. shape:
+    replaces the chosen one.
 
     Returns (sorted tokens of k + shared choices; work int32 [heads + entries, 4]: where each class ends, then (expert,
     first row, rows, -), by class and expert, or None; activations bf16 [T, padded H] or None; the simulator's report

@@ -1,16 +1,16 @@
-"""Weights as sm_90a's kernel streams them: 4-bit codes in the order of wgmma's fragments, scales of a byte.
+"""Weights as sm_90a's kernel streams them: 4-bit codes in the order of wgmma's fragments, scales of one byte.
 
-The product is D [feature, token] = W [feature, K] X [token, K]^T, weights in registers. A row tile has 64 features, one
-warpgroup's; a chunk has 64 of K. In a chunk, thread q of a quad has the 16 values 16 q to 16 q + 15 of each of its two
-rows, so that a row's values share one scale; activations lie in the same order (``column_order``). A step is two
-chunks:
+The product is D [feature, token] = W [feature, K] X [token, K]^T with the weights in registers. A row tile has 64
+features, which are one warpgroup's; a chunk has 64 of K. In a chunk, thread q of a quad has the 16 values 16 q to 16 q
++ 15 of each of its two rows, so that a row's values share one scale. Activations have their columns in the same order
+(``column_order``). A step is two chunks,
 
     scales (512 bytes; 256 where 32 values share one), codes of the first chunk (2048), of the second (2048)
 
-and a row tile is its steps one behind another, without the second chunk of the last where K has none. A scale is a byte
-of 5 bits of exponent and 3 of mantissa: (1 + m / 8) 2**(e - SCALE_BIAS), NaN where e is 31; e4m3's subnormal numbers
-are normal ones. A block whose scale is 0 has codes 0. Shifted by 4 below the ones of SCALE_ONES it is a bf16 number;
-codes moved to bits 6 to 8 are bf16 numbers, too; their product is exact, and CODE_POWER powers of two too small.
+and a row tile is a sequence of steps; the last step lacks its second chunk if K ends before it. A scale is a byte of 5
+exponent bits and 3 mantissa bits: (1 + m / 8) 2**(e - SCALE_BIAS), or NaN if e is 31; e4m3's subnormal numbers become
+normal ones. A block whose scale is 0 has codes 0. A scale shifted by 4, below the ones of SCALE_ONES, is a bf16 number.
+Codes moved to bits 6 to 8 are bf16 numbers, too. Their product is exact, and smaller by a power of two, CODE_POWER.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from warpspec.common.hardware import (
 from warpspec.common.nvfp4 import BLOCK, E4M3_NAN, MX_BLOCK, SIGN
 from warpspec.moe.operands import GATE, INTERLEAVE, UP, PreparedWeights, interleave
 
-CHUNK = 64  # of K: four of wgmma's
+CHUNK = 64  # along K: four of wgmma's
 STEP_CHUNKS = 2
 STEP = CHUNK * STEP_CHUNKS
-WORD_CODES = 8  # of 32 bits
+WORD_CODES = 8  # codes of a 32-bit word
 WORD_BYTES = 4
-VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a thread and chunk
+VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a thread, in a chunk
 CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
 
-# Two words hold a row's 16 codes of a chunk. A pair of codes is two bf16, signs at bits 15 and 31, magnitudes at 8 to 6
-# and 24 to 22, of a word turned to the right: of the first, the second, or of both mixed, which has bits of the first
-# where MIXED has ones and else the second's, moved to the left. No bit is free, and no pair takes more than two shifts.
+# Two words hold a row's 16 codes of a chunk. A pair of codes becomes two bf16: signs at bits 15 and 31, magnitudes at 8
+# to 6 and 24 to 22. The kernel rotates a word to the right for that: the first, the second, or a mixture of both. The
+# mixture has the first word's bits where MIXED has ones, and the second word's elsewhere; it is shifted to the left. No
+# bit is unused, and no pair takes more than two shifts.
 FIRST, SECOND, MIXTURE = range(3)
-PAIRS = (  # (word, bits to the right) of columns 0 and 1, 2 and 3, ...
+PAIRS = (  # (word, bits to rotate right) for columns 0 and 1, 2 and 3, ...
     (FIRST, 0),
     (FIRST, 6),
     (FIRST, -4),
@@ -56,26 +57,26 @@ PAIRS = (  # (word, bits to the right) of columns 0 and 1, 2 and 3, ...
 )
 MIXED, MIXED_SHIFT = 0x06030603, 2
 WORD_BITS, HALF_BITS = 32, 16
-MAGNITUDE_BIT, SIGN_BIT = 6, 15  # of a bf16, where a code's begin
-MAGNITUDE, SIGN_SHIFT = 7, 3  # of a code
+MAGNITUDE_BIT, SIGN_BIT = 6, 15  # where a code's magnitude and sign begin in a bf16
+MAGNITUDE, SIGN_SHIFT = 7, 3  # mask of a code's magnitude, and position of its sign
 
 SCALE_MANTISSA_BITS = 3
-SCALE_BIAS = 18  # the largest weight is then about 1 before the global scale
+SCALE_BIAS = 18  # makes the largest weight about 1 before the global scale
 SCALE_NAN = 0xFF
-SCALE_ONES = 0x70007000  # the exponent's upper bits of two bf16, above a scale
+SCALE_ONES = 0x70007000  # the upper exponent bits of two bf16, which stand above a scale
 BF16_BIAS = 127
 E4M3_BIAS = 7
-# The weight that a kernel multiplies with is so many powers of two too small; the global scale makes up for it.
+# log2 of the factor by which a kernel's weights are too small; the global scale corrects it.
 CODE_POWER = (BF16_BIAS - 1) - (0b111 * 32 - BF16_BIAS + SCALE_BIAS)
 
 
 @dataclass(frozen=True)
 class StreamedWeights:
-    """The weights [N, K] of E experts as the kernel of sm_90a reads them.
+    """The weights [N, K] of E experts, as sm_90a's kernel reads them.
 
-    data: uint8 [E, row tiles, bytes], as the module says, padding 0. global_scale: fp32 [E, 2], of gate and up, or
-    [E, 1], as in ``PreparedWeights``. bias: fp32 [E, rows] in the order of rows (``row_order``), padding 0, or None.
-    n, k: of the matrix before padding. block: values that share a scale, 16 or 32.
+    data: uint8 [E, row tiles, bytes], laid out as the module describes, padding 0. global_scale: fp32 [E, 2] for gate
+    and up, or [E, 1], as in ``PreparedWeights``. bias: fp32 [E, rows] in the kernel's order of rows (``row_order``),
+    padding 0, or None. n, k: of the matrix before padding. block: values that share a scale, 16 or 32.
     """
 
     data: torch.Tensor
@@ -93,12 +94,12 @@ class StreamedWeights:
 
     @property
     def gated(self) -> bool:
-        """Whether these are w13: gate and up, interleaved."""
+        """Whether this is w13: gate and up, interleaved."""
         return bool(self.global_scale.shape[1] == 2)
 
     @property
     def width(self) -> int:
-        """Columns of the GEMM's result: N, or N/2 where gate and up become one."""
+        """Columns of the GEMM's result: N, or N/2 for gate and up."""
         return self.n // 2 if self.gated else self.n
 
     @property
@@ -106,17 +107,17 @@ class StreamedWeights:
         return self.data.shape[1]
 
     def to(self, device) -> StreamedWeights:
-        """The same on another device."""
+        """The same weights on another device."""
         tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
     def pick(self, experts: torch.Tensor) -> StreamedWeights:
-        """Some of the experts, by number."""
+        """The weights of some experts, by number."""
         tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
-        """fp32 [E, N, K] of some experts: the same numbers as of ``PreparedWeights``, in the same order."""
+        """fp32 [E, N, K] of some experts: the numbers of ``PreparedWeights``, in its order."""
         data, scale = self.data[experts], self.row_scales()[experts]
         chunks = chunks_of(self.k)
         codes, scales = split_steps(data, chunks, self.block)
@@ -129,7 +130,7 @@ class StreamedWeights:
         return self.in_order(self.bias[e : e + 1])[0]
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """[E, N, ...] of the kernel's rows [E, rows, ...]."""
+        """Reorder the kernel's rows [E, rows, ...] to [E, N, ...], the order of ``PreparedWeights``."""
         order = row_order(self.n, self.gated, rows.device)[: rows.shape[1]]
         out = rows.new_empty(rows.shape[0], self.n + 1, *rows.shape[2:])
         out[:, order] = rows[:, : len(order)]
@@ -151,25 +152,25 @@ def steps_of(k: int) -> int:
 
 
 def padded_k(k: int) -> int:
-    """Elements of an activation row: whole chunks."""
+    """Elements of an activation row: K rounded up to whole chunks."""
     return chunks_of(k) * CHUNK
 
 
 def scale_bytes(block: int) -> int:
-    """Of a step of a row tile."""
+    """Bytes of the scales of one step of a row tile."""
     return WARPGROUP_ROWS * STEP // block
 
 
 def tile_bytes(k: int, block: int) -> int:
-    """Of a row tile."""
+    """Bytes of a row tile."""
     return steps_of(k) * scale_bytes(block) + chunks_of(k) * CHUNK_BYTES
 
 
 def column_order(k: int, device=None) -> torch.Tensor:
-    """int64 [padded K]: which column of the matrix stands at each place of an activation row.
+    """int64 [padded K]: the column of the matrix at each place of an activation row.
 
-    wgmma's fragments give thread q of a quad the places 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of every 16; they are its
-    columns 4 s to 4 s + 3 of 16, s the 16's number in the chunk.
+    wgmma's fragments give thread q of a quad the places 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of every 16. These hold
+    columns 4 s to 4 s + 3 of the thread's 16, where s is the number of the 16 places in the chunk.
     """
     place = torch.arange(padded_k(k), device=device)
     chunk, s, rest = place // CHUNK, place % CHUNK // BLOCK, place % BLOCK
@@ -178,9 +179,9 @@ def column_order(k: int, device=None) -> torch.Tensor:
 
 
 def row_order(n: int, gated: bool, device=None) -> torch.Tensor:
-    """int64 [padded N]: which row of ``PreparedWeights`` each of the kernel's rows is, n where it is none.
+    """int64 [padded N]: the row of ``PreparedWeights`` at each of the kernel's rows; n where there is none.
 
-    Of w13, features come in the order of the next GEMM's activations, 8 of gate, then their 8 of up.
+    The features of w13 are in the order of the next GEMM's activations: 8 of gate, then the matching 8 of up.
     """
     if not gated:
         rows = torch.arange(-(-n // WARPGROUP_ROWS) * WARPGROUP_ROWS, device=device)
@@ -192,7 +193,7 @@ def row_order(n: int, gated: bool, device=None) -> torch.Tensor:
 
 
 def reorder(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [R, K] as activations: columns in the kernel's order, zeros behind K."""
+    """Rows [R, K] as activations: columns in the kernel's order, zeros past K."""
     k = rows.shape[-1]
     padded = torch.nn.functional.pad(rows, (0, padded_k(k) - k))
     return padded[..., column_order(k, rows.device)].contiguous()
@@ -206,11 +207,11 @@ def restore(rows: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def stream(w: PreparedWeights, *, unscale: torch.Tensor | None = None) -> StreamedWeights:
-    """The weights laid out for sm_90a, without loss.
+    """Lay the weights out for sm_90a, without loss.
 
-    unscale: fp32 [E], what the global scale is divided by (w2's has the scale of its input in it). Blocks of 32 share a
-    scale where all pairs of blocks have equal powers of two, as of MXFP4. Raises ValueError for negative block scales,
-    which NVFP4 does not have.
+    unscale: fp32 [E], by which the global scale is divided (w2's includes the scale of its input). Blocks of 32 share a
+    scale if the scales of all pairs of blocks are equal powers of two, as MXFP4's are. Raises ValueError for negative
+    block scales, which NVFP4 does not have.
     """
     columns = w.k // BLOCK
     block = MX_BLOCK
@@ -231,12 +232,12 @@ def stream(w: PreparedWeights, *, unscale: torch.Tensor | None = None) -> Stream
 
 
 def with_padding(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Rows [N, ...] in an order in which N stands for zeros."""
+    """Rows [N, ...] in the given order, in which N stands for a row of zeros."""
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[order]
 
 
 def pairs_alike(scale: torch.Tensor) -> bool:
-    """Whether e4m3 scales [N, K/16] are those of blocks of 32: two and two alike, powers of two, 0 or NaN."""
+    """Whether e4m3 scales [N, K/16] can serve blocks of 32: equal in pairs, and powers of two, 0 or NaN."""
     values = scale.float()
     if values.shape[1] % 2:
         values = torch.nn.functional.pad(values, (0, 1), mode="replicate")
@@ -247,7 +248,10 @@ def pairs_alike(scale: torch.Tensor) -> bool:
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
-    """uint8 [tile, bytes] of one expert: codes uint8 [rows, K], scale (e4m3 as uint8) [rows, K/16], rows padded."""
+    """Pack one expert to uint8 [tile, bytes].
+
+    codes: uint8 [rows, K]; scale (e4m3 as uint8): [rows, K/16]; rows padded.
+    """
     k = codes.shape[1]
     chunks = chunks_of(k)
     value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(BLOCK, 1)
@@ -264,7 +268,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def split_steps(data: torch.Tensor, chunks: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes [E, tile, chunk, bytes], scales [E, tile, step, bytes]) of row tiles [E, tile, bytes]."""
+    """Split row tiles [E, tile, bytes] into (codes [E, tile, chunk, bytes], scales [E, tile, step, bytes])."""
     odd = chunks % STEP_CHUNKS
     steps = torch.nn.functional.pad(data, (0, odd * CHUNK_BYTES)).unflatten(2, ((chunks + odd) // 2, -1))
     scales, words = steps.split([scale_bytes(block), STEP_CHUNKS * CHUNK_BYTES], dim=3)
@@ -272,7 +276,7 @@ def split_steps(data: torch.Tensor, chunks: int, block: int) -> tuple[torch.Tens
 
 
 def code_bits() -> list[tuple[int, int, int, int]]:
-    """(column of 16, bit of its code, word, bit of the word) of every bit of two words."""
+    """(column of 16, bit of its code, word, bit of the word) for every bit of two words."""
     found = []
     for pair, (source, right) in enumerate(PAIRS):
         for half in range(2):
@@ -287,7 +291,7 @@ def code_bits() -> list[tuple[int, int, int, int]]:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [tile, chunk, CHUNK_BYTES] of codes uint8 [N, K], both padded."""
+    """Pack codes uint8 [N, K], both padded, to uint8 [tile, chunk, CHUNK_BYTES]."""
     # [tile, warp, r, g, chunk, q, column]: row 16 warp + 8 r + g, column 16 q + column of a chunk
     view = codes.view(-1, WARPGROUP_ROWS // WARP_ROWS, THREAD_ROWS, ROW_DISTANCE, codes.shape[1])
     view = view.unflatten(4, (-1, QUAD, BLOCK)).int()
@@ -300,7 +304,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(data: torch.Tensor) -> torch.Tensor:
-    """The inverse: uint8 [E, N, K] of [E, tile, chunk, CHUNK_BYTES]."""
+    """Inverse of ``pack_codes``: uint8 [E, N, K] of [E, tile, chunk, CHUNK_BYTES]."""
     shape = (WARPGROUP_ROWS // WARP_ROWS, ROW_DISTANCE, QUAD, THREAD_ROWS, 2)
     words = data.contiguous().view(torch.int32).unflatten(-1, shape)  # [E, tile, chunk, warp, g, q, r, word]
     words = words.permute(0, 1, 3, 6, 4, 2, 5, 7)  # [E, tile, warp, r, g, chunk, q, word]
@@ -311,9 +315,9 @@ def unpack_codes(data: torch.Tensor) -> torch.Tensor:
 
 
 def pack_scales(scale: torch.Tensor, block: int) -> torch.Tensor:
-    """uint8 [tile, step, bytes] of scale bytes [N, K/block], rows padded, K in whole chunks.
+    """Pack scale bytes [N, K/block], rows padded, K in whole chunks, to uint8 [tile, step, bytes].
 
-    A word has chunk 0's scales of a thread's two rows, then chunk 1's; where 32 values share one, so do two threads.
+    A word has chunk 0's scales of a thread's two rows, then chunk 1's. If 32 values share a scale, so do two threads.
     """
     width = CHUNK // block
     odd = scale.shape[1] // width % STEP_CHUNKS
@@ -324,7 +328,7 @@ def pack_scales(scale: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def unpack_scales(data: torch.Tensor, chunks: int, block: int) -> torch.Tensor:
-    """The inverse: [E, N, chunks * CHUNK / block] of [E, tile, step, bytes]."""
+    """Inverse of ``pack_scales``: [E, N, chunks * CHUNK / block] of [E, tile, step, bytes]."""
     width = CHUNK // block
     shape = (WARPGROUP_ROWS // WARP_ROWS, ROW_DISTANCE, width, STEP_CHUNKS, THREAD_ROWS)
     view = data.unflatten(3, shape)  # [E, tile, step, warp, g, q, chunk, r]
@@ -333,7 +337,7 @@ def unpack_scales(data: torch.Tensor, chunks: int, block: int) -> torch.Tensor:
 
 
 def scale_codes(scale: torch.Tensor) -> torch.Tensor:
-    """Scale bytes of e4m3 scales (as uint8). Scales of 0 become 1: their codes are 0."""
+    """Scale bytes of e4m3 scales (as uint8). A scale of 0 becomes 1, because its codes are 0."""
     every = torch.arange(256, dtype=torch.uint8)
     value = every.view(torch.float8_e4m3fn).float().abs()
     mantissa, exponent = torch.frexp(value)  # value = mantissa 2**exponent, mantissa in [1/2, 1)

@@ -1,4 +1,4 @@
-"""The torch operators for experts laid out for sm_90a, as ``ops`` is for those of sm_100a."""
+"""The torch operators for experts laid out for sm_90a; ``ops`` has those for sm_100a."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WEIGHT_ARGUMENTS = 6
 
 
 def flatten(w: StreamedWeights) -> tuple:
-    """The operators' arguments for weights."""
+    """The operators' arguments that hold the weights."""
     return w.data, w.global_scale, w.bias, w.n, w.k, w.block
 
 
 def weights(data, global_scale, bias, n, k, block) -> StreamedWeights:
-    """The weights that ``flatten`` made arguments of."""
+    """The weights record of the arguments that ``flatten`` returned."""
     return StreamedWeights(data, global_scale, n, k, block, bias)
 
 
@@ -45,7 +45,7 @@ def resolve(backend: str, device: torch.device) -> str:
 
 
 def check_layer(arguments, memory):
-    """(problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend) of the arguments."""
+    """Check the arguments; (problem, x, topk_ids, topk_weights, w13, w2, intermediate_scale, precision, backend)."""
     x, topk_ids, topk_weights, *rest = arguments
     w13, w2 = (weights(*rest[i : i + WEIGHT_ARGUMENTS]) for i in (0, WEIGHT_ARGUMENTS))
     intermediate_scale, shared, activation, limit, check, precision, backend = rest[2 * WEIGHT_ARGUMENTS :]
@@ -61,7 +61,7 @@ def check_layer(arguments, memory):
 
 
 def run_layer(*arguments) -> torch.Tensor:
-    """The result of ``moe_ffn``, [T, H] bf16."""
+    """Run ``moe_ffn``; [T, H] bf16."""
     problem, x, ids, topk_weights, w13, w2, middle, precision, backend = check_layer(arguments, memory=True)
     backend = resolve(backend, problem.device)
     out = x.new_empty(problem.tokens, problem.hidden)
@@ -83,7 +83,7 @@ def run_layer(*arguments) -> torch.Tensor:
 
 @torch.library.custom_op("warpspec::moe_ffn_streamed", mutates_args=(), schema=LAYER)
 def moe_ffn(*arguments):
-    """The result of ``moe_ffn``, [T, H] bf16."""
+    """Operator of ``moe_ffn``; [T, H] bf16."""
     return run_layer(*arguments)
 
 
@@ -94,7 +94,7 @@ def _(*arguments):
 
 
 def check_grouped(arguments, memory):
-    """(problem, a, offsets, w13, backend) of the operator's arguments."""
+    """Check the operator's arguments; (problem, a, offsets, w13, backend)."""
     a, offsets, *rest = arguments
     w13 = weights(*rest[:WEIGHT_ARGUMENTS])
     activation, limit, check, backend = rest[WEIGHT_ARGUMENTS:]
@@ -111,7 +111,7 @@ def check_grouped(arguments, memory):
 
 
 def run_grouped(*arguments) -> torch.Tensor:
-    """The result of ``grouped_swiglu``, [R, I] bf16."""
+    """Run ``grouped_swiglu``; [R, I] bf16."""
     problem, a, offsets, w13, backend = check_grouped(arguments, memory=True)
     backend = resolve(backend, problem.device)
     out = a.new_empty(problem.rows, problem.width)
@@ -130,7 +130,7 @@ def run_grouped(*arguments) -> torch.Tensor:
 
 @torch.library.custom_op("warpspec::moe_grouped_swiglu_streamed", mutates_args=(), schema=GROUPED)
 def moe_grouped_swiglu(*arguments):
-    """The result of ``grouped_swiglu``, [R, I] bf16."""
+    """Operator of ``grouped_swiglu``; [R, I] bf16."""
     return run_grouped(*arguments)
 
 

@@ -1,6 +1,7 @@
-"""Un-permute: every token's result is the weighted sum of its choices' rows, in their order, in fp32.
+"""Un-permute: each token's result is the weighted sum of its choices' rows, added in their order, in fp32.
 
-The order is fixed and no one else writes the token's result: bitwise repeatable. Arch-neutral (sm_90a and sm_100a).
+The order is fixed and one CTA alone writes a token's columns, so results are bitwise repeatable. One kernel for sm_90a
+and sm_100a.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.moe.permute import DROPPED, UNSENT, Routing
 
 THREADS = 128
-VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 of one access
+VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 numbers of one access
 
 
 @dataclass(frozen=True)
 class UnpermuteConfig:
-    """choices: of a token. shared: the last so many of them weigh 1. dependent: a programmatic dependent launch.
-    unsent: positions may be ``UNSENT``, and the token is NaN then. routing: rows are not sorted, and ids stand where
-    positions would.
+    """Configuration of the kernel.
+
+    choices: of a token. shared: how many of them, counted from the last, have weight 1. dependent: launch as a
+    programmatic dependent launch. unsent: positions may be ``UNSENT``, which makes the token NaN. routing: rows are not
+    sorted, and the argument position has ids.
     """
 
     choices: int
@@ -98,7 +101,7 @@ class Unpermute:
 def row_of(
     config: cutlass.Constexpr, position: cute.Tensor, token: Int32, choice: cutlass.Constexpr
 ) -> Int32:
-    """The row of a token's choice; below 0: none."""
+    """The row of a token's choice; negative: none."""
     row = Int32(token * config.choices + choice)
     if cutlass.const_expr(config.routing is None):
         row = Int32(position[token, choice])
@@ -136,12 +139,13 @@ def unpermute(
 ):
     """out [T, H] = sum over j of weights[:, j] * rows[position[:, j]], skipping -1; one launch.
 
-    rows: [R, H] bf16; rows no position names are not read. position: int32 [T, k], weights: fp32 [T, k], contiguous;
-    weights of fewer columns: the others' are 1. out: bf16. H a multiple of 8; rows and out contiguous along H, aligned
-    to 16 bytes. dependent: start while the kernel before, which makes rows, ends. unsent: ``UNSENT`` as a position
-    makes the token NaN. routing: rows are the choices as they come, and position is topk_ids. On the tensors' device
-    and its current stream; CPU tensors run in the simulator, and its SimReport is returned, otherwise None. target:
-    instead of the tensors' own, another architecture to simulate.
+    rows: [R, H] bf16; rows that no position names are not read. position: int32 [T, k] and weights: fp32 [T, k],
+    contiguous; if weights has fewer columns, the remaining weights are 1. out: bf16. H is a multiple of 8; rows and out
+    are contiguous along H and aligned to 16 bytes. dependent: start while the previous kernel, which writes rows, is
+    ending. unsent: positions may be ``UNSENT``, which makes the token NaN. routing: rows are the choices in their own
+    order, and position is topk_ids. Runs on the tensors' device and its current stream; CPU tensors run in the
+    simulator, whose SimReport is returned, otherwise None. target: simulate this architecture instead of the tensors'
+    own.
     """
     if out.numel() == 0:
         return None

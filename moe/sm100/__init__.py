@@ -1,4 +1,4 @@
-"""NVFP4 grouped GEMM on sm_100a: the kernel compiled once a configuration, run on a GPU or in the simulator."""
+"""NVFP4 grouped GEMM on sm_100a: compiles each configuration once and runs it on a GPU or in the simulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from warpspec.moe.sm100.plan import choose_shape, group_count
 
 __all__ = ["EPILOGUES", "GemmConfig", "Shape", "choose_config", "gemm_kernel", "grouped_gemm"]
 
-FEATURE_MULTIPLE = 8  # N, and rows of gate and of up
+FEATURE_MULTIPLE = 8  # of N, and of the rows of gate and of up
 
 
 def choose_config(
@@ -32,7 +32,7 @@ def choose_config(
     limit=None,
     shape: Shape | None = None,
 ):
-    """The configuration for operands, chosen from their shapes alone. shape: instead of the chosen tiles."""
+    """The configuration for operands, chosen from their shapes alone. shape: use these tiles instead."""
     return GemmConfig(
         shape=shape or choose_shape(a.rows, w.experts, w.n, w.k),
         epilogue=epilogue,
@@ -59,15 +59,15 @@ def grouped_gemm(
 ):
     """out[r] = epilogue(a[r] @ w[e]^T) for every row r of every expert e, in one launch without synchronisation.
 
-    a: rows sorted by expert, R of them. w: w13 (gated) for "swiglu" and "swiglu_oai", any for "linear". offsets: int32
-    [E], running ends; rows from offsets[-1] on are neither read nor written. out: bf16 [R, width], or QuantizedRows of
-    k >= width without row_scale, which then takes out_scale, fp32 [E]: its fixed global scales. limit: of the clamp of
-    gate and up. On the tensors' device and its current stream; CPU tensors run in the simulator, and its SimReport is
-    returned, otherwise None. For tests: shape, groups: instead of the chosen tiles and number of CTAs (or pairs);
-    target: instead of the tensors' own; seed: of the simulator.
+    a: R rows sorted by expert. w: w13 (gated) for "swiglu" and "swiglu_oai", any weights for "linear". offsets: int32
+    [E], running ends; rows from offsets[-1] on are neither read nor written. out: bf16 [R, width], or QuantizedRows
+    of k >= width without row_scale. out_scale: fp32 [E], the fixed global scales of a QuantizedRows. limit: clamps gate
+    and up. Runs on the tensors' device and its current stream. CPU tensors run in the simulator, whose SimReport is
+    returned; otherwise the result is None. For tests: shape, groups: replace the chosen tiles and number of CTAs (or
+    pairs). target: replaces the tensors' own. seed: the simulator's.
 
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem for a target without the NVFP4 MMA, before
-    anything is launched.
+    Raises TypeError or ValueError naming the argument, and UnsupportedProblem for a target without the NVFP4 MMA,
+    before anything is launched.
     """
     check(a, w, offsets, out, epilogue, limit, out_scale)
     target = target or target_of(offsets.device)
@@ -93,8 +93,8 @@ def grouped_gemm(
 
 
 def alignment(tensor: torch.Tensor) -> int:
-    """Alignment in bytes: of rows, whose operands TMA reads and whose results are stored in vectors of as many bytes;
-    of vectors, their elements'."""
+    """Alignment in bytes of a tensor's rows, which TMA reads and which are stored in vectors of that size. For
+    one-dimensional tensors it is the element's."""
     return TMA_ALIGNMENT if tensor.dim() > 1 and tensor.shape[-1] > 2 else tensor.element_size()
 
 
@@ -110,7 +110,7 @@ def _host_and_arguments(config: GemmConfig) -> tuple:
         return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
 
     def atoms(rank):
-        """Contiguous scale atoms."""
+        """A fake tensor of contiguous scale atoms."""
         return rows(uint8, rank, ATOM_BYTES)
 
     quantizes = config.quantizes
@@ -198,15 +198,15 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
 
 
 def check_atoms(name: str, scales: torch.Tensor, rows: int, experts: int) -> None:
-    """Raise ValueError unless the scales have room for any distribution of the rows."""
+    """Raise ValueError unless the scales have room for any distribution of the rows over the experts."""
     needed = row_atoms_bound(rows, experts)
     if scales.shape[0] < needed:
         raise ValueError(f"{name}: {needed} atoms of rows needed for {rows} rows, got {scales.shape[0]}")
 
 
 def check_tensor(name, tensor, dtype, shape, device) -> None:
-    """Raise for another dtype (TypeError), shape (None: any extent) or device, for a tensor that is not contiguous and
-    for rows that are not aligned for TMA and 16-byte stores (ValueError)."""
+    """Raise TypeError for another dtype, and ValueError for another shape (None: any extent) or device, for a tensor
+    that is not contiguous, and for rows that are not aligned for TMA and 16-byte stores."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
         raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
     if tensor.dim() != len(shape) or any(

@@ -1,6 +1,6 @@
-"""From accumulators to outputs: global scales, bias, clamp, activation. One fp32 value at a time, in registers.
+"""Turn accumulators into outputs: global scales, bias, clamp, activation. One fp32 value at a time, in registers.
 
-The activations are in ``moe/gate.py``.
+``moe/gate.py`` has the activations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from cutlass import Float32
 
 
 def scaled(pair, scales, biases) -> tuple[Float32, Float32]:
-    """Two accumulators times their global scales, plus their biases in the same rounding, where there are any.
+    """Multiply two accumulators by their global scales and add their biases, if any, with one rounding.
 
-    So every choice of tiles gives the same bits; left to the compiler, a bias might be rounded once or twice.
+    All choices of tiles thus give the same bits. The compiler, left to itself, might round once or twice.
     """
     if biases is None:
         return cute.arch.mul_packed_f32x2(pair, scales)
@@ -21,6 +21,6 @@ def scaled(pair, scales, biases) -> tuple[Float32, Float32]:
 
 
 def global_scales(config, operands, expert) -> tuple[Float32, Float32]:
-    """The weights' global scales, of gate and of up; the same twice where there is one."""
+    """The weights' global scales of gate and of up; the same value twice if there is only one."""
     last = cutlass.const_expr(1 if config.gated else 0)
     return operands.global_scale[expert, 0], operands.global_scale[expert, last]

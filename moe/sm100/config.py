@@ -1,4 +1,4 @@
-"""Grouped GEMM on sm_100a: tile shapes, warp roles, memory budgets, barrier table.
+"""Configuration of the grouped GEMM on sm_100a: tile shapes, warp roles, memory budgets, barrier table.
 
 Plain Python, fixed at compile time: one ``GemmConfig`` is one compiled kernel.
 """
@@ -16,19 +16,19 @@ from warpspec.moe.activations import ACTIVATIONS
 CODES_PER_BYTE = 2
 INT32_BYTES = 4
 
-MMA_ROWS = 128  # M of one CTA: lanes of tensor memory
-MMA_K = 64  # of one tcgen05.mma of kind mxf4nvf4
-MMA_N_UNIT = 8  # N is a multiple of it, in each CTA
-K_TILE = CODES_PER_BYTE * memory.ROW_BYTES  # values of K a stage: one span of the 128-byte swizzle
-K_STEPS = K_TILE // MMA_K  # MMAs a stage; each takes one scale atom of K: ATOM_COLUMNS * BLOCK = MMA_K
+MMA_ROWS = 128  # M of one CTA, the lanes of tensor memory
+MMA_K = 64  # K of one tcgen05.mma of kind mxf4nvf4
+MMA_N_UNIT = 8  # N is a multiple of it in each CTA
+K_TILE = CODES_PER_BYTE * memory.ROW_BYTES  # values along K of a stage: one span of the 128-byte swizzle
+K_STEPS = K_TILE // MMA_K  # MMAs of a stage; each takes one scale atom along K: ATOM_COLUMNS * BLOCK = MMA_K
 SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // memory.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
 ACCUMULATORS = 2
-RECORDS = 4  # tiles the scheduler may be ahead
-RECORD_FIELDS = 8  # Int32 each, two 16-byte vectors
+RECORDS = 4  # tiles that the scheduler may be ahead
+RECORD_FIELDS = 8  # Int32 of a record, two 16-byte vectors
 MIN_ACCUMULATOR_COLUMNS = 32
 
-# Accumulator columns (or lanes) of one block of outputs: 8 gate, 8 up, 8 gate, 8 up. A step of the epilogue where
-# tokens are lanes; where they are columns, a step is as many tokens as below, or all of a smaller tile.
+# Accumulator columns (or lanes) of one block of outputs: 8 gate, 8 up, 8 gate, 8 up. If tokens are lanes, an epilogue
+# step has this many columns. If tokens are columns, a step has the number of tokens below, or all of a smaller tile.
 SWIGLU_COLUMNS = 2 * BLOCK
 STEP_TOKENS = 16
 
@@ -40,8 +40,8 @@ OUTPUTS = ("bf16", "nvfp4")
 class Shape:
     """Tiles of one kernel.
 
-    swapped: weights are the 128 rows of M, tokens the N of the MMA; else tokens are M and weights N. tile_n: N.
-    ctas: 1, or 2 that share an MMA of 256 rows, each with half of N's rows in its shared memory.
+    swapped: the weights' rows are M (128) and tokens are N of the MMA; otherwise tokens are M and weights N. tile_n: N.
+    ctas: 1, or 2 that share an MMA of 256 rows; each has half of N's rows in its shared memory.
     """
 
     swapped: bool
@@ -53,12 +53,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a tile has."""
+        """Tokens of a tile."""
         return self.tile_n if self.swapped else MMA_ROWS * self.ctas
 
     @property
     def features(self) -> int:
-        """Rows of the weights that a tile has."""
+        """Rows of the weights of a tile."""
         return MMA_ROWS if self.swapped else self.tile_n
 
 
@@ -71,8 +71,8 @@ SWAPPED = {n: Shape(swapped=True, tile_n=n) for n in (8, 16, 32, 64)}
 class GemmConfig:
     """Compile-time shape of one kernel.
 
-    epilogue: of EPILOGUES. output: of OUTPUTS. has_row_scale: every token has a global scale of its own. has_limit:
-    gate and up are clamped. has_bias: the weights have one.
+    epilogue: of EPILOGUES. output: of OUTPUTS. has_row_scale: every token has its own global scale. has_limit: clamp
+    gate and up. has_bias: the weights have a bias.
     """
 
     shape: Shape
@@ -114,7 +114,7 @@ class GemmConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether gate and up become one."""
+        """Whether the epilogue combines gate and up."""
         return self.epilogue != "linear"
 
     @property
@@ -147,12 +147,12 @@ class GemmConfig:
 
     @property
     def mma_tiler(self) -> tuple[int, int, int]:
-        """(M, N, K) that the MMAs of a stage have, both CTAs of a pair together."""
+        """(M, N, K) of a stage's MMAs, both CTAs of a pair together."""
         return (MMA_ROWS * self.ctas, self.tile_n, K_TILE)
 
     @property
     def out_columns(self) -> int:
-        """Outputs that a tile has of each token."""
+        """Outputs of a tile for each token."""
         return self.shape.features // 2 if self.gated else self.shape.features
 
     @property
@@ -162,22 +162,22 @@ class GemmConfig:
 
     @property
     def weight_rows(self) -> int:
-        """Rows of weights that one CTA loads; each of a pair loads half."""
+        """Rows of weights that one CTA loads; each CTA of a pair loads half."""
         return MMA_ROWS if self.swapped else self.tile_n // self.ctas
 
     @property
     def token_box(self) -> tuple[int, int]:
-        """(K bytes, ROW) that one load brings."""
+        """(K bytes, ROW) of one load of tokens."""
         return (memory.ROW_BYTES, self.token_rows)
 
     @property
     def weight_box(self) -> tuple[int, int]:
-        """(K bytes, ROW) that one load brings."""
+        """(K bytes, ROW) of one load of weights."""
         return (memory.ROW_BYTES, self.weight_rows)
 
     @property
     def weight_atoms(self) -> int:
-        """Rows of scale atoms that a tile's weights have; each CTA of a pair loads those of all of N."""
+        """Rows of scale atoms of a tile's weights; each CTA of a pair loads those of all of N."""
         return -(-self.shape.features // ATOM_ROWS)
 
     @property
@@ -187,36 +187,39 @@ class GemmConfig:
 
     @property
     def token_scale_box(self) -> tuple[int, int, int]:
-        """(Int32, K ATOM, ROW ATOM) that one load brings."""
+        """(Int32, K ATOM, ROW ATOM) of one load of token scales."""
         return (self.scale_words, K_STEPS, 1)
 
     @property
     def weight_scale_box(self) -> tuple[int, int, int]:
-        """(Int32, K ATOM, ROW ATOM) that one load brings."""
+        """(Int32, K ATOM, ROW ATOM) of one load of weight scales."""
         return (self.scale_words, K_STEPS, self.weight_atoms)
 
     # Tensor memory, in 32-bit columns.
 
     @property
     def scale_columns(self) -> int:
-        """Columns that the scales of a stage take: SCALE_COLUMNS for each K step and atom of rows."""
+        """Columns of a stage's scales: SCALE_COLUMNS for each K step and atom of rows."""
         return K_STEPS * SCALE_COLUMNS * (1 + self.weight_atoms)
 
     @property
     def accumulator_columns(self) -> int:
-        """Columns from the first accumulator to the second: where two do not fit beside the scales, they overlap."""
+        """Distance in columns between the two accumulators; if both do not fit beside the scales, they overlap."""
         beside_one = TMEM_COLUMNS - self.scale_columns - self.tile_n
         return min(max(self.tile_n, MIN_ACCUMULATOR_COLUMNS), beside_one)
 
     @property
     def overlap(self) -> int:
-        """Columns that both accumulators have: the first one's last, the second one's first. The epilogue takes them
-        first, then the MMAs of the next tile may begin."""
+        """Columns that both accumulators share: the end of the first, the start of the second.
+
+        The epilogue reads them first; the MMAs of the next tile may begin after that.
+        """
         return max(self.tile_n - self.accumulator_columns, 0)
 
     @property
     def release_steps(self) -> int:
-        """Steps of the epilogue after which the MMAs may go on: those of the overlap, or all (where rows are lanes)."""
+        """Epilogue steps after which the next MMAs may begin: those of the overlap, or all of them if rows are
+        lanes."""
         return -(-(self.overlap or self.tile_n) // SWIGLU_COLUMNS)
 
     @property
@@ -226,7 +229,7 @@ class GemmConfig:
 
     @property
     def tmem_weight_scales(self) -> int:
-        """First column of the weights' scales. Those of a K step stand side by side, atom by atom."""
+        """First column of the weights' scales. Those of a K step are adjacent, atom by atom."""
         return self.tmem_token_scales + K_STEPS * SCALE_COLUMNS
 
     @property
@@ -241,7 +244,7 @@ class GemmConfig:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a stage's tokens: a multiple of the alignment, since rows come in eights."""
+        """Bytes of a stage's tokens; a multiple of the alignment, because rows come in eights."""
         return self.token_rows * memory.ROW_BYTES
 
     @property
@@ -258,13 +261,16 @@ class GemmConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Of a stage: the tokens' scales, the weights' behind them. A copy of scales of tokens that begin in the midst
-        of an atom reads past the atom, for lanes that no token has: so it stays in its stage."""
+        """Bytes of a stage's scales: the tokens', followed by the weights'.
+
+        Tokens may begin in the middle of an atom. The copy of their scales then reads past the atom, for lanes without
+        a token; because the weights' scales follow, it stays within the stage.
+        """
         return self.token_scale_bytes + self.weight_scale_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage, and the bytes that one CTA's loads of it add to its mbarrier."""
+        """Bytes of shared memory of a stage, which are also the bytes that one CTA's loads add to its mbarrier."""
         return self.token_bytes + self.weight_bytes + self.scale_bytes
 
     @property
@@ -277,13 +283,13 @@ class GemmConfig:
 
     @property
     def barrier_slots(self) -> int:
-        """Number of mbarriers that there is room for. With the records and the TMEM address they take less than the
-        alignment of what follows."""
+        """Number of mbarriers that there is room for. Together with the records and the TMEM address they take less
+        than the alignment of the next region."""
         return 64
 
     @property
     def output_bits(self) -> int:
-        """Bits that an output has."""
+        """Bits of an output."""
         return 4 if self.quantizes else 16
 
     @property
@@ -295,48 +301,48 @@ class GemmConfig:
 
     @property
     def segments(self) -> int:
-        """Segments of a tile, which a warp stages one after the other."""
+        """Segments of a tile; a warp stages one after the other."""
         return self.out_columns // (self.segment_columns * (len(self.epilogue_warps) if self.swapped else 1))
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes that a segment takes in the result."""
+        """Bytes of a segment in the result."""
         return self.segment_columns * self.output_bits // 8
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that a thread takes from tensor memory at a time (where rows are weights)."""
+        """Tokens that a thread reads from tensor memory at a time (if weights are lanes)."""
         return min(self.tile_n, STEP_TOKENS)
 
     @property
     def step_outputs(self) -> int:
-        """Outputs of a token that a thread makes of 32 columns (where rows are lanes)."""
+        """Outputs of a token that a thread makes of 32 columns (if tokens are lanes)."""
         return BLOCK if self.gated else SWIGLU_COLUMNS
 
     @property
     def step_words(self) -> int:
-        """Number of Int32 that the outputs of a step take in the result."""
+        """Int32 words of a step's outputs in the result."""
         return self.step_outputs * self.output_bits // (8 * INT32_BYTES)
 
     @property
     def piece_words(self) -> int:
-        """Number of Int32 in a piece: what one store writes to global memory."""
+        """Int32 words of a piece, which is what one store writes to global memory."""
         return min(VECTOR_BYTES, self.segment_bytes) // INT32_BYTES
 
     @property
     def segment_pieces(self) -> int:
-        """Pieces that a segment is stored in."""
+        """Pieces of a segment."""
         return self.segment_bytes // (self.piece_words * INT32_BYTES)
 
     @property
     def piece_columns(self) -> int:
-        """Outputs that a piece has."""
+        """Outputs of a piece."""
         return self.segment_columns // self.segment_pieces
 
     @property
     def staging_pitch(self) -> int:
-        """Bytes from one staged token to the next: an odd number of vectors, so that neither the threads that write
-        one row each nor those that read along rows meet in a bank."""
+        """Bytes from one staged token to the next. It is an odd number of vectors, so that neither writing one row a
+        thread nor reading along rows has bank conflicts."""
         vectors = -(-self.segment_bytes // VECTOR_BYTES)
         return (vectors | 1) * VECTOR_BYTES
 
@@ -356,12 +362,12 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of shared memory beside the stages."""
+        """Bytes of shared memory besides the stages."""
         return memory.TILE_ALIGNMENT + self.staging_bytes
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it), in order."""
+        """(region, bytes, contents) of shared memory, in order."""
         stages, swizzle = self.stages, "128-byte swizzle"
         barriers = f"{barrier_count(self.barriers)} mbarriers, {RECORDS} tile records, 4 bytes"
         atoms = f"{K_STEPS} x 512"

@@ -15,7 +15,7 @@ from warpspec.moe.sm100.epilogue_swapped import columns_to_result
 
 
 class Operands(NamedTuple):
-    """Global tensors, fp32, absent ones None. row_scale [R]; global_scale [E, 1 or 2]; bias [E, N]; out_scale [E]."""
+    """fp32 tensors of the epilogue, or None: row_scale [R]; global_scale [E, 1 or 2]; bias [E, N]; out_scale [E]."""
 
     row_scale: cute.Tensor | None
     global_scale: cute.Tensor
@@ -36,11 +36,11 @@ def epilogue(
     limit,
     rank,
 ):
-    """For every tile record, write its part of the result.
+    """Write a part of the result for every tile record.
 
-    columns: TMEM, first column. staging: shared memory. features: rows N of an expert's weights. rank: of this CTA in
-    its pair. Consumes: record_full, accumulator_full. Produces: record_empty, accumulator_empty (of a pair, the first
-    CTA's) once the accumulator is in registers.
+    columns: first column in TMEM. staging: shared memory. features: rows N of an expert's weights. rank: of this CTA in
+    its pair. Consumes record_full and accumulator_full. Produces record_empty, and accumulator_empty (in a pair, that
+    of the first CTA) once the accumulator is in registers.
     """
     use = Int32(0)
     tile = records.read(use)

@@ -1,4 +1,4 @@
-"""Epilogue where tokens are lanes of tensor memory: a thread has a token, 32 columns of it at a time."""
+"""Epilogue for tokens as lanes of tensor memory: a thread has one token and takes 32 columns of it at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment
 
-COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs where gate and up become one
+COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs after gate and up are combined
 SCALE_BITS = 8
 
 
@@ -34,10 +34,11 @@ def rows_to_result(
     rank,
     tile,
 ):
-    """Scale, activate, convert and write one accumulator [128 tokens, tile_n], and release it on the way."""
+    """Scale, activate, convert and write one accumulator [128 tokens, tile_n]; release it as soon as it has been
+    read."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
-    own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # of this warp's 32; may be negative
+    own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # of this warp's 32 rows; may be negative
     warp_row = tile.first_row + rank * MMA_ROWS + warp * WARP_THREADS
     valid = Boolean(lane < own_rows)
     gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)
@@ -48,7 +49,7 @@ def rows_to_result(
         gate_scale, up_scale = gate_scale * scale, up_scale * scale
     steps = config.tile_n // COLUMNS
     segment_steps = config.segment_columns // config.step_outputs
-    # From where the accumulators overlap: the end of the first one, the beginning of the second one.
+    # Begin at the columns that the accumulators share: the first one's end, the second one's start.
     backwards = Boolean(use % ACCUMULATORS == 0)
     words = config.step_words
     staged = warp_staging(config, staging, warp, words)
@@ -91,7 +92,7 @@ def rows_to_result(
 
 
 def in_turn(turn, count: int, backwards) -> Int32:
-    """What comes at ``turn`` of ``count``."""
+    """The index visited at ``turn`` of ``count``: ascending or descending."""
     return Int32(cutlass.select_(backwards, count - 1 - turn, turn))
 
 
@@ -99,7 +100,7 @@ def in_turn(turn, count: int, backwards) -> Int32:
 def scale_and_bias(
     config: cutlass.Constexpr, operands, values, gate_scale, up_scale, expert, feature, features
 ):
-    """values (32) times the global scales, plus the bias of features ``feature`` onwards; 0 past the last."""
+    """Multiply values (32) by the global scales and add the bias of features from ``feature`` on; 0 past the last."""
     bias = bias_of(operands.bias, expert, feature, features) if cutlass.const_expr(config.has_bias) else None
     for i in cutlass.range_constexpr(0, COLUMNS, 2):
         of_up = cutlass.const_expr(config.gated and i // INTERLEAVE % 2 == 1)
@@ -110,7 +111,7 @@ def scale_and_bias(
 
 @cute.jit
 def bias_of(bias: cute.Tensor, expert, feature, features) -> cute.Tensor:
-    """The bias (32) of features ``feature`` onwards; 0 past the last."""
+    """The bias (32) of features from ``feature`` on; 0 past the last."""
     row = bias[expert, None]
     found = cute.make_rmem_tensor(COLUMNS, Float32)
     if feature + COLUMNS <= features:
@@ -124,7 +125,7 @@ def bias_of(bias: cute.Tensor, expert, feature, features) -> cute.Tensor:
 
 
 def activate(config, values, limit) -> cute.Tensor:
-    """Outputs of 32 columns: 16 where they are 8 gate, 8 up, 8 gate, 8 up; else the columns."""
+    """Outputs of 32 columns: 16 if they are 8 gate, 8 up, 8 gate, 8 up; otherwise the columns themselves."""
     if not config.gated:
         return values
     outputs = cute.make_rmem_tensor(BLOCK, Float32)

@@ -1,7 +1,8 @@
-"""Epilogue where weights are lanes of tensor memory and tokens its columns.
+"""Epilogue for weights as lanes of tensor memory and tokens as its columns.
 
-A thread has one feature of every token. Of gate and up, interleaved by 8, lanes l and l + 8 have a pair: of two tokens,
-the lower lane takes the first, the upper one the second. So a warp's 32 lanes are one block of 16 outputs of a token.
+A thread has one feature of every token. Gate and up alternate by 8, so lanes l and l + 8 have matching rows. They share
+the work on two tokens: the lower lane computes the first, the upper one the second. A warp's 32 lanes thus hold one
+block of 16 outputs of a token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ BLOCK_LANES = (1, 2, 4, 2 * INTERLEAVE)  # lane distances between the 16 outputs
 
 
 class Feature(NamedTuple):
-    """What a thread knows of its row of the weights. upper: its lane is of up, or takes the second of two tokens.
-    place: of its output among its warp's. column: the warp's first output. scale: global scale. bias: 0 for none.
+    """What a thread knows of its row of the weights.
+
+    upper: its lane holds up, or takes the second of two tokens. place: of its output within the warp's. column: the
+    warp's first output. scale: global scale. bias: 0 if there is none.
     """
 
     upper: Boolean
@@ -51,7 +54,7 @@ def columns_to_result(
     rank,
     tile,
 ):
-    """Scale, activate, convert and write one accumulator [128 features, tile_n tokens], and release it on the way."""
+    """Scale, activate, convert and write one accumulator [128 features, tile_n tokens]; release it once it is read."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
     feature = feature_of(config, operands, tile, warp, lane, features)
@@ -83,7 +86,7 @@ def columns_to_result(
 
 
 def token_scale(config, operands, feature, tile, token) -> Float32:
-    """The product of the global scales of a feature and of a token of the tile; past the last token, of that one."""
+    """Global scale of a feature times that of the tile's token; past the last token, that of the last token."""
     if not config.has_row_scale:
         return feature.scale
     return feature.scale * operands.row_scale[tile.first_row + cutlass.min(token, tile.rows - 1)]
@@ -91,8 +94,7 @@ def token_scale(config, operands, feature, tile, token) -> Float32:
 
 @cute.jit
 def feature_of(config: cutlass.Constexpr, operands, tile, warp, lane, features) -> Feature:
-    """This thread's feature. Its row of the weights may be past the last: then its scale is that of others, its bias
-    0."""
+    """This thread's feature. Its row may lie past the weights' last; it then has another row's scale and bias 0."""
     upper = Boolean(lane // INTERLEAVE % 2 == 1)
     gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)
     bias = Float32(0.0)
@@ -111,7 +113,8 @@ def feature_of(config: cutlass.Constexpr, operands, tile, warp, lane, features) 
 
 @cute.jit
 def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged, feature, first, tile, limit):
-    """Two tokens at a time: outputs, the block's scale by a reduction over its lanes, codes by pairs of lanes."""
+    """Compute outputs two tokens at a time; the block's scale by a reduction over its lanes, codes by pairs of
+    lanes."""
     out_scale = operands.out_scale[tile.expert]
     for token in cutlass.range_constexpr(0, cute.size(values), 2):
         output = paired_output(config, values, token, feature.upper, limit)
@@ -129,7 +132,7 @@ def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged,
 
 
 def staged_values(config, staging, warp) -> cute.Tensor:
-    """This warp's staging as outputs (OUTPUT, TOKEN); as bytes, two outputs each, where they are quantised."""
+    """This warp's staging as outputs (OUTPUT, TOKEN), or, if they are quantised, as bytes of two outputs each."""
     dtype = Uint8 if config.quantizes else BFloat16
     words = warp_staging(config, staging, warp, config.piece_words)
     size = dtype.width // 8
@@ -140,8 +143,10 @@ def staged_values(config, staging, warp) -> cute.Tensor:
 
 
 def paired_output(config, values, token: int, upper, limit) -> Float32:
-    """The output of this lane's pair of features, gate and up, one of which another lane has: of ``token`` in the lower
-    lanes, of the next token in the upper ones."""
+    """The output of this lane's pair of features, gate and up, one of which another lane holds.
+
+    The lower lanes compute that of ``token``, the upper lanes that of the next token.
+    """
     first, second = values[token], values[token + 1]
     sent = Float32(cutlass.select_(upper, first, second))
     received = cute.arch.shuffle_sync_bfly(sent, INTERLEAVE)

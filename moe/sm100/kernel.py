@@ -50,8 +50,9 @@ class GroupedGemm:
 
         tokens: uint8 [R, pitch]; token_scales: uint8 [atoms, K atoms, 512]; row_scale: fp32 [R]. weights: uint8
         [E, N, pitch]; weight_scales: uint8 [E, N atoms, K atoms, 512]; global_scale: fp32 [E, 1 or 2]; bias: fp32
-        [E, N]. offsets: int32 [E]. out: bf16 [R, columns], or uint8 [R, pitch] with out_scales as token_scales and
-        out_scale fp32 [E]. k: values of K. columns: outputs of a row. limit: of the clamp. groups: CTAs, or pairs.
+        [E, N]. offsets: int32 [E]. out: bf16 [R, columns], or uint8 [R, pitch] together with out_scales, shaped like
+        token_scales, and out_scale fp32 [E]. k: values along K. columns: outputs of a row. limit: the clamp's. groups:
+        CTAs, or pairs.
         """
         config = self.config
         sources = make_sources(config, tokens, token_scales, weights, weight_scales, k)
@@ -111,7 +112,7 @@ class GroupedGemm:
         if warp == config.load_warp:
             for source in sources:
                 cute.nvgpu.cpasync.prefetch_descriptor(source.atom)
-        synchronize(config)  # of a pair, the other CTA's barriers are initialised, too
+        synchronize(config)  # also waits until the pair's other CTA has initialised its barriers
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
 
         # 3. Roles.
@@ -135,7 +136,7 @@ class GroupedGemm:
         if warp == config.schedule_warp:
             schedule(config, records, offsets, features, rows, group, groups)
 
-        # 4. Accumulators have all been read; neither CTA of a pair leaves while the other may arrive at its barriers.
+        # 4. All accumulators have been read; no CTA of a pair may leave while the other may arrive at its barriers.
         synchronize(config)
         if warp == 0:
             cute.arch.dealloc_tmem(columns, config.tmem_allocation, is_two_cta=config.pair)

@@ -1,4 +1,4 @@
-"""The load warp: tokens, weights and the scales of both, a K tile at a time, through TMA."""
+"""The load warp: loads tokens, weights and the scales of both through TMA, a K tile at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from warpspec.moe.sm100.config import INT32_BYTES
 
 
 class Source(NamedTuple):
-    """An operand in global memory: what its descriptor reads, and the tensor of TMA coordinates."""
+    """An operand in global memory: its TMA descriptor and the tensor of TMA coordinates."""
 
     atom: cute.CopyAtom
     coordinates: cute.Tensor
 
 
 class Sources(NamedTuple):
-    """tokens (K bytes, ROW), weights (K bytes, ROW, EXPERT), token_scales (Int32, K ATOM, ROW ATOM), weight_scales
-    (Int32, K ATOM, ROW ATOM, EXPERT)."""
+    """The operands: tokens (K bytes, ROW), weights (K bytes, ROW, EXPERT), token_scales (Int32, K ATOM, ROW ATOM),
+    weight_scales (Int32, K ATOM, ROW ATOM, EXPERT)."""
 
     tokens: Source
     weights: Source
@@ -31,7 +31,10 @@ class Sources(NamedTuple):
 
 
 def make_sources(config, tokens, token_scales, weights, weight_scales, k) -> Sources:
-    """Host side: descriptors. The tensors as in ``kernel.GroupedGemm``; k: values of K, that bound what is read."""
+    """Make the descriptors, on the host.
+
+    Tensors as in ``kernel.GroupedGemm``. k: values along K; nothing past it is read.
+    """
     rows, experts = tokens.shape[0], weights.shape[0]
     k_bytes = k // 2
 
@@ -82,7 +85,7 @@ def make_sources(config, tokens, token_scales, weights, weight_scales, k) -> Sou
 
 
 class Stages(NamedTuple):
-    """The stages of each operand in shared memory, (box..., STAGE)."""
+    """Each operand's stages in shared memory, (box..., STAGE)."""
 
     tokens: cute.Tensor
     weights: cute.Tensor
@@ -91,7 +94,7 @@ class Stages(NamedTuple):
 
 
 def make_stages(config, tokens, weights, token_scales, weight_scales) -> Stages:
-    """The stages in regions of shared memory, which are given by their first byte."""
+    """Make the stages in regions of shared memory that are given by their first byte."""
 
     def plain(base, box):
         stride = config.scale_bytes // INT32_BYTES
@@ -108,12 +111,12 @@ def make_stages(config, tokens, weights, token_scales, weight_scales) -> Stages:
 
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, records, sources, stages, k_tiles, rank):
-    """For every tile record, fill a stage for each K tile: four loads.
+    """For every tile record, fill a stage for each K tile by four loads.
 
-    rank: of this CTA in its pair. Its tokens are the rank-th 128 of the tile, its weights the rank-th half; weight
-    scales are the whole tile's. A box may begin and end at any row: what belongs to another expert is computed and
-    dropped, what lies outside the tensor arrives as zeros. Consumes: record_full, empty. Produces: record_empty, full
-    (a pair's bytes all complete on the first CTA's barrier, which alone expects them).
+    rank: of this CTA in its pair. It loads the rank-th 128 tokens of the tile, the rank-th half of its weights, and the
+    weight scales of the whole tile. A box may begin and end at any row: results of another expert's rows are dropped,
+    and what lies outside the tensor arrives as zeros. Consumes record_full and empty. Produces record_empty and full.
+    All bytes of a pair complete on the first CTA's full barrier, which alone expects them.
     """
     full, empty = channels["full"], channels["empty"]
     use, fill = Int32(0), Int32(0)
@@ -144,13 +147,13 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, records, source
             fill += 1
         use += 1
         tile = records.read(use)
-    # No arrival is still on its way to a barrier of a CTA that has ended.
+    # A CTA must not end while arrivals at its barriers are outstanding.
     for behind in cutlass.range(cutlass.max(fill - config.stages, 0), fill, unroll=1):
         empty.wait(behind)
 
 
 def ring(source: Source, box, first, shared) -> tma.TileRing:
-    """Boxes of ``source`` from the coordinates ``first`` on, numbered along K."""
+    """Boxes of ``source`` along K, from the coordinates ``first`` on."""
     tensor = cute.domain_offset(first, source.coordinates)
     extra = cute.rank(tensor) - len(box)
     tensor = tensor[(*(None,) * len(box), *(0,) * extra)]

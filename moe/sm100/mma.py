@@ -31,9 +31,12 @@ def make_tiled_mma(config) -> cute.TiledMma:
 
 
 class Fragments(NamedTuple):
-    """a (MMA, MMA_M, MMA_K, STAGE), b (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory. d (MMA, MMA_M, MMA_N,
-    ACCUMULATOR): tensor memory. columns: TMEM pointer, first column, fp32. token_scales, weight_scales: shared
-    memory."""
+    """Operands of the MMA.
+
+    a (MMA, MMA_M, MMA_K, STAGE), b (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory. d (MMA, MMA_M, MMA_N,
+    ACCUMULATOR): tensor memory. columns: pointer to the first column of TMEM, fp32. token_scales, weight_scales: shared
+    memory.
+    """
 
     a: cute.Tensor
     b: cute.Tensor
@@ -44,7 +47,7 @@ class Fragments(NamedTuple):
 
 
 def fragments(config, tokens, weights, token_scales, weight_scales, columns) -> Fragments:
-    """The fragments in regions of shared memory, which are given by their first byte, and in tensor memory."""
+    """Make the fragments in tensor memory and in regions of shared memory that are given by their first byte."""
     tiled_mma = make_tiled_mma(config)
     mine = tiled_mma.get_slice(0)
     a_base, b_base = (weights, tokens) if config.swapped else (tokens, weights)
@@ -70,11 +73,11 @@ def fragments(config, tokens, weights, token_scales, weight_scales, columns) -> 
 def mma(
     config: cutlass.Constexpr, channels: cutlass.Constexpr, records, operands: cutlass.Constexpr, k, rank
 ):
-    """For every tile record, sum over K into one of the accumulators, while the epilogue reads the other.
+    """For every tile record, sum over K into one of the accumulators while the epilogue reads the other.
 
-    k: values of K. rank: of this CTA in its pair: only the first one's warp issues. Scales go to tensor memory by
-    tcgen05.cp, in order with the MMAs before and after, so one place for them is enough. Consumes: record_full, full,
-    accumulator_empty. Produces, each by one commit: empty after a K tile, accumulator_full after the last.
+    k: values along K. rank: of this CTA in its pair; only the first CTA's warp issues. tcgen05.cp copies scales to
+    tensor memory in order with the MMAs before and after, so one buffer for them is enough. Consumes record_full, full
+    and accumulator_empty. Produces, by one commit each, empty after a K tile and accumulator_full after the last.
     """
     full, empty = channels["full"], channels["empty"]
     tiled_mma = make_tiled_mma(config)
@@ -83,7 +86,7 @@ def mma(
     tile = records.read(use)
     while tile.rows > 0:
         if rank == 0:
-            wait_for_accumulator(config, channels["accumulator_empty"], use)  # the fence below is for it, too
+            wait_for_accumulator(config, channels["accumulator_empty"], use)  # the fence below covers it too
             accumulator = operands.d[None, None, None, use % ACCUMULATORS]
             for k_tile in cutlass.range(cute.ceil_div(k_steps, K_STEPS), unroll=1):
                 full.wait(fill)
@@ -101,8 +104,11 @@ def mma(
 
 @cute.jit
 def wait_for_accumulator(config: cutlass.Constexpr, empty: cutlass.Constexpr, use):
-    """Wait until the use-th tile may have its accumulator: the epilogue has read the tile before the last, or, where
-    accumulators overlap, what this one shares with the last tile's."""
+    """Wait until the use-th tile may use its accumulator.
+
+    The epilogue must have read the tile before the last; if accumulators overlap, also the columns that the last tile's
+    accumulator shares with this one.
+    """
     if cutlass.const_expr(config.overlap == 0):
         empty.wait_previous(use)
     elif use > 0:
@@ -111,8 +117,10 @@ def wait_for_accumulator(config: cutlass.Constexpr, empty: cutlass.Constexpr, us
 
 @cute.jit
 def copy_scales(config: cutlass.Constexpr, operands: cutlass.Constexpr, stage, atom_row):
-    """Copy a stage's scales to tensor memory. Tokens that begin in the midst of an atom (swapped only) come to lane
-    0."""
+    """Copy a stage's scales to tensor memory.
+
+    Tokens that begin in the middle of an atom (swapped only) start at lane 0.
+    """
     with cute.arch.elect_one():
         tokens = operands.token_scales + stage * config.scale_bytes
         if cutlass.const_expr(config.swapped):
@@ -128,7 +136,7 @@ def copy_scales(config: cutlass.Constexpr, operands: cutlass.Constexpr, stage, a
 
 
 def weight_scale_column(config, step) -> int:
-    """First column of a K step's weight scales: the atoms of its rows side by side."""
+    """First column of a K step's weight scales; the atoms of its rows are adjacent."""
     return config.tmem_weight_scales + step * SCALE_COLUMNS * config.weight_atoms
 
 
@@ -143,10 +151,10 @@ def multiply(
     steps,
     accumulate,
 ):
-    """Issue an MMA for every K step of a stage that the problem has: the last stage may have fewer.
+    """Issue an MMA for every K step of a stage; the last stage of a problem may have fewer steps.
 
-    Scales of rows r, r + 1, ... of an atom, r a multiple of 32, begin r / 32 columns behind the atom's first. Only
-    tokens can begin within an atom, and only as N.
+    The scales of an atom's rows from r on, r a multiple of 32, begin r / 32 columns after the atom's first column. Only
+    tokens can begin within an atom, and only if they are N.
     """
     scales = []
     for step in cutlass.range_constexpr(K_STEPS):

@@ -1,8 +1,8 @@
-"""Which tiles and how many CTAs, from shapes alone: how the rows fall on the experts only the device knows.
+"""Choose tiles and number of CTAs from shapes alone; only the device knows how rows are distributed over experts.
 
-``estimate`` counts what a launch costs each part of the device if every row picks its expert at random;
-``choose_shape`` takes the tiles with the fewest clocks. Nothing is measured; the rates are below.
-scripts/count_moe.py prints it all.
+``estimate`` counts how long a launch keeps each part of the device busy if every row picks its expert at random.
+``choose_shape`` takes the tiles with the fewest clocks. The rates below are not measured. scripts/count_moe.py prints
+all of it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from warpspec.moe.sm100.config import (
 SHAPES = (*SWAPPED.values(), SINGLE, PAIR)
 SM_COUNT = GPUS["sm_100a"].sm_count
 
-# Per clock and SM, from the instruction set and data sheets. Assumed beyond what is published: operand reads of
-# tcgen05.mma, tcgen05.cp and TMA's writes share the bandwidth of shared memory.
+# Rates per clock and SM, from the instruction set and data sheets. One assumption goes beyond what is published:
+# operand reads of tcgen05.mma, tcgen05.cp and TMA's writes share the bandwidth of shared memory.
 MMA_FLOPS = 32768  # 4 bit, 128 rows
 SMEM_BYTES = 128
 L2_BYTES = 64
-HBM_BYTES = 4096  # per clock, the device: 8 TB/s at 1.95 GHz
+HBM_BYTES = 4096  # per clock, of the device: 8 TB/s at 1.95 GHz
 
-PACKED_BYTES = 0.5 + 1 / 16  # of a value and its share of a scale
+PACKED_BYTES = 0.5 + 1 / 16  # of a value with its share of a scale
 OUTPUT_BYTES = 2  # bf16
-STEP_BYTES = MMA_K // 2  # of K that an MMA reads of every row
-DEVIATIONS = 8  # beyond so many standard deviations, a count of rows is left out
+STEP_BYTES = MMA_K // 2  # along K that an MMA reads of every row
+DEVIATIONS = 8  # row counts further than this many standard deviations from the mean are ignored
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Clocks of one launch. mma, smem, l2: of a tile, in one CTA. tiles: expected number, groups: CTAs or pairs that
-    share them. hbm: of the device, for all of it. loaded_bytes: by TMA, expected, all CTAs together."""
+    """Estimated clocks of one launch.
+
+    mma, smem, l2: of a tile, in one CTA. tiles: expected number. groups: CTAs or pairs that share the tiles. hbm: of
+    the whole launch. loaded_bytes: expected bytes that all CTAs load by TMA.
+    """
 
     mma: float
     smem: float
@@ -60,7 +63,7 @@ class Estimate:
 
     @property
     def busy(self) -> float:
-        """Clocks of the CTA that has most tiles."""
+        """Clocks of the CTA with the most tiles."""
         return math.ceil(self.tiles / self.groups) * self.tile
 
     @property
@@ -70,7 +73,7 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        """What the clocks are spent on."""
+        """The resource that limits the launch."""
         if self.hbm >= self.busy:
             return "HBM"
         return max(("MMA", "SMEM", "L2"), key=lambda unit: getattr(self, unit.lower()))
@@ -78,7 +81,7 @@ class Estimate:
 
 @lru_cache(maxsize=4096)
 def choose_shape(rows: int, experts: int, features: int, k: int, sm_count: int = SM_COUNT) -> Shape:
-    """Tiles for ``rows`` rows over ``experts`` experts of [features, k]: the fewest clocks, then the least busy CTA."""
+    """Tiles for ``rows`` rows over ``experts`` experts of [features, k]: fewest clocks, ties to the least busy CTA."""
 
     def cost(shape):
         found = estimate(shape, rows, experts, features, k, sm_count)
@@ -90,7 +93,7 @@ def choose_shape(rows: int, experts: int, features: int, k: int, sm_count: int =
 def estimate(
     shape: Shape, rows: int, experts: int, features: int, k: int, sm_count: int = SM_COUNT
 ) -> Estimate:
-    """What a launch costs with these tiles. features: N of each expert's weights."""
+    """Estimated clocks of a launch with these tiles. features: N of each expert's weights."""
     config = GemmConfig(shape)
     steps, k_tiles = -(-k // MMA_K), -(-k // K_TILE)
     scales = config.scale_bytes
@@ -113,7 +116,7 @@ def estimate(
 
 @lru_cache(maxsize=4096)
 def expected_tiles(rows: int, experts: int, tokens: int) -> tuple[float, float]:
-    """(tiles of ``tokens`` rows, experts with any row), expected where every row picks its expert at random."""
+    """Expected (tiles of ``tokens`` rows, experts with any row), if every row picks its expert at random."""
     share = 1 / experts
     deviation = math.sqrt(rows * share * (1 - share))
     first = max(0, math.floor(rows * share - DEVIATIONS * deviation - 1))
@@ -135,12 +138,12 @@ def binomial(trials: int, hits: int, share: float) -> float:
 
 
 def tile_bound(shape: Shape, rows: int, experts: int, features: int) -> int:
-    """Most tiles that ``rows`` rows of ``experts`` experts can make: experts each begin a tile of tokens."""
+    """The most tiles that ``rows`` rows of ``experts`` experts can make; each expert begins a new tile of tokens."""
     return (rows // shape.tokens + min(experts, rows)) * -(-features // shape.features)
 
 
 def group_count(shape: Shape, rows: int, experts: int, features: int, sm_count: int = SM_COUNT) -> int:
-    """CTAs (or pairs) to launch: one on every SM, or as many as there may be tiles."""
+    """CTAs (or pairs) to launch: one an SM, but no more than there may be tiles."""
     return max(1, min(sm_count // shape.ctas, tile_bound(shape, rows, experts, features)))
 
 

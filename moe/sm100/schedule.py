@@ -1,10 +1,10 @@
-"""The scheduler warp: which tiles this CTA works on, handed to its other warps through a ring in shared memory.
+"""The scheduler warp: finds the tiles of this CTA and hands them to its other warps through a ring in shared memory.
 
-Static and persistent: with G groups of CTAs in the grid, group g takes tiles g, g + G, g + 2 G, ... of one numbering
-over all experts. The numbering follows from the running ends ``offsets``, which only the device knows: 32 experts at a
-time, one a lane, count their tiles and scale atoms, and prefix sums across the warp say which expert a tile number
-falls on. An expert without tokens has no tile. Within an expert, its tiles of tokens go first, so that CTAs working at
-the same time share a tile of weights.
+The schedule is static and persistent: with G groups of CTAs in the grid, group g takes tiles g, g + G, g + 2 G, ... of
+one numbering over all experts. The numbering follows from the running ends ``offsets``, which only the device knows.
+The warp's lanes count the tiles and scale atoms of 32 experts at a time, and prefix sums over the lanes tell which
+expert a tile number belongs to. An expert without tokens has no tile. An expert's tiles of tokens are numbered first,
+so that CTAs that work at the same time share a tile of weights.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ LAST_LANE = WARP_THREADS - 1
 
 
 class Tile(NamedTuple):
-    """A tile record. expert. first_row: of the tile, among all sorted rows. rows: tokens of the expert from there on,
-    at most a tile's; 0 says that there are no more tiles. first_feature: row of the weights. atom, atom_row: scale
-    atom of first_row, and its row in it."""
+    """A tile record.
+
+    expert: the tile's. first_row: of the tile, among all sorted rows. rows: tokens from there on, at most a tile's; 0
+    means that there are no more tiles. first_feature: row of the weights. atom, atom_row: the scale atom of first_row,
+    and its row in the atom.
+    """
 
     expert: Int32
     first_row: Int32
@@ -38,7 +41,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Records:
-    """The ring of tile records, from a reading warp's side."""
+    """The ring of tile records, as a reading warp sees it."""
 
     full: object
     empty: object
@@ -50,7 +53,7 @@ class Records:
         return cls(channels["record_full"], channels["record_empty"], slots)
 
     def read(self, use) -> Tile:
-        """Read the use-th record and release its slot, by a whole warp."""
+        """Read the use-th record and release its slot. Executed by a whole warp."""
         self.full.wait(use)
         slot = self.slots[None, self.full.stage(use)]
         tile = Tile(*(slot[i] for i in range(len(Tile._fields))))
@@ -58,7 +61,7 @@ class Records:
         return tile
 
     def write(self, use, *fields) -> None:
-        """Write the use-th record once its slot is free, by a whole warp."""
+        """Write the use-th record once its slot is free. Executed by a whole warp."""
         self.empty.wait_previous(use)
         slot = self.slots[None, self.full.stage(use)]
         with cute.arch.elect_one():
@@ -69,7 +72,7 @@ class Records:
 
 @cute.jit
 def prefix_sum(value, lane) -> Int32:
-    """The sum of the lanes' values up to this one's, which is included."""
+    """Inclusive prefix sum over the lanes."""
     total = Int32(value)
     for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
         before = cute.arch.shuffle_sync_up(total, 1 << step)
@@ -80,17 +83,17 @@ def prefix_sum(value, lane) -> Int32:
 
 @cute.jit
 def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features, rows, group, groups):
-    """Write this CTA's tile records, and one that ends them.
+    """Write this CTA's tile records, and a last one that ends them.
 
-    offsets: int32 [E]. features: rows N of each expert's weights. rows: R, that no end may pass. group, groups: this
-    CTA's (a pair's) number, and how many there are. Consumes: record_empty. Produces: record_full.
+    offsets: int32 [E]. features: rows N of each expert's weights. rows: R, to which ends are clamped. group, groups:
+    number of this CTA (or pair), and how many there are. Consumes record_empty. Produces record_full.
     """
     lane = cute.arch.lane_idx()
     tokens = config.shape.tokens
     feature_tiles = cute.ceil_div(features, config.shape.features)
     experts = cute.size(offsets)
-    chunk = Int32(0)  # first expert of those that the lanes hold
-    tiles_before, atoms_before = Int32(0), Int32(0)  # of the experts before them
+    chunk = Int32(0)  # first of the experts that the lanes hold
+    tiles_before, atoms_before = Int32(0), Int32(0)  # of all experts before those
     begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
     tile_ends, atom_ends = prefix_sum(tiles, lane), prefix_sum(atoms, lane)
     use, number = Int32(0), Int32(group)
@@ -100,7 +103,7 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
             later = cute.arch.vote_ballot_sync(number < tiles_before + tile_ends)
             owner = (
                 cute.arch.popc(later ^ (later - 1)) - 1
-            )  # the lowest lane whose tiles end behind this number
+            )  # the lowest lane whose tiles end after this number
             own = number - tiles_before - cute.arch.shuffle_sync(tile_ends - tiles, owner)
             expert_rows = cute.arch.shuffle_sync(count, owner)
             token_tiles = cute.ceil_div(expert_rows, tokens)
@@ -125,13 +128,13 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
     zero = Int32(0)
     records.write(
         use, zero, zero, zero, zero, zero, zero
-    )  # its readers are of this CTA: nothing is left on its way
+    )  # all readers are in this CTA, so no arrival can come after its end
 
 
 @cute.jit
 def load_chunk(config: cutlass.Constexpr, offsets, chunk, lane, feature_tiles, rows):
-    """(first row, rows, tiles, scale atoms) of this lane's expert; past the last expert, none. Wrong offsets give wrong
-    rows, none that do not exist."""
+    """(first row, rows, tiles, scale atoms) of this lane's expert; all 0 past the last expert. Wrong offsets give wrong
+    rows, but never rows that do not exist."""
     expert = chunk + lane
     begin, end = Int32(0), Int32(0)
     if expert < cute.size(offsets):

@@ -1,8 +1,8 @@
-"""Outputs through shared memory to global memory, a warp by itself.
+"""Write outputs through shared memory to global memory, each warp by itself.
 
-A warp stages a segment of each of its tokens, then writes it along rows: 16-byte pieces (8-byte ones where a segment is
-no more), neighbouring lanes neighbouring pieces. A tile may end in the midst of the rows that share a line with another
-expert's, so stores are predicated by token; TMA would write them all.
+A warp stages a segment of each of its tokens and then writes it along rows in 16-byte pieces (8 bytes if the segment is
+no longer); adjacent lanes write adjacent pieces. A tile may end between rows of different experts that share a cache
+line, so stores are predicated by token; a TMA store would write all rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
 from warpspec.moe.sm100.config import INT32_BYTES
 
-CODE_BITS = 8  # of an e4m3 scale
+CODE_BITS = 8  # bits of an e4m3 scale
 
 
 class Result(NamedTuple):
-    """What the epilogue writes. pieces: Int32 (WORD, PIECE, ROW) of the data [R, ...]. scales: uint8
-    [atoms, K atoms, 512] or None. columns: outputs of a row."""
+    """Destination of the epilogue.
+
+    pieces: Int32 (WORD, PIECE, ROW) of the data [R, ...]. scales: uint8 [atoms, K atoms, 512] or None. columns: outputs
+    of a row.
+    """
 
     pieces: cute.Tensor
     scales: cute.Tensor | None
@@ -30,13 +33,12 @@ class Result(NamedTuple):
 
     @property
     def scale_columns(self):
-        """Columns of scales, padding included."""
+        """Columns of scales, including padding."""
         return self.scales.shape[1] * ATOM_COLUMNS
 
 
 def make_result(config, data: cute.Tensor, scales, columns) -> Result:
-    """The result that the epilogue writes into data, bf16 or uint8 [R, C] with rows of a multiple of 16 bytes. Host
-    side."""
+    """Make the destination in data, bf16 or uint8 [R, C], whose rows are a multiple of 16 bytes. Host side."""
     words = cute.make_tensor(
         cute.recast_ptr(data.iterator, dtype=Int32),
         cute.make_layout(
@@ -58,7 +60,7 @@ def make_result(config, data: cute.Tensor, scales, columns) -> Result:
 
 
 def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
-    """This warp's staging as Int32 (WORD, GROUP, TOKEN), ``words`` a group."""
+    """This warp's staging as Int32 (WORD, GROUP, TOKEN), with ``words`` words a group."""
     pitch = config.staging_pitch // INT32_BYTES
     base = cute.recast_ptr(base, dtype=Int32)
     layout = cute.make_layout(
@@ -75,11 +77,11 @@ def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
 
 @cute.jit
 def write_segment(config: cutlass.Constexpr, staging, result, lane, first_row, rows, first_column):
-    """Copy a staged segment to global memory, by the warp that staged it.
+    """Copy a staged segment to global memory; executed by the warp that staged it.
 
-    staging: (WORD, PIECE, TOKEN). first_row: row of the result of the first staged token; rows: how many of them there
-    are. first_column: output of the segment's first. What lies past a row's end is not written. Between tiles the
-    barrier with which ``Records.read`` ends keeps the next segment out of the staging.
+    staging: (WORD, PIECE, TOKEN). first_row: row of the result of the first staged token. rows: how many tokens are
+    staged. first_column: the segment's first output. What lies past a row's end is not written. The barrier at the end
+    of ``Records.read`` keeps the next tile's segment from overwriting this one.
     """
     cute.arch.sync_warp()
     pieces = config.segment_pieces
@@ -102,14 +104,14 @@ def scale_place(atom_row, column) -> tuple:
 
 
 def has_scale(result, atom, column) -> Boolean:
-    """Whether there is such a place. No atom is too high unless the offsets are wrong, which must not reach other
-    memory."""
+    """Whether this scale exists in the result. An atom can be too high only if the offsets are wrong; even then nothing
+    outside the tensor may be written."""
     return Boolean(column < result.scale_columns) & Boolean(atom < result.scales.shape[0])
 
 
 @cute.jit
 def write_scale(result, valid, atom, atom_row, column, code):
-    """Write one e4m3 code; 0 in the padding behind the last block, nothing behind the padding."""
+    """Write one e4m3 code; in the padding after the last block write 0, after the padding nothing."""
     if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
         inside = column < cute.ceil_div(result.columns, BLOCK)
@@ -118,7 +120,7 @@ def write_scale(result, valid, atom, atom_row, column, code):
 
 @cute.jit
 def write_scale_word(result, valid, atom, atom_row, column, codes):
-    """``write_scale`` of the four columns from ``column`` on, a multiple of four; codes: the first in the low byte."""
+    """``write_scale`` for four columns from ``column`` on, a multiple of four. codes: the first in the low byte."""
     if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
         inside = cute.ceil_div(result.columns, BLOCK) - column

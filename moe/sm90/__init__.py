@@ -1,4 +1,5 @@
-"""Grouped GEMM on sm_90a with streamed 4-bit weights: compiled once a configuration, run on a GPU or simulated."""
+"""Grouped GEMM on sm_90a with streamed 4-bit weights: compiles each configuration once, runs it on a GPU or
+simulated."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ stream_kernel = Kernel("moe.stream", _host_and_arguments)  # by StreamConfig
 
 
 def entries_bound(rows: int, experts: int, tokens: int) -> int:
-    """Most entries of work that rows of experts can make, each of at most so many rows."""
+    """The most entries of work that rows of experts can make if each entry has at most ``tokens`` rows."""
     return rows // tokens + min(experts, rows)
 
 
@@ -59,15 +60,15 @@ def grouped_gemm(
     target: Target | None = None,
     seed: int = 0,
 ):
-    """out[r] = epilogue(tokens[r] @ w[e]^T) for the rows of every entry of work, in one launch, no synchronisation.
+    """out[r] = epilogue(tokens[r] @ w[e]^T) for the rows of every entry of work, in one launch without synchronisation.
 
-    tokens: bf16 [T or R, padded K], in the kernel's order (``streamed.reorder``). source: int32 [R], of a configuration
-    with choices: row r is token source[r] // choices; None: tokens are the rows. work: int32 [heads + entries, 4]:
-    where each class of entries ends, then (expert, first row, rows up to the configuration's); of a configuration with
-    ``Routing`` topk_ids, int32 [T, k], and source None, and tokens in their own order, [T, K], where they are looked
-    up. row_scale: fp32 [T] where the configuration rounds. out: [R, columns], bf16, fp32 where it rounds; of w13
-    columns in the order of the next GEMM's activations. ctas: instead of the chosen number. CPU tensors run in the
-    simulator; its SimReport is returned, otherwise None.
+    tokens: bf16 [T or R, padded K], columns in the kernel's order (``streamed.reorder``). source: int32 [R], if the
+    configuration has choices: row r is token source[r] // choices; None: tokens are the rows. work: int32 [heads +
+    entries, 4]: where each class of entries ends, then entries (expert, first row, rows). If the configuration has a
+    ``Routing``, work is topk_ids, int32 [T, k], source is None, and tokens that are looked up are [T, K] with columns
+    in their own order. row_scale: fp32 [T], if the configuration rounds. out: [R, columns], bf16, or fp32 if it rounds;
+    for w13 the columns are in the order of the next GEMM's activations. ctas: replaces the chosen number. CPU tensors
+    run in the simulator, whose SimReport is returned; otherwise the result is None.
     """
     target = target or target_of(out.device)
     if not target.architecture.wgmma:

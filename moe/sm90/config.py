@@ -1,4 +1,4 @@
-"""What one grouped GEMM of sm_90a is compiled for: tiles, ring, budgets, barriers. Plain Python."""
+"""Configuration of the grouped GEMM on sm_90a: tiles, ring, budgets, barriers. Plain Python."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
 LOAD_REGISTERS = 56
-WEIGHT_REGISTERS = 16  # of a chunk
-WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a consumer
-STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # of a token in a step
-MOST_STAGES = 24  # whose barriers have room
-TOKENS_MULTIPLE = 8  # N
-MANY_TOKENS, CLASS_TOKENS = 32, 16  # from which there are classes, so far apart
+WEIGHT_REGISTERS = 16  # registers of a chunk's weights
+WARPS = WARPGROUP_THREADS // WARP_THREADS  # warps of a consumer
+STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # bytes of a token in a step
+MOST_STAGES = 24  # as many as there is room for barriers
+TOKENS_MULTIPLE = 8  # N is a multiple of it
+# Tiles of at least MANY_TOKENS have classes of entries, whose widths are CLASS_TOKENS apart.
+MANY_TOKENS, CLASS_TOKENS = 32, 16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tiles: 64 features for each of row_groups, so many tokens; stages of the ring; CTAs an SM.
+    """Tiles of one kernel: ``row_groups`` groups of 64 features each, times ``tokens``.
 
-    splits: consumers that take turns at the stages of the same features (``relay``). tall: row groups of a consumer.
-    steps: of K to a stage, 1 or 2.
+    stages: of the ring. ctas_per_sm: CTAs an SM. splits: consumers that take turns at the stages of one row group
+    (``relay``). tall: row groups of a consumer. steps: along K of a stage, 1 or 2.
     """
 
     row_groups: int = 1
@@ -59,8 +60,8 @@ class Shape:
 
 
 def widths_of(tokens: int) -> tuple[int, ...]:
-    """Classes of entries of at most so many tokens, the widest first; an entry's is the last that holds it. Products of
-    few tokens take little time where others take much."""
+    """Widths of the classes of entries, the widest first. An entry belongs to the narrowest class that holds its rows,
+    so that the products of few tokens take little time in a kernel for many."""
     return tuple(range(tokens, 0, -CLASS_TOKENS)) if tokens >= MANY_TOKENS else (tokens,)
 
 
@@ -68,10 +69,11 @@ def widths_of(tokens: int) -> tuple[int, ...]:
 class StreamConfig:
     """Compile-time shape of one grouped GEMM.
 
-    block: values that share a scale. choices: of a token, of which rows are looked up; 0: rows are the tokens. early:
-    the launch before the last has made all but the activations: weights are loaded at once. rounds: of "w4a4", whose
-    tokens have a scale each, and results are rounded after the launch: they stay fp32. routing: rows are not sorted; a
-    tile has one, and tokens that are looked up are put in the kernel's order as they are loaded.
+    block: values that share a scale. choices: of a token, if rows are looked up by choice; 0: rows are the tokens.
+    early: everything but the activations is older than the previous launch, so that weights are loaded without waiting
+    for it. rounds: for "w4a4": tokens have a scale each, and results stay fp32, because the next launch rounds them.
+    routing: rows are not sorted; a tile has one row, and tokens that are looked up are put in the kernel's order as
+    they are loaded.
     """
 
     shape: Shape = Shape()
@@ -105,12 +107,12 @@ class StreamConfig:
 
     @property
     def gathers(self) -> bool:
-        """Whether the rows' tokens are looked up."""
+        """Whether the rows' tokens are looked up by choice."""
         return self.choices > 0
 
     @property
     def first(self) -> bool:
-        """Whether no launch of the layer comes before."""
+        """Whether this is the first launch of the layer."""
         return self.routing is not None and self.gathers
 
     @property
@@ -127,20 +129,21 @@ class StreamConfig:
 
     @property
     def load_warp(self) -> int:
-        """The first of them."""
+        """The first load warp."""
         return self.consumers * WARPS
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread, at least: the accumulator, two chunks of weights (a stage's, of consumers that take
-        turns), what is decoded."""
+        """The least registers of a consumer's thread: the accumulator, two chunks of weights (a whole stage's if
+        consumers take turns), and what is being decoded."""
         chunks = self.stage_chunks if self.shape.splits > 1 else 2
         others = 44 if self.shape.splits > 1 else 48
         return self.shape.tall * self.shape.tokens // 2 + chunks * WEIGHT_REGISTERS + others
 
     @property
     def role_registers(self) -> tuple[int, int] | None:
-        """(of a consumer's thread, of a load warp's) where whole warpgroups load, which can hand registers on."""
+        """Registers (of a consumer's thread, of a load warp's thread) if whole warpgroups load, and can give registers
+        up."""
         if self.shape.load_warps != WARPS:
             return None
         threads = REGISTERS_PER_SM // self.shape.ctas_per_sm // self.threads // REGISTER_STEP * REGISTER_STEP
@@ -150,39 +153,39 @@ class StreamConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of classes of entries, the widest first: tokens that their products are compiled for, at most."""
+        """Widths of the classes of entries, the widest first: the most tokens that their products are compiled for."""
         return widths_of(self.shape.tokens)
 
     @property
     def stage_chunks(self) -> int:
-        """Of K."""
+        """Chunks along K of a stage."""
         return self.shape.steps * STEP_CHUNKS
 
     @property
     def row_bytes(self) -> int:
-        """Of a token in a stage."""
+        """Bytes of a token in a stage."""
         return self.shape.steps * STEP_ROW_BYTES
 
     # Shared memory.
 
     @property
     def scale_bytes(self) -> int:
-        """Of a step and row group."""
+        """Bytes of the scales of a step and row group."""
         return scale_bytes(self.block)
 
     @property
     def step_bytes(self) -> int:
-        """Of a step and row group."""
+        """Bytes of the weights of a step and row group, with their scales."""
         return self.scale_bytes + STEP_CHUNKS * CHUNK_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        """Of a stage and row group."""
+        """Bytes of the weights of a stage and row group."""
         return self.shape.steps * self.step_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of the tokens of a stage."""
         return self.shape.tokens * self.row_bytes
 
     @property
@@ -192,7 +195,7 @@ class StreamConfig:
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it)."""
+        """(region, bytes, contents) of shared memory."""
         shape = self.shape
         weights = f"{shape.stages} x {shape.row_groups} x {shape.steps} steps of 64 features: scales, codes"
         tokens = (
@@ -207,7 +210,7 @@ class StreamConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """With the room that alignment may take."""
+        """Bytes of shared memory, including what alignment may take."""
         return sum(size for _, size, _ in self.smem_regions) + memory.TILE_ALIGNMENT
 
     @property

@@ -1,4 +1,4 @@
-"""A consumer: the tiles of its CTA, class by class: products, epilogue."""
+"""A consumer: does the tiles of its CTA, class by class: products, then epilogue."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 
 @cute.jit
 def consume(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, group, split, thread):
-    """One consumer: the stages split, split + splits, ... of the row groups from ``group`` on, of all tiles of the CTA.
-    thread: 0..127 of it.
+    """One consumer, for all tiles of the CTA: the stages split, split + splits, ... of its row groups.
 
-    Consumes full; the fence behind it lets wgmma read what the load warps' copies wrote, and the copy engine write what
-    was read before. Produces empty, one arrival a warp, when the products of a stage are done.
+    group: its first row group. thread: 0..127 of the consumer. Consumes full; the fence after it makes the load warps'
+    copies visible to wgmma, and lets the copy engine overwrite what was read before. Produces empty, one arrival a
+    warp, when a stage's products are done.
     """
     use = Int32(0)
     for number in cutlass.range_constexpr(len(config.widths)):
@@ -39,7 +39,10 @@ def consume_class(
     thread,
     use,
 ) -> Int32:
-    """The tiles of one class of entries. use: of the CTA's first stage of them; of the next class's is returned."""
+    """Do the tiles of one class of entries.
+
+    use: ring use count of the CTA's first stage of them; returns the next class's.
+    """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     width, splits, tall = config.widths[number], config.shape.splits, config.shape.tall
     mma = make_mma(width)

@@ -1,7 +1,7 @@
-"""From sums to results: global scales, biases, activation, and pairs of neighbouring features stored as one word.
+"""Turn sums into results: global scales, biases, activation; store pairs of adjacent features as one word.
 
-A thread has rows g and g + 8 of its warp's 16 features and tokens 2 q and 2 q + 1 of every 8. Gate and up alternate by
-8 rows: they are its two rows.
+A thread has rows g and g + 8 of its warp's 16 features, and tokens 2 q and 2 q + 1 of every 8. Gate and up alternate by
+8 rows, so the two rows of a thread are a gate and its up.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from warpspec.moe.streamed import CODE_POWER
 
 
 class Terms(NamedTuple):
-    """Of a thread's two rows: what its sums are multiplied by, and what is added."""
+    """Factors and biases of a thread's two rows."""
 
     scales: tuple
     biases: tuple
 
 
 def terms_of(config, ops: Operands, tile: Tile, group, thread) -> Terms:
-    """Read before the products: they take long enough."""
+    """Load the thread's terms; called before the products, which hide the latency."""
     last = UP if config.gated else GATE
     scales = tuple(
         ops.global_scale[tile.expert, column] * Float32(2.0**CODE_POWER) for column in (GATE, last)
@@ -48,7 +48,7 @@ def terms_of(config, ops: Operands, tile: Tile, group, thread) -> Terms:
 
 @cute.jit
 def bias_of(ops, expert, row) -> tuple:
-    """Biases of both rows of a thread, 0 behind the last."""
+    """Biases of a thread's two rows; 0 past the last."""
     found = []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         value = Float32(0.0)
@@ -59,7 +59,7 @@ def bias_of(ops, expert, row) -> tuple:
 
 
 def first_row(tile: Tile, group, thread) -> Int32:
-    """Of the weights, the thread's first."""
+    """The thread's first row of the weights."""
     row = (tile.row_tile + group) * WARPGROUP_ROWS + thread // WARP_THREADS * WARP_ROWS
     return row + thread % WARP_THREADS // QUAD
 
@@ -68,7 +68,7 @@ def first_row(tile: Tile, group, thread) -> Int32:
 def store(
     config: cutlass.Constexpr, width: cutlass.Constexpr, ops, tile, group, thread, sums: cute.Tensor, terms
 ):
-    """The tile's results, of at most ``width`` tokens. sums (n): the fragment's registers."""
+    """Store the results of a tile of at most ``width`` tokens. sums (n): the fragment's registers."""
     row = first_row(tile, group, thread)
     member = thread % QUAD
     odd = Boolean(thread // QUAD % 2 == 1)
@@ -84,7 +84,7 @@ def store(
                     values[j, r] = cute.math.fma(sums[i], scale, terms.biases[r])
             if cutlass.const_expr(config.gated):
                 results = [(gated(config, values[j, 0], values[j, 1], ops.limit)) for j in range(PAIR)]
-                # 8 features of a warp: its rows without those of up
+                # the warp's 8 features: its rows without those of up
                 feature = row // WARP_ROWS * ROW_DISTANCE + row % ROW_DISTANCE
                 store_pair(config, ops, tile, feature, token, odd, results)
             else:
@@ -95,7 +95,7 @@ def store(
 
 @cute.jit
 def token_scales(config: cutlass.Constexpr, ops, tile, token) -> tuple:
-    """Of ``token`` and the next where the configuration rounds; 0 past the tile's last."""
+    """Scales of ``token`` and of the next one, if the configuration rounds; 0 past the tile's last."""
     found = []
     if cutlass.const_expr(config.rounds):
         for j in cutlass.range_constexpr(PAIR):
@@ -108,7 +108,8 @@ def token_scales(config: cutlass.Constexpr, ops, tile, token) -> tuple:
 
 @cute.jit
 def store_pair(config: cutlass.Constexpr, ops, tile, feature, token, odd, results: cutlass.Constexpr):
-    """Threads of neighbouring features, g even and odd, exchange: each stores both features of one token."""
+    """Exchange between threads of adjacent features (even and odd g), so that each stores both features of one
+    token."""
     low, high = results
     got = cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(odd, low, high)), QUAD)
     kept = Float32 if config.rounds else BFloat16

@@ -20,12 +20,12 @@ from warpspec.moe.sm90.consumer import consume
 from warpspec.moe.sm90.load import load
 from warpspec.moe.sm90.tiles import Operands
 
-# Of an SM's L1 and shared memory, all it can have as shared memory: the rings fill it.
+# Per cent of L1 and shared memory that are used as shared memory: all, because the rings fill it.
 SMEM_CARVEOUT_PERCENT = 100
 
 
 class Shared(NamedTuple):
-    """Where the regions of shared memory begin, in bytes."""
+    """Addresses of the regions of shared memory, in bytes."""
 
     weights: cute.Pointer
     tokens: cute.Pointer
@@ -55,7 +55,7 @@ class StreamedGemm:
         ctas: Int32,
         stream: CUstream,
     ):
-        """Tensors as in ``tiles.Operands``. chunks: of K. ctas: persistent."""
+        """Launch the kernel. Tensors as in ``tiles.Operands``. chunks: along K. ctas: of the persistent launch."""
         read = tokens, source, row_scale, data, global_scale, bias, work, ids
         ops = Operands(*read, out, chunks, limit)
         self.kernel(ops).launch(

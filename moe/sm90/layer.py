@@ -1,6 +1,6 @@
 """The layer on sm_90a: sort, GEMM 1 with the activation, GEMM 2, weighted sum; each starts as the one before ends.
 
-Of "w4a4", whose activations are rounded to NVFP4, a launch before each GEMM rounds them (``round_rows``).
+"w4a4" rounds activations to NVFP4, in a launch of its own before each GEMM (``round_rows``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> Stream
 
 
 class Layer:
-    """The stages of a checked problem that has rows. precision: "w4a16" or "w4a4". shapes (both GEMMs' tiles),
-    sort_shape, unsorted: instead of what is chosen.
+    """The stages of a checked problem with at least one row.
 
-    Unsorted, every choice is a tile's only row, in their order, and GEMM 1 reads the tokens themselves: the same bits.
-    ``run`` does all stages, four launches (six of "w4a4", three unsorted) on the current stream; reports: the
-    simulator's of its stages, natively Nones.
+    precision: "w4a16" or "w4a4". shapes (both GEMMs' tiles), sort_shape, unsorted: replace what is chosen. If unsorted,
+    every choice is the only row of a tile, in the order of choices, and GEMM 1 reads the tokens themselves; the bits
+    are the same. ``run`` does all stages on the current stream: four launches, six for "w4a4", three if unsorted.
+    reports: the simulator's for each stage, None on a GPU.
     """
 
     def __init__(
@@ -71,14 +71,15 @@ class Layer:
         self.reports = []
 
     def buffers(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is between the GEMMs, [R, padded I] in the kernel's order; GEMM 2's rows [R, H]), unwritten, bf16; of
-        "w4a4" the first is fp32."""
+        """Uninitialised (activations between the GEMMs, [R, padded I] in the kernel's order; rows of GEMM 2 [R, H]),
+        bf16. For "w4a4" the first is fp32."""
         rows, hidden = self.problem.rows, self.problem.hidden
         middle = torch.float32 if self.rounds else x.dtype
         return x.new_empty(rows, padded_k(self.problem.width), dtype=middle), x.new_empty(rows, hidden)
 
     def sort(self, x: torch.Tensor, topk_ids: torch.Tensor) -> tuple:
-        """(sorted tokens, list of work, activations, their scales or None); unsorted: (None, topk_ids, x, None)."""
+        """Sort: (sorted tokens, list of work, activations, their scales or None); if unsorted (None, topk_ids, x,
+        None)."""
         if x.shape[0] == 1:
             x = x[0][None]  # the stride of a dimension of size 1 need not be even
         if self.routing:
@@ -111,19 +112,19 @@ class Layer:
         self.reports.append(grouped_gemm(self.down_config, h, None, w2, found[1], y, target=self.target))
 
     def sum(self, found: tuple, y: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor) -> None:
-        """Every token's weighted sum."""
+        """The weighted sum of every token."""
         position = found[1] if self.routing else found[0].position
         options = dict(dependent=True, routing=self.routing, target=self.target)
         self.reports.append(unpermute(y, position, topk_weights.contiguous(), out, **options))
 
     def round(self, found: tuple, h: torch.Tensor, intermediate_scale: torch.Tensor) -> torch.Tensor:
-        """Of "w4a4": GEMM 2's activations."""
+        """Round GEMM 2's activations, for "w4a4"."""
         rounded, report = round_middle(h, found[0].offsets, intermediate_scale, self.target)
         self.reports.append(report)
         return rounded
 
     def run(self, x, topk_ids, topk_weights, w13, w2, out, intermediate_scale=None) -> None:
-        """out [T, H]. intermediate_scale: fp32 [E], which "w4a4" rounds with."""
+        """Run all stages. out: [T, H]. intermediate_scale: fp32 [E], used by "w4a4"."""
         self.reports = []
         if self.rounds:
             w2 = replace(w2, global_scale=w2.global_scale * intermediate_scale[:, None])
@@ -146,7 +147,7 @@ def run_grouped(
     *,
     target: Target,
 ) -> list:
-    """out [R, I] of rows that are sorted already. Returns the simulator's reports, or Nones."""
+    """Write out [R, I] for rows that are sorted already. Returns the simulator's reports, or Nones."""
     shape = choose_shape(problem.rows, problem.experts, w13.row_tiles, target.sm_count)
     config = gated_config(w13, shape, problem)
     work = list_work(tokens.offsets, config.widths, problem.rows)
@@ -157,7 +158,7 @@ def run_grouped(
 
 
 def list_work(offsets: torch.Tensor, widths: tuple[int, ...], rows: int) -> torch.Tensor:
-    """The list of work of running ends, in torch operations, as of ``sort.sort_choices``."""
+    """The list of work of running ends, in torch operations, as ``sort.sort_choices`` makes it."""
     from warpspec.moe.sort import entries_bound
 
     experts, most = len(offsets), widths[0]

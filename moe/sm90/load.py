@@ -1,4 +1,4 @@
-"""The load warps: a stage of weights by one bulk copy a row group, its tokens by copies of 16 bytes a lane."""
+"""The load warps: load a stage's weights by one bulk copy a row group, and its tokens by copies of 16 bytes a lane."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
 
-CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte pieces of a token in a chunk: a span of the swizzle
-SWIZZLE_ROWS = 8  # after which it repeats
+CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte vectors of a token in a chunk: a span of the swizzle
+SWIZZLE_ROWS = 8  # after which the swizzle repeats
 WORD_BYTES = 4
 WORD_ELEMENTS = WORD_BYTES // ELEMENT_BYTES
 
 
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, warp):
-    """One load warp; warp: 0 loads the weights too.
+    """One load warp; warp 0 loads the weights too.
 
-    Produces full: the first warp's arrival with the weights' bytes, and one of every thread that comes by itself when
-    the thread's copies of tokens are done. Consumes empty.
+    Produces full. Its arrivals are that of warp 0, with the weights' bytes, and one of every thread, which happens by
+    itself when the thread's copies of tokens are done. Consumes empty.
     """
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     lane = cute.arch.lane_idx()
     stages, use, ahead = stage_count(config, ops), Int32(0), Int32(0)
-    next_tile = tile_at(config, ops, cta)  # read before it is known whether there is one: one wait, not two
+    next_tile = tile_at(config, ops, cta)  # read before it is known to exist, to wait once, not twice
     total = tile_count(config, ops)
     if cutlass.const_expr(config.early):
         if (cta < total) & (warp == 0):
@@ -58,7 +58,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
 
 @cute.jit
 def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, tile, number, use):
-    """Stage ``number`` of the tile: its steps of every row group, one behind another; the last may lack some."""
+    """Load stage ``number`` of the tile: the steps of every row group, one after another; the last may lack some."""
     full = channels["full"]
     left = ops.chunks - number * config.stage_chunks
     steps = (cutlass.min(left, config.stage_chunks) + STEP_CHUNKS - 1) // STEP_CHUNKS
@@ -79,8 +79,10 @@ def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared,
 
 @cute.jit
 def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane) -> cute.Tensor:
-    """(n): where the rows of the activations begin that this lane loads parts of, one for each of its instructions, in
-    vectors: 32 bits go further then."""
+    """(n): where the rows of activations begin that this lane loads, one for each of its instructions.
+
+    They are counted in vectors, so that 32 bits are enough for large tensors.
+    """
     found = cute.make_rmem_tensor(config.shape.tokens // rows_of_all(config), Uint32)
     pitch = Uint32(ops.tokens.stride[0]) // (VECTOR_BYTES // ELEMENT_BYTES)
     for i in cutlass.range_constexpr(cute.size(found)):
@@ -96,25 +98,27 @@ def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane) -> cute.Tensor:
 
 
 def first_row(config, warp, lane) -> Int32:
-    """Row of the tile that the lane's first instruction loads a part of; the next are ``rows_of_all`` apart."""
+    """Row of the tile that the lane's first instruction loads; the next rows are ``rows_of_all`` apart."""
     at_once = rows_at_once(config)
     return warp * at_once + lane // (WARP_THREADS // at_once)
 
 
 def rows_at_once(config) -> int:
-    """Rows of an instruction of a warp."""
+    """Rows that one instruction of a warp loads."""
     return WARP_THREADS * VECTOR_BYTES // config.row_bytes
 
 
 def rows_of_all(config) -> int:
-    """Rows of an instruction of all load warps: a power of two."""
+    """Rows that one instruction of all load warps loads: a power of two."""
     return rows_at_once(config) * config.shape.load_warps
 
 
 @cute.jit
 def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, rows: cute.Tensor):
-    """A stage of the tile's rows, 16 bytes a lane and instruction, where the 128-byte swizzle puts them. Rows past the
-    tile's stay as they are: no other column of the product depends on them."""
+    """Load a stage of the tile's rows, 16 bytes a lane and instruction, to where the 128-byte swizzle puts them.
+
+    Rows past the tile's last keep old contents, which reach no other column of the product.
+    """
     vector = lane % (WARP_THREADS // rows_at_once(config))
     chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
     first, step = first_row(config, warp, lane), rows_of_all(config)
@@ -124,7 +128,7 @@ def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp,
     address = ops.tokens.iterator.toint() + Int64(number * config.row_bytes + vector * VECTOR_BYTES)
     if number * config.stage_chunks + chunk < ops.chunks:
         for i in cutlass.range_constexpr(cute.size(rows)):
-            # The row's number differs from the first one's in other bits than those below ``step``.
+            # The bits in which a row's number differs from the first row's are none of those below ``step``.
             swizzled = base ^ (i * step % SWIZZLE_ROWS * VECTOR_BYTES)
             if first + i * step < tile.count:
                 copy_vector(swizzled + i * step * tma.ROW_BYTES, rows[i], address)
@@ -132,8 +136,10 @@ def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp,
 
 @cute.jit
 def load_words(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, lane, rows: cute.Tensor):
-    """A stage of the tile's only row, of a token as it is: four words for each 16 bytes of the kernel's order, which
-    lie a block apart; 0 behind the token's end."""
+    """Load a stage of the tile's only row from a token in its own order, with 0 after the token's end.
+
+    Each 16 bytes in the kernel's order are four words that lie a block apart.
+    """
     vector = lane % (WARP_THREADS // rows_at_once(config))
     chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
     target = Int32(shared.tokens.toint()) + use % config.shape.stages * config.token_bytes
@@ -151,8 +157,8 @@ def load_words(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, 
 
 
 def copy_word(target, address, present) -> None:
-    """4 bytes to shared memory, of which ``present``, 4 or 0, are read and the others 0. A later arrival of the thread
-    waits for them."""
+    """Copy 4 bytes to shared memory; only ``present`` of them, 4 or 0, are read, and the others are 0. A later arrival
+    of the thread waits for the copy."""
     cute.arch.inline_ptx(
         f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {WORD_BYTES}, {{$r2}};",
         read_only_args=[Int32(target), address, present],
@@ -160,8 +166,11 @@ def copy_word(target, address, present) -> None:
 
 
 def copy_vector(target, vectors: Uint32, address) -> None:
-    """16 bytes, so many vectors behind the address, to shared memory, past L1; a later arrival of the thread waits for
-    them. One instruction finds the address: kept for all rows, addresses would take twice the registers."""
+    """Copy the 16 bytes that lie ``vectors`` vectors after the address to shared memory, bypassing L1.
+
+    A later arrival of the thread waits for the copy. The address is computed by one instruction here, because keeping
+    the addresses of all rows would take twice the registers.
+    """
     cute.arch.inline_ptx(
         f"{{ .reg .u64 source; mad.wide.u32 source, {{$r1}}, {VECTOR_BYTES}, {{$r2}};"
         f" cp.async.cg.shared.global [{{$r0}}], [source], {VECTOR_BYTES}; }}",

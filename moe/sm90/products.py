@@ -1,4 +1,5 @@
-"""Products of a tile: weights of 64 features from the ring, decoded in registers, times its tokens on wgmma."""
+"""Products of a tile: 64 features of the weights, from the ring and decoded in registers, times its tokens, by
+wgmma."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ONE_WARPGROUP = (1, 1, 1)
 
 
 def make_mma(width: int) -> cute.TiledMma:
-    """D [64, N] += A [64, K] B [N, K]^T of so many tokens: A from registers, B from shared memory, K contiguous."""
+    """D [64, N] += A [64, K] B [N, K]^T with N = width: A from registers, B from shared memory, K contiguous."""
     major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, width)
     return hopper.make_trivial_tiled_mma(
         BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, tile, warpgroup.OperandSource.RMEM
@@ -28,7 +29,7 @@ def make_mma(width: int) -> cute.TiledMma:
 
 
 def token_chunks(config, width: int, base) -> cute.Tensor:
-    """(MMA, MMA_N, MMA_K, CHUNK): descriptors of all stages' chunks, the first tokens of each."""
+    """(MMA, MMA_N, MMA_K, CHUNK): descriptors of the chunks of all stages, for the first ``width`` tokens of each."""
     chunks = config.stage_chunks * config.shape.stages
     one = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (WARPGROUP_ROWS, width, CHUNK), BFloat16, 1)
     rows, columns, _ = one.outer.shape
@@ -51,8 +52,8 @@ def add_products(
     use,
     sums: cutlass.Constexpr,
 ):
-    """A tile's products, by one consumer. use: of its first stage. sums: of each row group, fragments of ``width``
-    tokens. Two chunks are in registers: one is decoded while the products of the other run."""
+    """One consumer computes a tile's products. use: ring use count of its first stage. sums: fragments of ``width``
+    tokens, one for each row group. Two chunks are in registers: one is decoded while the products of the other run."""
     tall, chunks, empty = config.shape.tall, config.stage_chunks, channels["empty"]
     tokens = token_chunks(config, width, shared.tokens)
     weights = [make_weights(width) for _ in range(2)]
@@ -68,7 +69,7 @@ def add_products(
             chunk, i = unit // tall, unit % tall
             decode(words[i], chunk, weights[unit % 2])
             issue(config, width, sums[i], weights[unit % 2], tokens, use + stage, chunk)
-    # Where the last stage is a part of one, also the one before is left to release.
+    # If the last stage is partial, the stage before it is still to be released as well.
     left = cutlass.max(stages - 1, 0)
     if whole < stages:
         await_stage(channels, use + whole)
@@ -88,18 +89,18 @@ def add_products(
 
 
 def make_weights(width: int) -> cute.Tensor:
-    """Registers for a chunk's fragments."""
+    """Registers for the fragments of a chunk."""
     return cute.make_rmem_tensor(make_mma(width).partition_shape_A((WARPGROUP_ROWS, CHUNK)), BFloat16)
 
 
 def await_stage(channels, use) -> None:
-    """The stage is here, for wgmma too; and what was read before may be written."""
+    """Wait for a stage. The fence makes it visible to wgmma, and lets what was read before be overwritten."""
     channels["full"].wait(use)
     cute.arch.fence_view_async_shared()
 
 
 def decode(words: tuple, chunk: int, weights: cute.Tensor) -> None:
-    """A chunk's fragments. words: what ``stage_words`` gave."""
+    """Decode a chunk to fragments. words: from ``stage_words``."""
     codes, scales = words
     out = cute.recast_tensor(flat(weights), Uint32)
     decode_chunk(codes[chunk], scales[chunk // STEP_CHUNKS], chunk % STEP_CHUNKS, out)
@@ -112,7 +113,7 @@ def issue(config, width: int, sums, weights, tokens, use, chunk: int) -> None:
 
 
 def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, list]:
-    """(codes of each chunk, (VECTOR_WORDS); the scales of its rows, a word for each step), in registers."""
+    """Load (codes of each chunk, (VECTOR_WORDS); a word of scales of its rows for each step) to registers."""
     slot = use % config.shape.stages * config.shape.row_groups + group
     base = (shared.weights + slot * config.weight_bytes).align(VECTOR_WORDS * WORD_BYTES)
     words = cute.make_tensor(

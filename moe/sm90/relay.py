@@ -1,8 +1,8 @@
-"""Consumers that take turns at a tile's stages: each decodes its stage while the others multiply theirs, then gets the
-sums, adds its products and hands them on.
+"""Consumers that take turns at a tile's stages.
 
-So a tile of few tokens takes less time, most of which is decoding, and the sums are added in the order of K all the
-same: they have the bits of a single consumer's.
+Each decodes its stage while the others multiply theirs; then it receives the sums, adds its products and hands them on.
+A tile of few tokens spends most of its time decoding and so takes less time. The sums are still added in the order of K
+and have the same bits as those of a single consumer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.moe.sm90.products import await_stage, decode, issue, make_weights, stage_words, token_chunks
 from warpspec.moe.sm90.tiles import stage_count
 
-FIRST_BARRIER = (
-    1  # named barriers: of a row group one a consumer, which the one before arrives at, and one of all
-)
+# The first named barrier. Each row group has one for each consumer, at which the consumer before it arrives, and one
+# for all of them.
+FIRST_BARRIER = 1
 
 
 @cute.jit
@@ -35,8 +35,11 @@ def add_in_turns(
     use,
     sums: cute.Tensor,
 ):
-    """The products of stages split, split + splits, ... of a tile; whose turn is the last has the tile's sums. use: of
-    its first stage. sums: a fragment of ``width`` tokens."""
+    """Add the products of stages split, split + splits, ... of a tile. The consumer of the last stage ends with the
+    sums.
+
+    use: ring use count of the tile's first stage. sums: a fragment of ``width`` tokens.
+    """
     splits, chunks = config.shape.splits, config.stage_chunks
     tokens = token_chunks(config, width, shared.tokens)
     weights = [make_weights(width) for _ in range(chunks)]
@@ -75,7 +78,7 @@ def add_in_turns(
 
 
 def sums_slot(config, shared, group, thread) -> cute.Tensor:
-    """(n): where a thread's sums stand between turns: a thread of each consumer has the same."""
+    """(n): where a thread's sums are kept between turns; one thread of each consumer shares them."""
     size = config.shape.tokens // 2
     region = cute.make_tensor(
         cute.recast_ptr(shared.sums, dtype=Float32),
@@ -87,7 +90,7 @@ def sums_slot(config, shared, group, thread) -> cute.Tensor:
 
 
 def await_all(config, group) -> None:
-    """All consumers of the row group have had their turns at the tile: none arrives for the next one's before."""
+    """Wait until all consumers of the row group have had their turns at the tile; none starts the next tile before."""
     splits = config.shape.splits
     barrier = FIRST_BARRIER + group * (splits + 1) + splits
     cute.arch.barrier(barrier_id=barrier, number_of_threads=splits * WARPGROUP_THREADS)

@@ -1,8 +1,8 @@
-"""Rows rounded to NVFP4 for "w4a4" on sm_90a: codes times block scales, exact in bf16, as activations of the GEMM.
+"""Round rows to NVFP4 for "w4a4" on sm_90a, as activations of the GEMM: codes times block scales, exact in bf16.
 
-One CTA a row. The codes and scales are those of ``nvfp4.quantize``, so of sm_100a's kernels; what is left of a row is
-its global scale, which the GEMM's epilogue applies (tokens, a scale a row) or which w2's global scale has in it (what
-comes between the GEMMs, a scale an expert). e2m1 is rounded to by arithmetic: sm_90a has no such conversion.
+One CTA a row. Codes and scales are those of ``nvfp4.quantize``, and so of sm_100a's kernels. The rows' global scales
+are left out. The tokens' (one a row) are applied by GEMM 1's epilogue; those between the GEMMs (one an expert) are part
+of w2's global scale. Rounding to e2m1 uses arithmetic, because sm_90a has no conversion instruction for it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from warpspec.moe.streamed import CHUNK, padded_k
 
 THREADS = 128
 PAIR = 2
-BEYOND_MAX = 8.0  # quotients are cut there: any above E2M1_MAX gives that
+BEYOND_MAX = 8.0  # quotients are clamped to it; any value above E2M1_MAX would do
 
 
 @dataclass(frozen=True)
 class RoundConfig:
-    """tokens: rows are tokens in their own order, bf16, with a global scale each, which is written. Otherwise they are
-    what GEMM 1 has left, fp32 in the kernel's order, with an expert's scale each."""
+    """tokens: rows are tokens in their own order, bf16; each gets a global scale, which is written. Otherwise rows are
+    GEMM 1's results, fp32 in the kernel's order, with an expert's scale each."""
 
     tokens: bool
 
@@ -50,7 +50,10 @@ class RoundRows:
         out: cute.Tensor,
         stream: CUstream,
     ):
-        """rows: [T, K] or [R, padded K]. scale: fp32 [T], written, or [E]. offsets: [E]. out: [T or R, padded K]."""
+        """Launch the kernel.
+
+        rows: [T, K] or [R, padded K]. scale: fp32 [T], written, or [E]. offsets: [E]. out: [T or R, padded K].
+        """
         self.kernel(rows, scale, offsets, out).launch(
             grid=(rows.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream
         )
@@ -68,7 +71,7 @@ class RoundRows:
             for block in cutlass.range(thread, blocks, THREADS, unroll=1):
                 values = load_block(config, rows[row, None], block)
                 amax = cute.arch.fmax(amax, largest_magnitude(values), nan=True)
-            # Magnitudes order like their bits, NaN last.
+            # Magnitudes order like their bits, with NaN last.
             bits = Uint32(cute.arch.warp_redux_sync(amax.bitcast(Uint32), "max"))
             if thread % WARP_THREADS == 0:
                 largest[thread // WARP_THREADS] = bits
@@ -88,7 +91,7 @@ class RoundRows:
 
 @cute.jit
 def expert_of(offsets: cute.Tensor, row, thread) -> Int32:
-    """Whose row it is: how many experts' rows end before it. By whole warps."""
+    """The expert of a row: how many experts' rows end before it. Executed by whole warps."""
     before = Int32(0)
     for first in cutlass.range(0, offsets.shape[0], WARP_THREADS, unroll=1):
         expert = first + thread % WARP_THREADS
@@ -99,7 +102,7 @@ def expert_of(offsets: cute.Tensor, row, thread) -> Int32:
 
 @cute.jit
 def round_row(config: cutlass.Constexpr, row, out, global_scale: Float32, blocks, thread):
-    """out: the row's codes times block scales, in the kernel's order. NaN where a block's scale is NaN."""
+    """Write the row's codes times block scales to out, in the kernel's order. NaN where a block's scale is NaN."""
     for block in cutlass.range(thread, blocks, THREADS, unroll=1):
         values = load_block(config, row, block)
         amax = largest_magnitude(values)
@@ -121,7 +124,7 @@ def round_row(config: cutlass.Constexpr, row, out, global_scale: Float32, blocks
 
 @cute.jit
 def load_block(config: cutlass.Constexpr, row: cute.Tensor, block) -> cute.Tensor:
-    """(16) fp32 of a block of the row's columns, 0 behind the last."""
+    """(16) fp32 of a block of the row's columns; 0 past the last."""
     values = cute.make_rmem_tensor(BLOCK, Float32)
     if cutlass.const_expr(config.tokens):
         values.fill(0.0)
@@ -137,7 +140,8 @@ def load_block(config: cutlass.Constexpr, row: cute.Tensor, block) -> cute.Tenso
 
 
 def place(block, pair: int):
-    """Where a pair of a block's columns stands in a row of the kernel's order (``streamed.column_order``), in pairs."""
+    """Where a pair of a block's columns is in a row of the kernel's order (``streamed.column_order``), counted in
+    pairs."""
     of_block = CHUNK // QUAD
     per_sixteen, per_half = of_block // PAIR, QUAD
     chunk, q = block // QUAD, block % QUAD
@@ -145,8 +149,10 @@ def place(block, pair: int):
 
 
 def to_e2m1_value(x: Float32) -> Float32:
-    """The nearest e2m1 number, ties to the even code, at most 6 in magnitude: steps of 1/2 below 2, of 1 below 4, of
-    2."""
+    """The nearest e2m1 number, at most 6 in magnitude; ties go to the even code.
+
+    Steps are 1/2 below 2, 1 below 4, else 2.
+    """
     size = absolute(x)
     below_two, below_four = Boolean(size < 2.0), Boolean(size < 4.0)
     steps = Float32(
@@ -179,8 +185,11 @@ round_kernel = Kernel("moe.round_rows", _host_and_arguments)  # by RoundConfig
 
 
 def round_tokens(x: torch.Tensor, target: Target) -> tuple[torch.Tensor, torch.Tensor, object]:
-    """(activations bf16 [T, padded K] without the rows' global scales, these fp32 [T], the simulator's report or None)
-    of tokens x bf16 [T, K], K a multiple of 16; one launch."""
+    """Round tokens x, bf16 [T, K], K a multiple of 16, in one launch.
+
+    Returns (activations bf16 [T, padded K] without the rows' global scales, the scales fp32 [T], the simulator's report
+    or None).
+    """
     out = x.new_empty(len(x), padded_k(x.shape[1]))
     scale = x.new_empty(len(x), dtype=torch.float32)
     return out, scale, round_kernel.run(RoundConfig(True), target, x, scale, None, out)
@@ -189,7 +198,10 @@ def round_tokens(x: torch.Tensor, target: Target) -> tuple[torch.Tensor, torch.T
 def round_middle(
     h: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor, target: Target
 ) -> tuple[torch.Tensor, object]:
-    """(activations bf16 like h without the experts' scales, the report) of GEMM 1's results h fp32 [R, padded I] in
-    the kernel's order. offsets: int32 [E]; rows from the last end on are left alone. scale: fp32 [E]; one launch."""
+    """Round GEMM 1's results h, fp32 [R, padded I] in the kernel's order, in one launch.
+
+    offsets: int32 [E]; rows from the last end on are not touched. scale: fp32 [E]. Returns (activations bf16, shaped
+    like h, without the experts' scales; the simulator's report or None).
+    """
     out = h.new_empty(h.shape, dtype=torch.bfloat16)
     return out, round_kernel.run(RoundConfig(False), target, h, scale, offsets, out)

@@ -1,4 +1,4 @@
-"""Which tile a CTA does when: entries of work, each some rows of one expert, times row tiles of its weights."""
+"""The order of a CTA's tiles: entries of work, each some rows of one expert, times row tiles of its weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 
 
 class Operands(NamedTuple):
-    """tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None, source[r] // choices is row r's
-    token. row_scale: fp32 [T], a token's, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]; bias:
-    [E, rows] or None. work: int32 [heads + entries, 4]: ends of classes, then (expert, first row, rows); ids: int32
-    [T, k], of ``Routing``: one of both. out: [R, columns]."""
+    """Tensors of a launch.
+
+    tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None; row r is token source[r] //
+    choices. row_scale: fp32 [T], of tokens, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]. bias:
+    [E, rows] or None. Either work: int32 [heads + entries, 4], ends of classes, then (expert, first row, rows); or ids:
+    int32 [T, k], if the configuration has a ``Routing``. out: [R, columns].
+    """
 
     tokens: cute.Tensor
     source: cute.Tensor | None
@@ -33,7 +36,7 @@ class Operands(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """expert; first, count: its rows; row_tile: the first of 64 features."""
+    """A tile: rows ``first`` to ``first + count`` of an expert, times row tiles of 64 features from ``row_tile`` on."""
 
     expert: Int32
     first: Int32
@@ -42,7 +45,7 @@ class Tile(NamedTuple):
 
 
 def tile_count(config, ops, number: int = -1) -> Int32:
-    """Tiles of the launch up to the end of a class; of all."""
+    """Tiles of the launch up to the end of class ``number``; by default of all classes."""
     if config.routing:
         return Int32(ops.ids.shape[0]) * config.routing.taken * groups(config, ops)
     number %= len(config.widths)
@@ -60,7 +63,7 @@ def groups(config, ops) -> Int32:
 
 
 def tile_at(config, ops, index) -> Tile:
-    """The tile of that number: an entry's tiles follow each other."""
+    """The index-th tile; the tiles of an entry are adjacent."""
     of_entry = groups(config, ops)
     if config.routing:
         row = index // of_entry
@@ -77,7 +80,7 @@ def tile_at(config, ops, index) -> Tile:
 
 @cute.jit
 def choice_at(routing: cutlass.Constexpr, ids, row) -> tuple:
-    """(expert, 1) of a row of ``Routing``; (any, 0) of one whose id names none."""
+    """(expert, 1) of a row of ``Routing``; (any expert, 0) if its id names none."""
     which = row % routing.taken
     expert, count = routing.experts + which - routing.choices, Int32(1)
     if which < routing.choices:
@@ -88,5 +91,5 @@ def choice_at(routing: cutlass.Constexpr, ids, row) -> tuple:
 
 
 def has_rows(ops, tile: Tile, group) -> Boolean:
-    """Whether the weights have a row tile for a consumer; the last tile may have fewer than it could."""
+    """Whether the weights have a row tile for this consumer; the last tile of an expert may have fewer."""
     return Boolean(tile.row_tile + group < ops.data.shape[1])
