@@ -15,14 +15,30 @@ from warpspec.common.hardware import GPUS
 from warpspec.common.kernel_cache import CACHE
 from warpspec.common.launch import SIMULATED
 
+EXAMPLES = """\
+A call whose kernel is in the cache folder starts at once; others compile at their first call, for seconds each.
+Exit status 1: a kernel failed to compile.
+
+examples:
+  python -m warpspec compile --list                                    the models
+  python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8
+  python -m warpspec compile --model qwen3-8b --calls packed-paged --page-sizes 16 --cache /models/kernels"""
+
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m warpspec compile",
         description="Compile the attention kernels of a model and keep them in the cache folder. Needs no GPU.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", action="append", default=[], choices=sorted(MODELS), help="may be repeated"
+        "--model",
+        action="append",
+        default=[],
+        choices=sorted(MODELS),
+        metavar="NAME",
+        help="may be repeated; --list has the names",
     )
     parser.add_argument("--arch", default="sm_90a", choices=sorted(GPUS), help="target (default %(default)s)")
     parser.add_argument(

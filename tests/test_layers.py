@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "latent": ("common", "fmha"),
     "engines": ("common", *KERNELS),
     "aot": ("common", *KERNELS),
+    "cli": ("aot", "common", "sim", *KERNELS),
 }
 
 

@@ -70,7 +70,10 @@ def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True)
     names = [f"warpspec.{package}" for package in PACKAGES]
-    code = f"import importlib; print([importlib.import_module(n).__file__ for n in {names}])"
+    commands = (
+        "from warpspec.cli.main import COMMANDS; [importlib.import_module(n) for n in COMMANDS.values()]"
+    )
+    code = f"import importlib; {commands}; print([importlib.import_module(n).__file__ for n in {names}])"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     # -P: the working directory stays off the path; PYTHONPATH precedes the editable install's finder.
     printed = subprocess.run(

@@ -1,161 +1,39 @@
-"""Timing on a GPU, shared by the bench_*.py scripts: what was measured on, how long a call takes, how fast memory is.
-
-Times are medians. ``gpu_times`` is of do_bench's kind: two CUDA events around each call. The host is kept ahead
-of the GPU, so what stands between the events is the GPU's work and its launch, not Python. Two events with
-nothing between them already read a few microseconds apart, the same for every candidate; ``graph_time`` has no
-events inside: many calls captured in one CUDA graph, replayed, divided. Inputs rotate through more memory than
-the L2 holds, except where one set does by itself.
-"""
+"""What the bench_*.py scripts share: timing as ``warpspec.cli.timing`` does it, host time, a copy's speed, tables."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-L2_MULTIPLES = 4  # rotated inputs and outputs together hold this many times the L2
-MOST_SETS = 256  # of rotated inputs: tiny shapes need no more
-CALLS_AHEAD = 200  # calls queued while the GPU sleeps; the launch queue holds about a thousand entries
-SLEEP_CLOCKS_PER_CALL = 100_000  # about 50 us of the GPU's clock: longer than any candidate's host cost
-LEAST_SLEEP_CLOCKS = 4_000_000  # about 2 ms: longer than the host needs for one training step's calls
-MOST_SLEEP_CLOCKS = 20_000_000  # about 10 ms
-GRAPH_CALLS = 32  # in one captured graph
-GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # of one graph of ``graph_times``
-WELL_BEHIND = 2.0  # times as slow as the fastest
-SHORT_ROUNDS = {"rounds": 20, "round_ms": 4.0}  # of gpu_times
+from warpspec.cli.timing import (
+    PACKAGES,
+    SHORT_ROUNDS,
+    captured,
+    gpu_times,
+    graph_time,
+    graph_times,
+    header,
+    rotation,
+)
+
+__all__ = [
+    "PACKAGES",
+    "SHORT_ROUNDS",
+    "captured",
+    "copy_bandwidth",
+    "gpu_times",
+    "graph_time",
+    "graph_times",
+    "header",
+    "host_time",
+    "rotation",
+    "table",
+]
+
 COPY_BYTES = 4 << 30  # of the copy that measures bandwidth: read once and written once
-
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")
-
-
-def header(packages: Sequence[str] = PACKAGES) -> str:
-    """One line: date, GPU, SMs, L2, driver, versions of ``packages`` (those installed)."""
-    properties = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.split("\n")[0]
-    versions = [f"CUDA {torch.version.cuda}"]
-    for package in packages:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(
-        (
-            datetime.date.today().isoformat(),
-            properties.name,
-            f"{properties.multi_processor_count} SMs",
-            f"L2 {properties.L2_cache_size >> 20} MiB",
-            f"driver {driver}",
-            *versions,
-        )
-    )
-
-
-def rotation(make: Callable[[int], tuple], set_bytes: int) -> list[tuple]:
-    """Sets of arguments, make(0), make(1), ..., enough that together they exceed the L2 several times.
-
-    set_bytes: what a call on one set reads and writes. One set where that alone is enough.
-    """
-    wanted = L2_MULTIPLES * torch.cuda.get_device_properties(0).L2_cache_size
-    return [make(i) for i in range(max(1, min(MOST_SETS, -(-wanted // set_bytes))))]
-
-
-def gpu_times(
-    candidates: dict[str, Callable], inputs: Sequence[tuple], *, rounds: int = 3, round_ms: float = 40.0
-) -> dict[str, float]:
-    """Median microseconds of one call of each candidate, called as candidate(*inputs[i]) with i going round.
-
-    Candidates take turns, ``rounds`` times and every other time in reverse order, so that a drift of the clocks meets
-    all of them. A GPU at its power limit runs faster for a while after a candidate that draws less, by 5 percent and
-    more: for matrix products take many short rounds (``SHORT_ROUNDS``). The first calls, which may compile, are made
-    here and not timed.
-    """
-    counts, times = {}, {name: [] for name in candidates}
-    for name, call in candidates.items():
-        for i in range(3):
-            call(*inputs[i % len(inputs)])
-        rough = statistics.median(_event_times(call, inputs, 5))
-        counts[name] = max(1, min(CALLS_AHEAD, round(round_ms * 1e3 / rough)))
-    order = list(candidates.items())
-    for _ in range(rounds):
-        for name, call in order:
-            times[name] += _event_times(call, inputs, counts[name])
-        order.reverse()
-    return {name: statistics.median(of) for name, of in times.items()}
-
-
-def _event_times(call: Callable, inputs: Sequence[tuple], count: int) -> list[float]:
-    """Microseconds between events around each of ``count`` calls, all queued while the GPU sleeps."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(min(max(SLEEP_CLOCKS_PER_CALL * count, LEAST_SLEEP_CLOCKS), MOST_SLEEP_CLOCKS))
-    for i, (start, end) in enumerate(events):
-        start.record()
-        call(*inputs[i % len(inputs)])
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in events]
-
-
-def graph_time(
-    call: Callable, inputs: Sequence[tuple], *, calls: int = GRAPH_CALLS, replays: int = 20
-) -> float:
-    """Median microseconds a call takes inside a CUDA graph of ``calls`` calls, gaps between kernels included.
-
-    Raises what capturing raises for a call that cannot be captured.
-    """
-    graph = captured(call, inputs, calls)
-    return statistics.median(_event_times(graph.replay, [()], replays)) / calls
-
-
-def captured(call: Callable, inputs: Sequence[tuple], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many calls, call(*inputs[i]) with i going round, that has run once.
-
-    Raises what capturing raises for a call that cannot be captured.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(3):
-            call(*inputs[i % len(inputs)])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            call(*inputs[i % len(inputs)])
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def graph_times(
-    candidates: dict[str, Callable], inputs: Sequence[tuple], *, rounds: int = 9, round_ms: float = 4.0
-) -> dict[str, float]:
-    """Median microseconds of a call of each candidate inside a CUDA graph of calls on all the inputs, in turn.
-
-    Those well behind the fastest are timed by themselves, in fewer rounds. Raises what capturing raises.
-    """
-    graphs, rough = {}, {}
-    for name, call in candidates.items():
-        rough[name] = graph_time(call, inputs, calls=4, replays=3)
-    for name, call in candidates.items():
-        calls = max(len(inputs), min(MOST_GRAPH_CALLS, -(-GRAPH_US // rough[name])))
-        calls = int(max(1, min(calls, MOST_GRAPH_US // rough[name])))
-        graphs[name] = (captured(call, inputs, calls), calls)
-    near = [name for name in graphs if rough[name] < WELL_BEHIND * min(rough.values())]
-    behind = [name for name in graphs if name not in near]
-    times = {}
-    for names, how in ((near, (rounds, round_ms)), (behind, (1, round_ms))):
-        if names:
-            replays = {name: graphs[name][0].replay for name in names}
-            times |= gpu_times(replays, [()], rounds=how[0], round_ms=how[1])
-    return {name: times[name] / graphs[name][1] for name in candidates}
 
 
 def host_time(call: Callable, inputs: Sequence[tuple], *, calls: int = 100, rounds: int = 20) -> float:

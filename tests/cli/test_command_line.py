@@ -5,8 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-SMALL = ("simulate", "attention", "--queries", "16", "--keys", "32", "--heads", "1")
+from warpspec.cli import bench, cases, simulate, validate
+from warpspec.cli.main import COMMANDS, main
+
+SHAPE = ("--queries", "16", "--keys", "32", "--heads", "1")
+SMALL = ("simulate", "attention", *SHAPE)
 
 
 def call(*arguments):
@@ -18,14 +23,84 @@ def test_simulate(arch, tmp_path):
     timeline = tmp_path / "trace.json"
     done = call(*SMALL, "--arch", arch, "--check", "order", "--timeline", str(timeline))
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split("FP32 reference: ")[1].split()[0]) < 4e-3
+    assert "tolerance 4.0e-03: ok" in done.stdout
+    assert float(done.stdout.split("error ")[1].split()[0]) < 4e-3
     assert json.loads(timeline.read_text())
 
 
-def test_what_cannot_be_computed_is_refused():
-    done = call(*SMALL, "--head-dim", "65")
-    assert done.returncode == 2
-    assert "65" in done.stderr and "Traceback" not in done.stderr
+def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
+    """simulate and validate compare with the definition, so results that are 1% off end with status 1."""
+    right = cases.OPERATORS["softmax"]
+
+    def one_percent_off(options, device):
+        case = right(options, device)
+        return cases.Case(
+            case.title, lambda _: [case.expected()[0] * 1.01], case.expected, None, case.tolerance
+        )
+
+    monkeypatch.setitem(cases.OPERATORS, "softmax", one_percent_off)
+    monkeypatch.setattr("warpspec.sim.last_report", lambda: "report")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert simulate.main(["softmax"]) == 1
+    assert validate.main(["softmax"]) == 1
+    assert capsys.readouterr().out.count("FAILED") == 2
+
+
+def test_validate_reports_what_was_compared(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert validate.main(["softmax", "--columns", "64", "--rows", "2", "--dtype", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert "softmax 2 x 64 fp32" in out and "allowed" in out and "1 of 1 passed" in out
+
+
+def test_a_failing_case_does_not_hide_the_others(monkeypatch, capsys):
+    def fails(backend):
+        raise RuntimeError("no such wait")
+
+    case = cases.Case("broken", fails, lambda: [], None, 0.0)
+    assert not validate.compare(lambda: case, "sim", torch.bfloat16)
+    assert "FAILED  broken: RuntimeError: no such wait" in capsys.readouterr().out
+
+
+def test_errors():
+    case = cases.Case("", None, None, None, 1.0, by_head=True)
+    right = torch.ones(2, 3, 4)
+    off = right.clone()
+    off[:, 1] += 0.1
+    assert case.error([off], [right]) == pytest.approx(0.1)
+    assert not case.error([off.fill_(torch.nan)], [right]) <= 1e9
+    assert case.error([torch.tensor([1])], [torch.tensor([2])]) == float("inf")
+    assert case.allowed(0.01, torch.bfloat16) == pytest.approx(0.0125)  # less than the tolerance of 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((*SMALL, "--head-dim", "65"), "65"),
+        (("simulate", "attention", "--dtype", "fp32"), "--dtype"),
+        (("validate", "softmax", "--model", "gpt-oss-20b"), "--model"),
+        (("bench", "topk", "--seed", "-1"), "--seed"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(["softmax"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"python -m warpspec {command} " in capsys.readouterr().out
 
 
 def test_compile_has_the_options_of_aot():

@@ -1,0 +1,131 @@
+"""``python -m warpspec validate``: operators against their definitions, on this machine's GPU or simulated."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
+
+import torch
+
+from warpspec.aot.models import MODELS
+from warpspec.cli import cases
+from warpspec.cli.simulate import ARCHITECTURES
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import simulating
+
+EXAMPLES = """\
+Each line has a problem, its error against the FP32 definition on the same inputs (attention: the worst head's), torch's
+own error in the same dtype, and what is allowed: the tolerance, and 1.25 times torch's error. Inputs are random.
+Exit status 1: an error is above what is allowed, or a kernel failed.
+
+examples:
+  python -m warpspec validate                                   all operators
+  python -m warpspec validate attention --batch 4 --queries 4096 --keys 4096 --causal
+  python -m warpspec validate --model gpt-oss-120b              attention with a model's heads, windows and sinks
+  python -m warpspec validate softmax --arch sm_90a             simulated, though this machine may have a GPU"""
+WINDOW = 48  # of the small problems: rows that see a whole window, and rows that do not
+
+
+def parser(shapes: dict[str, int]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m warpspec validate",
+        description="Compare operators with their FP32 definitions: native kernels on this machine's GPU,\n"
+        "or, where there is none, the sm_100a kernels in the simulator.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("operator", nargs="?", choices=cases.OPERATORS, help="default: all of them")
+    parser.add_argument("--arch", choices=ARCHITECTURES, help="simulate this architecture's kernels")
+    parser.add_argument(
+        "--model",
+        choices=sorted(MODELS),
+        metavar="NAME",
+        help="attention with a model's heads, windows and sinks: " + ", ".join(sorted(MODELS)),
+    )
+    cases.add_options(parser, cases.OPERATORS, shapes)
+    return parser
+
+
+def with_(options: argparse.Namespace, **changes) -> argparse.Namespace:
+    changed = copy(options)
+    vars(changed).update(changes)
+    return changed
+
+
+def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], cases.Case]]:
+    """What is compared, each made when it is called: inputs may be large."""
+    if options.model is not None:
+        model = MODELS[options.model]
+        sizes = {"heads": model.heads_q, "kv_heads": model.heads_kv, "head_dim": model.head_dim}
+        for layer in model.layers:
+            window = layer["window"][0] + 1 if "window" in layer else None
+            own = with_(options, **sizes, causal=True, window=window)
+            yield partial(cases.attention_case, own, device, sink=model.sink, shared=model.shared_kv)
+            yield partial(cases.paged_case, own, device, sink=model.sink, shared=model.shared_kv)
+    elif options.operator is not None:
+        yield partial(cases.OPERATORS[options.operator], options, device)
+    else:
+        causal = with_(options, causal=True)
+        yield partial(cases.attention_case, causal, device)
+        yield partial(cases.attention_case, with_(causal, window=WINDOW), device, sink=True)
+        yield partial(cases.paged_case, causal, device)
+        yield partial(cases.attention_case, causal, device, gradients=True)
+        yield partial(cases.softmax_case, options, device)
+        yield partial(cases.topk_case, options, device)
+        yield partial(cases.experts_case, options, device)
+
+
+def compare(make: Callable[[], cases.Case], backend: str, dtype: torch.dtype) -> bool:
+    """Print a case's line; returns whether it passed. Raises what says that the case cannot be run as asked."""
+    case = make()
+    start = time.perf_counter()
+    try:
+        results = case.run(backend)
+    except (ValueError, ImportError, torch.OutOfMemoryError):
+        raise
+    except (
+        Exception
+    ) as error:  # whatever a launch or the simulator says is this case's failure; others follow
+        print(f"FAILED  {case.title}: {type(error).__name__}: {error}", flush=True)
+        return False
+    seconds = time.perf_counter() - start
+    expected = case.expected()
+    error = case.error(results, expected)
+    torch_error = None if case.torchs is None else case.error(case.torchs(), expected)
+    allowed = case.allowed(torch_error, dtype)
+    passed = error <= allowed
+    own = "" if torch_error is None else f"torch {torch_error:.1e}, "
+    verdict = "ok" if passed else "FAILED"
+    print(f"{verdict:6}  {case.title}: {error:.2e} ({own}allowed {allowed:.1e}), {seconds:.1f} s", flush=True)
+    return passed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0, or 1 where a result is wrong or a kernel failed; exits with 2 where it cannot be run as asked."""
+    simulated = any(argument.split("=")[0] == "--arch" for argument in arguments)
+    native = torch.cuda.is_available() and not simulated
+    made = parser(cases.LARGE if native else cases.SMALL)
+    options = made.parse_args(arguments)
+    if options.model and options.operator not in (None, "attention"):
+        made.error(f"--model: is of attention, got {options.operator}")
+    operators = ["attention"] if options.model else [options.operator or "experts"]
+    cases.check_options(made, options, operators)
+    device, arch = "cuda" if native else "cpu", options.arch or ARCHITECTURES[0]
+    try:
+        backend = resolve_backend("auto", torch.device("cuda", 0)) if native else "sim"
+        where = torch.cuda.get_device_name() if native else f"as {arch}, on this CPU"
+        print(f"{backend}: {where}", flush=True)
+        with simulating(arch, seed=options.seed):
+            dtype = cases.DTYPES[options.dtype]
+            passed = [compare(make, backend, dtype) for make in problems(options, device)]
+    except ValueError as error:  # UnsupportedProblem is one
+        made.error(str(error))
+    except ImportError as error:
+        made.error(f"the simulator cannot be imported ({error}): pip install 'warpspec[sim]'")
+    except torch.OutOfMemoryError as error:
+        made.error(f"inputs, results and the FP32 definition do not fit this GPU: {error}")
+    print(f"{sum(passed)} of {len(passed)} passed")
+    return 0 if all(passed) else 1
