@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpspec.common.allocation import empty
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
@@ -147,16 +148,17 @@ def piece_workspace(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``)."""
     rows = plan.config.row_groups * plan.config.row_group_size
     return (
-        torch.empty(2 * plan.ctas, rows, plan.config.piece_columns, dtype=torch.float32, device=device),
-        torch.empty(plan.ctas, JOIN_WORDS, dtype=torch.int32, device=device),
+        empty((2 * plan.ctas, rows, plan.config.piece_columns), torch.float32, device),
+        empty((plan.ctas, JOIN_WORDS), torch.int32, device),
     )
 
 
 def partial_results(o: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Workspace of split keys, fp32: o [S, B, Sq, Hq, D], row_max and row_sum [S, B, Hq, Sq]."""
     batch, seq_q, heads, head_dim = o.shape
-    kind = {"dtype": torch.float32, "device": o.device}
+    statistics, fp32, device = (splits, batch, heads, seq_q), torch.float32, o.device
     return (
-        torch.empty(splits, batch, seq_q, heads, head_dim, **kind),
-        *(torch.empty(splits, batch, heads, seq_q, **kind) for _ in range(2)),
+        empty((splits, batch, seq_q, heads, head_dim), fp32, device),
+        empty(statistics, fp32, device),
+        empty(statistics, fp32, device),
     )

@@ -49,6 +49,7 @@ class Operands(NamedTuple):
 
 OUTPUTS = ("o", "lse", "row_max", "row_sum")
 WORKSPACE = ("pieces", "joins", "queue")
+ARGUMENTS = len(Operands._fields) - len(WORKSPACE)  # fields in front, which are not workspace
 INPUTS = tuple(name for name in Operands._fields if name not in (*OUTPUTS, *WORKSPACE))
 
 

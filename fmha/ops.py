@@ -17,14 +17,22 @@ from typing import NamedTuple
 
 import torch
 
+from warpspec.common.allocation import empty
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import target_of
 from warpspec.common.outputs import check_apart, overlap, span_bytes
-from warpspec.common.repeated import Remembered, backend_variable, recorded, signature, watched
+from warpspec.common.repeated import (
+    Remembered,
+    backend_variable,
+    observed,
+    recorded,
+    signatures,
+    watched,
+)
 from warpspec.fmha import reference
 from warpspec.fmha.launch import Prepared, check_supported, prepare
-from warpspec.fmha.operands import INPUTS, Operands, Options
+from warpspec.fmha.operands import ARGUMENTS, INPUTS, Operands, Options
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.state import normalized_output
 from warpspec.fmha.values import debugging, request_rows
@@ -100,20 +108,21 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
 
     Nothing is checked yet: operands, options and backend may be any kind of object.
     """
-    if not unobserved(operands) or not operands.q.is_cuda or debugging():
+    if observed() or debugging():
+        return None
+    try:
+        seen = signatures(operands[:ARGUMENTS])
+        if seen is None or not operands.q.is_cuda:
+            return None
+    except (AttributeError, RuntimeError):  # q is None; a sparse tensor, which has no address
         return None
     # 1, 1.0 and True are equal keys, but not all of them are allowed everywhere.
-    kinds = tuple([tuple(map(type, o)) if isinstance(o, tuple) else type(o) for o in options])
-    try:
-        signatures = [None if t is None else signature(t) for t in operands]
-        key = (backend_variable(), backend, options, kinds, needs_gradient(operands), *signatures)
-        hash(key)
-    except (
-        TypeError,
-        RuntimeError,
-    ):  # a list, which the checks take or refuse; a sparse tensor, which has no address
-        return None
-    return key
+    window, sides = options.window, None
+    if window is not None:
+        if not isinstance(window, tuple):  # a list, which the checks take or refuse
+            return None
+        sides = tuple(map(type, window))
+    return (backend_variable(), backend, options, *map(type, options), sides, *seen)
 
 
 def remember(key, call: Call) -> None:
@@ -124,7 +133,10 @@ def remember(key, call: Call) -> None:
 
 def recall(key, operands: Operands) -> Call | None:
     """The call that was checked under a key. Addresses are not in the key: those of out are compared each time."""
-    call = _checked.get(key)
+    try:
+        call = _checked.get(key)
+    except TypeError:  # something without a hash, which the checks refuse
+        return None
     out = operands.o
     if call is not None and out is not None:
         for name, span in zip(INPUTS, call.spans, strict=True):
@@ -167,10 +179,9 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
     operands' where given, stats those that are given."""
     o, device = operands.o, operands.q.device
     if o is None:
-        o = torch.empty(call.o_shape, dtype=call.o_dtype, device=device)
+        o = empty(call.o_shape, call.o_dtype, device)
     if stats is None:
-        fp32 = {"dtype": torch.float32, "device": device}
-        stats = tuple([torch.empty(call.stat_shape, **fp32) for _ in range(call.stat_count)])
+        stats = tuple([empty(call.stat_shape, torch.float32, device) for _ in range(call.stat_count)])
     lse = row_max = row_sum = None
     if call.stat_count == 2:
         row_max, row_sum = stats
@@ -183,8 +194,7 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
             if stat is not None:
                 stat.fill_(value)
         return o, stats
-    stats_of = {"lse": lse, "row_max": row_max, "row_sum": row_sum}
-    record = kernel_operands(call.problem, operands._replace(o=o, **stats_of), call.regular)
+    record = kernel_operands(call.problem, operands, (o, lse, row_max, row_sum), call.regular)
     if call.prepared is None:
         run_reference(call.problem, record)
     else:
@@ -192,11 +202,13 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
     return o, stats
 
 
-def kernel_operands(problem: AttentionProblem, operands: Operands, regular: bool = False) -> Operands:
-    """A checked call's tensors as kernels want them. regular: strides of q, k, v and o are known to be."""
-    q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens = operands[
-        :14
-    ]
+def kernel_operands(
+    problem: AttentionProblem, operands: Operands, outputs: tuple, regular: bool = False
+) -> Operands:
+    """A checked call's tensors as kernels want them. outputs: in the place of the operands' OUTPUTS. regular: strides
+    of q, k, v and o are known to be."""
+    q, k, v, _, sink, kv_lengths, q_start, _, _, _, page_table, bias, *cu_seqlens = operands[:ARGUMENTS]
+    o, lse, row_max, row_sum = outputs
     v = k if v is None else v
     if not regular:
         q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))

@@ -83,7 +83,7 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
         for result in results.values():
             result.zero_()
         return list(results.values())
-    record = kernel_operands(forward, operands, call.regular)
+    record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None), call.regular)
     written = results
     if not call.aligned:
         do = launch.aligned(do)

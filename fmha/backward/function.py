@@ -21,7 +21,7 @@ LEADING = 4  # arguments of ``Attention`` before those of DIFFERENTIABLE
 def forward(call: ops.Call, operands: Operands, options: Options, backend: str):
     """(o, stats) of a checked call that is ``recorded``. stats: (lse,), (row_max, row_sum), or () if nobody asks."""
     differentiable = (operands.q, operands.k, operands.v, operands.sink, operands.bias)
-    found = Attention.apply(call, operands, options, backend, *differentiable)
+    found = _apply(call, operands, options, backend, *differentiable)
     return (found, ()) if isinstance(found, torch.Tensor) else (found[0], found[1:])
 
 
@@ -54,6 +54,10 @@ class Attention(torch.autograd.Function):
             gradients = compute(*arguments)
         found = iter(gradients)
         return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
+
+
+# ``Attention.apply`` past what torch does in Python for functorch's transforms, which are watched for.
+_apply = super(torch.autograd.Function, Attention).apply
 
 
 def compute(call: ops.Call, operands: Operands, options: Options, backend: str, wanted, do, dlse):

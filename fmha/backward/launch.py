@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpspec.common.allocation import empty
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
@@ -123,18 +124,18 @@ def run_prepared(
     """As ``run_kernels``."""
     config, forward, q = prepared.config, problem.forward, operands.q
     heads, slots = forward.heads_q, slot_count(config, operands)
-    fp32 = {"dtype": torch.float32, "device": q.device}
+    fp32, device = torch.float32, q.device
     do, dlse = gradients.do, gradients.dlse
     if dlse is not None:
         dlse = dlse.contiguous()
-    statistics = torch.empty(heads, slots, config.tile_m // 2, 4, **fp32)
+    statistics = empty((heads, slots, config.tile_m // 2, 4), fp32, device)
     dq_sums = turns = dsink = None
     if config.wants_q:
-        dq_sums = torch.empty(heads, slots, config.tile_m * config.head_dim, **fp32)
+        dq_sums = empty((heads, slots, config.tile_m * config.head_dim), fp32, device)
     if config.deterministic:
-        turns = torch.empty(heads, slots, config.parts * WARPS, dtype=torch.int32, device=q.device)
+        turns = empty((heads, slots, config.parts * WARPS), torch.int32, device)
     if gradients.sink is not None:
-        dsink = torch.empty(heads, slots, **fp32)
+        dsink = empty((heads, slots), fp32, device)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
     prepared.rows(operands.o, do, *rows, statistics, dq_sums, turns, dsink)
     if gradients.sink is not None:
@@ -151,7 +152,7 @@ def run_prepared(
                 tensor.zero_()  # rows of no request
     if dbias is not None:
         if config.bias_gradient == "sum" and dbias.dtype != torch.float32:
-            dbias = torch.zeros(dbias.shape, **fp32)
+            dbias = torch.zeros(dbias.shape, dtype=fp32, device=device)
         elif config.bias_gradient == "sum" or not config.whole:
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
@@ -165,7 +166,7 @@ def run_prepared(
             prepared.order.pieces,
             config.tile_n * q.shape[-1],
         )
-        sums = tuple(None if target is None else torch.empty(tile, **fp32) for target in targets)
+        sums = tuple(None if target is None else empty(tile, fp32, device) for target in targets)
     main = BackwardOperands(
         q,
         operands.k,
