@@ -1,4 +1,4 @@
-"""Compile a model's attention kernels ahead: ``python -m warpspec.aot --arch sm_90a --model gpt-oss-120b``."""
+"""Compile a model's attention kernels ahead: ``python -m warpspec compile --arch sm_90a --model gpt-oss-120b``."""
 
 from __future__ import annotations
 
