@@ -1,8 +1,8 @@
 """The architectures that kernels are made for, and which kernels of an operation each of them runs. Plain Python.
 
-An ``Architecture`` says what an SM has; ``ARCHITECTURES`` has one record of each. A ``Family`` is the look-up of one
-operation: from an architecture to its kernels. A further GPU is a record here, and in each family that has kernels of
-its own for it a name for these: its own name, or that of the backend whose kernels it runs.
+An ``Architecture`` describes an SM; ``ARCHITECTURES`` has one record for each. A ``Family`` maps an architecture to the
+kernels of one operation. To add a GPU, add a record here, and a name in each family: the architecture's own name if it
+has kernels of its own there; otherwise its backend's kernels serve it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """What an SM of one compute capability has. There is one record of each: records are the same or different.
+    """What an SM of one compute capability has. There is one record for each, so records can be compared by identity.
 
-    name: what is compiled for it, "sm_90a". capability: the compute capability, (9, 0). backend: the native backend
+    name: the compilation target, "sm_90a". capability: the compute capability, (9, 0). backend: the native backend
     whose kernels it runs, "sm90"; GPUs that run each other's kernels share one. wgmma, tcgen05: whether it has these
-    instructions; tmem_columns: of tensor memory, 0 where it has none. nvfp4_mma: its MMA takes NVFP4. e2m1: it converts
-    to e2m1. smem_per_cta: bytes of shared memory that one CTA can ask for.
+    instructions. tmem_columns: of tensor memory, 0 without. nvfp4_mma: whether its MMA takes NVFP4. e2m1: whether it
+    can convert to e2m1. smem_per_cta: bytes of shared memory that one CTA can ask for.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Architecture:
     smem_per_cta: int = MAX_SMEM_PER_CTA
 
     def __reduce__(self):
-        return architecture, (self.name,)  # another process has its own record
+        return architecture, (self.name,)  # unpickles to the record of the other process
 
 
 _BLACKWELL = {"tcgen05": True, "tmem_columns": TMEM_COLUMNS, "nvfp4_mma": True, "e2m1": True}
@@ -51,14 +51,14 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Architecture:
-    """The record of a name. Raises UnsupportedProblem for one that there is not."""
+    """The record with this name. Raises UnsupportedProblem if there is none."""
     if name not in ARCHITECTURES:
         raise UnsupportedProblem(f"arch: must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
     return ARCHITECTURES[name]
 
 
 def architecture_of(capability: tuple[int, int]) -> Architecture | None:
-    """The record of a compute capability; None where no kernels are made for it."""
+    """The record of a compute capability; None if no kernels are made for it."""
     for one in ARCHITECTURES.values():
         if one.capability == capability:
             return one
@@ -66,23 +66,23 @@ def architecture_of(capability: tuple[int, int]) -> Architecture | None:
 
 
 def native_backends() -> tuple[str, ...]:
-    """The backends that architectures have, each once."""
+    """The backends of all architectures, each once."""
     return tuple(dict.fromkeys(one.backend for one in ARCHITECTURES.values()))
 
 
 class Family:
     """The kernels of one operation, by architecture.
 
-    operation: its name in messages. kernels: by a backend's name, for all architectures of it, or by one architecture's
-    name, which goes before the backend's. A value is what the operation dispatches to (the module that uses the family
-    says what that has), or, as a string, the module that is it, which is imported when it is looked up.
+    operation: its name in messages. kernels: maps a backend's name (for all its architectures) or one architecture's
+    name (which takes precedence) to what the operation dispatches to. The module that uses the family defines what that
+    is. If the value is a string, it names a module, which is imported on look-up.
     """
 
     def __init__(self, operation: str, **kernels):
         self.operation, self.kernels = operation, kernels
 
     def of(self, architecture: Architecture):
-        """What the operation dispatches to on an architecture. Raises UnsupportedProblem where it has no kernel."""
+        """What the operation dispatches to on an architecture. Raises UnsupportedProblem if it has no kernel for it."""
         found = self.kernels.get(architecture.name) or self.kernels.get(architecture.backend)
         if found is None:
             raise UnsupportedProblem(

@@ -1,8 +1,8 @@
-"""Remembers, for every compiled host function, the MLIR types of its arguments and its kernels' storage structs.
+"""Records, for every compiled host function, the MLIR types of its arguments and its kernels' storage structs.
 
-The DSL drops the module that has them once it is lowered. The simulator needs the types (element types, static sizes,
-divisibilities, alignments) to check and pack arguments, and names barriers by the fields of storage structs. Importing
-this module starts the recording: do so before `cute.compile`.
+The DSL discards the module that has this information once it is lowered. The simulator needs the types (element types,
+static sizes, divisibilities, alignments) to check and pack arguments, and names barriers after the fields of storage
+structs. Importing this module starts the recording, so import it before calling `cute.compile`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import re
 
 from cutlass.cutlass_dsl import cutlass as cutlass_dsl
 
-RECORD_ATTRIBUTE = "_warpspec_argument_types"  # on the compiled function: tuple of MLIR type texts
-STORAGE_ATTRIBUTE = "_warpspec_storage"  # on the compiled function: `Storage`
+RECORD_ATTRIBUTE = "_warpspec_argument_types"  # attribute of the compiled function: tuple of MLIR type texts
+STORAGE_ATTRIBUTE = "_warpspec_storage"  # attribute of the compiled function: `Storage`
 SHARED_ALLOCATION = re.compile(r'!cute\.memref<i8, smem, align<(?P<align>\d+)>, "(?P<bytes>\d+):1">')
 
-# Fields of a kernel's dynamic shared memory, by the kernel's name: (name, bytes, offset).
+# Fields of each kernel's dynamic shared memory, by the kernel's name: (name, bytes, offset).
 Storage = dict[str, tuple[tuple[str, int, int], ...]]
 HOOK_MARK = "_warpspec_records"
 
 
 def argument_types(compiled: object) -> tuple[str, ...] | None:
-    """MLIR type of each argument slot of `compiled`'s host function; None if it was compiled unrecorded."""
+    """MLIR type of each argument slot of `compiled`'s host function; None if it was compiled without recording."""
     return getattr(compiled, RECORD_ATTRIBUTE, None)
 
 
 def _input_types(module, name: str) -> tuple[str, ...] | None:
-    """MLIR types of the inputs of function `name` at the top of `module`, before lowering."""
+    """MLIR types of the inputs of the function `name` at the top of `module`, before lowering."""
     for op in module.body.operations:
         if op.operation.name == "func.func" and op.attributes["sym_name"].value == name:
             return tuple(str(t) for t in op.attributes["function_type"].value.inputs)
@@ -40,7 +40,7 @@ def storage_of(compiled: object) -> Storage:
 
 
 def _own_operations(operation):
-    """The operations of one's regions, in order, not those inside them."""
+    """The operations in an operation's regions, in order, without those nested deeper."""
     for region in operation.regions:
         for block in region.blocks:
             for op in block.operations:
@@ -48,14 +48,14 @@ def _own_operations(operation):
 
 
 def _operations(operation):
-    """All operations inside one, in order."""
+    """All operations inside an operation, at any depth, in order."""
     for op in _own_operations(operation):
         yield op
         yield from _operations(op)
 
 
 def _storage(module) -> Storage:
-    """What the kernels of a module, before lowering, allocate in shared memory in one piece after the other."""
+    """Storage fields of the kernels of a module before lowering, for allocations that follow one another."""
     return {
         op.attributes["sym_name"].value: tuple(_fields(op))
         for gpu_module in _own_operations(module.operation)
@@ -71,7 +71,7 @@ def _fields(kernel):
         if op.name != "cute.memref.alloca" or ", smem," not in (kind := str(op.results[0].type)):
             continue
         allocation = SHARED_ALLOCATION.fullmatch(kind)
-        if allocation is None:  # where the next one begins is not known
+        if allocation is None:  # the offset of the next allocation is unknown
             return
         start = -(-end // int(allocation["align"])) * int(allocation["align"])
         end = start + int(allocation["bytes"])
@@ -90,7 +90,8 @@ def record_argument_types() -> None:
 
     @functools.wraps(compile_and_cache)
     def recording(self, module, module_hash, function_name, *args, **kwargs):
-        types = _input_types(module, function_name)  # now: lowering rewrites the module in place
+        # Read them now, because lowering rewrites the module in place.
+        types = _input_types(module, function_name)
         storage = _storage(module)
         compiled = compile_and_cache(self, module, module_hash, function_name, *args, **kwargs)
         if types is not None and hasattr(compiled, "__dict__"):

@@ -1,4 +1,4 @@
-"""Which backend runs a call."""
+"""Chooses the backend that runs a call."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.autograd import forward_ad
 from warpspec.common.architecture import ARCHITECTURES, architecture_of, native_backends
 from warpspec.common.errors import UnsupportedProblem
 
-OTHER_BACKENDS = ("sim", "reference")  # beside the native ones
+OTHER_BACKENDS = ("sim", "reference")  # besides the native ones
 BACKEND_VARIABLE = "WARPSPEC_BACKEND"
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
     """The backend that runs a call on tensors on ``device``: a native one, "sim" or "reference".
 
-    backend: one of these, or "auto": the environment variable WARPSPEC_BACKEND where set (and not empty or "auto"
-    itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.
+    backend: one of these, or "auto". "auto" takes the environment variable WARPSPEC_BACKEND if it is set (and not empty
+    or "auto" itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.
 
-    Raises ValueError for a name that is none of these, UnsupportedProblem where the backend does not run on
-    the device. Nothing falls back silently.
+    Raises ValueError for any other name, and UnsupportedProblem if the backend does not run on the device. There is no
+    silent fallback.
     """
     source = "backend"
     if backend == "auto":
@@ -49,8 +49,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def refuse_tangents(**tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError naming the first argument that carries a forward-mode derivative: torch would drop it
-    without a word."""
+    """Raise NotImplementedError naming the first argument that carries a forward-mode derivative. torch would drop the
+    derivative without any message."""
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Barrier tables: which mbarriers a kernel has, as data that its configuration, its code and docs/budgets.md share."""
+"""Barrier tables: a kernel's mbarriers as data, from which its configuration, its code and docs/budgets.md are made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MBARRIER_BYTES = 8
 
 @dataclass(frozen=True)
 class Barrier:
-    """One row of a kernel's barrier table: what stands in shared memory and in docs/budgets.md alike.
+    """One row of a kernel's barrier table, used for shared memory and for docs/budgets.md.
 
-    stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase (TMA bytes come on
-    top). producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.
+    stages: mbarriers in the row, one a buffer. arrivals: arrivals that complete a phase, in addition to TMA bytes.
+    producer: who arrives, and how. consumer: who waits. meaning: what holds once a phase is complete.
     """
 
     name: str

@@ -1,8 +1,7 @@
-"""Compiling CuTe DSL host functions: one compilation per configuration, nothing left in the cwd.
+"""Compiles CuTe DSL host functions, once a configuration, without leaving files in the working directory.
 
-``compile_cached`` returns what ``cute.compile`` returns, or what stands for it (``kernel_cache``), with
-``artifacts.PTX`` (str) and ``artifacts.CUBIN`` (bytes) filled in and line information kept, which is what the simulator
-needs. No GPU is needed.
+``compile_cached`` returns what ``cute.compile`` returns, or a stand-in (``kernel_cache``), with ``artifacts.PTX`` (str)
+and ``artifacts.CUBIN`` (bytes) filled in and line information kept, as the simulator needs them. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Callable, Hashable
 from warpspec.common import kernel_cache
 from warpspec.common.cubin import KernelResources, parse_cubin
 
-# Option of ``cute.compile``: the result is called with CUDA torch tensors, on their current stream, at about a
+# Option of ``cute.compile``: the result is called with CUDA torch tensors, on their current stream, in about a
 # microsecond. The host function has ``make_fake_stream(use_tvm_ffi_env_stream=True)``, which calls leave out.
 TVM_FFI = "--enable-tvm-ffi"
 
 _compiled: dict[tuple[str, str, Hashable], object] = {}
-_lock = threading.RLock()  # the DSL traces through global state: one compilation at a time
+_lock = threading.RLock()  # the DSL traces through global state, so one compilation runs at a time
 
 
 def compile_cached(
@@ -27,11 +26,11 @@ def compile_cached(
 ):
     """The compiled host function for ``key`` and ``arch``, compiled on first use in this process.
 
-    key: hashable, must say everything that changes the generated code. build: called on a miss, returns
-    (host function, arguments...), the arguments being fake tensors
-    (``cutlass.cute.runtime.make_fake_tensor``) or values of their kind. arch: "sm_100a", "sm_90a". options:
-    further options of ``cute.compile``. on_disk: it is looked for and kept on disk too (``kernel_cache``): only for
-    keys that ``kernel_cache.name_of`` has words for, and host functions of this package, whose sources it knows.
+    key: hashable; must determine the generated code. build: called on a miss; returns (host function, arguments...),
+    where arguments are fake tensors (``cutlass.cute.runtime.make_fake_tensor``) or values of the right kind. arch:
+    "sm_100a", "sm_90a". options: further options of ``cute.compile``. on_disk: also look for it on disk and keep it
+    there (``kernel_cache``). This is allowed only for keys that ``kernel_cache.name_of`` can describe and for host
+    functions of this package, whose sources it knows.
 
     Raises what the DSL raises; a failed compilation is not remembered.
     """
@@ -55,10 +54,10 @@ def compile_cached(
 def compile_kernel(
     key: Hashable, build: Callable[[], tuple], *, arch: str, native: bool, on_disk: bool = False
 ):
-    """``compile_cached`` of a host function whose last argument is the stream, which ``build`` leaves out.
+    """``compile_cached`` for a host function whose last argument is the stream; ``build`` leaves the stream out.
 
-    native: called with CUDA torch tensors, without a stream: on their current one. Otherwise for the simulator.
-    on_disk: see there.
+    native: for calls with CUDA torch tensors, without a stream: they use the current one. Otherwise for the simulator.
+    on_disk: as in ``compile_cached``.
     """
 
     def with_stream():
@@ -71,10 +70,10 @@ def compile_kernel(
 
 
 def fake_rows(dtype, rank: int, last: int | None = None, *, alignment: int | None = None):
-    """A fake tensor in global memory, for ``build``: ``rank`` dimensions, the last contiguous; extents and strides are
-    unknown, but for the extent ``last`` of the last.
+    """A fake tensor in global memory with ``rank`` dimensions, for ``build``.
 
-    alignment: bytes, of the first element and of every stride; None: an element's.
+    The last dimension is contiguous and has the extent ``last``; all other extents and strides are unknown. alignment:
+    in bytes, of the first element and of every stride; None: an element's.
     """
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
@@ -93,21 +92,21 @@ def fake_rows(dtype, rank: int, last: int | None = None, *, alignment: int | Non
 
 def compile_host(host, *arguments, arch: str, options: str = ""):
     """``cute.compile`` of a host function for ``arch``, with PTX and cubin in ``artifacts``; not cached."""
-    import cutlass.cute as cute  # here, so that importing warpspec does not load the DSL
+    import cutlass.cute as cute  # imported here, so that importing warpspec does not load the DSL
 
     import warpspec.common.argument_types  # noqa: F401  (remembers argument types, which the simulator needs)
     from warpspec.common import locations
 
-    # The DSL writes the artifacts it keeps to this folder and has read them back when compile returns.
+    # The DSL writes the artifacts that it keeps to this folder and has read them back when compile returns.
     with _lock, locations.remembered(), tempfile.TemporaryDirectory(prefix="warpspec-") as folder:
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir {folder}"
         return cute.compile(host, *arguments, options=f"--gpu-arch {arch} {keep} {options}".rstrip())
 
 
 def resources(compiled) -> dict[str, KernelResources]:
-    """Registers, stack (0: nothing spilled), static shared memory of every kernel compiled, by kernel name.
+    """Registers, stack (0: no spills) and static shared memory of every compiled kernel, by kernel name.
 
-    compiled: what ``compile_cached`` or ``compile_host`` returned. Dynamic shared memory is an argument of
-    the launch and stands in no cubin; the simulator's report has it.
+    compiled: what ``compile_cached`` or ``compile_host`` returned. Dynamic shared memory is an argument of the launch
+    and not part of the cubin; the simulator's report has it.
     """
     return parse_cubin(compiled.artifacts.CUBIN)

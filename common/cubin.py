@@ -16,7 +16,7 @@ EM_CUDA = 190
 SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 SYMBOL = struct.Struct("<IBBHQQ")
 
-# Attribute formats: the byte that tells where an attribute's value stands.
+# Attribute formats: the byte that tells where an attribute's value is.
 EIFMT_SIZED = 4
 
 # Attribute codes used here.
@@ -28,9 +28,9 @@ EIATTR_KPARAM_INFO = 0x17
 EIATTR_CBANK_PARAM_SIZE = 0x19
 EIATTR_REGCOUNT = 0x2F
 
-KPARAM_SIZE_SHIFT = 18  # in the last word of KPARAM_INFO
+KPARAM_SIZE_SHIFT = 18  # position of the size in the last word of KPARAM_INFO
 
-SYSTEM_SHARED_BYTES = 1024  # start of every CTA's shared memory, the system's own, from sm_90 on
+SYSTEM_SHARED_BYTES = 1024  # reserved by the system at the start of every CTA's shared memory, from sm_90 on
 FIRST_SM_WITH_SYSTEM_SHARED = 90
 MAX_THREADS_PER_CTA = 1024
 
@@ -48,10 +48,10 @@ class CubinError(ValueError):
 class KernelResources:
     """One kernel as compiled. Sizes in bytes.
 
-    registers: 32-bit registers per thread. static_smem: shared memory declared in the kernel, without the
-    1024 bytes that the system keeps. local_bytes: stack frame per thread (spills, local arrays).
-    max_threads: most threads a CTA may have. required_threads: its exact shape, where the kernel demands one.
-    parameters: (offset, size) of each parameter in the parameter block.
+    registers: 32-bit registers a thread. static_smem: shared memory declared in the kernel, without the 1024 bytes that
+    the system reserves. local_bytes: stack frame of a thread (spills, local arrays). max_threads: the most threads that
+    a CTA may have. required_threads: a CTA's exact shape, if the kernel demands one. parameters: (offset, size) of each
+    parameter in the parameter block.
     """
 
     registers: int

@@ -1,11 +1,11 @@
-"""Files that spare later processes a compilation, in the user's cache folder.
+"""Files in the user's cache folder that save later processes a compilation.
 
 The environment variable WARPSPEC_CACHE_DIR names the folder; by default it is ``warpspec`` in ``$XDG_CACHE_HOME`` or
-``~/.cache``. Set but empty, it turns caching off. The variable is read at every access.
+``~/.cache``. If it is set but empty, caching is off. The variable is read at every access.
 
-Any number of processes may share the folder, on one machine or over a network. What stands in it is code that will run:
+Any number of processes may share the folder, on one machine or over a network. The files contain code that will run, so
 a folder that somebody else owns, or may write to, is refused with a warning. Nothing here raises for a folder that
-cannot be read or written or for a file that is damaged: such a file is absent, and there is a RuntimeWarning.
+cannot be read or written, or for a damaged file: the file counts as absent, and there is a RuntimeWarning.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CACHE_VARIABLE = "WARPSPEC_CACHE_DIR"
-MAGIC = b"warpspec"  # what a file begins with; the SHA-256 of its name and content follows
+MAGIC = b"warpspec"  # start of a file; the SHA-256 of its name and content follows
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-LOCK_SECONDS = 300  # that a process waits for another one's compilation before it compiles for itself
+LOCK_SECONDS = 300  # how long a process waits for another one's compilation before it compiles itself
 POLL_SECONDS = 0.05
-ABANDONED_SECONDS = 3600  # after which an unfinished file is nobody's
+ABANDONED_SECONDS = 3600  # age after which an unfinished file counts as abandoned
 PART_SUFFIX, LOCK_SUFFIX = ".part", ".lock"
 
 
 def cache_folder() -> Path | None:
-    """The folder that all caches have sub-folders in; None where caching is off."""
+    """The folder that has the sub-folders of all caches; None if caching is off."""
     named = os.environ.get(CACHE_VARIABLE)
     if named is not None:
         return Path(named).expanduser() if named else None
@@ -40,9 +40,9 @@ def cache_folder() -> Path | None:
 
 
 class DiskCache:
-    """Contents by name in a sub-folder of the cache folder.
+    """Contents by name, in a sub-folder of the cache folder.
 
-    limit: bytes that the sub-folder may hold; the least recently used files beyond it go.
+    limit: bytes that the sub-folder may hold; beyond it, the least recently used files are deleted.
     """
 
     def __init__(self, name: str, limit: int):
@@ -50,17 +50,17 @@ class DiskCache:
 
     @property
     def folder(self) -> Path | None:
-        """The sub-folder; None where caching is off. It need not exist."""
+        """The sub-folder, which need not exist; None if caching is off."""
         root = cache_folder()
         return None if root is None else root / self.name
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a file of this name, whatever is in it."""
+        """Whether there is a file with this name, whatever its content."""
         folder = self.folder
         return folder is not None and os.path.exists(folder / name)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a name; None where there is none."""
+        """The content stored under a name; None if there is none."""
         folder = self.folder
         if folder is None:
             return None
@@ -78,12 +78,12 @@ class DiskCache:
         if data[:HEADER_BYTES] != _header(name, content):
             _warn(f"{path} is damaged or not ours; it is made again")
             return None
-        with contextlib.suppress(OSError):  # a folder of somebody who does not drop by age
+        with contextlib.suppress(OSError):  # a folder whose owner does not delete by age
             os.utime(path)
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Keep a content, at once or not at all, and drop the least recently used ones beyond the limit."""
+        """Store a content atomically, and delete the least recently used ones beyond the limit."""
         folder = self.folder
         if folder is None:
             return
@@ -104,7 +104,7 @@ class DiskCache:
         except OSError as error:
             _warn(f"nothing is kept in {folder}: {error}. {CACHE_VARIABLE} names another folder")
             return
-        with contextlib.suppress(OSError):  # another process has been quicker
+        with contextlib.suppress(OSError):  # another process was faster
             self._drop_beyond_limit(folder)
 
     def _drop_beyond_limit(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class DiskCache:
         for entry in os.scandir(folder):
             if entry.name.endswith(LOCK_SUFFIX):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # dropped by another process
+            with contextlib.suppress(FileNotFoundError):  # deleted by another process
                 status = entry.stat()
                 if not entry.name.endswith(PART_SUFFIX):
                     found.append((status.st_mtime, status.st_size, entry.path))
@@ -125,10 +125,10 @@ class DiskCache:
 
     @contextlib.contextmanager
     def making(self, name: str, seconds: float = LOCK_SECONDS) -> Iterator[bool]:
-        """A context in which no other process makes this content, and whether another one was waited for.
+        """A context in which no other process makes this content; its value is whether it had to wait for another one.
 
-        A few names share a lock. After so many seconds, and where the folder or its file system has no locks, the
-        context is entered all the same: what is made twice is the same.
+        Several names may share a lock. The context is entered anyway after ``seconds``, and if the folder or its file
+        system has no locks: content that is made twice is the same.
         """
         with contextlib.ExitStack() as stack:
             waited = False
@@ -151,7 +151,7 @@ class DiskCache:
 
 
 def _lock(descriptor: int, deadline: float) -> bool:
-    """Take a lock, or give up at the deadline; whether another process had it first."""
+    """Take a lock, or give up at the deadline. Returns whether another process had it first."""
     waited = False
     while True:
         try:
@@ -169,7 +169,7 @@ def _header(name: str, content: bytes) -> bytes:
 
 
 def _is_trusted(folder: Path) -> bool:
-    """Whether nobody but this user and root can have written what is in the folder; a warning where not."""
+    """Whether only this user and root can have written the folder's files; warns if not."""
     status = os.stat(folder)
     if status.st_uid not in (0, os.geteuid()):
         _warn(

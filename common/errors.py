@@ -1,9 +1,9 @@
-"""Errors every operation shares."""
+"""Errors that all operations share."""
 
 
 class UnsupportedProblem(ValueError):
     """A correct problem that the chosen backend cannot run.
 
-    The message names the backend, the constraint and the value that breaks it. Nothing has been launched or
-    written when it is raised, and no other backend is tried in its place.
+    The message names the backend, the constraint and the value that breaks it. When it is raised, nothing has been
+    launched or written, and no other backend is tried.
     """

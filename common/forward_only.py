@@ -1,4 +1,4 @@
-"""Functions without gradients under autograd: they run at once, and backward() says that there are none."""
+"""Functions without gradients under autograd: the call works, and backward() raises."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def forward_only(refusal: str, function: Callable, *arguments):
-    """function(*arguments), past torch's dispatcher. Where autograd records it, going back through the result raises
-    NotImplementedError(refusal).
+    """Return function(*arguments), bypassing torch's dispatcher.
 
-    function: returns a new tensor or a tuple of new ones; floating ones are what autograd records.
+    If autograd records the call, backward() through the result raises NotImplementedError(refusal). function: returns a
+    new tensor or a tuple of new tensors; autograd records the floating ones.
     """
     return _ForwardOnly.apply(refusal, function, *arguments)
 
@@ -28,7 +28,7 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def refuse_backward(refusal: str) -> Callable:
-    """What an operator without gradients registers as its backward function."""
+    """The backward function that an operator without gradients registers."""
 
     def backward(ctx, *gradients):
         raise NotImplementedError(refusal)

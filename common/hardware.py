@@ -1,8 +1,8 @@
-"""Numbers of the hardware that kernels are planned for, each once. Plain Python.
+"""Hardware numbers that kernels are planned for, each in one place. Plain Python.
 
-The limits of an SM are those of compute capability 9.0 and 10.x, which agree in all of them (CUDA programming guide,
-"Compute Capabilities"). What differs between the architectures is in ``common.architecture``, what differs between GPUs
-in ``GPUS``.
+The limits of an SM are those of compute capabilities 9.0 and 10.x, which agree in all of them (CUDA programming guide,
+"Compute Capabilities"). Differences between architectures are in ``common.architecture``, differences between GPUs in
+``GPUS``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ WARPGROUP_THREADS = 128
 MAX_THREADS_PER_CTA = 1024
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
-MAX_CLUSTER_CTAS = 16  # more than 8 are not portable: a kernel has to ask for them
+MAX_CLUSTER_CTAS = 16  # more than 8 are not portable: the kernel has to opt in
 
 # Shared memory, in bytes.
 SMEM_PER_SM = 228 * KIB
-SMEM_RESERVED_PER_CTA = 1 * KIB  # what the system keeps of an SM's for every resident CTA
+SMEM_RESERVED_PER_CTA = 1 * KIB  # reserved by the system for every resident CTA
 MAX_SMEM_PER_CTA = 227 * KIB  # the most that one CTA can ask for
 
 # Registers, of 32 bits.
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_THREAD = 255
-REGISTER_STEP = 8  # a thread's registers come in multiples of it
-SM_PARTITIONS = 4  # an SM's warp schedulers, each with its quarter of the registers
+REGISTER_STEP = 8  # a thread's registers are allocated in multiples of this
+SM_PARTITIONS = 4  # warp schedulers of an SM, each with a quarter of its registers
 
 # wgmma's fragments (``common/device/wgmma.py`` says which thread has what).
 WARPGROUP_ROWS = 64  # M of one wgmma
@@ -38,8 +38,8 @@ ROW_DISTANCE = 8  # rows from a thread's first to its second
 QUAD = 4  # threads that share a row
 
 # Accesses to memory.
-VECTOR_BYTES = 16  # the widest load or store of one thread that every kernel may use
-TMA_ALIGNMENT = 16  # bytes: TMA wants a tensor's address and strides to be multiples of it
+VECTOR_BYTES = 16  # the widest load or store of one thread that all kernels may use
+TMA_ALIGNMENT = 16  # in bytes, of a tensor's address and strides
 
 # Tensor memory (sm_100a), in columns of 128 lanes of 32 bits.
 TMEM_COLUMNS = 512
@@ -47,9 +47,9 @@ TMEM_COLUMNS = 512
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device of an architecture, which stands for it where there is no device to ask.
+    """One device of an architecture; it represents the architecture if there is no device to ask.
 
-    arch: what is compiled for it. name: the device's. sm_count: SMs. l2_bytes: size of the L2.
+    arch: compilation target. name: the device's. sm_count: number of SMs. l2_bytes: size of L2.
     """
 
     arch: str

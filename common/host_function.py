@@ -1,6 +1,6 @@
-"""What is left of a compiled host function without the DSL's objects: code, types and names.
+"""A compiled host function without the DSL's objects: code, types and names.
 
-A ``HostFunction`` can be kept in a file (``kernel_cache``) and is all that the simulator needs of one
+A ``HostFunction`` can be kept in a file (``kernel_cache``), and it is all that the simulator needs
 (``sim.host.HostModule``).
 """
 
@@ -24,8 +24,8 @@ PREFIX = "warpspec"  # of the symbols of an exported object
 
 
 class Artifacts(NamedTuple):
-    """The code of a compiled function's kernels, under the names that the DSL has for it: PTX is text, CUBIN an ELF
-    file; None where it was not kept."""
+    """The code of a compiled function's kernels, under the DSL's names: PTX is text, CUBIN an ELF file; None if not
+    kept."""
 
     PTX: str | None
     CUBIN: bytes | None
@@ -34,8 +34,8 @@ class Artifacts(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter of a host function.
 
-    annotation, default: as ``inspect.Parameter`` has them, ``inspect.Parameter.empty`` where there is none. was_none:
-    whether it was None when the function was compiled; None where the DSL does not say.
+    annotation, default: as in ``inspect.Parameter``, with ``inspect.Parameter.empty`` where there is none. was_none:
+    whether it was None when the function was compiled; None if the DSL does not tell.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Parameter(NamedTuple):
 class HostFunction:
     """A compiled host function.
 
-    name: its own. function_type: its LLVM type in MLIR's words. argument_types: the MLIR type of each argument slot
-    before it was lowered, None where the compilation was not recorded. parameters: what a call passes, in order. fixed:
-    names of the parameters that compilation fixed. artifacts: its kernels; has_kernels: whether it launches any.
+    name: its own. function_type: its LLVM type as MLIR text. argument_types: the MLIR type of each argument slot before
+    lowering, or None if the compilation was not recorded. parameters: what a call passes, in order. fixed: names of
+    parameters whose values were fixed by compilation. artifacts: its kernels. has_kernels: whether it launches any.
     code: its host code, a relocatable ELF object of this machine whose symbols begin with PREFIX.
     """
 
@@ -64,12 +64,14 @@ class HostFunction:
     code: bytes = field(repr=False)
     storage: Storage = field(
         default_factory=dict, repr=False
-    )  # of its kernels: fields of shared memory by name
+    )  # fields of its kernels' shared memory, by kernel name
 
     @classmethod
     def of(cls, compiled) -> HostFunction:
-        """The host function of what ``cute.compile`` returned, with TVM FFI or without. Raises RuntimeError, or what
-        the DSL raises, for one that cannot be exported."""
+        """Make it from what ``cute.compile`` returned, with TVM FFI or without.
+
+        Raises RuntimeError, or what the DSL raises, if it cannot be exported.
+        """
         execution = compiled.execution_args
         parameters = zip(execution.signature.parameters.values(), execution._compiled_with_none, strict=True)
         artifacts = compiled.artifacts
@@ -90,8 +92,8 @@ class HostFunction:
         )
 
     def to_json(self) -> dict:
-        """Everything but the code and the artifacts, as JSON has it. Raises TypeError for parameters whose annotations
-        or defaults do not survive."""
+        """Everything but the code and the artifacts, as JSON. Raises TypeError for parameters whose annotations or
+        defaults JSON cannot represent."""
         return {
             "name": self.name,
             "function_type": self.function_type,
@@ -104,7 +106,7 @@ class HostFunction:
 
     @classmethod
     def from_json(cls, description: dict, artifacts: Artifacts, code: bytes) -> HostFunction:
-        """The host function that ``to_json`` described."""
+        """The host function described by ``to_json``'s result."""
         types, empty = description["argument_types"], inspect.Parameter.empty
         return cls(
             name=description["name"],
@@ -134,10 +136,10 @@ def _function_type(compiled) -> str:
 
 
 def _export(compiled) -> bytes:
-    """The host code as an object file.
+    """Export the host code as an object file.
 
-    The DSL pickles the Python signature into it, which not all default values (CUstream's) and annotations
-    survive; nothing here reads that copy, so an empty signature stands in.
+    The DSL pickles the Python signature into it, but some default values (CUstream's) and annotations cannot be
+    pickled. Nothing here reads that copy, so an empty signature takes its place.
     """
     _load_dsl_runtime()
     execution = compiled.execution_args
@@ -152,18 +154,18 @@ def _export(compiled) -> bytes:
 def _load_dsl_runtime() -> None:
     """Make the DSL's runtime library visible to its object exporter, which resolves symbols in the process.
 
-    The DSL loads it itself only when it compiles for the machine it is on; without a GPU that is sm_100a, and
-    the export of a function compiled for sm_90a would fail.
+    The DSL loads the library only when it compiles for the machine it is on, which without a GPU is sm_100a. Exporting
+    a function compiled for sm_90a would otherwise fail.
     """
     for path in CuTeDSL._get_dsl().get_shared_libs():
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
-STREAM, PLAIN = "stream", ""  # names of annotations; numbers have their own type's
+STREAM, PLAIN = "stream", ""  # names of annotations; numbers are named by their type
 
 
 def _described(parameter: Parameter) -> list:
-    """Name, annotation and whether it was None, as JSON has them."""
+    """Name, annotation and ``was_none``, as JSON."""
     annotation, empty = parameter.annotation, inspect.Parameter.empty
     if parameter.default is not empty:
         raise TypeError(f"parameter {parameter.name} has a default value")

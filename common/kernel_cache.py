@@ -1,12 +1,12 @@
-"""Compiled kernels kept on disk, so that a process does not compile what another one has.
+"""Compiled kernels kept on disk, so that a process need not compile what another one has compiled.
 
 ``find_or_make`` finds a kernel in the sub-folder ``kernels`` of the cache folder, or compiles and keeps it. The
-environment variable WARPSPEC_CACHE_DIR names the cache folder, and turns caching off where it is empty
-(``disk_cache``). Processes that want the same kernel at the same time wait for the one that compiles it.
+environment variable WARPSPEC_CACHE_DIR names the cache folder; if it is empty, caching is off (``disk_cache``). If
+several processes want the same kernel at the same time, one compiles and the others wait.
 
-``name_of`` is a hash of what decides a kernel's code: its family and configuration, the target and the compiler's
-options, the sources of all packages that define kernels, and the versions of the compiler. The host code is made for
-the CPU of the machine that compiles; a CPU that lacks some of its instructions compiles again.
+``name_of`` hashes everything that determines a kernel's code: its family and configuration, the target and the
+compiler's options, the sources of all packages that define kernels, and the versions of the compiler. Host code is made
+for the CPU of the machine that compiles; a CPU that lacks some of its instructions compiles again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pathlib import Path
 from warpspec.common.disk_cache import DiskCache
 
 LIMIT = 2 << 30  # bytes
-FORMAT = 2  # of the files
-FUNCTION = "warpspec_kernel"  # what a native object exports, in TVM FFI's words
+FORMAT = 2  # version of the file format
+FUNCTION = "warpspec_kernel"  # symbol that a native object exports, for TVM FFI
 SUFFIX = ".kernel"
 
 CACHE = DiskCache("kernels", LIMIT)
 
-NO_KERNELS = ("sim", "aot")  # packages of warpspec whose sources decide nothing
+NO_KERNELS = ("sim", "aot")  # packages of warpspec whose sources do not affect kernels
 COMPILERS = (
     "nvidia-cutlass-dsl",
     "nvidia-cutlass-dsl-libs-base",
@@ -42,32 +42,32 @@ COMPILERS = (
     "apache-tvm-ffi",
 )
 TOOLKITS = {major: f"nvidia-cutlass-dsl-libs-cu{major}" for major in (12, 13)}  # by CUDA's major version
-COMPILER_VARIABLES = "CUTE_DSL_"  # what the names of the compiler's environment variables begin with
-IGNORED_VARIABLES = ("CUTE_DSL_ARCH",)  # every compilation names its target
+COMPILER_VARIABLES = "CUTE_DSL_"  # prefix of the compiler's environment variables
+IGNORED_VARIABLES = ("CUTE_DSL_ARCH",)  # each compilation names its target explicitly
 
-# Instructions that host code is compiled with where the CPU has them, as /proc/cpuinfo names them on x86-64.
+# Instruction sets that host code uses if the CPU has them, by their names in /proc/cpuinfo on x86-64.
 X86_FEATURES = frozenset(
     ("avx", "avx2", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "bmi1", "bmi2", "f16c", "fma")
 )
 
 
-# What decides a kernel's code.
+# What determines a kernel's code.
 
 
 def name_of(key: Hashable, *, arch: str, options: str, native: bool) -> str:
     """The file name of a kernel.
 
-    key: of strings, numbers, None, enumerations, tuples and dataclasses; says with arch and options, of
-    ``cute.compile``, all that decides the code but the sources. Raises TypeError for a key of other things.
+    key: made of strings, numbers, None, enumerations, tuples and dataclasses. Together with arch and options (of
+    ``cute.compile``) it must determine the code, given the sources. Raises TypeError for a key of other types.
     """
-    # Line information has the sources' paths, which the simulator's diagnoses print.
+    # Line information contains the sources' paths, which the simulator's diagnoses print.
     place = "" if native else str(_package_folder())
     parts = (FORMAT, describe(key), arch, options, native, place, SOURCES, *_compiler())
     return hashlib.sha256(repr(parts).encode()).hexdigest() + SUFFIX
 
 
 def describe(key: Hashable) -> str:
-    """All of a key in words, the same in every process. Raises TypeError where it has no such words."""
+    """A key as text that is the same in every process. Raises TypeError if a part has no such text."""
     if dataclasses.is_dataclass(key) and not isinstance(key, type):
         values = (f"{f.name}={describe(getattr(key, f.name))}" for f in dataclasses.fields(key))
         return f"{type(key).__module__}.{type(key).__qualname__}({', '.join(values)})"
@@ -81,7 +81,7 @@ def describe(key: Hashable) -> str:
 
 
 def _package_folder() -> Path:
-    """The folder that warpspec's packages stand in."""
+    """The folder that contains warpspec's packages."""
     return Path(__file__).resolve().parent.parent
 
 
@@ -99,7 +99,7 @@ def hash_sources() -> str:
     return digest.hexdigest()
 
 
-SOURCES = hash_sources()  # of the modules that this process imports, if nobody edits them meanwhile
+SOURCES = hash_sources()  # of the modules that this process imports, unless they are edited meanwhile
 
 
 @functools.cache
@@ -118,8 +118,11 @@ def _version(package: str) -> str | None:
 
 
 def toolkit_of(installed: tuple[int, ...], driver: int | None) -> int | None:
-    """CUDA's major version that the compiler is used of where several are installed: the newest that the driver (None:
-    there is none) knows. Kernels of a machine that has others too are then found on one that has not."""
+    """CUDA's major version whose compiler is used if several are installed: the newest that the driver knows.
+
+    driver: its version, or None without a driver. Kernels compiled on a machine with several versions are then also
+    found by a machine that has only one.
+    """
     return max((major for major in installed if driver is None or major <= driver), default=None)
 
 
@@ -133,7 +136,7 @@ def _driver_major() -> int | None:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The compiler: versions, machine that host code runs on, environment variables."""
+    """What identifies the compiler: versions, machine that host code runs on, environment variables."""
     variables = (
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -146,14 +149,14 @@ def _compiler() -> tuple[str, ...]:
 
 
 def find_or_make(name: str, make: Callable[[], object], *, native: bool):
-    """The kernel of a name (``name_of``): a kept one, or what ``make`` compiles, which is then kept.
+    """The kernel with this name (``name_of``): a kept one, or what ``make`` compiles, which is then kept.
 
-    native: compiled with TVM FFI. Returns what is called like, and has the ``artifacts`` of, what ``cute.compile``
-    returns; for the simulator a ``HostFunction``. Raises what ``make`` raises and nothing else.
+    native: compiled with TVM FFI. The result is called like what ``cute.compile`` returns and has its ``artifacts``;
+    for the simulator it is a ``HostFunction``. Raises what ``make`` raises and nothing else.
     """
     if CACHE.folder is None:
         return make()
-    was_there = name in CACHE  # damaged, or for another CPU, where it is not found
+    was_there = name in CACHE  # if it is not found nevertheless, it is damaged or for another CPU
     found = _find(name, native)
     if found is not None:
         return found
@@ -169,13 +172,13 @@ def _find(name: str, native: bool):
         return None
     try:
         return _unpack(content, native)
-    except Exception as error:  # the DSL has many; whatever it is, compiling helps
+    except Exception as error:  # the DSL raises many kinds; compiling helps against all of them
         _warn(f"{CACHE.folder / name} does not load and is compiled again: {type(error).__name__}: {error}")
         return None
 
 
 def _keep(name: str, compiled, native: bool):
-    """Keep what was compiled; returns what a later process finds, or ``compiled`` itself."""
+    """Keep what was compiled. Returns what a later process will find, or ``compiled`` itself if it cannot be kept."""
     try:
         if native:
             content, kept = _pack(None, _export_native(compiled), compiled.artifacts), compiled
@@ -185,8 +188,8 @@ def _keep(name: str, compiled, native: bool):
             kept = HostFunction.of(compiled)
             content = _pack(kept.to_json(), kept.code, kept.artifacts)
         if hash_sources() != SOURCES:
-            return kept  # edited since they were imported: the name says what is not so
-    except Exception as error:  # keeping must not cost a kernel that is there
+            return kept  # sources were edited after they were imported, so the name would be wrong
+    except Exception as error:  # a failure to keep a kernel must not lose the kernel
         _warn(f"a kernel cannot be kept: {type(error).__name__}: {error}")
         return compiled
     CACHE.write(name, content)
@@ -198,20 +201,20 @@ def _keep(name: str, compiled, native: bool):
 
 def _pack(host: dict | None, code: bytes, artifacts) -> bytes:
     ptx = zlib.compress(artifacts.PTX.encode())
-    at = code.find(artifacts.CUBIN)  # the object has it
+    at = code.find(artifacts.CUBIN)  # the object may contain the cubin
     trailer = b"" if at >= 0 else artifacts.CUBIN
     about = {
         "cpu": sorted(cpu_features()),
         "host": host,
         "ptx": len(ptx),
         "code": len(code),
-        "cubin": [at if at >= 0 else len(code), len(artifacts.CUBIN)],  # place behind the PTX, bytes
+        "cubin": [at if at >= 0 else len(code), len(artifacts.CUBIN)],  # offset after the PTX, bytes
     }
     return b"".join((json.dumps(about).encode(), b"\n", ptx, code, trailer))
 
 
 def _unpack(content: bytes, native: bool):
-    """The kernel; None where its host code is made for another CPU."""
+    """Read the kernel from a file's content; None if its host code is for another CPU."""
     line = content.index(b"\n") + 1
     about = json.loads(content[:line])
     if not cpu_features().issuperset(about["cpu"]):
@@ -231,7 +234,7 @@ def _unpack(content: bytes, native: bool):
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What this CPU can do that host code may have been compiled to need."""
+    """Features of this CPU that compiled host code may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -240,7 +243,7 @@ def cpu_features() -> frozenset[str]:
         kind, _, names = line.partition(":")
         if kind.strip() == "flags":
             return X86_FEATURES.intersection(names.split())
-        if kind.strip() == "Features":  # Arm's
+        if kind.strip() == "Features":  # on Arm
             return frozenset(names.split())
     return frozenset()
 
@@ -249,8 +252,11 @@ def cpu_features() -> frozenset[str]:
 
 
 class NativeFunction:
-    """A host function compiled with TVM FFI and loaded from an object: called with CUDA tensors and numbers, by
-    position. artifacts: its kernels."""
+    """A host function compiled with TVM FFI and loaded from an object; called by position with CUDA tensors and
+    numbers.
+
+    artifacts: its kernels.
+    """
 
     def __init__(self, code: bytes, artifacts):
         from cutlass.cute.runtime import load_module
@@ -273,7 +279,7 @@ class NativeFunction:
 
 
 def _export_native(compiled) -> bytes:
-    """The object of a host function compiled with TVM FFI."""
+    """Export a host function compiled with TVM FFI as an object."""
     descriptor = os.memfd_create(FUNCTION)
     try:
         compiled.export_to_c(f"/proc/self/fd/{descriptor}", FUNCTION)

@@ -1,8 +1,8 @@
-"""Running a kernel: compiled once a configuration, kept on disk, called on CUDA tensors or in the simulator.
+"""Runs kernels: compiles each configuration once, keeps it on disk, calls it on CUDA tensors or in the simulator.
 
 A ``Kernel`` is a family of kernels, one for each configuration; a ``Target`` is where one of them runs. ``Kernel.run``
-does all of a call. Whoever calls often keeps ``Kernel.launcher``'s function instead: natively this is the compiled
-host function itself, at a few microseconds a call.
+does a whole call. Code that calls often keeps the function from ``Kernel.launcher``: on a GPU this is the compiled host
+function itself, which takes a few microseconds a call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Target:
     """Where kernels run. Hashable.
 
     architecture: what they are compiled for. device: index of the CUDA device; None: the simulator, on CPU tensors.
-    sm_count, l2_bytes: the SMs and the bytes of L2 that they are planned for. seed: of the simulator, which draws the
-    order of threads by it.
+    sm_count, l2_bytes: number of SMs and bytes of L2 that they are planned for. seed: from which the simulator draws
+    the order of threads.
     """
 
     architecture: Architecture
@@ -51,8 +51,8 @@ class Target:
         return self.architecture.name
 
     def current(self) -> contextlib.AbstractContextManager:
-        """A context for the launches of a call: natively the target's device is the current one, as launches and
-        allocations want it; simulated they follow each other in one stream."""
+        """A context for the launches of a call. On a GPU it makes the target's device the current one, as launches and
+        allocations need; in the simulator it puts the launches into one stream."""
         if self.device is None:
             return simulator().one_stream()
         if self.device == torch.cuda.current_device():
@@ -60,17 +60,17 @@ class Target:
         return torch.cuda.device(self.device)
 
 
-# The simulator as each architecture's GPU of ``hardware.GPUS``, by the architecture's name.
+# Simulated targets: each architecture's GPU in ``hardware.GPUS``, by the architecture's name.
 SIMULATED = {
     gpu.arch: Target(architecture(gpu.arch), None, gpu.sm_count, gpu.l2_bytes) for gpu in GPUS.values()
 }
-SIMULATED_ARCH = "sm_100a"  # what the simulator stands for where nobody says
+SIMULATED_ARCH = "sm_100a"  # what the simulator simulates by default
 _simulated = ContextVar("simulated", default=SIMULATED[SIMULATED_ARCH])
 
 
 def simulated(arch: str, **changes) -> Target:
-    """The simulator as a GPU of ``arch``. changes: other fields, ``sm_count=1`` for example. UnsupportedProblem for an
-    architecture that there is not."""
+    """The simulator as a GPU of ``arch``. changes: other fields, for example ``sm_count=1``. Raises UnsupportedProblem
+    for an unknown architecture."""
     if arch not in SIMULATED:
         raise UnsupportedProblem(f"arch: must be one of {', '.join(SIMULATED)}, got {arch!r}")
     return replace(SIMULATED[arch], **changes)
@@ -78,8 +78,9 @@ def simulated(arch: str, **changes) -> Target:
 
 @contextlib.contextmanager
 def simulating(target: Target | str, **changes) -> Iterator[Target]:
-    """A context in which backend "sim" runs the kernels of ``target``, in this thread: a simulated target, or the name
-    of an architecture with changes as of ``simulated``.
+    """A context in which backend "sim" runs the kernels of ``target`` in this thread.
+
+    target: a simulated target, or the name of an architecture, with changes as in ``simulated``. For example
 
         with simulating("sm_90a", sm_count=2, seed=1):
             attention(q, k, v, backend="sim")
@@ -95,11 +96,11 @@ def simulating(target: Target | str, **changes) -> Iterator[Target]:
 
 
 def target_of(device: torch.device, backend: str | None = None) -> Target:
-    """The target for tensors on ``device``: a CUDA device itself, for the CPU the simulator, as ``simulating`` says.
+    """The target for tensors on ``device``: the CUDA device itself, or for the CPU the simulator set by ``simulating``.
 
-    device: with its index, as tensors have it. backend: a native one, whose kernels alone can read the data: for the
-    CPU, the simulator of one of its architectures. Raises UnsupportedProblem for a device of another kind, and for a
-    CUDA device that there are no kernels for.
+    device: with its index, as tensors have it. backend: a native one, if only its kernels can read the data; for the
+    CPU this selects the simulator of one of its architectures. Raises UnsupportedProblem for a device of another kind,
+    and for a CUDA device without kernels.
     """
     found = _device_target(device)
     if found is not None:
@@ -112,7 +113,7 @@ def target_of(device: torch.device, backend: str | None = None) -> Target:
 
 @functools.cache
 def _device_target(device: torch.device) -> Target | None:
-    """The target of a CUDA device; None: the CPU, which has no one target."""
+    """The target of a CUDA device; None for the CPU, whose target is not fixed."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -127,12 +128,14 @@ def _device_target(device: torch.device) -> Target | None:
 
 
 class Kernel:
-    """A family of kernels, each compiled for one configuration on first use. Those of warpspec are kept on disk for
-    other processes (``kernel_cache``); of a family that others define, no process knows whether its source has changed.
+    """A family of kernels, each compiled for one configuration on first use.
 
-    name: of the family, no other's. build: makes of a configuration, which is hashable and says everything that changes
-    the code, the host function and its arguments but the last, the stream: fake tensors (``compile.fake_rows``) and
-    numbers. It is called on a miss only, and imports the DSL then; a string "module:function" is imported then itself.
+    Kernels of warpspec are kept on disk for other processes (``kernel_cache``). Families defined elsewhere are not,
+    because no process can know whether their sources have changed.
+
+    name: the family's, unique. build: takes a configuration, which is hashable and determines the code; returns the
+    host function and its arguments without the last, the stream: fake tensors (``compile.fake_rows``) and numbers. It
+    is called only on a miss, and imports the DSL then. If it is a string "module:function", that is imported then, too.
     """
 
     def __init__(self, name: str, build: Callable[[Hashable], tuple] | str):
@@ -141,7 +144,7 @@ class Kernel:
         self.on_disk = module.startswith("warpspec.")
 
     def build(self, config: Hashable) -> tuple:
-        """The host function of a configuration and its arguments but the stream."""
+        """The host function of a configuration and its arguments without the stream."""
         if isinstance(self._build, str):
             module, function = self._build.split(":")
             self._build = getattr(importlib.import_module(module), function)
@@ -149,8 +152,11 @@ class Kernel:
 
     def compiled(self, config: Hashable, arch: str, *, native: bool = False):
         """What ``cute.compile`` makes of the configuration, with ``artifacts``. Needs no GPU. native: see
-        ``compile_kernel``. Raises UnsupportedProblem for an architecture that there is not, or whose CTAs have less
-        shared memory than the configuration takes (``smem_bytes``), and what the DSL raises."""
+        ``compile_kernel``.
+
+        Raises UnsupportedProblem for an unknown architecture, or if a CTA has less shared memory than the configuration
+        needs (``smem_bytes``); also what the DSL raises.
+        """
 
         def build() -> tuple:
             needed, most = getattr(config, "smem_bytes", 0), architecture(arch).smem_per_cta
@@ -163,11 +169,11 @@ class Kernel:
         return compile_kernel((self.name, config), build, arch=arch, native=native, on_disk=self.on_disk)
 
     def launcher(self, config: Hashable, target: Target, *, seed: int | None = None) -> Callable:
-        """A function that launches the kernel; compiled before this returns.
+        """A function that launches the kernel, which is compiled before this returns.
 
-        It takes the host function's arguments but the stream, all of them and by position. Natively it launches on the
-        tensors' device, which must be the current one (``Target.current``), and its current stream, and returns None.
-        In the simulator it returns the ``SimReport``; seed: of ``sim.run``, None: the target's.
+        The function takes the host function's arguments without the stream, all of them, by position. On a GPU it
+        launches on the tensors' device, which must be the current one (``Target.current``), and on its current stream;
+        it returns None. In the simulator it returns the ``SimReport``. seed: for ``sim.run``; None: the target's.
         """
         compiled = self.compiled(config, target.arch, native=target.native)
         if target.native:
@@ -177,14 +183,14 @@ class Kernel:
         return lambda *arguments: run(compiled, *arguments, None, seed=seed)
 
     def run(self, config: Hashable, target: Target, *arguments, seed: int | None = None):
-        """Launch the kernel once. The same as ``launcher`` and a call of it, with the target's device made current."""
+        """Launch the kernel once: calls ``launcher``'s function with the target's device made current."""
         launch = self.launcher(config, target, seed=seed)
         with target.current():
             return launch(*arguments)
 
 
 def _without_keywords(compiled):
-    """A native host function without the wrapper that fills in defaults and keywords: it costs more than the launch."""
+    """A native host function without the wrapper for defaults and keywords, which takes longer than the launch."""
     unwrap = getattr(compiled, "__tvm_ffi_object__", None)
     function = None if unwrap is None else unwrap()
     return compiled if function is None else function

@@ -1,7 +1,8 @@
-"""Where in the source a kernel's operations come from, worked out once a call site instead of once an operation.
+"""Finds the source location of a kernel's operations once a call site instead of once an operation.
 
-The DSL gives every operation the line and column of the call that built it. It walks the stack and decodes positions
-for each one anew, and unrolled loops build many from the same call: two fifths of the time of tracing.
+The DSL gives every operation the line and column of the call that built it. For each operation it walks the stack and
+decodes positions again, although unrolled loops build many operations from the same call. This took two fifths of the
+time of tracing.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import contextlib
 from cutlass._mlir import ir
 from cutlass._mlir_helpers import op
 
-# Of the DSL's module: the first frame of a stack that is the user's; what is known of a frame; the MLIR location.
+# Functions of the DSL's module: find the user's first frame on the stack, describe a frame, make the MLIR location.
 FUNCTIONS = ("_find_user_frame", "_fast_frameinfo", "_get_location_from_frame_info")
 USED = (*FUNCTIONS, "_is_framework_stack_frame", "_INCLUDE_LIB_FRAME", "_ENABLE_FRAME_FILTERING")
 
 
 @contextlib.contextmanager
 def remembered():
-    """While this is entered, the locations of a call site are worked out once; they are the same. A DSL without these
-    functions works as it does."""
+    """A context in which the location of a call site is computed once; locations are the same as without it. A DSL
+    without these functions works as usual."""
     if not all(hasattr(op, name) for name in USED):
         yield
         return
     own = {name: getattr(op, name) for name in FUNCTIONS}
     _, describe, locate = own.values()
-    of_framework: dict = {}  # by code
-    descriptions: dict = {}  # by code and offset of the instruction
-    locations: dict = {}  # by context and the identity of a description, which stays in `descriptions`
+    of_framework: dict = {}  # by code object
+    descriptions: dict = {}  # by code object and instruction offset
+    locations: dict = {}  # by context and id of a description, which `descriptions` keeps alive
 
     def find_user_frame(start):
         if op._INCLUDE_LIB_FRAME or not op._ENABLE_FRAME_FILTERING:
@@ -51,7 +52,8 @@ def remembered():
         return found
 
     def locate_once(description):
-        key = ir.Context.current, id(description)  # of this thread: others may compile kernels of their own
+        # The context is this thread's; other threads may compile too.
+        key = ir.Context.current, id(description)
         found = locations.get(key)
         if found is None:
             found = locations[key] = locate(description)

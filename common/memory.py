@@ -1,4 +1,4 @@
-"""Sizes of tiles in shared memory and of allocations in tensor memory, which configurations add up."""
+"""Sizes of shared-memory tiles and tensor-memory allocations, from which configurations compute their budgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_TMEM_ALLOCATION = 32  # columns
 
 
 def tile_bytes(box: tuple[int, ...]) -> int:
-    """Shared memory of a tile, and what its load adds to an mbarrier: rows out of bounds count too."""
+    """Bytes of a tile in shared memory, and of its load on an mbarrier: rows that are out of bounds count too."""
     rows = 1
     for extent in box[1:]:
         rows *= extent

@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 values, one e4m3 scale per 16 along K, one fp32 global scale. Definition, in torch.
+"""NVFP4: e2m1 values, an e4m3 scale for every 16 along K, an fp32 global scale. The definition, in torch.
 
 x = value * block_scale * global_scale. Every quantiser of this project gives these bits. With fl() for rounding
 to the nearest fp32 (IEEE-754 division and multiplication):
@@ -7,11 +7,11 @@ to the nearest fp32 (IEEE-754 division and multiplication):
     scale  = e4m3(min(fl(fl(block_amax / 6) / global), 448)) to the nearest, ties to even
     value  = e2m1(fl(x / fl(scale * global)))                to the nearest, ties to even, at most 6; 0 if scale is 0
 
-The floor of the global scale keeps quotients and remainders normal, whatever way they are computed in: rows of less
-than 2e-24 lose precision, then become 0.
-A block that holds NaN or Inf, or whose global scale is NaN, has the scale NaN and all values +6; it dequantises to
-NaN. Where the global scale is taken from amax, NaN or Inf among the values makes it NaN, hence all it scales NaN.
-Negative numbers that round to 0 keep their sign; -0 itself and values of a block of scale 0 are +0.
+The floor of the global scale keeps quotients and remainders normal, however they are computed: rows below 2e-24 lose
+precision and then become 0.
+A block that holds NaN or Inf, or whose global scale is NaN, gets the scale NaN and all values +6; it dequantises to
+NaN. A global scale that is computed from amax is NaN if any value is NaN or Inf, and so is everything that it scales.
+Negative numbers that round to 0 keep their sign. -0 itself, and values of a block whose scale is 0, become +0.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ BLOCK = 16  # values along K that share one scale
 CHUNK = (1 << 15) - 1  # values quantised at a time on a CPU: as many as torch gives to one thread
 TO_INTEGER = (
     1.5 * 2.0**23
-)  # added and taken away again: fp32 below 2**22 to the nearest integer, ties to even
+)  # adding and subtracting it rounds fp32 below 2**22 to an integer, to nearest, ties to even
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 AMAX_TO_GLOBAL = E2M1_MAX * E4M3_MAX
 MIN_GLOBAL_SCALE = 2.0**-90
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15: the same, negative
-SIGN = 8  # the sign's bit in an e2m1 code
+# Of the codes 0 to 7; codes 8 to 15 are the negative ones.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SIGN = 8  # bit of an e2m1 code
 E4M3_NAN = 0x7F
 
-ATOM_ROWS, ATOM_COLUMNS = 128, 4  # scales that lie together, as tcgen05 wants them
+ATOM_ROWS, ATOM_COLUMNS = 128, 4  # scales that lie together, as tcgen05 reads them
 ATOM_BYTES = ATOM_ROWS * ATOM_COLUMNS
 ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 share one 16-byte line of an atom
 
 MX_BLOCK = 32  # values that share one scale in MXFP4
 UE8M0_BIAS = 127
 UE8M0_NAN = 255
-E4M3_MIN_EXPONENT, E4M3_MAX_EXPONENT = -9, 8  # of the powers of two e4m3 has (subnormal ones included)
+E4M3_MIN_EXPONENT, E4M3_MAX_EXPONENT = -9, 8  # of the powers of two in e4m3, including subnormal ones
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class NVFP4Tensor:
 
     data: uint8 [..., R, K/2], two e2m1 codes a byte, the lower index in the low nibble. scale: float8_e4m3fn
     [..., R, K/16]. global_scale: fp32 of shape () or a prefix of data.shape[:-1]: [E] is one per expert, [T] one per
-    row. Raises TypeError or ValueError naming the field where these do not fit each other.
+    row. Raises TypeError or ValueError naming the field if they do not match.
     """
 
     data: torch.Tensor
@@ -82,12 +83,12 @@ class NVFP4Tensor:
 
     @property
     def k(self) -> int:
-        """Values of a row."""
+        """K, the values of a row."""
         return self.data.shape[-1] * 2
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[..., R, K]: of the tensor that was quantised."""
+        """[..., R, K], the shape of the tensor that was quantised."""
         return (*self.data.shape[:-1], self.k)
 
     @property
@@ -95,19 +96,19 @@ class NVFP4Tensor:
         return self.data.device
 
     def to(self, device) -> NVFP4Tensor:
-        """The same on another device."""
+        """The same tensor on another device."""
         return NVFP4Tensor(self.data.to(device), self.scale.to(device), self.global_scale.to(device))
 
 
 def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
-    """The recipe's global scale, fp32, for largest magnitudes `amax` (fp32 >= 0, NaN or Inf: NaN)."""
+    """The global scale, fp32, for largest magnitudes `amax`: fp32 >= 0; NaN or Inf give NaN."""
     amax = amax.float()
     return divided(amax, AMAX_TO_GLOBAL).clamp(min=MIN_GLOBAL_SCALE) + amax * 0.0
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
-    """x / number, rounded once, fp32: on a GPU torch multiplies by a Python number's reciprocal, but divides by a
-    tensor. One last bit of a scale decides codes: bf16 values are ties of e2m1 often."""
+    """x / number in fp32, rounded once. On a GPU torch multiplies by the reciprocal of a Python number, but divides by
+    a tensor. The last bit of a scale matters for codes, because bf16 values are often ties of e2m1."""
     return x / torch.full((), number, dtype=torch.float32, device=x.device)
 
 
@@ -116,8 +117,8 @@ def quantize(
 ) -> NVFP4Tensor:
     """Quantise x [..., K], floating, K a multiple of 16.
 
-    global_scale: fp32 of shape () or a prefix of x.shape[:-1], positive; None: from the largest magnitude over all
-    dimensions of x but the first `global_dims` (0: one for the tensor; 1: one per expert of [E, R, K]; x.dim() - 1:
+    global_scale: fp32 of shape () or a prefix of x.shape[:-1], positive; None: computed from the largest magnitude over
+    all dimensions of x but the first `global_dims` (0: one for the tensor; 1: one per expert of [E, R, K]; x.dim() - 1:
     one per row). Raises TypeError or ValueError naming the argument.
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -142,7 +143,7 @@ def quantize(
             )
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.flatten(0, -2) if x.dim() > 1 else x[None]
     of_rows = spread_over(global_scale, x.dim() - 1).expand(x.shape[:-1]).reshape(-1)
-    # On a CPU a few rows at a time: what comes between stays in the cache.
+    # On a CPU, a few rows at a time, so that intermediate results stay in the cache.
     count = max(1, CHUNK // max(1, x.shape[-1])) if x.device.type == "cpu" else max(1, len(rows))
     parts = [
         quantize_rows(part, scales)
@@ -158,7 +159,7 @@ def quantize(
 
 
 def quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data [R, K/2], scale [R, K/16], both uint8) of rows [R, K] with a global scale each."""
+    """(data [R, K/2], scale [R, K/16], both uint8) of rows [R, K], each with its own global scale."""
     blocks = rows.float().unflatten(-1, (-1, BLOCK))  # [R, K/16, 16]
     scale = block_scale(blocks.abs().amax(-1), global_scale[:, None])
     divisor = (scale.float() * global_scale[:, None])[..., None]
@@ -169,12 +170,12 @@ def quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch
 
 
 def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """The recipe's e4m3 scale of blocks with largest magnitudes `block_amax`, fp32, NaN and Inf included."""
+    """The e4m3 scale of blocks with largest magnitudes `block_amax`, fp32, NaN and Inf included."""
     scale = divided(block_amax, E2M1_MAX) / global_scale
     scale = scale.clamp(max=E4M3_MAX) + block_amax * 0.0  # Inf * 0: NaN
     return torch.where(scale.isnan(), torch.nan, scale).to(
         torch.float8_e4m3fn
-    )  # a NaN's sign is the machine's
+    )  # the sign of a NaN depends on the machine
 
 
 def dequantize(t: NVFP4Tensor) -> torch.Tensor:
@@ -185,15 +186,15 @@ def dequantize(t: NVFP4Tensor) -> torch.Tensor:
 
 
 def spread_over(global_scale: torch.Tensor, dims: int) -> torch.Tensor:
-    """Global scales with dimensions of size 1 behind, `dims` in all."""
+    """Global scales with trailing dimensions of size 1, `dims` dimensions in all."""
     return global_scale.reshape(*global_scale.shape, *(1,) * (dims - global_scale.dim()))
 
 
 def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    """uint8 codes 0..15 of fp32 x: nearest, ties to the even code, at most 6 in magnitude; NaN is +6."""
+    """uint8 codes 0..15 of fp32 x, rounded to nearest, ties to the even code; magnitudes above 6 become 6, NaN +6."""
     magnitude = x.abs().clamp_(max=E2M1_MAX)
-    # Steps are 1/2 below 2, 1 below 4, 2 above; a number's count of steps, with those of the ranges below, is its code.
-    above = (magnitude >= 2).float() + (magnitude >= 4)  # ranges below its own
+    # e2m1 has steps of 1/2 below 2, of 1 below 4 and of 2 above. A number's code is how many steps it lies above 0.
+    above = (magnitude >= 2).float() + (magnitude >= 4)  # how many of these ranges lie below the number's own
     steps = magnitude.mul_(torch.exp2(1 - above)).add_(TO_INTEGER).sub_(TO_INTEGER)
     code = steps.add_(above, alpha=2).nan_to_num_(7.0).to(torch.uint8)
     return code | (torch.signbit(x) & ~x.isnan()).to(torch.uint8) * SIGN
@@ -206,25 +207,25 @@ def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def packed_values(data: torch.Tensor) -> torch.Tensor:
-    """fp32 values [..., K] of packed data [..., K/2]: a byte's two values are looked up as one 8-byte item."""
+    """fp32 values [..., K] of packed data [..., K/2]. The two values of a byte are looked up as one 8-byte item."""
     codes = torch.arange(1 << 8, dtype=torch.uint8, device=data.device)
     pairs = e2m1_values(unpack(codes)).view(torch.float64)
     values = pairs.index_select(0, data.flatten().int()).view(torch.float32)
-    return values.view(*data.shape[:-1], 2 * data.shape[-1])  # no -1: there may be no rows
+    return values.view(*data.shape[:-1], 2 * data.shape[-1])  # without -1, because there may be no rows
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K/2] of codes 0..15 [..., K], the lower index in the low nibble."""
+    """Pack codes 0..15 [..., K] to uint8 [..., K/2], the lower index in the low nibble."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack(data: torch.Tensor) -> torch.Tensor:
-    """Codes 0..15, uint8 [..., K], of packed data [..., K/2]."""
+    """Unpack data [..., K/2] to codes 0..15, uint8 [..., K]."""
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
 
 
 def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
-    """The layout tcgen05 reads scales in: uint8 [..., ceil(R/128), ceil(C/4), 512] of scale [..., R, C] (1 byte each).
+    """Scales [..., R, C] (1 byte each) in the layout that tcgen05 reads: uint8 [..., ceil(R/128), ceil(C/4), 512].
 
     Byte (r % 32) * 16 + r // 32 % 4 * 4 + c % 4 of atom (r // 128, c // 4) holds scale (r, c); padding is 0.
     """
@@ -240,7 +241,7 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse: float8_e4m3fn [..., rows, columns] of [..., ceil(R/128), ceil(C/4), 512]."""
+    """Inverse of ``swizzle_scales``: float8_e4m3fn [..., rows, columns] of [..., ceil(R/128), ceil(C/4), 512]."""
     *outer, atoms_r, atoms_c, _ = swizzled.shape
     tiled = swizzled.reshape(*outer, atoms_r, atoms_c, ATOM_LANES, ATOM_ROWS // ATOM_LANES, ATOM_COLUMNS)
     first = len(outer)
@@ -250,13 +251,14 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.T
 
 
 def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
-    """MXFP4 (e2m1, one ue8m0 scale per 32) as NVFP4.
+    """Convert MXFP4 (e2m1, one ue8m0 scale per 32) to NVFP4.
 
-    data: uint8 [R, K/2] or [E, R, K/2], low nibble first; scale: uint8 [R, K/32] or [E, R, K/32], 2**(scale - 127),
-    255: NaN. One global scale () for a matrix, [E] for E of them. Raises TypeError or ValueError naming the argument.
+    data: uint8 [R, K/2] or [E, R, K/2], low nibble first. scale: uint8 [R, K/32] or [E, R, K/32], 2**(scale - 127), 255
+    is NaN. The global scale has shape () for a matrix, [E] for E of them. Raises TypeError or ValueError naming the
+    argument.
 
-    Exact where the scales under one global scale span at most 2**17, which is what e4m3 has in powers of two (2**-9
-    to 2**8). Blocks below that are rounded to e2m1 at the scale 2**-9: off by at most 2**-19 of the largest scale's 1.
+    Exact if the scales under one global scale span at most 2**17, the range of e4m3's powers of two (2**-9 to 2**8).
+    Blocks below that are rounded to e2m1 at the scale 2**-9; the error is at most 2**-19 of the largest scale.
     """
     for name, tensor in (("data", data), ("scale", scale)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
@@ -268,7 +270,7 @@ def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
         raise ValueError(
             f"scale: must be {[*data.shape[:-1], k // MX_BLOCK]} for data {list(data.shape)}, got {list(scale.shape)}"
         )
-    if data.dim() == 3:  # one at a time: what comes between is several times as large
+    if data.dim() == 3:  # one at a time, because intermediate results are several times as large
         parts = [_matrix_from_mxfp4(*pair) for pair in zip(data, scale, strict=True)]
         data, scale, global_scale = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
     else:
@@ -286,7 +288,8 @@ def _matrix_from_mxfp4(
     largest = torch.where(matters, exponent, lowest).amax().clamp(min=lowest)
     shift = largest - E4M3_MAX_EXPONENT  # global scale: 2**shift
     relative = exponent - shift
-    below = (E4M3_MIN_EXPONENT - relative).clamp(min=0)  # halvings that values must take over from the scale
+    # How often values must be halved, because the scale cannot be.
+    below = (E4M3_MIN_EXPONENT - relative).clamp(min=0)
     codes = unpack(data)
     if bool((below * matters).any()):
         halved = e2m1_values(codes).unflatten(-1, (-1, MX_BLOCK)) * torch.exp2(-below.float())[..., None]

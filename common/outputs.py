@@ -1,7 +1,8 @@
-"""Checks of memory that a call writes to: no element of it twice, and none of it another tensor's.
+"""Checks memory that a call writes to: no element occurs twice in an output, and no other tensor shares its addresses.
 
-Address ranges are compared first, which is cheap; views that lie between each other's elements (columns of one buffer,
-heads of one projection) are told apart where ranges intersect. Storages are not looked at: two can be the same memory.
+Address ranges are compared first, which is cheap. If they intersect, the tensors may still be interleaved views
+(columns of one buffer, heads of one projection), and their strides decide. Storages are not compared, because two
+storages can be the same memory.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ def check_output(
     *,
     in_place: Collection[str] = (),
 ) -> None:
-    """Raise ValueError unless ``out`` has each element once and is apart from ``inputs`` (``check_apart``)."""
+    """Raise ValueError if an element of ``out`` occurs twice in memory, or overlaps ``inputs`` (``check_apart``)."""
     check_elements(name, out)
     check_apart({name: out}, inputs, in_place=in_place)
 
 
 def check_elements(name: str, out: torch.Tensor) -> None:
-    """Raise ValueError unless each dimension of ``out`` steps over all that those of smaller strides span."""
+    """Raise ValueError unless each stride of ``out`` is larger than what the dimensions of smaller strides span."""
     if out.is_contiguous() or out.numel() == 0:
         return
-    span = 0  # of the dimensions so far, in elements
+    span = 0  # elements spanned by the dimensions so far
     for size, step in sorted(zip(out.shape, out.stride(), strict=True), key=lambda dim: dim[1]):
         if size > 1:
             if step <= span:
@@ -47,10 +48,10 @@ def check_apart(
     *,
     in_place: Collection[str] = (),
 ) -> None:
-    """Raise ValueError where one of ``outputs`` shares an address with one of ``inputs`` or another output, by name.
+    """Raise ValueError if one of ``outputs`` shares an address with one of ``inputs`` or another output, by name.
 
-    in_place: names of the inputs that an output may be itself, element for element. None and tensors without memory
-    (fake, empty, of the meta device) are apart from everything, and all tensors are while torch.compile traces.
+    in_place: names of the inputs that an output may be, element for element. None and tensors without memory (fake,
+    empty, on the meta device) overlap nothing, and no tensor does while torch.compile traces.
     """
     if torch.compiler.is_compiling():
         return
@@ -66,7 +67,7 @@ def check_apart(
 
 
 def _range(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(tensor, its first address, the end of its last); without memory: two that intersect none."""
+    """(tensor, first address, end of the last); for tensors without memory, a range that intersects nothing."""
     size = span_bytes(tensor)
     if size == 0 or tensor.is_meta:
         return tensor, sys.maxsize, 0
@@ -77,7 +78,7 @@ def _range(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def _refuse(
     name: str, out: torch.Tensor, other: str, tensor: torch.Tensor, in_place: Collection[str]
 ) -> None:
-    """Raise for an output and a tensor that share an address, unless they are the same and may be."""
+    """Raise for an output and a tensor that share an address, unless the output may be that tensor and is."""
     if other not in in_place:
         raise ValueError(
             f"{name}: must not overlap another argument's memory, got one that shares addresses with {other}"
@@ -99,13 +100,13 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def overlap(a: torch.Tensor, a_bytes: int, b: torch.Tensor, b_bytes: int) -> bool:
-    """Whether the address ranges of two tensors of so many bytes (``span_bytes``) intersect."""
+    """Whether the address ranges of two tensors intersect. a_bytes, b_bytes: their sizes (``span_bytes``)."""
     first, other = a.data_ptr(), b.data_ptr()
     return a_bytes > 0 and b_bytes > 0 and first < other + b_bytes and other < first + a_bytes
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last; 0 where it has none."""
+    """Bytes from a tensor's first element to the end of its last; 0 if it has none."""
     if tensor.is_contiguous():
         return tensor.nbytes
     if tensor.numel() == 0:
@@ -115,19 +116,20 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an address that means something: not while it is traced."""
+    """Whether a tensor has a meaningful address; it does not while it is traced."""
     if torch.compiler.is_compiling():
         return False
     return type(tensor) in PLAIN_TENSORS and (tensor.is_cpu or tensor.is_cuda) and tensor.numel() > 0
 
 
 def _share_addresses(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors whose ranges intersect share an address, or may.
+    """Whether tensors whose ranges intersect share an address, or may share one.
 
-    Every address of a tensor lies in a block, what its dimensions of small strides span, some whole multiples of the
-    other strides from its first address. So with a pitch that divides the other strides of both, blocks are where they
-    are modulo the pitch, and tensors are apart if their blocks are apart there: true of columns of one buffer, whose
-    pitch is its row. (This is the GCD test of dependence analysis.) Which strides are small is tried out.
+    The dimensions of a tensor split by size of stride. Those of small strides span a block; those of large strides move
+    the block by whole multiples of them. Choose a pitch that divides the large strides of both tensors: modulo the
+    pitch, each tensor's blocks are all in one place, and if these two places do not overlap, neither do the tensors.
+    Columns of one buffer are an example, with the row as pitch. This is the GCD test of dependence analysis. All
+    choices of which strides are small are tried.
     """
     steps = [_steps(tensor) for tensor in (a, b)]
     offset = b.data_ptr() - a.data_ptr()
@@ -144,7 +146,7 @@ def _share_addresses(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(size, stride in bytes) of the dimensions along which a tensor's addresses differ."""
+    """(size, stride in bytes) of the dimensions that change a tensor's addresses."""
     width = tensor.element_size()
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return [(size, step * width) for size, step in dims if size > 1 and step > 0]

@@ -1,7 +1,7 @@
-"""Calls that are like an earlier one: what the checks of a small call look at is remembered, with what they found.
+"""Remembers calls: all that the checks of a small call look at, together with what they found.
 
-Checking arguments and finding their kernel again takes longer than launching it. Used by attention, softmax and
-softmax_topk.
+Checking arguments and finding their kernel takes longer than launching it, so a call like an earlier one skips both.
+Attention, softmax and softmax_topk use this.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from warpspec.common.hardware import VECTOR_BYTES
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 MOST_REMEMBERED = 4096
 
-# What lies beneath os.environ, which raises and catches a KeyError for a variable that is not there: a microsecond.
+# The mapping beneath os.environ, which raises and catches a KeyError for an unset variable: that takes a microsecond.
 _environment = os.environ._data
 
 
 class Remembered(dict):
-    """What was found for calls, by all that finding it looked at; forgets everything once it is full."""
+    """Results of earlier calls, keyed by all that finding them looked at; forgets everything once it is full."""
 
     def remember(self, key: tuple, found) -> None:
         if len(self) >= MOST_REMEMBERED:
@@ -41,7 +41,7 @@ backend_variable = variable_reader(BACKEND_VARIABLE)
 
 
 def signature(tensor: torch.Tensor) -> tuple:
-    """What checks look at, of a tensor. (The checks refuse a layout without strides and address.)"""
+    """What the checks look at in a tensor. (They refuse layouts without strides and address.)"""
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return (
@@ -49,17 +49,16 @@ def signature(tensor: torch.Tensor) -> tuple:
         tensor.stride(),
         tensor.dtype,
         tensor.get_device(),
-        tensor.data_ptr() % VECTOR_BYTES,  # kernels differ by it
+        tensor.data_ptr() % VECTOR_BYTES,  # kernels depend on it
     )
 
 
 def signatures(tensors: Iterable[torch.Tensor | None]) -> list | None:
-    """``signature`` of each tensor, None for None; last, whether autograd records what is computed from them. None
-    where one of them is ``watched``, or is no tensor.
+    """``signature`` of each tensor (None for None), followed by whether autograd records what is computed from them.
 
-    One loop: for each tensor apart, ``watched``, ``recorded`` and ``signature`` would take twice as long. A tensor on
-    the meta device has a signature: it is on no device that a remembered call is on. Raises RuntimeError for a layout
-    without strides and address.
+    Returns None if one of them is ``watched`` or is not a tensor. This is one loop, because ``watched``, ``recorded``
+    and ``signature`` called for each tensor would take twice as long. A tensor on the meta device has a signature, but
+    no remembered call is on that device. Raises RuntimeError for a layout without strides and address.
     """
     found, requires_grad = [], False
     for tensor in tensors:
@@ -77,10 +76,13 @@ def signatures(tensors: Iterable[torch.Tensor | None]) -> list | None:
 
 
 def watched(*tensors: torch.Tensor) -> bool:
-    """Whether somebody needs to see an operator on these tensors: calls are ``observed``, or one of them is of a
-    subclass, on the meta device, or a negated view (``z.conj().imag``), which torch turns into plain memory. An
-    operator written in Python takes longer than ten launches and imports torch._dynamo. Autograd needs none: see
-    ``recorded``."""
+    """Whether something must see an operator call on these tensors, so that the call goes through torch's dispatcher.
+
+    That is so while calls are ``observed``, for a tensor subclass, on the meta device, and for a negated view
+    (``z.conj().imag``), which the dispatcher turns into plain memory. Other calls bypass it: dispatching an operator
+    written in Python takes longer than ten launches and imports torch._dynamo. Autograd alone does not need it, see
+    ``recorded``.
+    """
     if observed():
         return True
     for tensor in tensors:  # noqa: SIM110  (``any`` of a generator takes a microsecond longer)
@@ -90,7 +92,7 @@ def watched(*tensors: torch.Tensor) -> bool:
 
 
 def observed() -> bool:
-    """Whether somebody needs to see every operator now: tracing, a mode, or a functorch transform."""
+    """Whether every operator call must be seen now: while tracing, in a mode, or in a functorch transform."""
     return (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

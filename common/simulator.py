@@ -1,7 +1,7 @@
-"""The simulator, as the packages of kernels see it: a few functions that it offers, and how it is found.
+"""The simulator, as the packages of kernels see it: the functions that it offers, and how it is found.
 
-``warpspec.sim`` offers itself by ``offer`` when it is imported; no other package names it. A call that needs the
-simulator before anybody has imported one loads PROVIDER, an optional part of the installation.
+``warpspec.sim`` registers itself by ``offer`` when it is imported; no other package names it. If a call needs the
+simulator before it has been imported, PROVIDER is imported, an optional part of the installation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ PROVIDER = "warpspec.sim"  # module that offers a simulator when it is imported
 
 
 class Simulator(Protocol):
-    """What a simulator must do; the reports that it returns can be added up."""
+    """Interface of a simulator. The reports that it returns can be added."""
 
     def run(self, compiled: object, *arguments: object, seed: int):
         """Run a compiled host function on CPU tensors. Returns the report."""
 
     def one_stream(self) -> contextlib.AbstractContextManager:
-        """A context whose runs follow each other in one stream."""
+        """A context whose runs belong to one stream."""
 
     def remember(self, report):
-        """Make a report the last one, which users ask for. Returns it."""
+        """Make a report the last one, which users can ask for. Returns it."""
 
 
 _offered: Simulator | None = None
@@ -38,7 +38,7 @@ def offer(simulator: Simulator) -> None:
 
 
 def simulator() -> Simulator:
-    """The simulator. Raises ImportError, which says what to install, where there is none."""
+    """The simulator. If there is none, raises ImportError, which says what to install."""
     if _offered is None:
         try:
             importlib.import_module(PROVIDER)
@@ -51,5 +51,8 @@ def simulator() -> Simulator:
 
 def joined(*reports):
     """The report of a call that made several launches: the sum of theirs, which the simulator remembers as its last
-    one. None where the first is None: launches on a GPU report nothing."""
+    one.
+
+    None if the first is None, because launches on a GPU have no report.
+    """
     return None if reports[0] is None else simulator().remember(reduce(add, reports))

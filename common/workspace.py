@@ -1,4 +1,5 @@
-"""Words in global memory that launches find as the last one left them, all EMPTY: counters, states of CTAs."""
+"""Workspaces in global memory, for counters and states of CTAs: every launch finds all words EMPTY and leaves them
+so."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ import threading
 
 import torch
 
-EMPTY = -1  # an unused word; as two floats it is (NaN, NaN), which no state is
+EMPTY = -1  # an unused word; as two floats it is (NaN, NaN), which is no valid state
 RESERVE_WORDS = 1 << 17  # 1 MiB
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
-_reserves: dict[int, torch.Tensor] = {}  # by device: words that no launch has had yet
+_reserves: dict[int, torch.Tensor] = {}  # by device: words that no launch has used yet
 _lock = threading.Lock()
 
 
 def new_workspace(words: int, device: torch.device) -> torch.Tensor:
-    """A workspace of ``words`` Int64, all EMPTY."""
+    """A new workspace of ``words`` Int64, all EMPTY."""
     return torch.full((words,), EMPTY, dtype=torch.int64, device=device)
 
 
@@ -27,11 +28,11 @@ def prepare_reserve(device_index: int) -> None:
 
 
 def workspace(words: int, device_index: int) -> torch.Tensor:
-    """On a CUDA device, at least ``words`` Int64, all EMPTY, that no other launch uses at the same time.
+    """At least ``words`` Int64 on a CUDA device, all EMPTY, that no concurrent launch uses.
 
-    One for each stream, which runs its launches one after another and finds it as the last one left it, emptied.
-    A launch captured into a graph gets its own, for good: out of the reserve, or where that is used up one that the
-    graph fills at every replay.
+    Each stream has one workspace. It runs its launches one after another, and each launch leaves the workspace EMPTY. A
+    launch that is captured into a graph gets one of its own, permanently: from the reserve, or if that is used up, one
+    that the graph fills at every replay.
     """
     if torch.cuda.is_current_stream_capturing():
         with _lock:

@@ -1,9 +1,8 @@
 """mbarriers and rings of buffers between warp roles.
 
-A role never keeps a phase bit. It counts its uses of a buffer (0, 1, 2, ...) and passes the count; which
-stage and which parity that is follows from the count. PTX ISA: "mbarrier", parity waits
-(mbarrier.try_wait.parity): waiting with parity P returns once the phase with parity P is complete, and at
-once on a fresh barrier for P = 1.
+A role never keeps a phase bit. It counts its uses of a buffer (0, 1, 2, ...) and passes the count, from which stage and
+parity follow. PTX ISA: "mbarrier", parity waits (mbarrier.try_wait.parity): waiting with parity P returns once the
+phase with parity P is complete, and at once on a fresh barrier for P = 1.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from warpspec.common.barriers import Barrier
 
-BOTH_CTAS = 0b11  # mask of a cluster of two
+BOTH_CTAS = 0b11  # mask of both CTAs of a pair
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Channel:
     stages: int
 
     def stage(self, use):
-        """Buffer that the use-th fill lies in."""
+        """Buffer of the use-th fill."""
         return use % self.stages if self.stages > 1 else 0
 
     def barrier(self, use):
@@ -39,35 +38,38 @@ class Channel:
         return self.base + self.stage(use) if self.stages > 1 else self.base
 
     def wait(self, use):
-        """Wait until the use-th completion (counting from 0)."""
+        """Wait until the use-th phase (counted from 0) is complete."""
         cute.arch.mbarrier_wait(self.barrier(use), (use // self.stages) % 2)
 
     def wait_previous(self, use):
-        """Wait until the completion before the use-th on the same buffer; return at once where there is none."""
+        """Wait until the phase before the use-th on the same buffer is complete; return at once if there is none."""
         cute.arch.mbarrier_wait(self.barrier(use), (use // self.stages + 1) % 2)
 
     def arrive(self, use):
-        """Every calling thread arrives, and releases what it wrote before."""
+        """Every calling thread arrives; this releases what it wrote before."""
         cute.arch.mbarrier_arrive(self.barrier(use))
 
     def arrive_in(self, rank, use, *, has_read=False):
         """``arrive`` on the same barrier of the cluster's CTA ``rank``.
 
-        has_read: what the thread hands back has been read by it, not written. That is released at CTA scope, as
-        CUTLASS does for a CTA of the cluster, too: a release to the cluster waits for every store of the thread (a
-        MEMBAR of the GPU), a relaxed arrival would order no read before what overwrites it.
+        has_read: the thread hands back a buffer that it has only read. The arrival is then released at CTA scope, as
+        CUTLASS does too, even for another CTA of the cluster. A release at cluster scope would wait for every store of
+        the thread (a MEMBAR of the GPU), and a relaxed arrival would not order the reads before the overwriting store.
         """
         scope = nvvm.MemScopeKind.CTA if has_read else nvvm.MemScopeKind.CLUSTER
         cute.arch.mbarrier_arrive(self.barrier(use), rank, scope=scope)
 
     def arrive_warp(self, use, rank=None):
-        """The warp arrives once, when all its lanes are here; on CTA ``rank``'s barrier where given."""
+        """The warp arrives once, after all its lanes have come here; on CTA ``rank``'s barrier if given."""
         cute.arch.sync_warp()
         self.arrive_behind_collective(use, rank)
 
     def arrive_behind_collective(self, use, rank=None):
-        """The warp arrives once, where all that it hands back has been read by collective instructions, which it has
-        waited for by another (``tcgen05.wait``, ``wgmma.wait_group``): these gather the lanes themselves."""
+        """The warp arrives once, without synchronising its lanes.
+
+        Use it only if everything handed back was read by collective instructions whose completion the warp has awaited
+        (``tcgen05.wait``, ``wgmma.wait_group``); these have synchronised the lanes.
+        """
         with cute.arch.elect_one():
             if rank is None:
                 self.arrive(use)
@@ -75,14 +77,15 @@ class Channel:
                 self.arrive_in(rank, use)
 
     def expect_bytes(self, use, transaction_bytes):
-        """The producer's arrival, by one elected thread: the phase also waits for these TMA bytes."""
+        """The producer's arrival, by one elected thread; the phase also waits for this many TMA bytes."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(use), transaction_bytes)
 
     def commit_mma(self, use, *, pair=False):
-        """The barrier gets one arrival when every tcgen05.mma this warp has issued so far is complete (tcgen05.commit).
+        """Have the barrier get one arrival when all tcgen05.mma that this warp has issued are complete
+        (tcgen05.commit).
 
-        pair: of cta_group::2, on the same barrier of both CTAs.
+        pair: for cta_group::2, on the same barrier of both CTAs.
         """
         with cute.arch.elect_one():
             if pair:

@@ -1,10 +1,10 @@
-"""TMA tile loads: tensors whose rows are one swizzle span, into the layout tcgen05.mma reads.
+"""TMA tile loads into the layout that tcgen05.mma reads, for tensors whose rows are one span of the swizzle.
 
-A tile is (D, rows...) with D contiguous and D * element bytes = 128: one row fills one span of the 128-byte
-swizzle, so rows lie 128 bytes apart in shared memory whatever they are; larger D is cut into blocks, one more
-mode of rows. tcgen05.mma can read such a tile
-K-major (rows as M or N, D the reduction) and MN-major (D as N, rows the reduction): the two canonical layouts
-coincide. PTX ISA: "Tensors", "Swizzling modes"; "Shared memory layout and matrix descriptor" of tcgen05.
+A tile is (D, rows...) with D contiguous and D * element bytes = 128. One row fills one span of the 128-byte swizzle, so
+rows are 128 bytes apart in shared memory, whatever their meaning; a larger D is cut into blocks, which are another mode
+of rows. tcgen05.mma can read such a tile K-major (rows are M or N, D is reduced) and MN-major (D is N, rows are
+reduced), because the two canonical layouts coincide. PTX ISA: "Tensors", "Swizzling modes"; "Shared memory layout and
+matrix descriptor" of tcgen05.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int16
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-# Sizes of tiles, which configurations use without the DSL; kernels find them here.
+# Sizes of tiles are in a module that configurations can import without the DSL; kernels find them here, too.
 from warpspec.common.memory import ROW_BYTES, tile_bytes
 from warpspec.common.memory import TILE_ALIGNMENT as TILE_ALIGNMENT
 
@@ -25,9 +25,9 @@ SWIZZLE_128B = (3, 4, 3)  # bits, base, shift
 def swizzled_layout(
     box: tuple[int, ...], stages: int | None = None, stage_bytes: int | None = None
 ) -> cute.ComposedLayout:
-    """Shared memory layout of a tile (D, rows...), or of a ring of them (D, rows..., STAGE).
+    """Shared memory layout of a tile (D, rows...), or of a ring of tiles (D, rows..., STAGE).
 
-    stage_bytes: distance of stages where it is not the tile's size.
+    stage_bytes: distance between stages if it is not the size of a tile.
     """
     layout = cute.make_layout(box)
     if stages is not None:
@@ -52,12 +52,12 @@ def make_load(
     pair: bool = False,
     multicast: bool = False,
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """Descriptor that loads boxes of ``tensor`` (D, rows..., rest...). Host side.
+    """Make a descriptor that loads boxes of ``tensor`` (D, rows..., rest...). Host side.
 
-    box: (D, rows...). Returns the copy atom that carries the descriptor and the tensor of TMA coordinates.
-    The extents of ``tensor`` bound each load: what lies outside arrives as zeros. swizzled: for a row of ROW_BYTES;
-    else the box lands as it is. pair: bytes complete on the mbarrier of the even CTA of the pair (cta_group::2).
-    multicast: loads name the CTAs of the cluster that the box goes to, with its bytes' completion, at the same place.
+    box: (D, rows...). Returns the copy atom that carries the descriptor, and the tensor of TMA coordinates. What lies
+    outside the extents of ``tensor`` arrives as zeros. swizzled: the box's rows have ROW_BYTES and are swizzled;
+    otherwise they are not. pair: bytes complete on the mbarrier of the pair's even CTA (cta_group::2). multicast: loads
+    name the CTAs of the cluster that receive the box, at the same place, and on whose mbarriers its bytes complete.
     """
     if swizzled and box[0] * tensor.element_type.width // 8 != ROW_BYTES:
         raise ValueError(f"a row must be {ROW_BYTES} bytes, got {box[0]} of {tensor.element_type}")
@@ -69,9 +69,10 @@ def make_load(
 
 
 def make_store(tensor: cute.Tensor, box: tuple[int, ...]) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """Descriptor that stores boxes of ``tensor`` (D, rows..., rest...) from the layout of ``make_load``. Host side.
+    """Make a descriptor that stores boxes of ``tensor`` (D, rows..., rest...) from the layout of ``make_load``. Host
+    side.
 
-    What lies outside of the tensor is not written.
+    What lies outside the tensor is not written.
     """
     padded = box + (1,) * (cute.rank(tensor) - len(box))
     op = cpasync.CopyBulkTensorTileS2GOp()
@@ -91,7 +92,7 @@ class TileRing:
 
     @classmethod
     def make(cls, atom, tensor, shared):
-        """tensor: coordinates (D, rows..., TILE...) already cut into tiles; shared: (D, rows..., STAGE)."""
+        """tensor: coordinates (D, rows..., TILE...), already cut into tiles. shared: (D, rows..., STAGE)."""
         modes = cute.rank(shared) - 1
         shared, tiles = cpasync.tma_partition(
             atom,
@@ -103,30 +104,35 @@ class TileRing:
         return cls(atom, shared, tiles)
 
     def load(self, tile, stage, mbarrier: cute.Pointer, ctas=None) -> None:
-        """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. By a whole warp.
+        """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. Executed by a whole warp.
 
-        ctas: of a multicast atom, a bit for each CTA of the cluster that gets the tile, in its own stage and mbarrier.
+        ctas: for a multicast atom, a bit for each CTA of the cluster that receives the tile, in its own stage and on
+        its own mbarrier.
         """
         options = {} if ctas is None else {"mcast_mask": Int16(ctas)}
         source, target = self.tiles[None, tile], self.shared[None, stage]
         cute.copy(self.atom, source, target, tma_bar_ptr=mbarrier, **options)
 
     def store(self, tile, stage) -> None:
-        """Issue the store of one stage to one tile, in the bulk group of the thread that does; atom: from
-        ``make_store``. By a whole warp."""
+        """Issue the store of one stage to one tile, in the bulk group of the issuing thread. Executed by a whole warp.
+
+        The atom must be from ``make_store``.
+        """
         cute.copy(self.atom, self.shared[None, stage], self.tiles[None, tile])
 
     def prefetch(self, tile) -> None:
-        """Bring one tile into L2, without waiting. By a whole warp, whose lanes ask for the same: one request, for the
-        instruction is of the uniform datapath (SASS: UTMAPF)."""
+        """Prefetch one tile into L2, without waiting. Executed by a whole warp.
+
+        All lanes ask for the same tile, which makes one request: the instruction belongs to the uniform datapath (SASS:
+        UTMAPF).
+        """
         cute.prefetch(self.atom, self.tiles[None, tile])
 
 
 def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, policy: str = "normal") -> None:
-    """Copy ``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``; both are multiples of
-    16.
+    """Copy ``size`` bytes from global ``address`` to shared memory, completing on ``mbarrier``.
 
-    policy: how L2 shall treat them: "first" or "last" to be evicted, or "normal".
+    address and size are multiples of 16. policy: L2 eviction priority: "first", "last" or "normal".
     """
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     operands = "[{$r0}], [{$r1}], {$r2}, [{$r3}]"
@@ -138,8 +144,11 @@ def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, polic
 
 
 def bulk_add(target, source: cute.Pointer, size) -> None:
-    """Add ``size`` bytes of fp32 in shared memory to global memory at address ``target``, in no certain order with
-    others; part of the thread's bulk group. Both are multiples of 16."""
+    """Add ``size`` bytes of fp32 in shared memory to global memory at address ``target``; part of the thread's bulk
+    group.
+
+    The order relative to other additions is undefined. target and size are multiples of 16.
+    """
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target, source.toint(), size],

@@ -1,9 +1,9 @@
 """Tensor memory: allocation sizes, row-wise loads and stores, fences (PTX ISA, "Tensor Memory",
 tcgen05.ld/st).
 
-Tensor memory is 128 lanes by 512 columns of 32 bits. An address is lane * 2**16 + column. In the 32x32b
-shape, warp w of a warpgroup reaches lanes 32 w to 32 w + 31, and lane t of the warp reads or writes whole
-rows: one thread, one row, register i the i-th column.
+Tensor memory is 128 lanes by 512 columns of 32 bits. An address is lane * 2**16 + column. In the 32x32b shape, warp w
+of a warpgroup reaches lanes 32 w to 32 w + 31, and thread t of the warp reads or writes a whole row: register i is
+column i.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from warpspec.common.memory import TMEM_LANES
 
 LANE_STRIDE = 1 << 16
 
-SCALE_LINE_BYTES = 16  # of a scale atom: what one lane gets
+SCALE_LINE_BYTES = 16  # bytes of a scale atom that one lane gets
 # Shared memory descriptor of a scale atom, all but its address: lines of 16 bytes, eight of them 128 bytes, no swizzle
 # (PTX ISA, "Shared memory descriptor": address and offsets in units of 16 bytes, version 1 at bit 46).
 SCALE_DESCRIPTOR = 1 << 46 | (8 * SCALE_LINE_BYTES >> 4) << 32 | (SCALE_LINE_BYTES >> 4) << 16
@@ -39,10 +39,10 @@ def fence_after_wait(*, loc=None, ip=None):
 
 
 def load_row(columns: cute.Pointer, registers: cute.Tensor, thread) -> None:
-    """Issue tcgen05.ld of this thread's row: ``registers`` (n) 32-bit, n a power of two up to 128.
+    """Issue tcgen05.ld of this thread's row into ``registers`` (n), 32-bit, n a power of two up to 128.
 
-    columns: TMEM pointer to lane 0, first column. thread: 0..127 in the warpgroup. Asynchronous: the
-    registers hold the row after ``wait_loads``.
+    columns: TMEM pointer to lane 0 of the first column. thread: 0..127 in the warpgroup. Asynchronous: the registers
+    hold the row only after ``wait_loads``.
     """
     count = cute.size(registers)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(_REPETITIONS[count]), registers.element_type)
@@ -51,7 +51,7 @@ def load_row(columns: cute.Pointer, registers: cute.Tensor, thread) -> None:
 
 
 def store_row(registers: cute.Tensor, columns: cute.Pointer, thread) -> None:
-    """Issue tcgen05.st of ``registers`` (n) 32-bit to this thread's row; complete after ``wait_stores``."""
+    """Issue tcgen05.st of ``registers`` (n), 32-bit, to this thread's row; complete after ``wait_stores``."""
     count = cute.size(registers)
     atom = cute.make_copy_atom(tcgen05.St32x32bOp(_REPETITIONS[count]), registers.element_type)
     target, row = _row_partition(atom, columns, count, thread, loading=False)
@@ -72,7 +72,7 @@ _REPETITIONS = {int(r.value): r for r in tcgen05.Repetition}
 
 
 def _row_partition(atom, columns, count, thread, *, loading):
-    """This thread's part of (128 lanes, count columns), and the register layout that matches it."""
+    """This thread's part of (128 lanes, count columns), and the matching register layout."""
     block = cute.make_tensor(
         columns, cute.make_layout((TMEM_LANES, count), stride=(LANE_STRIDE, 1))
     )  # (LANE, COLUMN)
@@ -88,11 +88,11 @@ def _row_partition(atom, columns, count, thread, *, loading):
 
 @dsl_user_op
 def copy_scale_atom(source: cute.Pointer, columns: cute.Pointer, *, pair: bool = False, loc=None, ip=None):
-    """Issue tcgen05.cp.32x128b.warpx4: 32 lines of 16 bytes in shared memory to 4 columns, into every warp's lanes.
+    """Issue tcgen05.cp.32x128b.warpx4: copies 32 lines of 16 bytes from shared memory to 4 columns, for all four warps.
 
-    So an atom of the 128x4 scale layout becomes what a block-scaled MMA reads: lane r % 32, column r / 32, 4 scales.
-    By one lane; in order with the MMAs of the same warp. source: the lines, 16-byte aligned. columns: TMEM. pair: in
-    both CTAs of a pair, each from its own shared memory.
+    It turns an atom of the 128x4 scale layout into what a block-scaled MMA reads: row r's 4 scales are in lane r % 32,
+    column r / 32. Executed by one lane; ordered with the MMAs of the same warp. source: the lines, 16-byte aligned.
+    columns: TMEM. pair: do it in both CTAs of a pair, each from its own shared memory.
     """
     address = source.toint(loc=loc, ip=ip) & DESCRIPTOR_ADDRESS_MASK
     descriptor = Int64(address >> 4) | SCALE_DESCRIPTOR

@@ -1,8 +1,8 @@
-"""wgmma (sm_90a): issuing products of a warpgroup, and its fragments in registers.
+"""wgmma (sm_90a): issues products of a warpgroup, and describes its fragments in registers.
 
-A warp of the warpgroup has 16 of its 64 rows: a thread has parts of rows g and g + 8 with g = lane / 4, and of every 8
-columns those at 2 (lane % 4) and the next. Element i of a fragment (n) belongs to row i // 2 % 2 of the thread and to
-column 8 (i // 4) + 2 (lane % 4) + i % 2. PTX ISA: "Register Fragments" of wgmma.
+A warp of the warpgroup has 16 of its 64 rows. A thread has parts of rows g and g + 8 with g = lane / 4, and of every 8
+columns those at 2 (lane % 4) and 2 (lane % 4) + 1. Element i of a fragment (n) belongs to row i // 2 % 2 of the thread
+and to column 8 (i // 4) + 2 (lane % 4) + i % 2. PTX ISA: "Register Fragments" of wgmma.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "transpose",
 ]
 
-PAIR = 2  # neighbouring columns of a thread
-COLUMNS = QUAD * PAIR  # columns that the four threads of a row share, two each
+PAIR = 2  # adjacent columns of a thread
+COLUMNS = QUAD * PAIR  # columns shared by the four threads of a row, two each
 VECTOR = 8  # 16-bit elements of one 16-byte store
 
 
@@ -41,8 +41,8 @@ def flat(fragment: cute.Tensor) -> cute.Tensor:
 
 
 def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate, first: int = 0) -> None:
-    """Issue D = A B, plus D where ``accumulate`` (a bool, or a Boolean of the device): one wgmma for every 16 of K; one
-    group. first: where in B's K they begin, in wgmmas."""
+    """Issue D = A B, plus D where ``accumulate`` (a bool, or a Boolean of the device): one wgmma for every 16 of K, as
+    one group. first: where to begin in B's K, counted in wgmmas."""
     warpgroup.fence()
     for k_block in range(cute.size(a, mode=[2])):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
@@ -52,8 +52,11 @@ def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate, first: int = 0) -> N
 
 @dsl_user_op
 def settle(words: cute.Tensor, *, loc=None, ip=None) -> None:
-    """Have the values of registers (n), Int32, computed here. The compiler knows of no tie between wgmma.fence and the
-    registers of an A operand, and moves what computes them behind the fence, or does it again there."""
+    """Force the values of registers (n), Int32, to be computed here.
+
+    The compiler sees no dependence between wgmma.fence and the registers of an A operand. It would move their
+    computation behind the fence, or repeat it there.
+    """
     count = cute.size(words)
     values = [Int32(words[i]).ir_value(loc=loc, ip=ip) for i in range(count)]
     settled = llvm.inline_asm(
@@ -70,7 +73,10 @@ def settle(words: cute.Tensor, *, loc=None, ip=None) -> None:
 
 
 def transpose(words: list, lane) -> list:
-    """4 words of each of 4 threads: thread t gets word t of every thread, in the threads' order. lane: of the quad."""
+    """Transpose 4 words of each of 4 threads: thread t gets word t of every thread, in thread order.
+
+    lane: in the quad.
+    """
     for bit in (1, 2):
         upper = Boolean((lane & bit) != 0)
         moved = list(words)
@@ -86,7 +92,7 @@ def transpose(words: list, lane) -> list:
 
 
 def elements(fragment: cute.Tensor, r: int) -> list[int]:
-    """The elements of a fragment that belong to row r of the thread, in order of columns."""
+    """The elements of a fragment that belong to row r of the thread, in column order."""
     return [i for i in range(cute.size(fragment)) if i // PAIR % THREAD_ROWS == r]
 
 
@@ -97,10 +103,9 @@ def column(i: int) -> int:
 
 @cute.jit
 def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
-    """Store row r (D) in 16 bits: its four threads swap words so that each stores 8 columns at a time.
+    """Store row r (D) as 16-bit elements; its four threads exchange words so that each stores 8 columns at a time.
 
-    lane: of the quad. Of four blocks of 8 columns, thread t of the quad ends up with block t: a transposition of 4 x 4
-    words.
+    lane: in the quad. Of four blocks of 8 columns, thread t ends up with block t: a transposition of 4 x 4 words.
     """
     own = elements(o, r)
     blocks = len(own) // PAIR
