@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from warpspec.cli.timing import (
+    L2_MULTIPLES,
     PACKAGES,
     SHORT_ROUNDS,
     captured,
@@ -20,6 +21,7 @@ from warpspec.cli.timing import (
 )
 
 __all__ = [
+    "L2_MULTIPLES",
     "PACKAGES",
     "SHORT_ROUNDS",
     "captured",
