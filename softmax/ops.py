@@ -87,7 +87,7 @@ def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.
 def _launch_cuda(x: torch.Tensor, out: torch.Tensor) -> Callable:
     """One launch on the matrices' device and its current stream; no synchronisation. Returns the launcher."""
     problem = SoftmaxProblem.of(x, out)
-    index = x.device.index
+    index = x.get_device()
     launcher = _launchers.get((problem, index))
     if launcher is None:
         from warpspec.softmax import launch

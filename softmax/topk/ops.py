@@ -58,7 +58,7 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
         is_matrix = logits.shape == matrix.shape and logits.stride() == matrix.stride()
         layout = None if is_matrix else (matrix.shape, matrix.stride())
         like = [empty_like_without_memory(tensor) for tensor in (probs, indices)]
-        call = RememberedCall(kernel, logits.device.index, *like, layout)
+        call = RememberedCall(kernel, logits.get_device(), *like, layout)
         _calls.remember(_key(logits, k, renormalize), call)
     return probs, indices
 

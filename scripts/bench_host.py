@@ -1,0 +1,223 @@
+"""Host time of a call: microseconds from Python, the GPU not waited for; and the first calls of a process.
+
+    python scripts/bench_host.py                       # all tables, with the peers that are installed
+    python scripts/bench_host.py --only calls          # of "calls", "operators", "start"
+    python scripts/bench_host.py --dry                 # without a GPU: launches do nothing (shared/no_launches.py)
+
+Shapes are so small that the GPU is done before the host is; a round of calls fits the launch queue, and the GPU is
+waited for between rounds, outside the time. It is the wall clock's: autograd runs backward() in a thread of its own.
+Medians of rounds. "recorded": gradients are asked for, and not computed. "gradients": ``torch.autograd.grad``, forward
+and backward together.
+
+"start": a fresh process with kernels on disk, from tensors at hand to the result on the GPU: first the forward call,
+then the first gradient, after one of torch's own (which imports sympy); and whether torch._dynamo was imported. Without
+a GPU it computes by backend "reference".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from shared import gpu_bench
+from shared.no_launches import no_launches
+from shared.sweep_calls import FLASH, OURS, SDPA, attention_inputs, flash_attention, flash_call, ours
+from shared.sweep_shapes import AttentionShape
+from torch.nn.functional import scaled_dot_product_attention
+
+from warpspec.fmha import attention
+from warpspec.latent.cache import LatentPool
+from warpspec.latent.gathered import KeySet, gathered_attention
+from warpspec.moe import moe_ffn
+from warpspec.softmax import softmax, softmax_topk
+
+PARTS = ("calls", "operators", "start")
+TIMING = {"calls": 50, "rounds": 30}  # of gpu_bench.host_time: a round stays within the launch queue
+DRY_TIMING = {"calls": 200, "rounds": 7}
+PEERS = (FLASH, SDPA)
+SLOTS, TOKENS, HEADS = 256, 4, 64  # of gathered attention
+
+
+def shape(form, heads_q, heads_kv, head_dim, queries, keys, **options) -> AttentionShape:
+    return AttentionShape("mixed", "host", heads_q, heads_kv, head_dim, form, queries, keys, **options)
+
+
+FORWARD, RECORDED, GRADIENTS = "forward", "recorded", "gradients"
+TRAINING = (FORWARD, RECORDED, GRADIENTS)
+CALLS = {  # name: shape, what is timed, microseconds wanted of ours
+    "dense": (shape("plain", 8, 8, 128, (128,) * 2, (128,) * 2), TRAINING, {FORWARD: 18, GRADIENTS: 150}),
+    "dense, grouped heads": (shape("plain", 32, 8, 64, (128,), (128,)), TRAINING, {FORWARD: 18, GRADIENTS: 150}),
+    "packed": (shape("packed", 8, 2, 128, (17, 64, 40, 7), (17, 64, 40, 7)), TRAINING, {FORWARD: 22}),
+    "paged decode": (shape("paged", 32, 8, 128, (1,) * 4, (200, 64, 130, 256), page_size=128), (FORWARD,), {}),
+    "split decode": (shape("plain", 32, 8, 128, (1,), (4096,)), (FORWARD,), {FORWARD: 30}),
+    "D 512": (shape("plain", 8, 1, 512, (128,), (128,), shared_kv=True), (FORWARD,), {FORWARD: 18}),
+}  # fmt: skip
+
+
+def sdpa(x, causal: bool) -> tuple:
+    """As ``candidates``: torch's call, heads first, whatever kernel it takes."""
+    heads_first = [t.detach().transpose(1, 2).requires_grad_(t.requires_grad) for t in (x.q, x.k, x.v)]
+    options = {"is_causal": causal, "enable_gqa": x.q.shape[2] != x.k.shape[2]}
+    return heads_first, lambda: scaled_dot_product_attention(*heads_first, **options)
+
+
+def candidates(one: AttentionShape, device: str, recorded: bool) -> dict[str, tuple]:
+    """Name -> (tensors, function of nothing to their attention): ours, and the peers that are installed."""
+    x, mine = attention_inputs(one, device), ours(one)
+    tensors = [t.requires_grad_(recorded) for t in (x.q, x.k, x.v) if t is not None]
+    found = {OURS: (tensors, lambda: mine(x))}
+    flash = flash_attention()
+    if device == "cuda" and flash is not None and one.head_dim <= 256:
+        found[FLASH] = (tensors, lambda: flash_call(flash, one, x))
+    if device == "cuda" and one.form == "plain" and not one.shared_kv:
+        found[SDPA] = sdpa(x, one.causal and one.queries == one.keys)
+    return found
+
+
+def gradients_of(tensors, call: Callable) -> Callable:
+    """Forward and backward together."""
+    seed = torch.randn_like(call())
+    return lambda: torch.autograd.grad(call(), tensors, seed)
+
+
+def calls(device: str, timing: dict) -> list[list]:
+    rows = []
+    for name, (one, kinds, wanted) in CALLS.items():
+        for kind in kinds:
+            times = {}
+            for candidate, (tensors, call) in candidates(one, device, kind != FORWARD).items():
+                timed = gradients_of(tensors, call) if kind == GRADIENTS else call
+                try:
+                    times[candidate] = host_time(timed, **timing)
+                except Exception as error:
+                    if candidate == OURS:
+                        raise
+                    print(
+                        f"{candidate}, {name}, {kind}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                    )
+            rows.append(
+                [
+                    f"{name}, {kind}",
+                    times[OURS],
+                    *map(times.get, PEERS),
+                    None if device == "cpu" else wanted.get(kind),
+                ]
+            )
+    return rows
+
+
+def operators(device: str, timing: dict) -> list[list]:
+    """Our other operators; torch's where it has one that does the same."""
+    from shared import moe_random
+
+    x = torch.randn(64, 1024, device=device).bfloat16()
+    leaf = x.clone().requires_grad_()
+    seed = torch.randn_like(x)
+    model = moe_random.SMALL_MODELS["small-nv"]
+    experts, tokens = moe_random.random_experts(model), moe_random.random_tokens(model, TOKENS, "uniform", 0)
+    chosen = (experts, tokens[1].int(), tokens[2].float())
+    options = {"activation": model.activation, "limit": model.limit}
+    pool = LatentPool.empty(4 * SLOTS // 64, 64, "v4-fp8", device=device)
+    sets = [KeySet(pool, torch.randint(0, SLOTS, (TOKENS, SLOTS), dtype=torch.int32, device=device))]
+    q = torch.randn(TOKENS, HEADS, 512, device=device).bfloat16()
+    timed = {
+        "softmax": (lambda: softmax(x), lambda: torch.softmax(x, -1)),
+        "softmax, recorded": (lambda: softmax(leaf), lambda: torch.softmax(leaf, -1)),
+        "softmax, gradients": (
+            lambda: torch.autograd.grad(softmax(leaf), leaf, seed),
+            lambda: torch.autograd.grad(torch.softmax(leaf, -1), leaf, seed),
+        ),
+        "softmax_topk": (lambda: softmax_topk(x, 8), None),
+        "moe_ffn": (lambda: moe_ffn(tokens[0], *chosen, **options), None),
+        "gathered_attention": (lambda: gathered_attention(q, sets), None),
+    }  # fmt: skip
+    rows = []
+    for name, (mine, theirs) in timed.items():
+        peer = None if theirs is None or device == "cpu" else host_time(theirs, **timing)
+        rows.append([name, host_time(mine, **timing), peer])
+    return rows
+
+
+def host_time(call: Callable, **timing) -> float:
+    return gpu_bench.host_time(call, [()], **timing)
+
+
+def first_calls(device: str) -> None:
+    """Print the seconds of this process's first calls, as JSON. Nothing of ours has run in it but imports."""
+    backend = "auto" if device == "cuda" else "reference"
+    q, k, v = (torch.randn(1, 128, 4, 64, device=device).bfloat16().requires_grad_() for _ in range(3))
+    seed = torch.randn_like(q)
+    torch.autograd.grad(
+        (q * q).sum(), q, seed.sum()
+    )  # the device is up, and what torch imports for a gradient
+    torch.ones(1, device=device).item()
+    found = {}
+
+    def take(name, call):
+        start = time.perf_counter()
+        result = call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found[name] = time.perf_counter() - start
+        return result
+
+    with torch.no_grad():
+        take(FORWARD, lambda: attention(q, k, v, causal=True, backend=backend))
+    o = take(RECORDED, lambda: attention(q, k, v, causal=True, backend=backend))
+    take(GRADIENTS, lambda: torch.autograd.grad(o, (q, k, v), seed))
+    found["torch._dynamo"] = "torch._dynamo" in sys.modules
+    print(json.dumps(found))
+
+
+def start(device: str) -> list[list]:
+    """First calls of two processes: the first finds or makes the kernels, the second finds them on disk."""
+    command = [sys.executable, Path(__file__), "--first-calls", device]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+    found = json.loads(done.stdout.splitlines()[-1])
+    imported = "imported" if found.pop("torch._dynamo") else "not imported"
+    return [[found[FORWARD], found[RECORDED], found[GRADIENTS], sum(found.values()), imported]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--dry", action="store_true", help="without a GPU: launches do nothing")
+    parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
+    parser.add_argument("--first-calls", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.first_calls:
+        first_calls(options.first_calls)
+        return
+    if not options.dry and not torch.cuda.is_available():
+        raise SystemExit("bench_host.py needs an NVIDIA GPU (without one: --dry)")
+    device, timing = ("cpu", DRY_TIMING) if options.dry else ("cuda", TIMING)
+
+    def show(names, rows):
+        print(f"\n{gpu_bench.table(names, rows, markdown=options.markdown)}", flush=True)
+
+    if options.dry:
+        print(f"{datetime.date.today().isoformat()}, no GPU, launches do nothing, torch {torch.__version__}")
+    else:
+        print(gpu_bench.header((*gpu_bench.PACKAGES, FLASH)))
+    with no_launches() if options.dry else contextlib.nullcontext():
+        if "calls" in options.only:
+            show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing))
+        if "operators" in options.only:
+            show(["us a call", OURS, "torch"], operators(device, timing))
+    if "start" in options.only:
+        show(["first calls, s: forward", RECORDED, GRADIENTS, "together", "torch._dynamo"], start(device))
+
+
+if __name__ == "__main__":
+    main()
