@@ -17,17 +17,17 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     """exp(x - max) / sum over the last dimension, in fp32, rounded to x's dtype.
 
     x: [..., N], fp32, fp16 or bf16, 1 <= N <= 2**25, any number of rows, any strides and alignment. Rows should be
-    contiguous and evenly spaced: anything else is first copied (as torch.softmax does). NaN, +inf, or nothing but
-    -inf in a row makes the whole row NaN, as with torch.softmax. out: of x's shape, dtype and device, its rows
-    contiguous and evenly spaced; x itself, or memory that x does not share. backend: see
-    ``warpspec.common.backend.resolve_backend``; on the CPU "sim" runs the sm_100a kernel in the simulator.
+    contiguous and evenly spaced; anything else is copied first (as torch.softmax does). A row that contains NaN or
+    +inf, or nothing but -inf, becomes NaN throughout, as in torch.softmax. out: has x's shape, dtype and device, and
+    rows that are contiguous and evenly spaced; it is x itself, or memory that x does not share. backend: see
+    ``warpspec.common.backend.resolve_backend``; on the CPU, "sim" runs the sm_100a kernel in the simulator.
 
-    Returns out, or a new contiguous tensor. Differentiable; with out given, x must not require gradients.
-    Traced by torch.compile as an operator, safe to capture in a CUDA graph once called with the same shapes. Bitwise
-    repeatable. Long rows may be shared by CTAs of a cooperative launch, which waits for the whole GPU.
+    Returns out, or a new contiguous tensor. Differentiable; if out is given, x must not require gradients.
+    torch.compile traces it as an operator. It can be captured in a CUDA graph after one call with the same shapes.
+    Bitwise repeatable. Several CTAs may share a long row in a cooperative launch, which waits for the whole GPU.
 
-    Raises TypeError or ValueError naming the argument, UnsupportedProblem where the backend does not run on the
-    device, NotImplementedError for gradients with out and for forward-mode derivatives.
+    Raises TypeError or ValueError naming the argument, UnsupportedProblem if the backend does not run on the device,
+    and NotImplementedError for gradients with out and for forward-mode derivatives.
     """
     plain = isinstance(x, torch.Tensor) and not watched(x)
     records = plain and recorded(x)

@@ -1,4 +1,4 @@
-"""Running a strategy's kernel: on a GPU, or in the simulator."""
+"""Runs a strategy's kernel on a GPU or in the simulator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, wor
 from warpspec.softmax.plan import Plan, choose_plan
 from warpspec.softmax.problem import SoftmaxProblem
 
-# The simulator's time grows with what runs at once, and it stands for no device in particular: few SMs will do.
+# The simulator stands for no particular device, and its time grows with what runs at once, so it has few SMs.
 SIMULATED_SMS, SIMULATED_L2 = 8, 1 * MIB
 
 
@@ -42,16 +42,16 @@ softmax_kernel = Kernel("softmax", _host_and_arguments)
 
 
 def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) -> Callable:
-    """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before it returns.
+    """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before this returns.
 
-    target: a CUDA device, which must be the current one in calls. plan: to run; None: the chosen one.
+    target: a CUDA device, which must be the current one in calls. plan: None: the chosen one.
     """
     plan = plan or choose_plan(problem, target)
     kernel = softmax_kernel.launcher(plan.config, target)
     if not plan.group:
         return kernel
     words, device, groups, group = plan.workspace_words(problem.rows), target.device, plan.groups, plan.group
-    if plan.config.cluster:  # which reduces in shared memory
+    if plan.config.cluster:  # whose CTAs reduce in shared memory
         unused = torch.empty(words, dtype=torch.int64, device=torch.device("cuda", device))
         return lambda x, out: kernel(x, out, unused, groups, group)
     prepare_reserve(device)
@@ -66,8 +66,10 @@ def run_sim(
     *,
     seed: int = 0,
 ):
-    """Execute on CPU matrices in the simulator; returns its ``SimReport``. plan: None: the chosen one. target: None: a
-    small GPU of the architecture that is simulated."""
+    """Execute on CPU matrices in the simulator; returns its ``SimReport``.
+
+    plan: None: the chosen one. target: None: a small GPU of the simulated architecture.
+    """
     problem = SoftmaxProblem.of(x, out)
     target = target or replace(target_of(x.device), sm_count=SIMULATED_SMS, l2_bytes=SIMULATED_L2)
     plan = plan or choose_plan(problem, target)

@@ -1,11 +1,11 @@
-"""The online softmax's state of some elements: their maximum and the sum of their exponentials. Device side.
+"""The online softmax's state of a set of elements: their maximum and the sum of their exponentials. Device side.
 
-State of a set of elements: maximum m and sum s of exp(x - m), both fp32 (Milakov and Gimelshein 2018). The state
-of no element, or of elements that are all -inf, is (-inf, 0). Two states join into that of the union, in any
-grouping: m = max(m1, m2), s = s1 exp(m1 - m) + s2 exp(m2 - m). A NaN anywhere ends up in s, an element of +inf
-too (inf - inf), and a row of all -inf ends with s NaN or 0: each makes the whole row NaN, as torch.softmax does.
+The state is the maximum m and the sum s of exp(x - m), both fp32 (Milakov and Gimelshein 2018). The state of no
+element, or of elements that are all -inf, is (-inf, 0). The states of two sets join into that of their union, in any
+grouping: m = max(m1, m2), s = s1 exp(m1 - m) + s2 exp(m2 - m). A NaN anywhere ends up in s, and so does an element of
++inf (inf - inf). A row of all -inf ends with s NaN or 0. Each of these makes the whole row NaN, as in torch.softmax.
 
-Exponentials are powers of two: exp(x) = 2**(x log2 e), one instruction for the power.
+Exponentials are powers of two: exp(x) = 2**(x log2 e), where the power takes one instruction.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from warpspec.softmax.vectors import PAIRS, TYPES, as_float, unpack
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# By so much of itself an H200's power of two is too small in the mean, where the exponent is below -1.
+# Mean relative error by which an H200's power of two is too small, for exponents below -1.
 EXP2_BIAS = 5e-8
-# Added to a number, it leaves a whole one in the lowest bits; FP32_ONE: 1.0's bits.
+# Adding TO_WHOLE to a number leaves an integer in the lowest bits. FP32_ONE has the bits of 1.0.
 TO_WHOLE = 1.5 * 2.0**23
 FP32_EXPONENT_BIT, FP32_ONE = 23, 0x3F800000
-# log2 e in two fp32 numbers: what rounding it leaves.
+# log2 e as the sum of two fp32 numbers; the second is the rounding error of the first.
 LOG2_E_HIGH = 1.44269502162933349609375
 LOG2_E_LOW = LOG2_E - LOG2_E_HIGH
-# Below, an exponential is not a normal number of fp32, and counts as 0. -inf too.
+# Below it, an exponential is not a normal fp32 number and counts as 0; also that of -inf.
 LOWEST_EXPONENT = -126 * LN_2
-# 16-bit numbers above are at least 2**12 apart. Below, rounding a number times log2 e leaves an exponent less than 1.
+# Above it, 16-bit numbers are at least 2**12 apart. Below it, rounding a number times log2 e changes an exponent by
+# less than 1.
 LARGE_REFERENCE = 2.0**23
 
 
 def exponential(difference, accurate: bool) -> Float32:
-    """exp(difference), difference <= 0 or NaN; about an ulp where ``accurate``.
+    """exp(difference), for difference <= 0 or NaN; if ``accurate``, to about an ulp.
 
-    Otherwise the relative error grows with |difference|, as 6e-8 of it, from the one rounding of
-    difference * log2(e): less than a rounding of the 16-bit types wherever the result is not 0.
+    Otherwise the relative error is 6e-8 times |difference|, from the one rounding of difference * log2(e). That is less
+    than a rounding of the 16-bit types wherever the result is not 0.
 
-    Accurate ones take the power of a fraction in 0..1 and scale it by the whole rest: below 0 the GPU's power of two
-    has a bias, 2e-8 and more of it (see EXP2_BIAS), which sums of many would keep.
+    The accurate version takes the power of a fraction in 0..1 and scales it by the integer part. Below 0 the GPU's
+    power of two has a bias of 2e-8 and more (see EXP2_BIAS), which would remain in the sum of many.
     """
     if not accurate:
         return cute.math.exp2(difference * LOG2_E, fastmath=True)
-    shifted = fma_down(difference, LOG2_E_HIGH, TO_WHOLE)  # its lowest bits are a whole number
+    shifted = fma_down(difference, LOG2_E_HIGH, TO_WHOLE)  # its lowest bits are an integer
     whole = shifted - TO_WHOLE
     fraction = cute.math.fma(difference, LOG2_E_HIGH, -whole)
     fraction = cute.math.fma(difference, LOG2_E_LOW, fraction)
@@ -65,7 +66,7 @@ def fma_down(a, b, c) -> Float32:
 
 
 def reference_of(maximum) -> Float32:
-    """What exponents are taken against: the maximum, or 0 where that is -inf (-inf - -inf would be NaN)."""
+    """What exponents are relative to: the maximum, or 0 if that is -inf (because -inf - -inf is NaN)."""
     return Float32(cutlass.select_(Boolean(maximum == -Float32.inf), Float32(0.0), maximum))
 
 
@@ -82,11 +83,11 @@ def join(first: tuple, second: tuple, accurate: bool) -> tuple:
     return maximum, total + second[1] * exponential(second[0] - reference, accurate)
 
 
-CHAINS = 4  # of dependent additions or maxima, side by side: one's latency hides under the others'
+CHAINS = 4  # dependent additions or maxima are done in so many independent chains, to hide their latency
 
 
 def largest(values: cute.Tensor, start) -> Float32:
-    """Largest of ``start`` and fp32 ``values``; NaN is passed over (it comes back through the exponential)."""
+    """Largest of ``start`` and fp32 ``values``; ignores NaN, which the exponential will bring back."""
     chains = [Float32(start)]
     for i in range(cute.size(values)):
         if i < CHAINS:
@@ -99,7 +100,7 @@ def largest(values: cute.Tensor, start) -> Float32:
 
 
 def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
-    """values become exp(values - reference), in place; returns their sum."""
+    """Replace values by exp(values - reference), in place; returns their sum."""
     for i in range(cute.size(values)):
         values[i] = exponential(values[i] - reference, accurate)
     return sum_of(values)
@@ -107,10 +108,11 @@ def exponentiate(values: cute.Tensor, reference, accurate: bool) -> Float32:
 
 @dataclass(frozen=True)
 class Powers:
-    """exp(x - reference) = 2**(x factor - offset) * correction, one instruction for the exponent. 16-bit data only.
+    """exp(x - reference) = 2**(x factor - offset) * correction, with one instruction for the exponent. 16-bit data
+    only.
 
-    offset is reference * factor as rounded; the correction is what that rounding left. factor: log2 e; 1 where the
-    reference is so large that numbers of 16 bits next to it are thousands away: then powers are 1 or 0.
+    offset is reference * factor, rounded; the correction undoes this rounding. factor is log2 e, or 1 if the reference
+    is so large that 16-bit numbers next to it are thousands away: powers are then 1 or 0.
     """
 
     reference: Float32
@@ -128,12 +130,12 @@ class Powers:
         return cute.math.exp2(-rounding, fastmath=True)
 
     def of(self, x: Float32) -> Float32:
-        """The power of x, not corrected."""
+        """The power of x, without the correction."""
         return cute.math.exp2(cute.math.fma(x, self.factor, -self.offset), fastmath=True)
 
 
 def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
-    """The state of a set of elements and packed ``words`` (WORDS, ...) together."""
+    """The joint state of a set of elements and of packed ``words`` (WORDS, ...)."""
     values = as_float(words, dtype)
     if dtype == "float32":
         maximum = largest(values, state[0])
@@ -159,7 +161,7 @@ def absorb(state: tuple, words: cute.Tensor, dtype: str) -> tuple:
 
 
 def sum_of(values: cute.Tensor) -> Float32:
-    """The sum of fp32 ``values``, by a few chains of additions side by side."""
+    """The sum of fp32 ``values``, in a few independent chains of additions."""
     chains = []
     for i in range(cute.size(values)):
         if i < CHAINS:
@@ -172,7 +174,7 @@ def sum_of(values: cute.Tensor) -> Float32:
 
 
 def scale(words: cute.Tensor, maximum, inverse, dtype: str) -> None:
-    """Packed elements x become exp(x - maximum) * inverse, in place. maximum: of their row."""
+    """Replace packed elements x by exp(x - maximum) * inverse, in place. maximum: that of their row."""
     values = as_float(words, dtype)
     if dtype == "float32":
         for i in range(cute.size(values)):

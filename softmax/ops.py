@@ -1,9 +1,9 @@
-"""``softmax``'s torch operators, and the short ways past them.
+"""``softmax``'s torch operators, and shortcuts past them.
 
-``warpspec::softmax`` allocates its result and is differentiable; ``warpspec::softmax_out`` writes the caller's.
-Dispatching an operator written in Python takes longer than all else that a call does on the host, so a call that nobody
-watches (``repeated.watched``) goes straight to ``run``, and one that is like an earlier one straight to that one's
-launcher (``run_again``); what autograd records of it is ``Softmax``.
+``warpspec::softmax`` allocates its result and is differentiable; ``warpspec::softmax_out`` writes to the caller's.
+Dispatching an operator written in Python takes longer than everything else that a call does on the host. A call that no
+one needs to see (``repeated.watched``) therefore goes straight to ``run``, and one like an earlier call goes straight
+to that call's launcher (``run_again``). ``Softmax`` is what autograd records of such calls.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, che
 
 
 def call(x: torch.Tensor, out: torch.Tensor | None, backend) -> torch.Tensor:
-    """``softmax`` of plain tensors, remembered where it may be. Raises what ``softmax`` raises."""
+    """``softmax`` of plain tensors; uses remembered calls where possible. Raises what ``softmax`` raises."""
     if x.is_cuda and type(backend) is str:
         result = run_again(x, out, backend)
         if result is not None:
@@ -27,7 +27,7 @@ def call(x: torch.Tensor, out: torch.Tensor | None, backend) -> torch.Tensor:
 
 
 def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor:
-    """Check, choose the backend, compute. Nothing is launched or written before all checks."""
+    """Check, choose the backend, compute. Nothing is launched or written before all checks are done."""
     check_input(x)
     if out is not None:
         check_output(out, x)
@@ -49,20 +49,20 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
     return out
 
 
-_launchers = Remembered()  # by what decides the plan: a compiled kernel, ready to be called
-_calls = Remembered()  # the same by all that ``run`` would look at: see ``run_again``
+_launchers = Remembered()  # compiled kernels, by what decides the plan
+_calls = Remembered()  # launchers, by all that ``run`` would look at: see ``run_again``
 
 
 def _call_key(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> tuple:
-    """What the checks, the backend and the plan of a call depend on, but for overlaps."""
+    """What a call's checks, backend and plan depend on, except overlaps."""
     return (signature(x), None if out is None else signature(out), backend, backend_variable())
 
 
 def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor | None:
-    """The softmax of plain CUDA tensor x, if ``run`` has had a call like it and it ran on the GPU; else None.
+    """The softmax of plain CUDA tensor x, if ``run`` has had a call like it that ran on the GPU; otherwise None.
 
-    Like it: contiguous, of the same shapes, dtypes, devices and alignments. A new result's alignment is the
-    allocator's.
+    A call is like another if tensors are contiguous and agree in shape, dtype, device and alignment. A new result has
+    the allocator's alignment.
     """
     if not x.is_contiguous():
         return None
@@ -70,14 +70,14 @@ def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.
         if type(out) not in PLAIN_TENSORS or not out.is_contiguous() or out.requires_grad:
             return None
         if 0 < abs(out.data_ptr() - x.data_ptr()) < x.numel() * x.element_size():
-            return None  # overlaps: ``run`` says so
+            return None  # if they overlap, ``run`` raises
     launcher = _calls.get(_call_key(x, out, backend))
     if launcher is None or x.get_device() != torch.cuda.current_device():
         return None
     out = torch.empty_like(x) if out is None else out
     if x.dim() == 2 and x.shape[0] > 1:
         launcher(x, out)
-    else:  # a single row's stride may be anything
+    else:  # the stride of a single row does not matter
         length = x.shape[-1]
         size, stride = (x.numel() // length, length), (length, 1)
         launcher(x.as_strided(size, stride), out.as_strided(size, stride))
@@ -85,7 +85,7 @@ def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.
 
 
 def _launch_cuda(x: torch.Tensor, out: torch.Tensor) -> Callable:
-    """One launch on the matrices' device and its current stream; no synchronisation. Returns the launcher."""
+    """One launch on the matrices' device and its current stream, without synchronisation. Returns the launcher."""
     problem = SoftmaxProblem.of(x, out)
     index = x.get_device()
     launcher = _launchers.get((problem, index))
@@ -111,7 +111,7 @@ def _run_sim(x: torch.Tensor, out: torch.Tensor) -> None:
 
 @torch.library.custom_op("warpspec::softmax", mutates_args=(), schema="(Tensor x, str backend) -> Tensor")
 def softmax_op(x, backend):
-    """``softmax`` as a new tensor."""
+    """Operator of ``softmax`` with a new result."""
     return run(x, None, backend)
 
 
@@ -119,7 +119,7 @@ def softmax_op(x, backend):
     "warpspec::softmax_out", mutates_args=("out",), schema="(Tensor x, Tensor(a!) out, str backend) -> ()"
 )
 def softmax_out_op(x, out, backend):
-    """Write ``softmax`` into out."""
+    """Operator that writes ``softmax`` to out."""
     run(x, out, backend)
 
 
@@ -140,7 +140,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, gradient):
-    """The gradient of y = softmax(x), y (g - sum(g y)), by torch's own kernel."""
+    """The gradient of y = softmax(x), which is y (g - sum(g y)), by torch's own kernel."""
     (y,) = ctx.saved_tensors
     return torch._softmax_backward_data(gradient, y, -1, y.dtype), None
 
@@ -149,7 +149,7 @@ softmax_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class Softmax(torch.autograd.Function):
-    """``softmax`` as a new tensor, for autograd."""
+    """``softmax`` with a new result, for autograd."""
 
     @staticmethod
     def forward(ctx, x, backend):

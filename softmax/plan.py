@@ -1,17 +1,18 @@
-"""Which strategy runs a problem, and how it is configured: the least predicted time among all that could run it.
+"""Chooses the strategy that runs a problem, and its configuration: the least predicted time of all candidates.
 
 The model knows rows, length, dtype, the device's SMs and L2, and a few constants measured on an H200 (2026-11-21).
 It adds up, in microseconds:
 
 - a launch, and the reduction of the states of a row's parts;
-- the traffic at the speed of memory. That speed takes a number of bytes under way in every SM: as many as memory
-  delivers while a CTA lives (Little's law), and a CTA of a larger cluster lives longer. Clusters of small shares
-  lose a little more, and so do SMs with more under way than that, or with few CTAs to take turns at loading and
-  storing. What is read a second time counts as far as it does not fit the L2;
-- one CTA's work on its share, which nothing hides at the end of a launch; all CTAs' where an SM has only one.
+- the traffic at the speed of memory. To reach that speed, every SM needs as many bytes in flight as memory delivers
+  during the life of a CTA (Little's law), and CTAs of larger clusters live longer. Clusters with small shares lose a
+  little more. So do SMs with more bytes in flight than needed, and SMs with few CTAs to alternate between loading and
+  storing. Data that is read a second time counts as far as it does not fit L2;
+- one CTA's work on its share, which nothing hides at the end of a launch; if an SM has only one CTA at a time, the work
+  of all its CTAs.
 
-``scripts/bench_softmax.py --regret`` runs every strategy's best candidate at shapes that had no part in this, and
-prints how far the choice is from the best.
+``scripts/bench_softmax.py --regret`` runs every strategy's best candidate at shapes that were not used to fit the
+model, and prints how far the choice is from the best.
 """
 
 from __future__ import annotations
@@ -32,32 +33,34 @@ from warpspec.common.hardware import (
 from warpspec.common.launch import Target
 from warpspec.softmax.problem import SoftmaxProblem
 
-SMEM_BESIDE_DATA = 1536  # bytes that a CTA takes besides its data: states, barriers, the system's
+# Bytes of shared memory that a CTA needs besides its data: states, barriers, the system's part.
+SMEM_BESIDE_DATA = 1536
 
 # Measured.
-LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # a launch; a dependent one
+LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # an ordinary launch; a programmatic dependent launch
 WARPS_US = 0.1  # a reduction over the warps of a CTA
-WITHIN_WARP_US = -0.3  # where a warp has whole rows, against that
-STAGING_US = 0.1  # that a bulk copy takes longer than loads
-ALONE_STAGING_US = 0.5  # and more where CTAs of a cluster have SMs to themselves
+WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
+STAGING_US = 0.1  # by which a bulk copy takes longer than loads
+ALONE_STAGING_US = 0.5  # and more, if CTAs of a cluster have SMs to themselves
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 MEMORY_BYTES_PER_US = 4.25e6  # read and written
 CLUSTER_CTAS_PER_US = 440.0  # started
-CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # of all SMs, that clusters find room on
+CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # fraction of the SMs on which clusters find room
 SMALL_BYTES_PER_SM = (
-    128e3  # read and written: problems up to here count as dependent launches without clusters
+    128e3  # read and written a SM: up to here, launches without clusters count as dependent launches
 )
-DEPENDENT_CLUSTER = 16  # clusters of so many CTAs gain by dependent launches even where not all fit at once
-CLUSTER_LOSS_BYTES = 165.0  # the memory time grows by this times CTAs of the cluster over the share's bytes
+# Clusters of this size gain from dependent launches even if not all of them fit at once.
+DEPENDENT_CLUSTER = 16
+CLUSTER_LOSS_BYTES = 165.0  # the memory time grows by this times (CTAs of the cluster / bytes of a share)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of CTAs that have one share of one row.
+    """Rates of CTAs that each have one share of one row.
 
-    life_us: of a CTA, besides the work on its share. doubled_us: longer, each time the cluster doubles.
-    bytes_per_us: of a share, read, processed and written. excess_loss: the memory time grows by this for every byte
-    under way that is not needed; few_loss: and by this over the power ``few_power`` of the CTAs that share an SM.
+    life_us: of a CTA, besides the work on its share. doubled_us: added each time the cluster doubles. bytes_per_us: of
+    a share, read, processed and written. excess_loss: growth of the memory time for every unneeded byte in flight.
+    few_loss: growth of the memory time, divided by the number of CTAs on an SM to the power ``few_power``.
     """
 
     life_us: float
@@ -69,23 +72,24 @@ class Rates:
 
 
 ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
-CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to rows of 32000 to 256000, 1 to 256 of them
-L2_USABLE = 0.4  # of the L2, for what is read again
+CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to 1 to 256 rows of 32000 to 256000
+L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # Resident shares: one row after another by the same CTAs.
-ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0  # a reduction, and all that waits for it
+# A reduction over the grid or a cluster, with everything that waits for it.
+ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0
 ROUND_BYTES_PER_US = 30e3  # of a share
 
 # Of the configurations.
-# Vectors of a thread of the register kernel, without and with clusters; more of them wait for each other.
+# Vectors of a thread of the register kernel, without and with clusters. With more, vectors wait for each other.
 ROWS_MOST_VECTORS, CLUSTER_MOST_VECTORS = 5, 5
-# Instructions of an element, and what of them nothing hides; counted for lanes that have no element.
+# Instructions of an element, and the fraction that nothing hides; lanes without an element count too.
 ELEMENT_INSTRUCTIONS, EXPOSED = {"float32": 16, "float16": 6, "bfloat16": 6}, 0.75
-WARP_INSTRUCTIONS_PER_US = 7020  # of an SM, of warps: 4 a clock
-# Lanes of a cluster's register kernels: the states of more warps take too long to exchange; where CTAs have SMs to
-# themselves, more lanes have more bytes under way.
+WARP_INSTRUCTIONS_PER_US = 7020  # warp instructions of an SM: 4 a clock
+# Lanes of a cluster's register kernels. Exchanging the states of more warps takes too long; but if CTAs have SMs to
+# themselves, more lanes have more bytes in flight.
 CLUSTER_MOST_LANES, ALONE_MOST_LANES = 4096, 8192
-# Registers of a thread that has a row's part: some, and for each vector, and where rows have edges; as compiled. By
-# whether data are fp32 and whether several warps share a row.
+# Registers of a thread that has a part of a row, as compiled: a constant, a number for each vector, and a number if
+# rows have edges. By whether data is fp32, and whether several warps share a row.
 REGISTERS = {
     (True, True): (20, 11, 6),
     (True, False): (13, 9, 7),
@@ -93,8 +97,9 @@ REGISTERS = {
     (False, False): (16, 9, 8),
 }
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
-ONCE_CLUSTER = 8  # CTAs that share a row of fp32, at least, for its exponentials to be taken once
-STAGED_LONGER = (8,)  # vectors, in fp32 of many aligned rows of 16 CTAs: one CTA more finds room on an SM
+ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
+# Vectors a thread for fp32 with many aligned rows of 16 CTAs: lets one CTA more fit an SM.
+STAGED_LONGER = (8,)
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -103,8 +108,8 @@ TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 class Plan:
     """How one problem is computed.
 
-    strategy: its name. config: of its kernel. groups, group: how many groups of how many CTAs there are (resident
-    shares only). microseconds: the predicted time.
+    strategy: its name. config: its kernel's. groups, group: number of groups of CTAs and CTAs of a group (resident
+    strategy only). microseconds: the predicted time.
     """
 
     strategy: str
@@ -114,18 +119,18 @@ class Plan:
     microseconds: float
 
     def workspace_words(self, rows: int) -> int:
-        """Words of the workspace that groups need: a counter and, unless groups are clusters, one for each state."""
+        """Words of the groups' workspace: a counter and, unless groups are clusters, one for each state."""
         return 1 if self.config.cluster else 1 + rows * self.group
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_plan(problem: SoftmaxProblem, target: Target) -> Plan:
-    """The candidate of least predicted time; the first of equals."""
+    """The candidate with the least predicted time; the first of equals."""
     return min(candidates(problem, target), key=lambda plan: plan.microseconds)
 
 
 def best_of_each(problem: SoftmaxProblem, target: Target) -> dict[str, Plan]:
-    """Every strategy that can run the problem, configured as the model likes it best."""
+    """Each strategy that can run the problem, in the configuration that the model likes best."""
     best: dict[str, Plan] = {}
     for plan in candidates(problem, target):
         if plan.strategy not in best or plan.microseconds < best[plan.strategy].microseconds:
@@ -134,7 +139,7 @@ def best_of_each(problem: SoftmaxProblem, target: Target) -> dict[str, Plan]:
 
 
 def candidates(problem: SoftmaxProblem, target: Target) -> list[Plan]:
-    """All plans that can run the problem; at least one."""
+    """All plans that can run the problem; there is at least one."""
     return [
         *_rows(problem, target),
         *_staged(problem, target),
@@ -145,7 +150,7 @@ def candidates(problem: SoftmaxProblem, target: Target) -> list[Plan]:
 
 
 def _vectors(problem: SoftmaxProblem) -> int:
-    """Most whole vectors of a row, at any alignment; at least 1."""
+    """The most whole vectors that a row can have at any alignment; at least 1."""
     return max(1, problem.bytes // (2 * problem.rows) // VECTOR_BYTES)
 
 
@@ -154,18 +159,21 @@ def _clusters() -> tuple[int, ...]:
 
 
 def _sms(target: Target, cluster: int) -> int:
-    """SMs that clusters find room on: a processing cluster's (16 or 18 on an H200) do not always divide."""
+    """SMs on which clusters find room.
+
+    The SMs of a GPC (16 or 18 on an H200) are not always divisible by the cluster.
+    """
     return max(1, int(target.sm_count * CLUSTER_SMS[cluster]) // cluster) * cluster
 
 
 def _alone(problem: SoftmaxProblem, target: Target, cluster: int) -> bool:
-    """Whether all CTAs of clusters have SMs to themselves."""
+    """Whether every CTA of the clusters has an SM to itself."""
     return cluster > 1 and problem.rows * cluster <= _sms(target, cluster)
 
 
 def _memory_us(problem, target, *, rates, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
-    """Time of the traffic. under_way: bytes that an SM waits for at once. reread: the part of x that is read again from
-    memory."""
+    """Time of the traffic. under_way: bytes that an SM has in flight. reread: the part of x that is read from memory a
+    second time."""
     life = rates.life_us + share_bytes / rates.bytes_per_us + rates.doubled_us * (cluster.bit_length() - 1)
     needed = life * MEMORY_BYTES_PER_US / 2 / target.sm_count
     microseconds = problem.bytes * (1 + reread / 2) / MEMORY_BYTES_PER_US
@@ -189,10 +197,10 @@ def _one_row_a_cta(
     reread=0.0,
     extra=0.0,
 ) -> tuple[float, bool]:
-    """(time, whether it is a dependent one) of a launch whose CTAs each take one share of one row.
+    """(time, whether it is a dependent launch) if each CTA takes one share of one row.
 
-    occupancy: CTAs that an SM has room for. batch_bytes: that a CTA loads at a time, where it is not the whole share;
-    it then does so twice. extra: microseconds.
+    occupancy: CTAs that fit an SM. batch_bytes: what a CTA loads at a time if it is not the whole share; it then does
+    so twice. extra: microseconds to add.
     """
     sms, rates = _sms(target, cluster), ALONE if cluster == 1 else CLUSTERED
     waves = -(-ctas // (sms * occupancy))
@@ -222,14 +230,15 @@ def _one_row_a_cta(
 
 
 def _beside(problem: SoftmaxProblem, target: Target, lanes: int, idle: int) -> float:
-    """What else rows cost that ``lanes`` of a CTA share. idle: elements a row that these lanes could have beyond it."""
+    """Additional time of rows that ``lanes`` threads of a CTA share. idle: elements of a row that these lanes could
+    hold beyond its length."""
     instructions = problem.rows * idle * ELEMENT_INSTRUCTIONS[problem.dtype] / WARP_THREADS
     within = WITHIN_WARP_US if lanes <= WARP_THREADS else 0.0
     return EXPOSED * instructions / (WARP_INSTRUCTIONS_PER_US * target.sm_count) + within
 
 
 def rows_registers(config) -> int:
-    """Registers that a thread of a ``RowsConfig`` takes."""
+    """Registers of a thread with a ``RowsConfig``."""
     some, for_each, for_edges = REGISTERS[config.dtype == "float32", config.lanes > WARP_THREADS]
     registers = some + for_each * config.vectors + (for_edges if config.edges else 0)
     return -(-registers // REGISTER_STEP) * REGISTER_STEP
@@ -271,7 +280,8 @@ def _rows(problem: SoftmaxProblem, target: Target):
                 if cluster == 1
                 else 0.0,
             )
-            config = replace(config, dependent=dependent or cluster == 1)  # loads come in waves then, too
+            # Loads come in waves in this case too.
+            config = replace(config, dependent=dependent or cluster == 1)
             yield Plan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
 
 
@@ -322,7 +332,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
 
 
 def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
-    """The plan for resident shares: groups of CTAs take one row after another."""
+    """The plan for the resident strategy: groups of CTAs take one row after another."""
     from warpspec.softmax.resident import ResidentConfig
 
     config = ResidentConfig(
@@ -336,21 +346,21 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
         problem.store_bytes,
     )
     share = -(-_vectors(problem) // group)
-    rest = max(0, share - config.capacity)  # read twice
+    rest = max(0, share - config.capacity)  # vectors that are read twice
     fits = min(1.0, L2_USABLE * target.l2_bytes / max(1, rest * VECTOR_BYTES * groups * group))
     memory = _memory_us(
         problem,
         target,
         rates=ALONE,
         share_bytes=share * VECTOR_BYTES,
-        occupancy=config.resident,  # chunks take turns, as CTAs do elsewhere
+        occupancy=config.resident,  # chunks alternate as CTAs do elsewhere
         under_way=config.smem_bytes,
         cluster=1,
         reread=(1 - fits) * rest / share,
     )
     rounds = -(-problem.rows // groups)
     working = rounds * (round_us + share * VECTOR_BYTES / ROUND_BYTES_PER_US)
-    # Rows overlap as far as the next one's share finds room beside this one's.
+    # Rows overlap as far as the next row's share fits beside this one's.
     overlap = min(1.0, max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds)
     microseconds = LAUNCH_US + max(memory, working) + (1 - overlap) * min(memory, working)
     return Plan(strategy, config, groups, group, microseconds)
@@ -364,7 +374,7 @@ def _resident(problem: SoftmaxProblem, target: Target):
                 groups == problem.rows
                 and -(-_vectors(problem) // cluster) <= STAGED_VECTORS[0] * STAGED_THREADS[1]
             ):
-                continue  # staged shares do the same, and come up faster
+                continue  # the staged strategy does the same and starts faster
             yield _in_rounds(problem, target, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
 
 

@@ -1,7 +1,7 @@
-"""The softmax problem: every argument checked once, every size derived once.
+"""The softmax problem: every argument is checked once, every size derived once.
 
-``SoftmaxProblem.check`` raises ``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with
-the argument's name, what it was and what is allowed. Nothing has been launched or written when it raises.
+``SoftmaxProblem.check`` raises ``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the
+argument's name, its value and what is allowed. Nothing has been launched or written by then.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 MOST_ELEMENTS = 2**25  # of a row
 MOST_ROWS = (
     2**31 - 2**10
-)  # a kernel's 32-bit row numbers end with its last CTA's, which may be past the last row
+)  # a kernel counts rows in 32 bits, up to those of the last CTA, which may lie past the last row
 
 
 @dataclass(frozen=True)
 class SoftmaxProblem:
-    """What a kernel may rely on, and what decides which one is taken. Without tensors, hashable.
+    """What a kernel may rely on, and what decides the choice of kernel. Without tensors, hashable.
 
-    rows, length: of x seen as a matrix. dtype: name. aligned: every row of x starts and ends on a 16-byte
-    boundary. store_bytes: widest store to out that is aligned where loads from x are aligned to 16.
+    rows, length: of x as a matrix. dtype: its name. aligned: every row of x starts and ends on a 16-byte boundary.
+    store_bytes: the widest store to out that is aligned where loads from x are aligned to 16.
     """
 
     rows: int
@@ -42,12 +42,12 @@ class SoftmaxProblem:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are read and written, each once."""
+        """Bytes read and written, each counted once."""
         return 2 * self.rows * self.length * (4 if self.dtype == "float32" else 2)
 
     @classmethod
     def of(cls, x: torch.Tensor, out: torch.Tensor) -> SoftmaxProblem:
-        """The problem of matrices x and out (ROW, ELEMENT), rows contiguous."""
+        """The problem of matrices x and out (ROW, ELEMENT) with contiguous rows."""
         rows, length = x.shape
         width = x.element_size()
         ends = x.data_ptr() | x.stride(0) * width | length * width
@@ -57,7 +57,7 @@ class SoftmaxProblem:
 
 
 def check_input(x) -> None:
-    """Raise for an x that ``softmax`` does not take."""
+    """Raise TypeError or ValueError for an x that ``softmax`` does not take."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: must be a torch.Tensor, got {x!r} ({type(x).__name__})")
     if x.layout != torch.strided:
@@ -73,7 +73,7 @@ def check_input(x) -> None:
 
 
 def check_output(out, x: torch.Tensor) -> None:
-    """Raise for an ``out`` that the result for x cannot be written to."""
+    """Raise TypeError or ValueError for an ``out`` that cannot hold the result for x."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: must be a torch.Tensor, got {out!r} ({type(out).__name__})")
     if out.dtype != x.dtype:
@@ -91,13 +91,13 @@ def check_output(out, x: torch.Tensor) -> None:
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as (ROW, ELEMENT) without a copy, rows contiguous and not overlapping; None where impossible."""
+    """The tensor as (ROW, ELEMENT) without a copy, rows contiguous and not overlapping; None if that is impossible."""
     length = tensor.shape[-1]
     if tensor.numel() == 0:
         return tensor.reshape(0, length)
     if length > 1 and tensor.stride(-1) != 1:
         return None
-    rows, step = 1, 0  # of the dimensions seen so far, from the last on; step 0: one row
+    rows, step = 1, 0  # of the dimensions seen so far, from the last on; step 0: a single row
     for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
         if size == 1:
             continue

@@ -1,8 +1,8 @@
 """Reductions of the states of a row's parts: over the lanes of a warp, the warps of a CTA, the CTAs of a cluster or of
-the whole grid.
+the whole grid. Device side.
 
-Every thread ends up with the state of the whole row. Sums are taken in a fixed order, so results repeat bit for
-bit. ``accurate``: whether exponentials are (see online.exponential); for fp32 data. Device side.
+Every thread gets the state of the whole row. Sums are added in a fixed order, so results repeat bit for bit.
+``accurate``: compute exponentials accurately (see online.exponential), for fp32 data.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ STATE_BYTES = 8
 FP32_BYTES = 4
 MOST_UNROLLED = (
     8 * WARP_THREADS
-)  # states that a warp joins without a loop: with more, kernels of large clusters spill
+)  # states that a warp joins without a loop; with more, kernels of large clusters spill
 
 
 def warp_maximum(value, lanes: int) -> Float32:
-    """Largest of a group of ``lanes`` threads (a power of two, at most a warp); NaN is passed over."""
+    """Largest value of a group of ``lanes`` threads (a power of two, at most a warp); ignores NaN."""
     return cute.arch.warp_reduction_max(value, threads_in_group=min(lanes, WARP_THREADS))
 
 
@@ -36,7 +36,7 @@ def warp_sum(value, lanes: int) -> Float32:
 
 
 def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
-    """The state of a group of ``lanes`` threads, from each one's own."""
+    """The joint state of a group of ``lanes`` threads."""
     maximum = warp_maximum(state[0], lanes)
     scaled = state[1] * exponential(state[0] - reference_of(maximum), accurate)
     return maximum, warp_sum(scaled, lanes)
@@ -44,7 +44,7 @@ def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
 
 @cute.jit
 def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
-    """The state of the whole row from slots (STATE_WORDS, count) in shared memory, by a whole warp."""
+    """The state of the whole row, from slots (STATE_WORDS, count) in shared memory. Executed by a whole warp."""
     lane = cute.arch.lane_idx()
     maximum, total = read_slot(slots, lane, count)
     if cutlass.const_expr(count <= MOST_UNROLLED):
@@ -57,7 +57,7 @@ def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.C
 
 
 def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
-    """The state in a slot; past the last slot, that of no element."""
+    """The state in a slot; past the last slot, the state of no element."""
     inside = Boolean(slot < count)
     slot = Int32(cutlass.select_(inside, slot, 0))
     maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
@@ -68,10 +68,10 @@ def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
 def join_warps(
     state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ) -> tuple:
-    """The state of a row that ``warps`` warps of the CTA share; called by all threads of the CTA.
+    """The state of a row that ``warps`` warps of the CTA share. Called by all threads of the CTA.
 
-    state: of the calling warp. slots: (STATE_WORDS, WARP, ROW) in shared memory, used once. row, warp: which
-    row of the CTA's, which of the row's warps.
+    state: the calling warp's. slots: (STATE_WORDS, WARP, ROW) in shared memory, used once. row: the row's number in the
+    CTA. warp: the warp's number among the row's warps.
     """
     if cute.arch.lane_idx() == 0:
         slots[0, warp, row], slots[1, warp, row] = state
@@ -83,8 +83,8 @@ def join_warps(
 class ClusterReduction:
     """One reduction over all warps of a cluster's CTAs, through distributed shared memory.
 
-    slots: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every slot of this
-    CTA is written. ``open`` first, ``close`` when the CTA has its states; each once.
+    slots: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every slot of this CTA
+    is written. Call ``open`` first, and ``close`` when the CTA has its states; each once.
     """
 
     slots: cute.Tensor
@@ -95,7 +95,7 @@ class ClusterReduction:
 
     @cute.jit
     def open(self, thread):
-        """Set up the mbarrier and tell the cluster; called by all threads."""
+        """Initialise the mbarrier and tell the cluster. Called by all threads."""
         if thread == 0:
             cute.arch.mbarrier_init(self.full, 1)
             cute.arch.mbarrier_init_fence()
@@ -104,11 +104,11 @@ class ClusterReduction:
 
     @cute.jit
     def close(self, state: tuple, warp) -> tuple:
-        """Send the calling warp's state to every CTA and wait for all others'. Returns the whole row's state.
+        """Send the calling warp's state to every CTA and wait for all others. Returns the state of the whole row.
 
-        A CTA waits for every write into its memory, so none can leave while one is under way.
+        A CTA waits for all writes to its memory, so none can exit while a write is in flight.
         """
-        cute.arch.cluster_wait()  # every CTA's mbarrier is set up
+        cute.arch.cluster_wait()  # every CTA's mbarrier is initialised
         lane = cute.arch.lane_idx()
         slot = cute.arch.block_idx_in_cluster() * self.warps + warp
         if lane < self.cluster:
@@ -121,10 +121,11 @@ class ClusterReduction:
 
 @dataclass(frozen=True)
 class NumberReductions:
-    """``ROUNDS`` reductions, one after another, of a number from every warp that shares a row, in its CTA or cluster.
+    """``ROUNDS`` reductions, one after another, of one number a warp, over the warps of a CTA or cluster that share a
+    row.
 
-    slots: fp32 (WARP of all CTAs, ROUND) in shared memory. full: an mbarrier a round, where there is a cluster.
-    ``open`` first, by all threads, then ``all`` for each round.
+    slots: fp32 (WARP of all CTAs, ROUND) in shared memory. full: an mbarrier for each round, if there is a cluster.
+    Call ``open`` first, by all threads, then ``all`` for each round.
     """
 
     ROUNDS = 2
@@ -136,7 +137,7 @@ class NumberReductions:
 
     @cute.jit
     def open(self, thread):
-        """Set up the mbarriers and tell the cluster."""
+        """Initialise the mbarriers and tell the cluster."""
         if cutlass.const_expr(self.cluster > 1):
             if thread == 0:
                 for number in cutlass.range_constexpr(self.ROUNDS):
@@ -151,13 +152,15 @@ class NumberReductions:
     def all(
         self, value, number: cutlass.Constexpr, combine: cutlass.Constexpr, nothing: cutlass.Constexpr
     ) -> Float32:
-        """``combine`` of all warps' values, the same bits in every thread. Called by whole warps. number: of the round.
-        nothing: what changes no value."""
+        """``combine`` of all warps' values, with the same bits in every thread. Called by whole warps.
+
+        number: of the round. nothing: the identity of ``combine``.
+        """
         lane, warp = cute.arch.lane_idx(), cute.arch.thread_idx()[0] // WARP_THREADS
         count = self.cluster * self.warps
         if cutlass.const_expr(self.cluster > 1):
             if cutlass.const_expr(number == 0):
-                cute.arch.cluster_wait()  # every CTA's mbarriers are set up
+                cute.arch.cluster_wait()  # every CTA's mbarriers are initialised
             if lane < self.cluster:
                 slot = cute.arch.block_idx_in_cluster() * self.warps + warp + number * count
                 bits = Float32(value).bitcast(Int32)
@@ -185,10 +188,11 @@ class NumberReductions:
 def join_row(
     state: tuple, slots: cute.Tensor, reduction, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
-    """The state of a row that is the whole CTA's, or cluster's, from every thread's; called by all threads, once.
+    """The state of a row that belongs to the whole CTA or cluster, from every thread's state. Called once by all
+    threads.
 
-    slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the ClusterReduction of these slots, opened;
-    None: no other CTA has a part of the row. warps: of a CTA.
+    slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the open ClusterReduction of these slots; None:
+    no other CTA has a part of the row. warps: of a CTA.
     """
     warp = cute.arch.thread_idx()[0] // WARP_THREADS
     state = warp_join(state, WARP_THREADS, accurate)
@@ -205,11 +209,11 @@ BUFFERS = 2  # of ClusterRounds
 
 @dataclass(frozen=True)
 class ClusterRounds:
-    """Reductions over the CTAs of a cluster, one a round; any number of rounds.
+    """Reductions over the CTAs of a cluster, one a round, for any number of rounds.
 
-    slots: (STATE_WORDS, CTA, BUFFER) in shared memory. full: an mbarrier a buffer. Two buffers are enough: a CTA
-    sends its state of round r + 2 only after it has every CTA's of round r + 1, which each sent after all its
-    threads had read those of round r.
+    slots: (STATE_WORDS, CTA, BUFFER) in shared memory. full: an mbarrier for each buffer. Two buffers are enough. A CTA
+    sends its state of round r + 2 only after it has received every CTA's state of round r + 1, and each CTA sent that
+    only after all its threads had read the states of round r.
     """
 
     slots: cute.Tensor
@@ -219,7 +223,7 @@ class ClusterRounds:
 
     @cute.jit
     def open(self, thread):
-        """Set up the mbarriers, for all CTAs; called by all threads."""
+        """Initialise the mbarriers, for all CTAs. Called by all threads."""
         if thread == 0:
             for buffer in cutlass.range_constexpr(BUFFERS):
                 cute.arch.mbarrier_init(self.full + buffer, 1)
@@ -231,8 +235,9 @@ class ClusterRounds:
 
     @cute.jit
     def publish(self, state: tuple, row, round_):
-        """Send the CTA's state to all CTAs of the cluster, itself too; called by one warp."""
-        cute.arch.sync_warp()  # all lanes have read the warps' states: who gets this one may write them again
+        """Send the CTA's state to all CTAs of the cluster, including itself. Called by one warp."""
+        # All lanes have read the warps' states, which may be overwritten once this one arrives.
+        cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         buffer = round_ % BUFFERS
         if lane < self.cluster:
@@ -243,29 +248,29 @@ class ClusterRounds:
 
     @cute.jit
     def collect(self, row, round_, thread) -> tuple:
-        """The state of the whole row, once all CTAs have sent theirs; called by the same threads each round."""
+        """The state of the whole row, once all CTAs have sent theirs. Called by the same threads each round."""
         buffer = round_ % BUFFERS
         cute.arch.mbarrier_wait(self.full + buffer, round_ // BUFFERS % 2)
         state = join_slots(self.slots[None, None, buffer], self.cluster, self.accurate)
-        if thread == 0:  # open the buffer's next phase; what arrives before waits for this
+        if thread == 0:  # arm the buffer's next phase, which cannot complete before this
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + buffer, self.cluster * STATE_BYTES)
         return state
 
     def finish(self, thread, threads):
-        """Do nothing: a CTA has waited for all that was written into its memory."""
+        """Does nothing: a CTA has already waited for everything written to its memory."""
 
 
 @dataclass(frozen=True)
 class GridRounds:
     """Reductions over CTAs that are all on the GPU at once, one a round, through global memory.
 
-    workspace: Int64, EMPTY everywhere before the launch and after it. Word 0 counts CTAs that have finished;
-    behind it every (row, CTA of its group) has a slot, written once in a launch: a state is 8 bytes, stored and
-    read whole, so that nothing else need be ordered with it. Waiting cannot deadlock: the launch is cooperative,
-    so it starts only when every CTA has a place. The last CTA to finish empties the workspace again.
+    workspace: Int64, all EMPTY before the launch and after it. Word 0 counts finished CTAs. The words after it are
+    slots, one for each (row, CTA of its group), written once in a launch. A state has 8 bytes and is stored and read as
+    a whole, so nothing else need be ordered with it. Waiting cannot deadlock, because a cooperative launch starts only
+    when all CTAs have a place. The last CTA to finish empties the workspace.
 
-    group: CTAs to a row. rank: this one's number. scratch: (STATE_WORDS, WARP) in shared memory, leader: Int32
-    there. threads: those that call ``collect`` and ``finish``, on named barrier ``barrier``.
+    group: CTAs to a row. rank: this CTA's number in its group. scratch: (STATE_WORDS, WARP) in shared memory; leader:
+    Int32 there. threads: those that call ``collect`` and ``finish``, on named barrier ``barrier``.
     """
 
     workspace: cute.Tensor
@@ -278,7 +283,7 @@ class GridRounds:
     accurate: bool
 
     def open(self, thread):
-        """Do nothing: there is nothing to set up."""
+        """Does nothing: there is nothing to initialise."""
 
     def _synchronize(self):
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.threads)
@@ -288,7 +293,7 @@ class GridRounds:
 
     @cute.jit
     def publish(self, state: tuple, row, round_):
-        """Write the CTA's state; called by one warp."""
+        """Write the CTA's state. Called by one warp."""
         if cute.arch.lane_idx() == 0:
             low = Int64(cutlass.Uint32(Float32(state[0]).bitcast(cutlass.Uint32)))
             high = Int64(cutlass.Uint32(Float32(state[1]).bitcast(cutlass.Uint32)))
@@ -310,13 +315,12 @@ class GridRounds:
             self.scratch[0, thread // WARP_THREADS], self.scratch[1, thread // WARP_THREADS] = state
         self._synchronize()
         state = join_slots(self.scratch, warps, self.accurate)
-        self._synchronize()  # before the next round writes the scratch again
+        self._synchronize()  # before the next round overwrites the scratch
         return state
 
     @cute.jit
     def finish(self, thread, threads):
-        """Leave the workspace as it was found, which the last CTA of the launch does; called after the last
-        ``collect``."""
+        """Restore the workspace; the last CTA of the launch does that. Called after the last ``collect``."""
         blocks, _, _ = cute.arch.grid_dim()
         if thread == 0:
             self.leader[0] = cute.arch.atomic_add(

@@ -1,14 +1,14 @@
-"""Long rows held on chip in shared memory, by many CTAs a row. One kernel, sm_90a and sm_100a.
+"""Long rows held in shared memory, by many CTAs a row. One kernel for sm_90a and sm_100a.
 
-Persistent CTAs in groups; a group takes one row after another, a CTA always the same share of it. Two phases a row:
-maximum and sum over the share; then, with the state of the whole row, scale and store. As many chunks of the share
-as fit stay in shared memory between the phases (they are resident); the others stream through a few more chunks of
-it, once in each phase, and count on L2 to have them the second time. The groups are clusters that reduce their states
-over distributed shared memory, or any number of CTAs of a cooperative launch (the split of few very long rows over
-the whole GPU), which do so through global memory.
+CTAs are persistent and form groups. A group takes one row after another, and each of its CTAs always has the same share
+of the row. A row has two phases. The first computes maximum and sum over the share. The second, which needs the state
+of the whole row, scales and stores. As many chunks of the share as fit stay in shared memory between the phases; these
+are resident. The others stream through a few further buffers, once in each phase, and rely on L2 for the second time. A
+group is either a cluster, which reduces states over distributed shared memory, or any number of CTAs of a cooperative
+launch, which reduce through global memory; the latter splits few very long rows over the whole GPU.
 
-One warp loads, in the order of use, a chunk as soon as its place is free: it reads ahead while the others wait for
-the other CTAs, and the next row while this one is being stored.
+One warp loads the chunks in the order of use, each as soon as its buffer is free. It thus reads ahead while the others
+wait for other CTAs, and reads the next row while this one is being stored.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ from warpspec.softmax.vectors import (
 )
 
 CONSUMER_BARRIER = 1  # named barrier of the consumer threads
-CHUNK_VECTORS = 2  # 16-byte vectors a thread to a chunk
-# What L2 shall do with chunks that are read once, for the first, and for the second time.
+CHUNK_VECTORS = 2  # 16-byte vectors of a thread in a chunk
+# L2 eviction priority of chunks that are read once, for the first time, and for the second time.
 RESIDENT_POLICY, FIRST_POLICY, SECOND_POLICY = "first", "last", "first"
 
-# Of an SM's L1 and shared memory, as shared memory: all it can have.
+# Per cent of L1 and shared memory that are used as shared memory: all.
 SMEM_CARVEOUT_PERCENT = 100
 
 
 @dataclass(frozen=True)
 class ResidentConfig:
-    """dtype, edges, store_bytes: as RowsConfig. threads: that compute, whole warps; one warp more loads. resident,
-    streaming: chunks of shared memory of either kind. cluster: CTAs to a row, or 0: groups of any size over the
-    grid. ctas_per_sm: that an SM has room for."""
+    """Configuration of the kernel.
+
+    dtype, edges, store_bytes: as in RowsConfig. threads: those that compute, whole warps; one more warp loads.
+    resident, streaming: chunks of shared memory of either kind. cluster: CTAs to a row, or 0: groups of any size over
+    the grid. ctas_per_sm: CTAs that must fit an SM.
+    """
 
     dtype: str
     threads: int
@@ -69,17 +72,17 @@ class ResidentConfig:
 
     @property
     def chunk_size(self) -> int:
-        """Vectors in a chunk."""
+        """Vectors of a chunk."""
         return self.threads * CHUNK_VECTORS
 
     @property
     def capacity(self) -> int:
-        """Vectors of a row that a CTA keeps."""
+        """Vectors of a row that a CTA keeps between the phases."""
         return self.resident * self.chunk_size
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory that all chunks take."""
+        """Bytes of shared memory of all chunks."""
         return (self.resident + self.streaming) * self.chunk_size * VECTOR_BYTES
 
     @property
@@ -104,14 +107,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How many chunks of either kind every share is cut into, filled or not: the same for all rows and CTAs."""
+    """How many chunks of either kind each share is cut into, filled or not; the same for all rows and CTAs."""
 
     resident: Int32
     streaming: Int32
 
 
 class Resident:
-    """``cute.compile(Resident(config), x, out, workspace, groups, group, stream)``."""
+    """The kernel. Compile with ``cute.compile(Resident(config), x, out, workspace, groups, group, stream)``."""
 
     def __init__(self, config: ResidentConfig):
         self.config = config
@@ -126,9 +129,12 @@ class Resident:
         group: Int32,
         stream: CUstream,
     ):
-        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory. groups: of ``group`` CTAs each (a
-        cluster's number where there are clusters). workspace: see GridRounds, 1 + rows * group words; unused with
-        clusters. groups * group CTAs must fit the GPU at once, unless in clusters."""
+        """Launch the kernel.
+
+        x, out: (ROW, ELEMENT), elements contiguous; may be the same memory. groups: number of groups of ``group`` CTAs
+        each (if there are clusters, of a cluster's size). workspace: see GridRounds, 1 + rows * group words; not used
+        with clusters. Without clusters, groups * group CTAs must fit the GPU at once.
+        """
         config = self.config
         self.kernel(x, out, workspace, groups, group).launch(
             grid=(groups * group, 1, 1),
@@ -208,8 +214,10 @@ def share_of(config: cutlass.Constexpr, x: cute.Tensor, row_index, group) -> Sha
 
 @cute.jit
 def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
-    """The load warp. It fills ``empty`` chunks, row after row in the order of use; streaming ones twice, backwards the
-    second time: what was read last is the likeliest to be in L2 still."""
+    """The load warp: fills chunks, row after row in the order of use. Consumes empty.
+
+    Streaming chunks are loaded twice, the second time backwards, because what was read last is most likely still in L2.
+    """
     block, _, _ = cute.arch.block_idx()
     chunks = cut(config, x, group)
     use, stream_use = Int32(0), Int32(0)
@@ -232,7 +240,7 @@ def load(config: cutlass.Constexpr, x, channels, rings, groups, group):
 def fill(
     config: cutlass.Constexpr, share, chunk, full, empty, ring: cute.Tensor, use, policy: cutlass.Constexpr
 ):
-    """Once the use-th place of the ring is free, send for a chunk of the share into it."""
+    """Load a chunk of the share into the use-th buffer of the ring, once that is empty."""
     empty.wait_previous(use)
     first = chunk * config.chunk_size
     size = cutlass.max(cutlass.min(share.size - first, config.chunk_size), 0) * VECTOR_BYTES
@@ -260,7 +268,7 @@ def consume(
     groups,
     group,
 ):
-    """All other warps. They read ``full`` chunks, each in both phases of a row, and hand them back ``empty``."""
+    """All other warps: read full chunks, each in both phases of a row, and release them to ``empty``."""
     dtype = config.dtype
     accurate = dtype == "float32"
     thread, _, _ = cute.arch.thread_idx()
@@ -296,7 +304,7 @@ def consume(
         maximum, total = reduction.collect(row_index, round_, thread)
         inverse = Float32(1.0) / total
 
-        # 3. Scale and store; first what L2 may lose.
+        # 3. Scale and store; first the chunks that L2 may lose.
         target = row_span(out, row_index, dtype, False)
         if cutlass.const_expr(config.edges):
             value = exponential(load_edge(share.row, edge, dtype) - maximum, accurate) * inverse
@@ -318,7 +326,7 @@ def consume(
 
 @cute.jit
 def read(config: cutlass.Constexpr, share, chunk, full, ring: cute.Tensor, use) -> cute.Tensor:
-    """This thread's vectors of a chunk, the use-th of the ring, (WORD, VECTOR); -inf past the share's end."""
+    """This thread's vectors of a chunk, the use-th of the ring: (WORD, VECTOR); -inf past the share's end."""
     thread, _, _ = cute.arch.thread_idx()
     full.wait(use)
     words = cute.make_rmem_tensor((WORDS, CHUNK_VECTORS), Int32)
@@ -334,8 +342,8 @@ def read(config: cutlass.Constexpr, share, chunk, full, ring: cute.Tensor, use) 
 
 @cute.jit
 def release(empty, use):
-    """The calling warp has read the use-th chunk of the ring: the copy engine may write there."""
-    cute.arch.fence_view_async_shared()  # reads are complete before the engine's writes
+    """Let the copy engine overwrite the use-th chunk of the ring, which the calling warp has read."""
+    cute.arch.fence_view_async_shared()  # orders these reads before the copy engine's writes
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         empty.arrive(use)

@@ -1,8 +1,8 @@
-"""Rows held in registers: each read once, written once. One kernel, sm_90a and sm_100a.
+"""Rows held in registers: each is read once and written once. One kernel for sm_90a and sm_100a.
 
-``lanes`` threads of a CTA share a row; several rows fit a CTA where rows are short. Where they are long, the CTAs
-of a cluster share one row and reduce (maximum, sum) over distributed shared memory. ``vectors`` 16-byte vectors
-a thread bound the length: vectors * lanes * cluster of them, plus edges.
+``lanes`` threads of a CTA share a row; if rows are short, a CTA has several. If they are long, the CTAs of a cluster
+share one row and reduce (maximum, sum) over distributed shared memory. A thread has up to ``vectors`` 16-byte vectors,
+so a row has at most vectors * lanes * cluster of them, plus edges.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ from warpspec.softmax.vectors import (
     store_vector,
 )
 
-# Exponentials are kept in fp32 registers up to so many a thread; beyond, inputs are kept and the exponentials
-# computed twice.
+# Up to this many fp32 registers a thread keep exponentials; beyond, the inputs are kept and exponentials are computed
+# twice.
 MOST_KEPT = 32
 
-# Of an SM's L1 and shared memory, as shared memory: little, since loads under way lie in L1.
+# Per cent of L1 and shared memory that are used as shared memory: few, because loads in flight need L1.
 SMEM_CARVEOUT_PERCENT = 10
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """dtype: name of it. lanes: threads of a CTA to a row, a power of two, or a multiple of a warp. rows: to a CTA.
-    cluster: CTAs to a row, 1 to 16; then one row a CTA. vectors: 16-byte vectors a thread. edges: rows may start
-    or end off a 16-byte boundary; then at least two vectors' elements of lanes. ctas_per_sm: that an SM must have
-    registers for. store_bytes: widest store that the distance of out from x allows. dependent: whether the launch is
-    a programmatic dependent one."""
+    """Configuration of the kernel.
+
+    dtype: its name. lanes: threads of a CTA to a row, a power of two or a multiple of a warp. rows: of a CTA. cluster:
+    CTAs to a row, 1 to 16; if more than 1, one row a CTA. vectors: 16-byte vectors a thread. edges: rows may start or
+    end off a 16-byte boundary; lanes must then be at least two vectors' elements. ctas_per_sm: CTAs whose registers
+    must fit an SM. store_bytes: the widest store that the alignment of out relative to x allows. dependent: use a
+    programmatic dependent launch.
+    """
 
     dtype: str
     lanes: int
@@ -80,14 +83,14 @@ class RowsConfig:
 
     @property
     def capacity(self) -> int:
-        """Elements of the longest row, at worst alignment."""
+        """Elements of the longest row that fits at any alignment."""
         return self.vectors * self.lanes * self.cluster * elements(self.dtype)
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether registers hold exp(x - warp's maximum), or x.
+        """Whether registers keep exp(x - warp's maximum), or x.
 
-        fp32 takes exponentials against the row's own maximum, so that they are rounded as torch rounds them.
+        fp32 takes exponentials relative to the row's maximum, so that they are rounded as torch rounds them.
         """
         if self.dtype == "float32":
             return self.warps == 1 and self.cluster == 1
@@ -95,14 +98,14 @@ class RowsConfig:
 
 
 class Rows:
-    """``cute.compile(Rows(config), x, out, stream)``."""
+    """The kernel. Compile with ``cute.compile(Rows(config), x, out, stream)``."""
 
     def __init__(self, config: RowsConfig):
         self.config = config
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
         config = self.config
         self.kernel(x, out).launch(
             grid=(cute.ceil_div(x.shape[0], config.rows) * config.cluster, 1, 1),
@@ -125,7 +128,8 @@ class Rows:
         warp = lane // WARP_THREADS
         row_index = block // config.cluster * config.rows + row_in_cta
         in_range = Boolean(row_index < x.shape[0])
-        row_index = cutlass.min(row_index, x.shape[0] - 1)  # threads without a row work on the last, unseen
+        # Threads without a row compute the last one and store nothing.
+        row_index = cutlass.min(row_index, x.shape[0] - 1)
 
         # 1. Shared memory: states of the warps.
         smem = cutlass.memory.SmemAllocator()
@@ -146,8 +150,8 @@ class Rows:
         row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
         words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
-        source = row.first + Int64(begin + lane) * VECTOR_BYTES  # of this thread's first vector
-        cute.arch.griddepcontrol_wait()  # for the launch before, which may have written x or be reading out
+        source = row.first + Int64(begin + lane) * VECTOR_BYTES  # address of this thread's first vector
+        cute.arch.griddepcontrol_wait()  # the previous launch may have written x, or may still read out
         for i in cutlass.range_constexpr(config.vectors):
             offset, vector = i * config.lanes * VECTOR_BYTES, begin + i * config.lanes + lane
             load_vector(words[None, i], source, offset, Boolean(vector < end), dtype, PLAIN)
@@ -172,7 +176,7 @@ class Rows:
             total += exponential(edge_value - reference, accurate)
         total = warp_sum(total, config.lanes)
 
-        # 4. The row's.
+        # 4. The maximum and sum of the row.
         of_warp = maximum
         if cutlass.const_expr(config.cluster > 1):
             maximum, total = reduction.close((maximum, total), warp)
@@ -181,12 +185,13 @@ class Rows:
         inverse = Float32(1.0) / total
 
         # 5. Scale and store.
-        cute.arch.griddepcontrol_launch_dependents()  # the next one comes up under the stores, not beside the loads
+        # The next launch starts during the stores, not during the loads.
+        cute.arch.griddepcontrol_launch_dependents()
         target = row_span(out, row_index, dtype, False)
         destination = source + (target.address - row.address)
         factor = inverse
         if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):
-            # Against the warp's own maximum, not its reference: a warp that has only -inf keeps zeros, times 0.
+            # Relative to the warp's own maximum, not its reference: a warp that has only -inf keeps zeros, times 0.
             factor = inverse * exponential(of_warp - maximum, False)
         if cutlass.const_expr(not config.keeps_exponentials):
             forget(words)
@@ -207,7 +212,7 @@ class Rows:
 
 
 def largest_of(words: cute.Tensor, edge_value, dtype: str) -> Float32:
-    """Largest element of packed words (WORDS, VECTOR), and of the edge where there may be one."""
+    """Largest element of packed words (WORDS, VECTOR), and of the edge if there may be one."""
     maximum = -Float32.inf if edge_value is None else edge_value
     for i in range(cute.size(words, mode=[1])):
         maximum = largest(as_float(words[None, i], dtype), maximum)

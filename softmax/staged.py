@@ -1,9 +1,9 @@
-"""Rows staged in shared memory by the bulk copy engine, many CTAs to an SM. One kernel, sm_90a and sm_100a.
+"""Rows staged in shared memory by the bulk copy engine, many CTAs to an SM. One kernel for sm_90a and sm_100a.
 
-A row, or a cluster's CTA's share of it, is one bulk copy into shared memory, which takes no registers while it is
-under way: an SM has as many bytes in flight as fit its shared memory. Every thread then reads its vectors from there
-twice, or three times (``once``). (Writing results back by bulk copies was no faster, for rows that start anywhere
-either.)
+A row, or the share of it that a CTA of a cluster has, is one bulk copy to shared memory. Copies in flight need no
+registers, so an SM can have as many bytes in flight as fit its shared memory. Every thread then reads its vectors from
+there twice, or three times (``once``). Writing the results back by bulk copies was not faster, not even for rows that
+start anywhere.
 """
 
 from __future__ import annotations
@@ -50,17 +50,20 @@ from warpspec.softmax.vectors import (
     store_vector,
 )
 
-# Of an SM's L1 and shared memory, as shared memory: all it can have.
+# Per cent of L1 and shared memory that are used as shared memory: all.
 SMEM_CARVEOUT_PERCENT = 100
 MOST_AT_ONCE = 6  # fp32 vectors of a thread
 
 
 @dataclass(frozen=True)
 class StagedConfig:
-    """dtype, cluster, edges, store_bytes: as RowsConfig. threads: a CTA, whole warps. vectors: 16-byte vectors a
-    thread; threads * vectors * cluster bound the row. ctas_per_sm: that an SM must have registers for. dependent: as
-    RowsConfig. once: exponentials are computed once, when the row's maximum is known, and wait in shared memory for
-    their sum. Those of fp32 take nine instructions each, more than another reduction over the row costs."""
+    """Configuration of the kernel.
+
+    dtype, cluster, edges, store_bytes, dependent: as in RowsConfig. threads: of a CTA, whole warps. vectors: 16-byte
+    vectors a thread; a row has at most threads * vectors * cluster of them. ctas_per_sm: CTAs whose registers must fit
+    an SM. once: compute exponentials once, when the row's maximum is known, and keep them in shared memory until the
+    sum is known. For fp32 an exponential takes nine instructions, more than another reduction over the row costs.
+    """
 
     dtype: str
     threads: int
@@ -82,24 +85,24 @@ class StagedConfig:
 
     @property
     def share(self) -> int:
-        """Vectors that a CTA has room for."""
+        """Vectors that fit a CTA."""
         return self.threads * self.vectors
 
     @property
     def one_by_one(self) -> bool:
-        """Whether results are computed one vector after another: all at once would take too many registers."""
+        """Whether results are computed vector by vector, because all at once would take too many registers."""
         return self.edges or (self.dtype == "float32" and self.vectors > MOST_AT_ONCE)
 
 
 class Staged:
-    """``cute.compile(Staged(config), x, out, stream)``."""
+    """The kernel. Compile with ``cute.compile(Staged(config), x, out, stream)``."""
 
     def __init__(self, config: StagedConfig):
         self.config = config
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
         config = self.config
         self.kernel(x, out).launch(
             grid=(x.shape[0] * config.cluster, 1, 1),
@@ -119,7 +122,7 @@ class Staged:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
 
-        # 1. Shared memory: the share, the barrier of its arrival, what warps tell each other.
+        # 1. Shared memory: the share, the barrier for its arrival, the warps' states.
         smem = cutlass.memory.SmemAllocator()
         staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
         arrived = smem.allocate_array(Int64, 1)
@@ -137,7 +140,7 @@ class Staged:
                 full = smem.allocate_array(Int64, 1)
                 reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
 
-        # 2. One thread sends for the share; the edges come in on the side.
+        # 2. One thread issues the copy of the share; the edges are loaded separately.
         row_index = block // config.cluster
         row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
@@ -146,7 +149,7 @@ class Staged:
             cute.arch.mbarrier_init(arrived, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, size * VECTOR_BYTES)
-        cute.arch.griddepcontrol_wait()  # for the launch before, which may have written x or be reading out
+        cute.arch.griddepcontrol_wait()  # the previous launch may have written x, or may still read out
         if (thread == 0) & (size > 0):
             source = row.first + Int64(begin) * VECTOR_BYTES
             bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
@@ -156,7 +159,7 @@ class Staged:
         if cutlass.const_expr(config.edges):
             edge = edge_in_group(row, thread, config.threads, block % config.cluster, dtype)
             edge_value = load_edge(row, edge, dtype)
-        cute.arch.sync_threads()  # the barrier is set up
+        cute.arch.sync_threads()  # the barrier is initialised
         cute.arch.mbarrier_wait(arrived, 0)
 
         # 3. Maximum and sum of the row.
@@ -167,14 +170,15 @@ class Staged:
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.
-        cute.arch.griddepcontrol_launch_dependents()  # the next one comes up under the stores, not beside the loads
+        # The next launch starts during the stores, not during the loads.
+        cute.arch.griddepcontrol_launch_dependents()
         target = row_span(out, row_index, dtype, False)
         destination = row.first + (target.address - row.address) + Int64(begin + thread) * VECTOR_BYTES
         for i in cutlass.range_constexpr(config.vectors):
             vector = i * config.threads + thread
             words = read_shared(staged, vector)
             if cutlass.const_expr(config.one_by_one):
-                cute.arch.sync_warp()  # nothing of a vector is begun before the last one is stored
+                cute.arch.sync_warp()  # finish storing one vector before the next begins
             if cutlass.const_expr(config.once):
                 numbers = cute.recast_tensor(words, Float32)
                 numbers.store(numbers.load() * inverse)
@@ -189,7 +193,7 @@ class Staged:
 
 @cute.jit
 def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, slots, reduction) -> tuple:
-    """(maximum, sum) of the row: states of all threads joined, each against a maximum of its own."""
+    """(maximum, sum) of the row: joins the states of all threads, each relative to its own maximum."""
     accurate = config.dtype == "float32"
     maximum, total = -Float32.inf, Float32(0.0)
     if cutlass.const_expr(config.edges):
@@ -204,7 +208,7 @@ def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, 
 
 @cute.jit
 def exponentiate_share(config: cutlass.Constexpr, staged, size, thread, reduction) -> tuple:
-    """(maximum, sum) of the row; the share in shared memory becomes exponentials against that maximum."""
+    """(maximum, sum) of the row; the share in shared memory is replaced by exponentials relative to that maximum."""
     for i in cutlass.range_constexpr(config.vectors):
         vector = i * config.threads + thread
         if vector >= size:

@@ -1,7 +1,7 @@
-"""Rows of any length, read twice: once for the maximum and the sum, once more to scale. sm_90a and sm_100a.
+"""Rows of any length, read twice: once for the maximum and the sum, once to scale. For sm_90a and sm_100a.
 
-The second read finds in L2 what the rows under way leave there. A row is one CTA's, or shared by a cluster's
-CTAs. Nothing is held, so there is no limit to the length.
+The second pass finds in L2 what the rows in flight leave there. One CTA has a row, or the CTAs of a cluster share it.
+Nothing is held, so there is no limit to the length.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from warpspec.softmax.vectors import (
 
 @dataclass(frozen=True)
 class TwoPassConfig:
-    """dtype, edges, store_bytes: as RowsConfig. threads: a CTA, whole warps. cluster: CTAs to a row. unroll:
-    vectors a thread loads before it uses the first."""
+    """dtype, edges, store_bytes: as in RowsConfig. threads: of a CTA, whole warps. cluster: CTAs to a row. unroll:
+    vectors that a thread loads before it uses the first."""
 
     dtype: str
     threads: int
@@ -48,14 +48,14 @@ class TwoPassConfig:
 
 
 class TwoPass:
-    """``cute.compile(TwoPass(config), x, out, stream)``."""
+    """The kernel. Compile with ``cute.compile(TwoPass(config), x, out, stream)``."""
 
     def __init__(self, config: TwoPassConfig):
         self.config = config
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        """x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
         config = self.config
         self.kernel(x, out).launch(
             grid=(x.shape[0] * config.cluster, 1, 1),
@@ -108,7 +108,7 @@ class TwoPass:
         maximum, total = join_row((maximum, total), slots, reduction, config.warps, accurate)
         inverse = Float32(1.0) / total
 
-        # 4. Second pass, backwards: what was read last is the likeliest to be in L2 still.
+        # 4. Second pass, backwards, because what was read last is most likely still in L2.
         target = row_span(out, row_index, dtype, False)
         distance = target.address - row.address
         for k in cutlass.range(rounds, unroll=1):

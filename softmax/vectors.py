@@ -1,10 +1,9 @@
 """16-byte vectors of a row in global memory, whatever the row's alignment. Device side.
 
-A row of n elements is cut at the 16-byte boundaries of memory: fewer than a vector's worth of elements before
-the first boundary (the head), whole vectors, fewer than a vector's worth after the last (the tail). Whole
-vectors move 16 bytes at a time; head and tail together are fewer than two vectors, and each of their elements
-is one thread's, its ``Edge``. Where every row starts and ends on a boundary there are no edges, and the code for
-them is left out.
+A row of n elements is cut at the 16-byte boundaries of memory. The head, less than a vector's worth of elements, lies
+before the first boundary; whole vectors follow; the tail, again less than a vector's worth, lies after the last. Whole
+vectors are moved 16 bytes at a time. Head and tail together are fewer than two vectors; each of their elements belongs
+to one thread and is its ``Edge``. If every row starts and ends on a boundary, there are no edges and no code for them.
 
 Nothing outside the row is read or written.
 """
@@ -20,19 +19,19 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.softmax.problem import WIDTHS
 
-WORDS = 4  # of 32 bits in a vector
-# Two elements of -inf (one of fp32) as a word.
+WORDS = 4  # 32-bit words of a vector
+# A word of two elements of -inf (one in fp32).
 MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
 TYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-PAIRS = {"float16": "f16x2", "bfloat16": "bf16x2"}  # PTX types of two elements in a word
-HIGH_HALF = -0x10000  # of a word
+PAIRS = {"float16": "f16x2", "bfloat16": "bf16x2"}  # PTX types of the two elements of a word
+HIGH_HALF = -0x10000  # mask of a word
 HALF_BITS = 16
 
-# Cache hints, as PTX suffixes. PLAIN is the fastest for data read once too (on an H200; L1::no_allocate is not). LAST,
-# evict-first, goes to what is not read again while other data should stay in L2.
+# Cache hints, as PTX suffixes. PLAIN is the fastest even for data that is read once (on an H200; L1::no_allocate is
+# not). LAST, evict-first, is for data that is not read again while other data should stay in L2.
 PLAIN = ""
 LAST = ".cs"
-PIECES = {16: ("v4.b32", 4), 8: ("v2.b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes: PTX type, words
+PIECES = {16: ("v4.b32", 4), 8: ("v2.b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # by bytes: PTX type, words
 
 
 def elements(dtype: str) -> int:
@@ -42,10 +41,10 @@ def elements(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Where a row lies, which every access of it needs.
+    """Where a row lies; all accesses to it need this.
 
-    address: of element 0, bytes. head, vectors, tail: elements, vectors, elements. The vectors start at
-    ``first``, a 16-byte boundary.
+    address: of element 0, in bytes. head, vectors, tail: numbers of elements, vectors, elements. first: address of the
+    first vector, a 16-byte boundary.
     """
 
     address: Int64
@@ -57,7 +56,7 @@ class RowSpan:
 
 @cute.jit
 def row_span(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Constexpr) -> RowSpan:
-    """Where row ``row`` of tensor (ROW, ELEMENT), of contiguous elements, lies."""
+    """Where row ``row`` of tensor (ROW, ELEMENT), with contiguous elements, lies."""
     width, per_vector = WIDTHS[dtype], elements(dtype)
     length = tensor.shape[1]
     address = tensor.iterator.toint() + Int64(row) * Int64(tensor.stride[0]) * width
@@ -74,7 +73,7 @@ def row_span(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.
 
 @cute.jit
 def share_in_cluster(row: RowSpan, cluster: cutlass.Constexpr) -> tuple:
-    """(begin, end): vectors that the CTA has of a row that its cluster shares. None where begin is not below end."""
+    """(begin, end) of the CTA's vectors of a row that its cluster shares; there are none unless begin < end."""
     begin, end = Int32(0), row.vectors
     if cutlass.const_expr(cluster > 1):
         share = cute.ceil_div(row.vectors, cluster)
@@ -85,7 +84,7 @@ def share_in_cluster(row: RowSpan, cluster: cutlass.Constexpr) -> tuple:
 
 @dataclass(frozen=True)
 class Edge:
-    """The one element of head or tail that a thread has, if any. offset: in bytes from the row's start."""
+    """The element of head or tail that a thread has, if it has one. offset: in bytes from the row's start."""
 
     present: Boolean
     offset: Int32
@@ -93,7 +92,10 @@ class Edge:
 
 @cute.jit
 def edge_of(row: RowSpan, thread, dtype: cutlass.Constexpr) -> Edge:
-    """Threads 0, 1, ... have the head's elements, from the vector's length on the tail's."""
+    """A thread's edge: threads 0, 1, ...
+
+    have the head's elements; threads from a vector's length on have the tail's.
+    """
     width, per_vector = WIDTHS[dtype], elements(dtype)
     in_tail = Boolean(thread >= per_vector)
     index = Int32(cutlass.select_(in_tail, thread - per_vector, thread))
@@ -104,13 +106,13 @@ def edge_of(row: RowSpan, thread, dtype: cutlass.Constexpr) -> Edge:
 
 @cute.jit
 def edge_in_group(row: RowSpan, thread, threads: cutlass.Constexpr, rank, dtype: cutlass.Constexpr) -> Edge:
-    """``edge_of`` where CTAs, of ``threads`` threads each, share the row: CTA ``rank`` 0 has all of its edges."""
+    """``edge_of`` if several CTAs of ``threads`` threads share the row: CTA ``rank`` 0 has all of its edges."""
     return edge_of(row, thread + Int32(cutlass.select_(Boolean(rank == 0), 0, threads)), dtype)
 
 
 @cute.jit
 def load_edge(row: RowSpan, edge: Edge, dtype: cutlass.Constexpr) -> Float32:
-    """The edge's element, -inf where there is none."""
+    """The edge's element, or -inf if there is none."""
     value = -Float32.inf
     if edge.present:
         pointer = cute.make_ptr(TYPES[dtype], row.address + edge.offset, cute.AddressSpace.gmem)
@@ -127,9 +129,9 @@ def store_edge(row: RowSpan, edge: Edge, value: Float32, dtype: cutlass.Constexp
 
 
 def load_vector(words: cute.Tensor, address, offset: int, present, dtype: str, hint: str) -> None:
-    """words (WORDS) Int32 become the 16 bytes at ``address`` + ``offset`` where ``present``, else elements of -inf.
+    """Load the 16 bytes at ``address`` + ``offset`` to words (WORDS) Int32; elements of -inf unless ``present``.
 
-    Written as one predicated instruction, so that loads stand side by side with no branch between them.
+    It is one predicated instruction, so that several loads need no branches between them.
     """
     fill = MINUS_INFINITY[dtype]
     outputs = ", ".join(f"{{$w{i}}}" for i in range(WORDS))
@@ -169,9 +171,9 @@ def as_float(words: cute.Tensor, dtype: str) -> cute.Tensor:
 
 
 def forget(words: cute.Tensor) -> None:
-    """Hide from the compiler that words (WORDS, ...) Int32 are what they were.
+    """Hide from the compiler that words (WORDS, ...) Int32 are unchanged.
 
-    Otherwise it keeps what it computed from them, twice as many registers, for the next use.
+    It would otherwise keep what it computed from them, which takes twice as many registers, for the next use.
     """
     for i in range(cute.size(words)):
         words[i] = cute.arch.inline_ptx(
@@ -180,7 +182,7 @@ def forget(words: cute.Tensor) -> None:
 
 
 def store_vector(words: cute.Tensor, address, offset: int, present, piece_bytes: int, hint: str) -> None:
-    """Store words (WORDS) Int32 at ``address`` + ``offset`` where ``present``, in pieces of ``piece_bytes``."""
+    """Store words (WORDS) Int32 to ``address`` + ``offset`` if ``present``, in pieces of ``piece_bytes``."""
     kind, count = PIECES[piece_bytes]
     stores = []
     for start in range(0, VECTOR_BYTES, piece_bytes):
@@ -204,14 +206,14 @@ def store_vector(words: cute.Tensor, address, offset: int, present, piece_bytes:
 
 
 def read_shared(vectors: cute.Tensor, index) -> cute.Tensor:
-    """Vector ``index`` of vectors (WORDS, VECTOR) Int32 in shared memory, in registers."""
+    """Load vector ``index`` of vectors (WORDS, VECTOR) Int32 from shared memory to registers."""
     words = cute.make_rmem_tensor(WORDS, Int32)
     cute.autovec_copy(vectors[None, index], words)
     return words
 
 
 def blank(words: cute.Tensor, present, dtype: str) -> None:
-    """words (WORDS) become elements of -inf unless ``present``."""
+    """Replace words (WORDS) by elements of -inf unless ``present``."""
     fill = Int32(cutlass.Uint32(MINUS_INFINITY[dtype]))
     for i in range(WORDS):
         words[i] = Int32(cutlass.select_(Boolean(present), words[i], fill))

@@ -1,4 +1,4 @@
-"""Softmax fused with top-k: the k largest probabilities of every row and where they stand."""
+"""Softmax fused with top-k: the k largest probabilities of every row and their columns."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ def softmax_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of softmax(logits, -1) and their columns, in one launch that reads the logits once.
 
-    The V probabilities of a row never reach memory. Forward only.
+    A row's V probabilities never reach memory. Forward only.
 
     Args:
-        logits: [..., V], fp32, fp16 or bf16, V in 1..2**20, any strides (where rows are not contiguous, or not
-            evenly spaced, a contiguous copy is made first). Never modified.
+        logits: [..., V], fp32, fp16 or bf16, V in 1..2**20, any strides. If rows are not contiguous, or not evenly
+            spaced, they are copied first. Never modified.
         k: 1 <= k <= min(V, 128).
-        renormalize: probabilities are divided by the sum of the k.
-        backend: "auto", "sm90", "sm100" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on the
-            CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for CUDA
-            tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
+        renormalize: divide the probabilities by the sum of the k.
+        backend: "auto", "sm90", "sm100" (GPU kernels, CUDA tensors), "sim" (the sm100 kernel simulated on the CPU, CPU
+            tensors) or "reference" (FP32 torch, any device). "auto" is the device's kernel for CUDA tensors and "sim"
+            for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
 
     Returns:
-        (probs fp32 [..., k], indices int32 [..., k]): per row in the order of the *logits*: NaN first (as
-        torch.topk has it), then from the largest down; among equal ones (-0 equals +0) the lower column first. So
-        indices are exact even where probabilities round to the same number, or to 0. probs are torch.softmax's
-        at these columns, in fp32: all NaN in a row that holds NaN or +inf, or -inf only; 0 at -inf.
+        (probs fp32 [..., k], indices int32 [..., k]), in the order of the *logits*: NaN first (as in torch.topk), then
+            from
+        the largest down; among equal ones (-0 equals +0) the lower column first. Indices are therefore exact even where
+        probabilities round to the same number, or to 0. probs are torch.softmax's at these columns, in fp32: all NaN in
+            a
+        row that contains NaN or +inf, or only -inf; 0 at -inf.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem:
-        the backend does not run on the tensor's device. NotImplementedError: backward() through the result, or a
-        forward-mode derivative.
+        TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem: the
+            backend
+        does not run on the tensor's device. NotImplementedError: backward() through the result, or a forward-mode
+        derivative.
     """
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")

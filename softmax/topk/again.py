@@ -1,13 +1,13 @@
-"""One warp's part of a row: read once, its softmax state summed; then its candidates for the top k. Device side.
+"""One warp's part of a row: read it once and sum its softmax state; then fetch its candidates for the top k again.
 
-Each lane has the maximum of what it has seen, which the online softmax needs anyway. As many elements reach the
-j-th largest of the lanes' maxima as there are lanes that do. So the k-th largest of the maxima of all lanes that
-share a row is a *threshold*: the row's k-th largest element is not below it, and of random rows little more than k
-elements reach it. It is taken once, when the row has been read (``threshold``).
+Each lane has the maximum of what it has seen, which the online softmax needs anyway. If j lanes have a maximum of at
+least b, at least j elements of the row reach b. The k-th largest maximum of all lanes that share a row is therefore a
+*threshold*: the row's k-th largest element is not below it, and in random rows little more than k elements reach it. It
+is computed once, when the row has been read (``threshold``).
 
-Meanwhile a lane leaves the maximum of every *chunk* of what it reads in shared memory. Only chunks whose maximum
-reaches the threshold have candidates; these are fetched again, from a cache as a rule. So elements cost nothing but
-their part in a maximum, whatever k is and in whatever order they come.
+While it reads, a lane leaves the maximum of every *chunk* in shared memory. Only chunks whose maximum reaches the
+threshold have candidates; they are fetched again, usually from a cache. An element thus costs nothing but its part in a
+maximum, whatever k is and in whatever order elements come. Device side.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ CHUNK_BITS = CHUNKS.bit_length() - 1
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a row a warp reads, and where it keeps what.
+    """Which part of a row a warp reads, and its shared memory.
 
-    row: where it lies. warp: of the row's warps, over the cluster. lane. k: of the result. slots: (SLOT) candidates
-    of this warp. maxima: (CHUNKS * WARP_THREADS) Int32, fp32 bits of its lanes' chunks' maxima, lanes side by side.
+    row: where it lies. warp: number among the row's warps, over the cluster. lane: in the warp. k: of the result.
+    slots: (SLOT) this warp's candidates. maxima: (CHUNKS * WARP_THREADS) Int32, the fp32 bits of the maxima of its
+    lanes' chunks, lanes side by side.
     """
 
     row: RowSpan
@@ -50,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Turns:
-    """A warp reads ``count`` tiles; 2**shift of them at a time are a lane's chunk, ``chunks`` in all."""
+    """A warp reads ``count`` tiles; each 2**shift of them are a chunk of a lane, ``chunks`` in all."""
 
     count: Int32
     shift: Int32
@@ -68,7 +69,7 @@ def turns_of(config: cutlass.Constexpr, part: Part) -> Turns:
 
 @cute.jit
 def edge_element(config: cutlass.Constexpr, part: Part):
-    """(value, column) of the element of the row's ends that the lane has; -inf and below 0 where it has none."""
+    """(value, column) of the lane's element of the row's edges; -inf and a negative column if it has none."""
     edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
     column = edge.offset // WIDTHS[config.dtype]
     return load_edge(part.row, edge, config.dtype), Int32(cutlass.select_(edge.present, column, Int32(-1)))
@@ -76,7 +77,7 @@ def edge_element(config: cutlass.Constexpr, part: Part):
 
 @cute.jit
 def stream(config: cutlass.Constexpr, part: Part):
-    """Reads the warp's part -> (maximum, sum of exp(x - maximum)) of the lane; fills part.maxima."""
+    """Read the warp's part -> (maximum, sum of exp(x - maximum)) of the lane; fills part.maxima."""
     maximum, sum_ = -Float32.inf, Float32(0.0)
     if cutlass.const_expr(config.edges):
         maximum, _ = edge_element(config, part)
@@ -84,7 +85,7 @@ def stream(config: cutlass.Constexpr, part: Part):
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     ahead = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     turns = turns_of(config, part)
-    begins = (Int32(1) << turns.shift) - 1  # a chunk begins where a turn's number has none of these bits
+    begins = (Int32(1) << turns.shift) - 1  # a chunk begins at turns whose number has none of these bits
     chunk_maximum = -Float32.inf
     load_tile(config, part.row, part.warp, part.lane, Int32(0), ahead)
     for turn in cutlass.range(turns.count, unroll=1):
@@ -108,9 +109,9 @@ def stream(config: cutlass.Constexpr, part: Part):
 
 @cute.jit
 def reaching_chunks(part: Part, chunks: Int32, key: Int32) -> Int32:
-    """part.maxima becomes the numbers of the chunks whose maximum is not below ``key``; returns how many.
+    """Replace part.maxima by the numbers of the chunks whose maximum is not below ``key``; returns how many there are.
 
-    A list may take the place of what it is made from: its n-th number comes from the n-th maximum or a later one.
+    The list can overwrite the maxima, because its n-th number comes from the n-th maximum or a later one.
     """
     count = Int32(0)
     for chunk in cutlass.range(chunks, unroll=1):
@@ -127,9 +128,9 @@ def reaching_chunks(part: Part, chunks: Int32, key: Int32) -> Int32:
 
 @cute.jit
 def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean, floor: Uint64, count: Int32):
-    """The lanes' candidates ``words`` that are not below ``floor``, where ``present`` -> new (floor, count).
+    """Append the lanes' candidates ``words`` that are ``present`` and not below ``floor`` -> new (floor, count).
 
-    Where they do not find room, the slots are cut to the k largest again and again, and the floor rises.
+    If there is no room, the slots are reduced to the k largest, as often as necessary, and the floor rises.
     """
     chosen = [present & Boolean(word >= floor) for word in words]
     ballots = [cute.arch.vote_ballot_sync(here) for here in chosen]
@@ -156,8 +157,10 @@ def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean,
 
 @cute.jit
 def collect(config: cutlass.Constexpr, part: Part, key: Int32) -> Int32:
-    """part.slots becomes the part's elements whose key is not below ``key``, or the k largest and some others of them;
-    returns how many."""
+    """Fill part.slots with the part's elements whose key is not below ``key``; returns how many there are.
+
+    If they do not fit, the slots end up with the k largest and some others.
+    """
     floor, count = lowest_candidate(key), Int32(0)
     turns = turns_of(config, part)
     chunks = reaching_chunks(part, turns.chunks, key)

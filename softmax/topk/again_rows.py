@@ -1,8 +1,7 @@
-"""Rows that are read, and looked at again where a threshold says so (``again``): by a warp, the warps of a CTA, the
-CTAs of a cluster.
+"""Rows whose candidates are fetched again (``again``), by a warp, the warps of a CTA or the CTAs of a cluster.
 
-From the maxima of all lanes that share a row follows a threshold (``threshold``), from that a few candidates. These are
-ranked by counting who is larger, which sorts them, and one warp turns the k first into probabilities.
+The maxima of all lanes that share a row give a threshold (``threshold``), which leaves few candidates. Each candidate
+is ranked by counting the larger ones, which sorts them, and one warp turns the first k into probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from warpspec.softmax.vectors import row_span
 
 @cute.jit
 def again_rows(config: cutlass.Constexpr, logits, probs, indices):
-    """The row of this CTA, or its rows."""
+    """Compute this CTA's row, or rows."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % WARP_THREADS
@@ -64,7 +63,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
 
-    # 1. Every warp's part: its softmax state, and what the row's threshold leaves of it.
+    # 1. Each warp's part: its softmax state, and the elements that reach the row's threshold.
     maximum, sum_ = stream(config, part)
     key = threshold_of(config, part, warp, rank, shared.samples, shared.cluster_samples, maximum)
     count = collect(config, part, key)
@@ -77,7 +76,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank
         shared.counts[warp], shared.maxima[warp], shared.sums[warp] = count, maximum, sum_
     cute.arch.sync_threads()
 
-    # 2. The cluster's candidates go to the leader, ranked only where a CTA has too many.
+    # 2. Send the candidates to the cluster's leader, ranked only if a CTA has too many.
     if cutlass.const_expr(config.cluster > 1):
         others = Int32(0)
         if part.lane < config.warps:
@@ -128,10 +127,11 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank
 
 @cute.jit
 def rank_list(lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, own, part: Part, ranked):
-    """Every candidate of list ``own`` goes where it stands among those of all ``number`` lists."""
+    """Write every candidate of list ``own`` to its rank among those of all ``number`` lists."""
     count = counts[own]
     for batch in cutlass.range(0, count, WARP_THREADS, unroll=1):
-        word = lists[cutlass.min(batch + part.lane, count), own]  # the first word past them is below all
+        # The words past the end are below all candidates.
+        word = lists[cutlass.min(batch + part.lane, count), own]
         position = rank_among(lists, counts, number, word, part.lane)
         if (batch + part.lane < count) & (position < part.k):
             ranked[position, 0] = word

@@ -1,7 +1,7 @@
-"""Softmax + top-k: who reads what, and how much shared memory that takes. Plain Python.
+"""Configuration of softmax + top-k: who reads what, and how much shared memory that takes. Plain Python.
 
-A row is read by ``warps`` warps of each of ``cluster`` CTAs. One ``TopkConfig`` is one compiled kernel; k and
-the row length are arguments of it.
+``warps`` warps of each of ``cluster`` CTAs read a row. One ``TopkConfig`` is one compiled kernel; k and the row length
+are its arguments.
 """
 
 from __future__ import annotations
@@ -22,41 +22,44 @@ from warpspec.softmax.problem import WIDTHS
 
 CANDIDATE_BYTES = 8
 FP32_BYTES = 4
-REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # a thread; fewer spill
-MORE_REGISTERS = 8  # a thread, where rows have edges and warps or CTAs wait for each other
-# The same where candidates are fetched again, by vectors in flight from 1 on.
+REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # of a thread; with fewer, it spills
+MORE_REGISTERS = 8  # of a thread, if rows have edges and warps or CTAs wait for each other
+# Registers of a thread if candidates are fetched again, by vectors in flight from 1 on.
 AGAIN_REGISTERS = {"float32": (64, 64, 64, 72), "float16": (64, 64, 72, 80), "bfloat16": (64, 64, 72, 80)}
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
 MAX_WARPS = 16  # of a row in one CTA
-MAX_CLUSTER, AGAIN_CLUSTER = 8, 16  # where candidates are picked while rows stream; fetched again
-LEADER = 0  # CTA of a cluster that merges its candidates
-SPARE_SLOTS = 96  # fewer: candidates are sifted too often; more: shared memory that hides no latency
-SAMPLES = 32  # of a CTA's lanes' maxima, or of a cluster's CTAs' samples: the row's threshold is one of them
-RENEW_AFTER = 4  # lanes with candidates until the thresholds are renewed, for the smaller k
-SAMPLE_RANK = 16  # the threshold's among them, at most
-CHUNKS = 32  # that a lane's part is divided in, at most: each has a maximum in shared memory
+# CTAs of a cluster: if candidates are picked while rows stream; if they are fetched again.
+MAX_CLUSTER, AGAIN_CLUSTER = 8, 16
+LEADER = 0  # the CTA of a cluster that merges its candidates
+# With fewer, candidates are sifted too often; more would take shared memory that hides no latency.
+SPARE_SLOTS = 96
+# Of the maxima of a CTA's lanes, or of the samples of a cluster's CTAs; one of them is the row's threshold.
+SAMPLES = 32
+RENEW_AFTER = 4  # lanes with candidates after which the thresholds are renewed, for the smaller k
+SAMPLE_RANK = 16  # rank of the threshold among the samples, at most
+CHUNKS = 32  # parts that a lane's elements are divided into, at most; each has a maximum in shared memory
 FETCHED = 2  # vectors of a lane that are fetched again at a time
 RANK_BATCH = 4  # candidates that are compared at a time
-HELD_ELEMENTS = 32  # a lane
-SORTED_ELEMENTS = 8  # a lane, where lanes sort them; and the largest k
+HELD_ELEMENTS = 32  # of a lane
+SORTED_ELEMENTS = 8  # of a lane, if lanes sort them; also the largest k
 SORTED_LANES = (1, 2, 4, 8)
 HELD_SLOTS = {32: 64, 16: 32, 8: 32}  # by lanes
-HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes: more, and the threshold lets too many through
-K_CAPACITIES = (32, 128)  # k up to which a kernel is compiled
+HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes; for a larger k the threshold lets too many through
+K_CAPACITIES = (32, 128)  # kernels are compiled for k up to these
 
 
 @dataclass(frozen=True)
 class TopkConfig:
     """Compile-time shape of one kernel.
 
-    dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster:
-    CTAs that share a row. rows: of a CTA, 1 unless warps is 1. unroll: 16-byte vectors a lane has in flight. held:
-    these are all that a lane reads, and stay in registers (``held``); else it goes on to the next (``stream``).
-    lanes: of a warp that share a row; all of them unless the row is held by one warp. full: a row that is held
-    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). again: of a row that
-    streams, candidates are fetched again once there is a threshold (``again``), not picked meanwhile. edges: rows may
-    start or end off a 16-byte boundary. renormalize: probabilities are divided by their sum.
+    dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster: CTAs
+    that share a row. rows: of a CTA; 1 unless warps is 1. unroll: 16-byte vectors that a lane has in flight. held:
+    these vectors are all that a lane reads, and they stay in registers (``held``); otherwise it continues with the next
+    ones (``stream``). lanes: of a warp that share a row; all of them unless one warp holds the row. full: a held row
+    fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). again: candidates of a
+    streamed row are fetched again once there is a threshold (``again``); otherwise they are picked while streaming.
+    edges: rows may start or end off a 16-byte boundary. renormalize: divide the probabilities by their sum.
     """
 
     dtype: str
@@ -91,7 +94,7 @@ class TopkConfig:
             AGAIN_CLUSTER if self.again else MAX_CLUSTER
         )
         assert self.rows == 1 or self.warps == self.cluster == 1
-        # A warp's threshold is one of its lanes' maxima: it must have as many lanes as its share of k.
+        # A warp's threshold is one of its lanes' maxima, so it needs as many lanes as its share of k.
         assert self.k_capacity <= self.warps * WARP_THREADS
 
     @property
@@ -101,7 +104,7 @@ class TopkConfig:
 
     @property
     def accurate(self) -> bool:
-        """Whether exponentials must be as good as fp32 has them."""
+        """Whether exponentials must have the full precision of fp32."""
         return self.dtype == "float32"
 
     @property
@@ -110,7 +113,7 @@ class TopkConfig:
 
     @property
     def registers(self) -> int:
-        """Registers a thread may have: the fewest without spilling."""
+        """Registers of a thread: the fewest without spilling."""
         if self.again:
             return AGAIN_REGISTERS[self.dtype][self.unroll - 1]
         more = self.edges and (self.cluster > 1 or self.needs_others) and not self.held
@@ -118,44 +121,45 @@ class TopkConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM's registers must leave room for. Every partition of it has as many warps."""
+        """CTAs whose registers must fit an SM; each SM partition has equally many warps."""
         warps = REGISTERS_PER_SM // (self.registers * WARP_THREADS) // SM_PARTITIONS * SM_PARTITIONS
         return warps // (self.threads // WARP_THREADS)
 
     @property
     def room(self) -> int:
-        """CTAs that an SM has room for."""
+        """CTAs that fit an SM."""
         by_smem = SMEM_PER_SM // (self.smem_bytes + SMEM_RESERVED_PER_CTA)
         return max(1, min(self.ctas_per_sm, MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // self.threads, by_smem))
 
     @property
     def smem_carveout_percent(self) -> int:
-        """Percentage of an SM's L1 and shared memory that its resident CTAs take."""
+        """Percentage of an SM's L1 and shared memory that its resident CTAs use as shared memory."""
         resident = min(self.ctas_per_sm, MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // self.threads)
         taken = resident * (self.smem_bytes + SMEM_RESERVED_PER_CTA)
         return min(100, -(-100 * taken // SMEM_PER_SM))
 
     @property
     def dependent(self) -> bool:
-        """Whether the launch is a programmatic dependent one."""
+        """Whether this is a programmatic dependent launch."""
         return self.held or self.again
 
     @property
     def needs_others(self) -> bool:
-        """Whether k may exceed a warp's lanes: it has no threshold of its own, and waits for the others' first."""
+        """Whether k may exceed a warp's lanes; the warp then has no threshold of its own and waits for the others'
+        first."""
         return self.k_capacity > WARP_THREADS
 
     @property
     def renew_after(self) -> int:
-        """Lanes with candidates until the thresholds are renewed."""
+        """Lanes with candidates after which the thresholds are renewed."""
         return RENEW_AFTER * self.k_capacity // K_CAPACITIES[0]
 
     @property
     def slots(self) -> int:
-        """Candidates a warp has room for, or the lanes of one that hold a row.
+        """Candidates that a warp, or the lanes of a held row, have room for.
 
-        Streaming: k that it keeps, some more, and what one vector of every lane can add meanwhile. Holding: of random
-        rows one in ten thousand or so has more.
+        When streaming: the k that are kept, some spare ones, and what one vector of every lane may add. When holding:
+        about one random row in ten thousand has more.
         """
         if self.held:
             return HELD_SLOTS[self.lanes]
@@ -163,22 +167,22 @@ class TopkConfig:
 
     @property
     def list_size(self) -> int:
-        """Words that a list of candidates has: its slots, and those that close it."""
+        """Words of a list of candidates: its slots and its terminators."""
         return self.slots + RANK_BATCH
 
     @property
     def cluster_list_size(self) -> int:
-        """Words that a cluster's leader has for a CTA's candidates, and to close the list if nobody ranked it."""
+        """Words that a cluster's leader has for a CTA's candidates and, if they are not ranked, for terminators."""
         return self.k_capacity + (RANK_BATCH if self.again else 0)
 
     @property
     def capacity(self) -> int:
-        """Vectors of the longest row that is held."""
+        """Vectors of the longest row that can be held."""
         return self.unroll * self.lanes * self.warps
 
     @property
     def lane_stride(self) -> int:
-        """Vectors from one that a lane has in flight to its next: every lane that shares the row has one between."""
+        """Vectors between two that a lane has in flight: one for each lane that shares the row."""
         return self.warps * self.cluster * WARP_THREADS
 
     @property
@@ -188,8 +192,8 @@ class TopkConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory: candidates of every warp, or group of lanes; where rows are streamed, those of the
-        row, in order, and of every CTA of the cluster; chunks' maxima, samples; statistics."""
+        """Bytes of shared memory: candidates of every warp, or of every group of lanes. If rows are streamed, also the
+        row's candidates in order, those of every CTA of the cluster, the chunks' maxima, samples and statistics."""
         if self.sorts:
             return 0
         warps = self.warps * self.rows

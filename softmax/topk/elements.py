@@ -1,4 +1,4 @@
-"""The elements of 16-byte vectors as numbers; maxima and sums of a few. Device side, plain Python over registers."""
+"""The elements of 16-byte vectors as numbers; their maxima and sums. Device side, plain Python over registers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.softmax.online import EXP2_BIAS, LN_2, LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
 from warpspec.softmax.vectors import PAIRS, WORDS, unpack
 
-# Maxima below this, times log2(e), are rounded by so little that its effect is linear (to 1e-9).
+# The rounding of a maximum below this, times log2(e), is so small that its effect is linear (to 1e-9).
 MOST_SCALED = 2.0**10
 
 
@@ -19,7 +19,7 @@ def floats(words: cute.Tensor, dtype: str) -> list:
 
 
 def largest(values: list) -> Float32:
-    """The maximum of the values, NaN if one is."""
+    """The maximum of the values, NaN if one is NaN."""
     return _tree(values, lambda a, b: cute.arch.fmax(a, b, nan=True))
 
 
@@ -28,7 +28,7 @@ def total(values: list) -> Float32:
 
 
 def largest_in(words: list, dtype: str) -> Float32:
-    """The largest element of packed words, NaN if there is one: two at a time where they are 16 bits."""
+    """The largest element of packed words, NaN if there is one; 16-bit elements are compared two at a time."""
     if dtype == "float32":
         return largest([word.bitcast(Float32) for word in words])
 
@@ -51,13 +51,13 @@ def _tree(values: list, join):
 
 @cute.jit
 def exponentials(values: list, highest: Float32, maximum: Float32, dtype: cutlass.Constexpr) -> Float32:
-    """Sum of exp(x - maximum) over values of ``dtype``, the highest of them given, none above the maximum.
+    """Sum of exp(x - maximum) over ``values`` of ``dtype``, none of which is above the maximum. highest: their largest.
 
-    As powers of two of x log2(e) - r, r = maximum log2(e) as rounded: no more instructions than with the difference
-    taken first and, for fp32, no error of log2(e) itself, which is in two parts. What the rounding of r was is put
-    right in the sum, by multiplication with 1 - rounding ln(2): an exponential would have an error of its own, the
-    same for the whole row. The bias of the powers goes with it, of all but one maximum's own, which is 1. Where
-    the maximum is large, the difference is taken first.
+    Computed as powers of two of x log2(e) - r, where r is maximum log2(e), rounded. This takes no more instructions
+    than computing the difference first, and for fp32 has no error from log2(e), which is used in two parts. Two errors
+    are corrected in the sum. The rounding of r is undone by a factor 1 - rounding ln(2); an exponential of it would
+    have an error of its own, common to the whole row. The bias of the powers is removed from all terms but one
+    maximum's, which is exactly 1. For a large maximum, the difference is computed first.
     """
     reference = reference_of(maximum)
     negative = -reference * LOG2_E_HIGH
@@ -74,6 +74,6 @@ def exponentials(values: list, highest: Float32, maximum: Float32, dtype: cutlas
         missing = cute.math.fma(sum_, rounding * -LN_2, others * EXP2_BIAS)
         sum_ += missing
     else:
-        cute.arch.sync_warp()  # without it the compiler computes both sums, and takes one
+        cute.arch.sync_warp()  # otherwise the compiler computes both sums and selects one
         sum_ = total([exponential(x - reference, dtype == "float32") for x in values])
     return sum_

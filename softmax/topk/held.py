@@ -1,9 +1,9 @@
 """Short rows: the whole row in registers, by a few lanes of a warp or by a few warps. Device side.
 
-One look at the row gives every lane's maximum; the k-th largest of the maxima of one warp's lanes on this row is
-the threshold (see ``stream``), all at once. What reaches it, little more than k elements, is fetched again by
-column (it is in the L1 cache: registers cannot be indexed), ranked, and written from where it is. Rows of many equal
-elements have more candidates than there is room for: they pick their k largest one by one.
+One pass gives every lane's maximum. The k-th largest of the maxima of one warp's lanes on this row is the threshold
+(see ``stream``). The elements that reach it, little more than k, are fetched again by column, because registers cannot
+be indexed; they come from L1. They are ranked and then written by the lane that has them. Rows of many equal elements
+have more candidates than there is room for; their k largest are picked one by one.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from warpspec.softmax.vectors import (
 )
 
 WORD_BITS = 32
-CLAMP_BITS = 8  # where a shuffle's segments stand in its mask_and_clamp
+CLAMP_BITS = 8  # position of a shuffle's segment mask in its mask_and_clamp
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lanes of one warp that have (a part of) a row.
+    """Lanes of one warp that have a row or a part of it.
 
-    row: where it lies. first: their first lane. lane: this one, counting from it. number: of this lane among all
-    that have the row. k: of the result. slots: (SLOT) candidates of the group.
+    row: where it lies. first: their first lane. lane: this one, counted from it. number: of this lane among all that
+    have the row. k: of the result. slots: (SLOT) the group's candidates.
     """
 
     row: RowSpan
@@ -59,9 +59,9 @@ class Group:
 
 @cute.jit
 def hold(config: cutlass.Constexpr, group: Group):
-    """Reads the row -> (largest element, sum of exp(x - largest), count) of the group, known to all of its lanes.
+    """Read the row -> (largest element, sum of exp(x - largest), count) of the group, known to all of its lanes.
 
-    count: candidates in group.slots, the group's k largest among them.
+    count: candidates in group.slots, among which are the group's k largest.
     """
     across = config.lanes * config.warps  # vectors from one of a lane's to its next
     address = group.row.first + Int64(group.number) * VECTOR_BYTES
@@ -77,7 +77,7 @@ def hold(config: cutlass.Constexpr, group: Group):
         at_edge = load_edge(group.row, edge, config.dtype)
         lane_maximum = cute.arch.fmax(lane_maximum, at_edge, nan=True)
 
-    # 1. The lanes' maxima in order: the row's, or the warp's, is the first, the threshold the k-th.
+    # 1. Sort the lanes' maxima. The first is the maximum of the row, or of the warp's part; the k-th is the threshold.
     ordered = sort_lanes(key_of(lane_maximum), group.lane, config.lanes)
     maximum = logit_of(cute.arch.shuffle_sync(ordered, group.first))
     threshold = logit_of(cute.arch.shuffle_sync(ordered, group.first + group.k - 1))
@@ -89,7 +89,7 @@ def hold(config: cutlass.Constexpr, group: Group):
         exponentials(everything, lane_maximum, maximum, config.dtype), threads_in_group=config.lanes
     )
 
-    # 3. Which elements reach the threshold, one bit each; where the lane's candidates go.
+    # 3. Mark the elements that reach the threshold, one bit each, and find where the lane's candidates go.
     bits = Uint32(0)
     for i in cutlass.range_constexpr(len(values)):
         bits = Uint32(cutlass.select_(reaches(values[i], threshold), bits | Uint32(1 << i), bits))
@@ -110,7 +110,7 @@ def hold(config: cutlass.Constexpr, group: Group):
     place = count - place
     count = cute.arch.shuffle_sync(count, group.first + config.lanes - 1)
 
-    # 4. Candidates.
+    # 4. Write the candidates.
     if cute.arch.vote_any_sync(Boolean(count > config.slots)):
         edge_word = Uint64(0)
         if chosen_edge:
@@ -132,13 +132,13 @@ def hold(config: cutlass.Constexpr, group: Group):
 
 
 def held_vectors(config, group: Group):
-    """Vectors that the lane has."""
+    """How many vectors the lane has."""
     across = config.lanes * config.warps
     return cutlass.max(group.row.vectors - group.number + across - 1, Int32(0)) >> (across.bit_length() - 1)
 
 
 def reaches(logit: Float32, threshold: Float32) -> Boolean:
-    """Whether logit is at or above ``threshold`` or either is NaN, in one instruction."""
+    """Whether logit is at least ``threshold`` or either is NaN, in one instruction."""
     return ~Boolean(logit < threshold)
 
 
@@ -149,7 +149,7 @@ def column_of(config, group: Group, i):
 
 
 def fetch(config, group: Group, column) -> Float32:
-    """The element of a column, read from the cache."""
+    """The element of a column, read again from the cache."""
     address = group.row.address + Int64(column) * WIDTHS[config.dtype]
     pointer = cute.make_ptr(TYPES[config.dtype], address, cute.AddressSpace.gmem)
     return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
@@ -157,9 +157,10 @@ def fetch(config, group: Group, column) -> Float32:
 
 @cute.jit
 def pick(config: cutlass.Constexpr, group: Group, edge_word: Uint64):
-    """group.slots becomes the k largest elements of each group of the warp, one after another; any row, slow.
+    """Fill group.slots with the k largest elements, one after another, for each group of the warp. Works for any row;
+    slow.
 
-    edge_word: the lane's candidate from the row's ends, 0 where it has none.
+    edge_word: the lane's candidate from the row's edges, 0 if it has none.
     """
     held = held_vectors(config, group) * config.per_vector
     last = Uint64(0) - Uint64(1)  # above every candidate
@@ -180,10 +181,10 @@ def pick(config: cutlass.Constexpr, group: Group, edge_word: Uint64):
 def write_ranked(
     config: cutlass.Constexpr, group: Group, count, others: list, maximum, sum_, parts, probs, indices, row
 ):
-    """Writes the group's candidates that are among the row's k first, each from the lane that has it.
+    """Write the group's candidates that are among the row's first k, each by the lane that has it.
 
-    others: (slots, count) of every group of the row, this one among them. maximum, sum_: of the row. parts: (W)
-    fp32, shared memory, where several warps have the row.
+    others: (slots, count) of every group of the row, including this one. maximum, sum_: of the row. parts: (W) fp32 in
+    shared memory, if several warps have the row.
     """
     rounds = config.slots // config.lanes
     ranks = cute.make_rmem_tensor(rounds, Int32)

@@ -1,7 +1,7 @@
-"""Softmax + top-k of rows in one launch, on sm_90a and sm_100a: host side, and which way a row goes.
+"""Softmax + top-k of rows in one launch, on sm_90a and sm_100a: the host side, and the dispatch by kind of row.
 
-Short rows are held in registers (``held``), the shortest sorted (``sorted``). Longer ones are streamed, by a warp, the
-warps of a CTA or the CTAs of a cluster (``TopkConfig``), and their candidates picked meanwhile (``stream_rows``) or
+Short rows are held in registers (``held``), the shortest are sorted (``sorted``). Longer ones are streamed by a warp,
+the warps of a CTA or the CTAs of a cluster (``TopkConfig``); their candidates are picked meanwhile (``stream_rows``) or
 fetched again afterwards (``again_rows``).
 """
 
@@ -26,10 +26,10 @@ from warpspec.softmax.vectors import row_span
 
 @dataclass(frozen=True)
 class HeldShared:
-    """Shared memory of a CTA that holds rows. R rows, W warps a row (R or W is 1)."""
+    """Shared memory of a CTA that holds rows: R rows with W warps each (R or W is 1)."""
 
     slots: cute.Tensor  # (SLOT, W * R) candidates of a warp, or of the lanes that have a row
-    counts: cute.Tensor  # (W * R) of these
+    counts: cute.Tensor  # (W * R) number of candidates
     maxima: cute.Tensor  # (W * R)
     sums: cute.Tensor  # (W * R)
     parts: cute.Tensor  # (W * R)
@@ -64,7 +64,7 @@ class SoftmaxTopk:
         indices: cute.Tensor,
         stream: CUstream,
     ):
-        """Host side. logits: (ROW, COLUMN), columns contiguous. probs, indices: (ROW, K) fp32 and int32."""
+        """Host side. logits: (ROW, COLUMN), columns contiguous. probs, indices: (ROW, K), fp32 and int32."""
         config = self.config
         self.kernel(logits, probs, indices).launch(
             grid=(cute.ceil_div(logits.shape[0], config.rows) * config.cluster, 1, 1),
@@ -88,7 +88,7 @@ class SoftmaxTopk:
         if cutlass.const_expr(config.dependent):
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(config.held):
-            # Lanes past the last row read that, since they take part in shuffles, and write nothing.
+            # Lanes past the last row take part in shuffles: they read the last row and write nothing.
             row = block * config.rows + thread // (config.lanes * config.warps)
             place = row_span(logits, cutlass.min(row, logits.shape[0] - 1), config.dtype, config.edges)
             if cutlass.const_expr(config.sorts):

@@ -1,4 +1,4 @@
-"""Running the kernel: on a GPU, or in the simulator."""
+"""Runs the kernel on a GPU or in the simulator."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ topk_kernel = Kernel("softmax_topk", _host_and_arguments)
 
 
 def launcher(logits: torch.Tensor, k: int, renormalize: bool) -> Callable:
-    """The compiled kernel for logits (ROW, COLUMN): a function of the matrices (logits, probs, indices), called while
-    their GPU is the current device. It serves all tensors of this shape, stride, dtype, device and alignment to 16
-    bytes. On CPU tensors it returns the ``SimReport``."""
+    """The compiled kernel for logits (ROW, COLUMN), as a function of the matrices (logits, probs, indices).
+
+    Call it while their GPU is the current device. It serves all tensors of this shape, stride, dtype, device and
+    alignment to 16 bytes. On CPU tensors it returns the ``SimReport``.
+    """
     rows, length = logits.shape
     width = logits.element_size()
     edges = (logits.data_ptr() | logits.stride(0) * width | length * width) % VECTOR_BYTES != 0

@@ -21,13 +21,13 @@ NO_GRADIENTS = (
 
 
 def new_outputs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(probs, indices), uninitialised."""
+    """Uninitialised (probs, indices)."""
     shape = (*logits.shape[:-1], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 def call(logits: torch.Tensor, k, renormalize, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``softmax_topk`` of a plain tensor, remembered where it may be. Raises what ``softmax_topk`` raises."""
+    """``softmax_topk`` of a plain tensor; uses remembered calls where possible. Raises what ``softmax_topk`` raises."""
     result = None
     if backend == "auto" and type(k) is int and type(renormalize) is bool:
         result = run_again(logits, k, renormalize)
@@ -35,7 +35,7 @@ def call(logits: torch.Tensor, k, renormalize, backend: str) -> tuple[torch.Tens
 
 
 def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check, choose the backend, compute. Nothing is launched or allocated before all checks."""
+    """Check, choose the backend, compute. Nothing is launched or allocated before all checks are done."""
     check(logits, k, renormalize)
     backend = resolve_backend(backend, logits.device)
     if backend == "reference":
@@ -48,7 +48,7 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     copied = matrix is None
     if copied:
         matrix = as_matrix(logits.contiguous())
-    from warpspec.softmax.topk import launch  # loads the DSL, which the reference does without
+    from warpspec.softmax.topk import launch  # it loads the DSL, which the reference does not need
 
     outputs = (probs.view(-1, k), indices.view(-1, k))
     with target_of(logits.device).current():
@@ -65,8 +65,8 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class RememberedCall:
-    """How a call was made: the kernel; results without memory, to make others like them; the layout of the logits as a
-    matrix, None where they are one."""
+    """How a call was made: its kernel, results without memory from which new ones are made, and the layout of the
+    logits as a matrix (None if they are one)."""
 
     kernel: object
     device: int
@@ -75,7 +75,7 @@ class RememberedCall:
     layout: tuple | None
 
 
-_calls = Remembered()  # of calls on CUDA tensors, with backend "auto", by all that ``run`` looks at
+_calls = Remembered()  # of calls on CUDA tensors with backend "auto", by all that ``run`` looks at
 
 
 def empty_like_without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,9 +89,9 @@ def _key(logits: torch.Tensor, k: int, renormalize: bool) -> tuple:
 
 
 def run_again(logits: torch.Tensor, k: int, renormalize: bool):
-    """(probs, indices) if the call is like one that ``run`` has made before, else None.
+    """(probs, indices) if the call is like one that ``run`` has made before, otherwise None.
 
-    It is most of a small call's time to find again that the arguments are right and which kernel is theirs.
+    Checking the arguments and finding their kernel again would take most of a small call's time.
     """
     call = _calls.get(_key(logits, k, renormalize))
     if call is None or backend_variable() is not None or torch.cuda.current_device() != call.device:
@@ -99,7 +99,7 @@ def run_again(logits: torch.Tensor, k: int, renormalize: bool):
     probs, indices = (
         torch.empty_like(call.probs),
         torch.empty_like(call.indices),
-    )  # half the time of torch.empty
+    )  # takes half the time of torch.empty
     if logits.requires_grad:
         logits = logits.detach()
     if call.layout is None:
@@ -115,7 +115,7 @@ def run_again(logits: torch.Tensor, k: int, renormalize: bool):
     schema="(Tensor logits, SymInt k, bool renormalize, str backend) -> (Tensor, Tensor)",
 )
 def softmax_topk_operator(logits, k, renormalize, backend):
-    """(probs, indices) of ``softmax_topk``."""
+    """Operator of ``softmax_topk``: (probs, indices)."""
     return run(logits, k, renormalize, backend)
 
 

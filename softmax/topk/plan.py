@@ -1,7 +1,7 @@
-"""Which kernel for which problem: every way to divide a row is given a time, the shortest is taken. Plain Python.
+"""Chooses the kernel for a problem: every way to divide a row gets a predicted time, the shortest wins. Plain Python.
 
-The model has one set of constants, measured on an H200 (2026-11-21, ``scripts/bench_topk.py --variants`` shows what
-it is worth). All times in microseconds:
+The model has one set of constants, measured on an H200 (2026-11-21; ``scripts/bench_topk.py --variants`` shows how good
+it is). All times are in microseconds:
 
     launch + bytes / bandwidth + instructions that memory does not hide + what the last row takes by itself
 """
@@ -25,46 +25,47 @@ from warpspec.softmax.topk.config import (
     smallest_capacity,
 )
 
-BYTES_PER_SM = 32.2e3  # a microsecond
-WARP_INSTRUCTIONS_PER_SM = 7020  # a microsecond: 4 a clock
+BYTES_PER_SM = 32.2e3  # per microsecond
+WARP_INSTRUCTIONS_PER_SM = 7020  # per microsecond: 4 a clock
 
 HELD_LAUNCH = 2.0
 HELD_WARP = 450  # instructions of a warp, whatever it holds
-HELD_ELEMENT = 7  # instructions a lane's element
-HELD_EXPOSED = 0.6  # of the instructions
-HELD_INSTRUCTION = 0.00085  # of one warp, nothing else to do
-SORTED_WARP, SORTED_MERGE = 330, 130  # instructions of a warp, and for every doubling of the lanes
+HELD_ELEMENT = 7  # instructions for each element of a lane
+HELD_EXPOSED = 0.6  # fraction of the instructions
+HELD_INSTRUCTION = 0.00085  # of one warp, if nothing else is running
+SORTED_WARP, SORTED_MERGE = 330, 130  # instructions of a warp; and for every doubling of the lanes
 HELD_WARPS = 0.5  # a reduction over the warps of a row
 
-# Rows that stream, candidates picked meanwhile.
+# Streamed rows whose candidates are picked meanwhile.
 STREAM_LAUNCH = 3.0
 STREAM_WARP = 120  # instructions of a warp for its candidates
 STREAM_CANDIDATE = 60  # and for each of k
-STREAM_TURN = 0.35  # a tile of one warp, nothing else to do
+STREAM_TURN = 0.35  # a tile of one warp, if nothing else is running
 CLUSTER_STEP = 0.3  # a reduction over a cluster, for every doubling
 LONGEST_UNROLL = 4
 
-# The same, candidates fetched again. That is faster where rows are few, and loses where memory binds and k is small: by
-# 7 percent at 64 x 129280 k 8, 8 at 8192 x 50257 k 10, 12 at 1272 x 786432 k 8 (H200, 2026-11-23). More rows were not
-# measured.
+# Streamed rows whose candidates are fetched again. That is faster for few rows, and slower if memory is the limit and k
+# is small: by 7 percent at 64 x 129280 k 8, 8 at 8192 x 50257 k 10, 12 at 1272 x 786432 k 8 (H200, 2026-11-23). More
+# rows were not measured.
 AGAIN_ROWS = 1024  # at most
-AGAIN_LEAST_K, AGAIN_LENGTH = 11, 32768  # at least so large a k, or shorter rows than these
+AGAIN_LEAST_K, AGAIN_LENGTH = 11, 32768  # k at least this large, or rows shorter than this
 AGAIN_LAUNCH = 0.5
-AGAIN_BYTES_PER_SM = 26e3  # a microsecond
-AGAIN_ELEMENT = 10.7  # instructions a lane's element
+AGAIN_BYTES_PER_SM = 26e3  # per microsecond
+AGAIN_ELEMENT = 10.7  # instructions for each element of a lane
 AGAIN_TURN = 24  # and for each tile
-AGAIN_TURN_LATENCY = 1.5  # a tile of a CTA, nothing else to do
-# When rows have been read: threshold, candidates, ranks. A CTA, and for each warp of an SM, each of k, a cluster.
+AGAIN_TURN_LATENCY = 1.5  # a tile of a CTA, if nothing else is running
+# After the rows have been read: threshold, candidates, ranks. For a CTA; for each warp of an SM; each of k; a cluster.
 TAIL, TAIL_WARP, TAIL_K, TAIL_CLUSTER = 2.3, 0.08, 0.04, 1.4
 TAIL_LARGEST = 1.0  # of the largest cluster, for each of its CTAs that share an SM
 AGAIN_UNROLLS = {"float32": (1, 2, 3), "float16": (1, 2, 4), "bfloat16": (1, 2, 4)}
 
-LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}  # of a row, with the largest k that they do for
+# Least warps of a row, with the largest k for which they are enough.
+LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}
 
-CLUSTER_CTAS = 440  # started a microsecond
-CTA_LANES = 128  # of a CTA of rows that are held by part of a warp
-SORTED_CTA_LANES, MOST_SMS = 512, 0.9  # of one whose lanes sort, where such CTAs fill this part of all SMs
-STREAM_ROWS = 4  # of a CTA, where a warp has a row to itself
+CLUSTER_CTAS = 440  # started per microsecond
+CTA_LANES = 128  # of a CTA whose rows are each held by a part of a warp
+SORTED_CTA_LANES, MOST_SMS = 512, 0.9  # of a CTA whose lanes sort, if such CTAs fill this fraction of the SMs
+STREAM_ROWS = 4  # of a CTA, if each warp has a row
 
 
 @lru_cache(maxsize=4096)
@@ -78,7 +79,7 @@ def choose_config(
 def timed_configs(
     rows: int, length: int, k: int, dtype: str, edges: bool, renormalize: bool, sm_count: int
 ) -> list[tuple[float, TopkConfig]]:
-    """Every way to divide the rows, with the time that the model gives it; the shortest first."""
+    """Every way to divide the rows, with its predicted time, shortest first."""
     base = TopkConfig(
         dtype=dtype, k_capacity=smallest_capacity(k), warps=MAX_WARPS, edges=edges, renormalize=renormalize
     )
@@ -137,7 +138,7 @@ def held_time(config: TopkConfig, rows: int, sm_count: int) -> float:
 
 
 def streams(base: TopkConfig, vectors: int, k: int):
-    """Configurations that go along the row."""
+    """Configurations that stream the row."""
     for warps, cluster in divisions(k, MAX_CLUSTER):
         unroll = min(LONGEST_UNROLL, -(-vectors // (warps * cluster * WARP_THREADS)))
         per_cta = STREAM_ROWS if warps * cluster == 1 else 1
@@ -145,7 +146,7 @@ def streams(base: TopkConfig, vectors: int, k: int):
 
 
 def divisions(k: int, most: int):
-    """(warps, CTAs) that may share a row, at most so many CTAs."""
+    """(warps, CTAs) that may share a row, with at most ``most`` CTAs."""
     warps = next(warps for warps, most_k in LEAST_WARPS.items() if k <= most_k)
     while warps <= MAX_WARPS:
         cluster = 1
@@ -167,9 +168,9 @@ def stream_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: i
 
 
 def again(base: TopkConfig, vectors: int, k: int):
-    """Configurations that go along the row and fetch candidates again."""
+    """Configurations that stream the row and fetch candidates again."""
     for warps, cluster in divisions(k, AGAIN_CLUSTER):
-        needed = -(-vectors // (warps * cluster * WARP_THREADS))  # for one turn
+        needed = -(-vectors // (warps * cluster * WARP_THREADS))  # for a single turn
         for unroll in AGAIN_UNROLLS[base.dtype]:
             per_cta = STREAM_ROWS if warps * cluster == 1 else 1
             yield replace(base, again=True, warps=warps, cluster=cluster, rows=per_cta, unroll=unroll)
@@ -178,8 +179,11 @@ def again(base: TopkConfig, vectors: int, k: int):
 
 
 def again_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: int) -> float:
-    """CTAs come in waves. In each, all tiles of a row are read, as memory, or the chain of loads, or the instructions
-    of all warps of an SM allow; then every CTA is left with its candidates."""
+    """Predicted time if candidates are fetched again. CTAs come in waves.
+
+    In each wave all tiles of a row are read at the speed of the slowest of three: memory, the chain of loads, the
+    instructions of all warps of an SM. Then every CTA still has to process its candidates.
+    """
     ctas = -(-rows // config.rows) * config.cluster
     sms = int(sm_count * CLUSTER_SMS[config.cluster]) // config.cluster * config.cluster or config.cluster
     room = config.room

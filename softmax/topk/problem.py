@@ -1,7 +1,7 @@
-"""The softmax + top-k problem: every argument checked once.
+"""The softmax + top-k problem: every argument is checked once.
 
-Checks raise ``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the argument's
-name, what it was and what is allowed, before anything is launched or allocated.
+Checks raise ``TypeError`` (wrong kind of object or dtype) or ``ValueError`` (wrong value) with the argument's name, its
+value and what is allowed, before anything is launched or allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FLAGS = (True, False)
 
 
 def check(logits, k, renormalize) -> None:
-    """Raise for arguments that ``softmax_topk`` does not take."""
+    """Raise TypeError or ValueError for arguments that ``softmax_topk`` does not take."""
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"logits: must be a torch.Tensor, got {logits!r} ({type(logits).__name__})")
     if logits.dtype not in DTYPES:

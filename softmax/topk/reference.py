@@ -6,9 +6,9 @@ import torch
 
 
 def softmax_topk(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(probs, indices int32) in the dtype of the logits; give it fp32 or fp64.
+    """(probs, indices int32) in the dtype of the logits, which should be fp32 or fp64.
 
-    Order is the logits' own: NaN first, then from the largest down, equal ones by column.
+    The order is the logits' own: NaN first, then from the largest down; equal ones by column.
     """
     # torch's sort of a CUDA tensor puts NaN with the sign set last, and may tell -0 from +0.
     logits = torch.where(logits.isnan(), torch.nan, logits) + 0.0

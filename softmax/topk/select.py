@@ -1,4 +1,4 @@
-"""Selecting among what lanes and warps hold: order statistics, compaction, ranks. Device side.
+"""Selection among what lanes and warps hold: order statistics, compaction, ranks. Device side.
 
 Functions are collective unless they say otherwise: every lane of the warp calls them together.
 """
@@ -17,16 +17,16 @@ RANK_SHIFT = RANK_BATCH.bit_length() - 1
 
 
 def before(ballot: Int32) -> Int32:
-    """Number of lanes below this one that voted."""
+    """Number of lower lanes that voted."""
     return cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt()))
 
 
 @cute.jit
 def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
-    """The keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group.
+    """Sort the keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group.
 
-    Runs of 2**level lanes are sorted alternately down and up. Where up, the keys are complemented, so that every
-    comparison puts the larger one into the lower lane.
+    Runs of 2**level lanes are sorted in alternating directions. Where the direction is ascending, keys are
+    complemented, so that every comparison puts the larger one into the lower lane.
     """
     levels = lanes.bit_length() - 1
     lower = [Boolean(lane & (1 << step) == 0) for step in range(levels)]
@@ -43,7 +43,7 @@ def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
 
 @cute.jit
 def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> Int32:
-    """Moves the candidates from ``floor`` up, of the first ``count``, to the front; returns how many they are."""
+    """Move those of the first ``count`` candidates that reach ``floor`` to the front; returns how many there are."""
     kept = Int32(0)
     cute.arch.sync_warp()
     for first in cutlass.range(0, count, WARP_THREADS, unroll=1):
@@ -63,9 +63,9 @@ def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> I
 
 @cute.jit
 def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32) -> Uint64:
-    """Moves the k largest of ``count`` > k candidates to the front; returns a word that just these reach.
+    """Move the k largest of ``count`` > k candidates to the front; returns a word that exactly these reach.
 
-    Bisects for a word that exactly k candidates reach, bit by bit; no two candidates are equal.
+    The word is found by bisection, bit by bit; that works because no two candidates are equal.
     """
     cute.arch.sync_warp()
     floor = Uint64(0)
@@ -84,15 +84,16 @@ def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32) -> Uin
 
 @cute.jit
 def close_list(slots: cute.Tensor, count: Int32, lane: Int32):
-    """Makes ``rank_in`` read, past the last of ``count`` candidates, words that are below all."""
+    """Terminate a list of ``count`` candidates: ``rank_in`` reads words past its end, which must be below all of
+    them."""
     if lane < RANK_BATCH:
         slots[count + lane] = Uint64(0)
 
 
 @cute.jit
 def rank_in(slots: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Constexpr = 0) -> Int32:
-    """How many of ``count`` candidates are larger than ``word``, from batch ``first`` of them on. The list must have
-    been closed. Not collective."""
+    """How many of ``count`` candidates, from batch ``first`` on, are larger than ``word``. The list must be terminated
+    by ``close_list``. Not collective."""
     rank = Int32(0)
     for i in cutlass.range(first, (count + (RANK_BATCH - 1)) >> RANK_SHIFT, unroll=1):
         for j in cutlass.range_constexpr(RANK_BATCH):
@@ -104,9 +105,9 @@ def rank_in(slots: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Const
 def rank_among(
     lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, word: Uint64, lane: Int32
 ) -> Int32:
-    """How many candidates of ``number`` closed lists (SLOT, LIST), counts (LIST) of each, are larger than ``word``.
+    """How many candidates of ``number`` terminated lists (SLOT, LIST) are larger than ``word``. counts (LIST): of each.
 
-    Lists are short as a rule, one batch: these are read side by side, all at once.
+    Lists are usually short, one batch; their first batches are read all at once.
     """
     rank = Int32(0)
     for other in cutlass.range_constexpr(number):

@@ -1,11 +1,11 @@
-"""Shortest rows, of a router with few experts: a few lanes sort what they hold. Device side.
+"""The shortest rows, for example of a router with few experts: a few lanes sort what they hold. Device side.
 
-Every lane sorts its SORTED_ELEMENTS candidates; then lanes merge with one another, and of two sorted lists only the
-larger half is kept: the larger of each pair (i-th of one, i-th from the end of the other), put in order again. In the
-end every lane of the row has its first SORTED_ELEMENTS candidates, and writes some of them.
+Every lane sorts its SORTED_ELEMENTS candidates. Then lanes merge in pairs and keep only the larger half of their two
+lists: the larger of the i-th of one and the i-th from the end of the other, sorted again. In the end every lane of the
+row has the row's first SORTED_ELEMENTS candidates, and writes some of them.
 
-A candidate of 16-bit logits is one word of 32 bits: the low bits of its key (``keys``) are all alike, and the
-complement of the column has room there. Those of fp32 are words of 64.
+A candidate of 16-bit logits fits 32 bits: the low bits of its key (``keys``) are all alike, which makes room for the
+complement of the column. A candidate of fp32 logits has 64 bits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from warpspec.softmax.topk.keys import (
 )
 from warpspec.softmax.vectors import PLAIN, WORDS, RowSpan, load_vector, unpack
 
-LOW_BITS = 13  # of a key that are alike: of fp16, and of bf16 even 16
+LOW_BITS = 13  # low bits of a key that are all alike: in fp16; bf16 even has 16
 LOW_MASK = (1 << LOW_BITS) - 1
 HIGH_MASK = 0xFFFFFFFF ^ LOW_MASK
 
 
 def network(count: int) -> list[tuple[int, int]]:
-    """Pairs (i, j), i < j, that sort ``count`` numbers, a power of two, when compared in order: Batcher's odd-even
-    merge sort."""
+    """Compare-exchange pairs (i, j), i < j, that sort ``count`` numbers, a power of two: Batcher's odd-even merge
+    sort."""
     pairs = []
     p = 1
     while p < count:
@@ -52,7 +52,7 @@ def network(count: int) -> list[tuple[int, int]]:
 
 
 def bitonic(count: int) -> list[tuple[int, int]]:
-    """Pairs that put a bitonic sequence of ``count`` numbers, a power of two, in order."""
+    """Compare-exchange pairs that sort a bitonic sequence of ``count`` numbers, a power of two."""
     pairs, step = [], count // 2
     while step:
         pairs += [(i, i + step) for i in range(count) if not i & step]
@@ -61,10 +61,10 @@ def bitonic(count: int) -> list[tuple[int, int]]:
 
 
 def exchange(words: list, pairs: list) -> list:
-    """The words after the comparisons: the larger of a pair comes to its first place."""
+    """The words after the compare-exchanges; the larger of a pair goes to its first place."""
     words = list(words)
     for i, j in pairs:
-        if isinstance(words[i], Uint32):  # has instructions for both
+        if isinstance(words[i], Uint32):  # 32-bit words have max and min instructions
             words[i], words[j] = cutlass.max(words[i], words[j]), cutlass.min(words[i], words[j])
             continue
         first = Boolean(words[i] > words[j])
@@ -76,7 +76,7 @@ def exchange(words: list, pairs: list) -> list:
 
 
 def word_of(dtype: str, logit: Float32, column: Int32, present: Boolean):
-    """The candidate of an element; 0, below all candidates, where it is not present."""
+    """The candidate of an element; 0, which is below all candidates, if it is not present."""
     if dtype == "float32":
         return Uint64(cutlass.select_(present, candidate(logit, column), Uint64(0)))
     high = Uint32(key_of(logit) ^ SIGN) & Uint32(HIGH_MASK)
@@ -84,7 +84,7 @@ def word_of(dtype: str, logit: Float32, column: Int32, present: Boolean):
 
 
 def logit_and_column(dtype: str, word) -> tuple[Float32, Int32]:
-    """Of a candidate."""
+    """(logit, column) of a candidate."""
     if dtype == "float32":
         return logit_of(candidate_key(word)), candidate_column(word)
     key = Int32(word & Uint32(HIGH_MASK)) ^ SIGN
@@ -93,7 +93,7 @@ def logit_and_column(dtype: str, word) -> tuple[Float32, Int32]:
 
 @cute.jit
 def row_sorted(config: cutlass.Constexpr, span: RowSpan, lane, row, probs: cute.Tensor, indices: cute.Tensor):
-    """The row's result. By ``config.lanes`` lanes that follow one another; lane: which of them this one is."""
+    """Compute and write a row's result by ``config.lanes`` adjacent lanes; lane: which of them this one is."""
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     address = span.first + Int64(lane) * VECTOR_BYTES
     found = []

@@ -1,4 +1,4 @@
-"""Softmax states of lanes, warps and CTAs joined, and the row's result written. Device side."""
+"""Joins softmax states of lanes, warps and CTAs, and writes the row's result. Device side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.softmax.topk.keys import candidate_column, candidate_key, key_of, 
 
 @cute.jit
 def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr):
-    """The softmax state of the warp, known to every lane; its maximum is NaN where a lane's is."""
+    """The softmax state of the warp, known to every lane; its maximum is NaN if a lane's is."""
     largest = logit_of(cute.arch.warp_redux_sync(key_of(maximum), "max"))
     sum_ = sum_ * exponential(maximum - reference_of(largest), accurate)
     return largest, cute.arch.warp_reduction_sum(sum_)
@@ -23,8 +23,10 @@ def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr)
 def state_of_parts(
     maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
-    """The state of all parts, at most a warp's lanes; called by a warp. Joined in a fixed order, pairs of
-    pairs: sixteen roundings one after another would show."""
+    """The joint state of all parts, at most as many as a warp has lanes. Called by a warp.
+
+    Joined in a fixed order, in pairs of pairs: sixteen roundings one after another would show.
+    """
     lane = cute.arch.lane_idx()
     maximum, sum_ = -Float32.inf, Float32(0.0)
     if lane < parts:
@@ -36,7 +38,7 @@ def state_of_parts(
 def write(config: cutlass.Constexpr, ranked, part, maximum: Float32, sum_: Float32, probs, indices, row):
     """One warp writes the row's k probabilities and indices.
 
-    An exponent is taken against the maximum itself: where that is -inf, NaN or +inf, so is torch.softmax's.
+    Exponents are relative to the maximum itself, so that a maximum of -inf, NaN or +inf gives NaN, as in torch.softmax.
     """
     rounds = config.k_capacity // WARP_THREADS
     weights = cute.make_rmem_tensor(rounds, Float32)

@@ -1,14 +1,14 @@
-"""One warp's part of a row: read once, its softmax state summed, its candidates for the top k kept. Device side.
+"""One warp's part of a row: read it once, sum its softmax state, and keep its candidates for the top k. Device side.
 
-Each lane has the maximum of what it has seen, which the online softmax needs anyway. As many elements reach the
-j-th largest of the lanes' maxima as there are lanes that do. So the k-th largest of a warp's 32 lanes' maxima is
-a *threshold*: the row's k-th largest element is not below it. Samples of all warps' maxima give a better one. An
-element below is done with, by one comparison for a lane's whole batch; the others, about a hundred of a row's
-fifty thousand, become candidates in shared memory. The thresholds are renewed as candidates come in.
+Each lane has the maximum of what it has seen, which the online softmax needs anyway. If j lanes have a maximum of at
+least b, at least j elements of the row reach b. The k-th largest of the maxima of a warp's 32 lanes is therefore a
+*threshold*: the row's k-th largest element is not below it. Samples of all warps' maxima give a better one. An element
+below the threshold can be dropped; one comparison suffices for a lane's whole batch. The others, about a hundred of a
+row's fifty thousand, become candidates in shared memory. Thresholds are renewed as candidates come in.
 
-Ties. Columns rise as the warp goes along, so an element equal to the warp's own threshold that comes after the
-elements which set it loses to them, and is dropped: a row of equal logits costs no more than any other. An
-element equal to what another warp has set stays: its column may be the lower one.
+Ties: columns rise as the warp proceeds, so an element that equals the warp's own threshold and comes after the elements
+that set it loses to them and is dropped. A row of equal logits thus costs no more than any other. An element that
+equals another warp's threshold is kept, because its column may be the lower one.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from warpspec.softmax.topk.select import before, keep_largest, sort_lanes
 from warpspec.softmax.topk.tiles import load_tile
 from warpspec.softmax.vectors import WORDS, RowSpan, edge_of, forget, load_edge
 
-JOINT_RANK = 16  # among the samples, at most
+JOINT_RANK = 16  # rank of the row's threshold among the samples, at most
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a row a warp reads, and where it keeps what.
+    """Which part of a row a warp reads, and its shared memory.
 
-    row: where it lies. warp: of the row's warps, over the cluster. warp_in_cta, lane. k: of the result. slots:
-    (SLOT) candidates of this warp. samples: (SAMPLES) keys of lanes' maxima, from all warps of the CTA. bound:
-    (1) key: the row's threshold, the highest that a warp of the CTA has found.
+    row: where it lies. warp: number among the row's warps, over the cluster. warp_in_cta, lane: its place in the CTA,
+    and the lane's in the warp. k: of the result. slots: (SLOT) this warp's candidates. samples: (SAMPLES) keys of
+    lanes' maxima, from all warps of the CTA. bound: (1) key, the row's threshold: the highest that a warp of the CTA
+    has found.
     """
 
     row: RowSpan
@@ -58,7 +59,7 @@ class Part:
 
 
 def read_shared(place: cute.Pointer) -> Int32:
-    """What any warp of the CTA wrote last."""
+    """The value that any warp of the CTA wrote last."""
     return cute.arch.load(place, Int32, ss="cta", sem="relaxed", scope="cta")
 
 
@@ -68,7 +69,7 @@ def write_shared(place: cute.Pointer, value: Int32) -> None:
 
 @cute.jit
 def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
-    """Writes this warp's samples of its lanes' maxima, ``ordered``: those of rank q, 2 q, ..."""
+    """Write this warp's samples of its lanes' maxima, ``ordered``: those of rank q, 2 q, ..."""
     given = SAMPLES // config.warps
     rank = (part.lane % given + 1) * samples_apart(part.k) - 1
     sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP_THREADS - 1))
@@ -79,15 +80,15 @@ def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
 
 @cute.jit
 def joint_threshold(part: Part) -> Int32:
-    """The row's threshold as a key. Where n of all samples reach a value, n q elements of the row do, whenever each
-    sample was taken."""
+    """The row's threshold as a key. If n of all samples reach a value, at least n q elements of the row do, no matter
+    when the samples were taken."""
     ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP_THREADS)
     q = samples_apart(part.k)
     return cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
 
 
 def samples_apart(k: Int32) -> Int32:
-    """q, so that the row's threshold is at most the JOINT_RANK-th of the samples."""
+    """q, such that the row's threshold is at most the JOINT_RANK-th of the samples."""
     return (k + JOINT_RANK - 1) // JOINT_RANK
 
 
@@ -120,17 +121,17 @@ def collect(
     since: Int32,
     count: Int32,
 ):
-    """The tile's candidates -> new (threshold, since, count).
+    """Keep the tile's candidates -> new (threshold, since, count).
 
-    words: (WORDS, UNROLL) the lane's vectors; maxima: of each. first: number of its first vector. maximum: of the
-    lane so far. hits: lanes that have candidates. threshold: elements whose key is not above it are done with.
-    since: lanes that have had candidates since thresholds were renewed.
+    words: (WORDS, UNROLL) the lane's vectors. maxima: of each vector. first: number of the first vector. maximum: the
+    lane's so far. hits: number of lanes that have candidates. threshold: elements whose key is not above it can be
+    dropped. since: lanes that have had candidates since thresholds were renewed.
     """
     span = config.lane_stride
     since += hits
     if cutlass.const_expr(config.warps > 1):
         threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
-    floor = threshold  # this tile's, whose elements came no later than those that set the own threshold
+    floor = threshold  # for this tile, whose elements may be among those that set the own threshold
     if since >= config.renew_after:
         own, joint = renewed(config, part, maximum)
         threshold = cutlass.max(threshold, joint - 1)
@@ -162,7 +163,7 @@ def collect(
 
 @cute.jit
 def stream(config: cutlass.Constexpr, part: Part):
-    """Reads the warp's part -> (maximum, sum of exp(x - maximum)) of the lane, (count, key) of the warp.
+    """Read the warp's part -> (maximum, sum of exp(x - maximum)) of the lane, (count, key) of the warp.
 
     count: candidates in part.slots. Elements whose key is below ``key`` are not in the row's top k.
     """
@@ -194,7 +195,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         sum_ += exponentials([x for vector in vectors for x in vector], tile_maximum, maximum, config.dtype)
         forget(
             words
-        )  # unpacked again for candidates: 16-bit elements would take twice the registers meanwhile
+        )  # unpacked again for candidates: keeping unpacked 16-bit elements would take twice the registers
 
         if cutlass.const_expr(config.needs_others):  # noqa: SIM102, one is for the compiler, the other for the GPU
             if turn == 0:  # all warps have the same number of turns
@@ -209,7 +210,7 @@ def stream(config: cutlass.Constexpr, part: Part):
             )
             bar = bar_of(threshold)
 
-    # The row's ends. Their columns lie before and behind all others: equal to the threshold, they stay.
+    # The row's edges. Their columns lie before and after all others; those that equal the threshold are kept.
     if cutlass.const_expr(config.edges):
         previous = maximum
         maximum = cute.arch.fmax(maximum, edge_value, nan=True)

@@ -1,8 +1,8 @@
-"""Rows whose candidates are picked while they stream (``stream``): by a warp, the warps of a CTA, the CTAs of a
+"""Rows whose candidates are picked while they stream (``stream``), by a warp, the warps of a CTA or the CTAs of a
 cluster.
 
-Candidates that some threshold rules out are dropped, the rest are ranked by counting who is larger, which sorts them,
-and one warp turns the k first into probabilities.
+Candidates below any of the thresholds are dropped. The others are ranked by counting the larger ones, which sorts them,
+and one warp turns the first k into probabilities.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from warpspec.softmax.vectors import row_span
 
 @cute.jit
 def stream_rows(config: cutlass.Constexpr, logits, probs, indices):
-    """The row of this CTA, or its rows."""
+    """Compute this CTA's row, or rows."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % WARP_THREADS
@@ -80,7 +80,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
         cute.arch.cluster_arrive_relaxed()
     cute.arch.sync_threads()
 
-    # 1. Every warp's part; what the warps' thresholds together rule out.
+    # 1. Read every warp's part; drop what the warps' thresholds together rule out.
     maximum, sum_, count, threshold = stream(config, part)
     lane_maximum = key_of(maximum)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
@@ -146,7 +146,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
 
 @cute.jit
 def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
-    """shared.ranked becomes the k first of all CTAs' candidates; called by all threads of the leader."""
+    """Write the first k of all CTAs' candidates to shared.ranked. Called by all threads of the leader."""
     for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
         for i in cutlass.range(part.lane, shared.list_counts[c], WARP_THREADS, unroll=1):
             word = shared.lists[i, c]

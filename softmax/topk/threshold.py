@@ -1,8 +1,8 @@
 """A row's threshold: a lower bound of its k-th largest element, from the maxima of all its lanes. Device side.
 
-A *sample* of stride q is the q-th, 2 q-th, ... largest of some values: where n samples of several such sets reach a
-number, n q values do. Every warp gives samples of its lanes' maxima to its CTA, and every CTA of a cluster samples of
-its sorted samples to all others, so that what is sorted is 32 numbers, one a lane, each time.
+A *sample* of stride q of some values is their q-th, 2 q-th, ... largest. If n samples of several sets reach a number,
+at least n q values do. Every warp gives its CTA samples of its lanes' maxima, and every CTA of a cluster gives all
+others samples of its sorted samples. Each sort is thus of 32 numbers, one a lane.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def ceil_div(a, b):
 
 @cute.jit
 def sampled(ordered: Int32, number, stride) -> Int32:
-    """The ``number``-th (from 0) sample of the lanes' keys, which are in descending order."""
+    """The ``number``-th sample (from 0) of the lanes' keys, which are in descending order."""
     rank = (number + 1) * stride - 1
     key = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP_THREADS - 1))
     return Int32(cutlass.select_(Boolean(rank < WARP_THREADS), key, Int32(NOTHING_YET)))
@@ -34,13 +34,13 @@ def sampled(ordered: Int32, number, stride) -> Int32:
 def threshold_of(
     config: cutlass.Constexpr, part: Part, warp, rank, samples, cluster_samples, maximum: Float32
 ) -> Int32:
-    """A key that no element of the row's top k is below; called by all threads that share the row.
+    """A key that no element of the row's top k is below. Called by all threads that share the row.
 
-    warp: of the CTA's. rank: of the CTA in its cluster. samples: (SAMPLES) keys in shared memory, for the CTA's;
-    None where a row is one warp's. cluster_samples: the same, of the cluster. maximum: of the lane.
+    warp: in the CTA. rank: the CTA's in its cluster. samples: (SAMPLES) keys in shared memory, for the CTA's samples;
+    None if a warp has the row to itself. cluster_samples: likewise, for the cluster's. maximum: the lane's.
     """
     ordered = sort_lanes(key_of(maximum), part.lane, WARP_THREADS)
-    own = Int32(NOTHING_YET)  # of the warp's part; where k exceeds its lanes, it has none
+    own = Int32(NOTHING_YET)  # threshold of the warp's part; if k exceeds its lanes, there is none
     if cutlass.const_expr(config.k_capacity <= WARP_THREADS):
         own = cute.arch.shuffle_sync(ordered, part.k - 1)
     joint = own
@@ -54,7 +54,7 @@ def threshold_of(
         if cutlass.const_expr(config.cluster > 1):
             given_on = SAMPLES // config.cluster
             stride_on = ceil_div(part.k, SAMPLE_RANK * stride)
-            cute.arch.cluster_wait()  # all CTAs are there
+            cute.arch.cluster_wait()  # all CTAs have started
             if warp == 0:
                 ordered = sort_lanes(samples[part.lane], part.lane, WARP_THREADS)
                 sample = sampled(ordered, part.lane % given_on, stride_on)

@@ -1,4 +1,4 @@
-"""The tiles that a streamed row is read in, and the shared memory of the CTAs that read it. Device side."""
+"""The tiles in which a streamed row is read, and the shared memory of the CTAs that read it. Device side."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from warpspec.softmax.vectors import PLAIN, RowSpan, load_vector
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory of a CTA. R rows, W warps a row, C CTAs a cluster, K capacity for k.
+    """Shared memory of a CTA: R rows, W warps a row, C CTAs a cluster, K capacity for k.
 
-    Rows whose candidates are picked while they stream have ``bound``; where they are fetched again, there are
-    ``chunks``, and in a cluster ``cluster_samples``.
+    ``bound`` exists if candidates are picked while rows stream; ``chunks``, and in a cluster ``cluster_samples``, if
+    they are fetched again.
     """
 
     slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
     ranked: cute.Tensor  # (K, R) candidates of the row, in order
     chunks: cute.Tensor | None  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read
     samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
-    bound: cute.Tensor | None  # (1) key that the row's top k does not lie below
+    bound: cute.Tensor | None  # (1) key: a lower bound of the row's top k
     cluster_samples: (
         cute.Tensor | None
     )  # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
@@ -68,11 +68,13 @@ def allocate(config: TopkConfig) -> Shared:
 
 @cute.jit
 def load_tile(config: cutlass.Constexpr, row: RowSpan, warp, lane, turn: Int32, words: cute.Tensor):
-    """words (WORDS, UNROLL) become the lane's vectors of the row's ``turn``-th tile, -inf past its end. warp: of the
-    row's warps, over the cluster."""
+    """Load the lane's vectors of the row's ``turn``-th tile to words (WORDS, UNROLL), -inf past the row's end.
+
+    warp: number among the row's warps, over the cluster.
+    """
     span = config.lane_stride
     first = turn * config.tile_vectors + warp * WARP_THREADS + lane
-    last = (turn + 1) * config.tile_vectors - span + (warp + 1) * WARP_THREADS  # one past this warp's
+    last = (turn + 1) * config.tile_vectors - span + (warp + 1) * WARP_THREADS  # end of this warp's vectors
     address = row.first + Int64(first) * VECTOR_BYTES
     if last <= row.vectors:
         for u in cutlass.range_constexpr(config.unroll):
