@@ -12,11 +12,12 @@ backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bi
 
 from __future__ import annotations
 
-import argparse
+import functools
 
 import torch
-from shared import gpu_bench, sweep_calls, sweep_report, sweep_shapes
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from shared import bench_shapes, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
+from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from warpspec.fmha import attention
@@ -24,40 +25,6 @@ from warpspec.fmha import attention
 BF16 = torch.bfloat16
 WRONG = 5e-3  # relative difference from a peer's result that no bf16 rounding explains
 
-# (batch, heads, length, D, causal, window)
-PREFILL = [
-    (2, 32, 8192, 128, True, None),
-    (2, 32, 8192, 64, True, None),
-    (2, 16, 8192, 256, True, None),
-    (2, 32, 8192, 128, False, None),
-    (2, 32, 8192, 128, True, 128),
-    (2, 32, 8192, 64, True, 128),
-]
-# (batch, keys, D) of 64 query and 8 KV heads
-DECODE = [(batch, keys, d) for d in (128, 64) for batch, keys in ((32, 8192), (128, 1024), (1, 65536))]
-# (batch, heads, length, D, causal)
-BACKWARD = [
-    (2, 32, 8192, 128, True),
-    (2, 32, 8192, 128, False),
-    (2, 32, 8192, 64, True),
-    (2, 32, 8192, 64, False),
-    (2, 16, 8192, 256, True),
-    (2, 16, 8192, 256, False),
-    (8, 32, 2048, 128, True),
-    (8, 32, 2048, 64, True),
-]
-BACKWARD_BIAS = (2, 16, 4096, 128)  # batch, heads, length, D; a bias of each head's own
-PAGES = (16, 32, 64, 128)
-PAGED_PREFILL = [(2, 4096, d) for d in (128, 64, 256)]  # batch, length, D of 32 query and 8 KV heads
-# (batch, heads, queries, keys) of D 512, K and V one tensor of one head, not causal
-SHARED = [
-    (128, 128, 1, 1152),
-    (128, 128, 1, 4096),
-    (1, 128, 1, 8192),
-    (128, 64, 1, 640),
-    (1, 128, 4096, 4096),
-]
-SHARED_DIM = 512
 FLASH_MLA = (
     "FlashMLA, D 576 and 512, measured apart (H200, 2026-11-21): 128 heads B128 L1024 479, L4096 583 TFLOP/s; "
     "B1 L8192 30 us"
@@ -77,8 +44,8 @@ def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def prefill() -> list[list]:
     rows = []
-    flash = sweep_calls.flash_attention()
-    for batch, heads, length, d, causal, window in PREFILL:
+    flash = flash_attention()
+    for batch, heads, length, d, causal, window in bench_shapes.PREFILL:
         q, k, v = (random(batch, length, heads, d) for _ in range(3))
         sink = torch.randn(heads, device="cuda") if window else None
         peers_sink = (
@@ -90,15 +57,11 @@ def prefill() -> list[list]:
             q, k, v, causal=causal, window=sides, sink=sink, out=out
         )}  # fmt: skip
         if not window:
-            heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-
-            def cudnn(heads_first=heads_first, causal=causal):
-                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                    return scaled_dot_product_attention(*heads_first, is_causal=causal)
-
-            calls["cuDNN"] = cudnn
+            calls["cuDNN"] = lambda q=q, k=k, v=v, causal=causal: sdpa(
+                q, k, v, backend=SDPBackend.CUDNN_ATTENTION, is_causal=causal
+            )
             calls["warpspec"]()
-            agree(f"prefill D {d}", out, cudnn().transpose(1, 2))
+            agree(f"prefill D {d}", out, calls["cuDNN"]())
         if flash is not None:
             calls["flash-attn-4"] = lambda q=q, k=k, v=v, causal=causal, sides=sides, sink=peers_sink: flash.dense(
                 q, k, v, causal=causal, window_size=sides or (None, None), learnable_sink=sink
@@ -127,19 +90,18 @@ def decode_inputs(batch: int, keys: int, d: int):
 
 def decode() -> list[list]:
     rows = []
-    for batch, keys, d in DECODE:
+    for batch, keys, d in bench_shapes.DECODE:
         q, k, v = decode_inputs(batch, keys, d)
         out = torch.empty_like(q)
-        heads_first = [t.transpose(1, 2) for t in (q, k, v)]
 
         def ours(q=q, k=k, v=v, out=out):
             return attention(q, k, v, out=out)
 
-        def torchs(heads_first=heads_first):
-            return scaled_dot_product_attention(*heads_first, enable_gqa=True)
+        def torchs(q=q, k=k, v=v):
+            return sdpa(q, k, v)
 
         ours()
-        agree(f"decode B{batch} D{d}", out, torchs().transpose(1, 2))
+        agree(f"decode B{batch} D{d}", out, torchs())
         times = {
             name: gpu_bench.graph_time(call, [()], calls=8)
             for name, call in (("warpspec", ours), ("SDPA", torchs))
@@ -156,20 +118,18 @@ def backward_calls(batch, heads, length, d, causal, bias=None) -> dict:
     extra = [] if bias is None else [bias.requires_grad_()]
     o = attention(*leaves, causal=causal, bias=bias)
     calls = {"warpspec": lambda: torch.autograd.grad(o, leaves + extra, do, retain_graph=True)}
-    heads_first = [t.detach().transpose(1, 2).requires_grad_() for t in leaves]
+    own = [t.detach().requires_grad_() for t in leaves]
     kind, name = (
         (SDPBackend.CUDNN_ATTENTION, "cuDNN")
         if bias is None
         else (SDPBackend.EFFICIENT_ATTENTION, "torch efficient")
     )
-    with sdpa_kernel(kind):
-        theirs = scaled_dot_product_attention(*heads_first, attn_mask=bias, is_causal=causal)
-    seed = do.transpose(1, 2)
-    calls[name] = lambda: torch.autograd.grad(theirs, heads_first + extra, seed, retain_graph=True)
+    theirs = sdpa(*own, backend=kind, attn_mask=bias, is_causal=causal)
+    calls[name] = lambda: torch.autograd.grad(theirs, own + extra, do, retain_graph=True)
     found, expected = calls["warpspec"](), calls[name]()
     for mine, peers in zip(found[:3], expected[:3], strict=True):
-        agree(f"backward D {d}", mine, peers.transpose(1, 2))
-    flash = sweep_calls.flash_attention()
+        agree(f"backward D {d}", mine, peers)
+    flash = flash_attention()
     if flash is not None and bias is None:
         from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -182,15 +142,16 @@ def backward_calls(batch, heads, length, d, causal, bias=None) -> dict:
 
 def backward() -> list[list]:
     rows = []
-    for batch, heads, length, d, causal in BACKWARD:
+    for batch, heads, length, d, causal in bench_shapes.BACKWARD:
         calls = backward_calls(batch, heads, length, d, causal)
         times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
         flops = 10 * batch * heads * length * length * d // (2 if causal else 1)
         name = f"B{batch} H{heads} S{length} D{d} {'causal' if causal else 'full'}"
         rows.append([name, *columns(times, flops * 1e-6, ("flash-attn-4", "cuDNN")), None, None])
-    batch, heads, length, d = BACKWARD_BIAS
+    batch, heads, length, d = bench_shapes.BACKWARD_BIAS
     bias = torch.randn(batch, heads, length, length, device="cuda", dtype=BF16)
-    times = gpu_bench.gpu_times(backward_calls(*BACKWARD_BIAS, False, bias), [()], **gpu_bench.SHORT_ROUNDS)
+    calls = backward_calls(*bench_shapes.BACKWARD_BIAS, False, bias)
+    times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
     flops = 10 * batch * heads * length * length * d
     peers = ("flash-attn-4", "cuDNN", "torch efficient")
     rows.append([f"B{batch} H{heads} S{length} D{d} full, bias", *columns(times, flops * 1e-6, peers)])
@@ -199,10 +160,10 @@ def backward() -> list[list]:
 
 def paged_inputs():
     """(name, q, k, v, causal): decoding, and prefill."""
-    for batch, keys, d in DECODE:
+    for batch, keys, d in bench_shapes.DECODE:
         if batch > 1:
             yield f"B{batch} L{keys} 64/8 heads D{d}", *decode_inputs(batch, keys, d), False
-    for batch, length, d in PAGED_PREFILL:
+    for batch, length, d in bench_shapes.PAGED_PREFILL:
         q, k, v = (random(batch, length, heads, d) for heads in (32, 8, 8))
         yield f"B{batch} S{length} 32/8 heads D{d} causal", q, k, v, True
 
@@ -219,7 +180,7 @@ def paged() -> list[list]:
             return attention(q, k, v, causal=causal, out=out)
 
         calls, expected = {"dense": dense}, dense().clone()
-        for size in PAGES:
+        for size in bench_shapes.PAGES:
             pages = batch * keys // size
             order = torch.randperm(pages, device="cuda")
             stored = []
@@ -239,7 +200,7 @@ def paged() -> list[list]:
             times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
         else:
             times = {key: gpu_bench.graph_time(call, [()], calls=8) for key, call in calls.items()}
-        rows.append([name, times["dense"], *(times[size] / times["dense"] for size in PAGES)])
+        rows.append([name, times["dense"], *(times[size] / times["dense"] for size in bench_shapes.PAGES)])
     return rows
 
 
@@ -256,7 +217,7 @@ def varlen() -> list[list]:
             agree(f"{name}, {shape.name}", expected, call(*sets[0]))
         times = gpu_bench.graph_times(calls, sets, **gpu_bench.SHORT_ROUNDS)
         result = sweep_report.result_of(shape) | {"times": times}
-        cells = columns(times, shape.flops * 1e-6, (sweep_calls.FLASH,))
+        cells = columns(times, shape.flops * 1e-6, (FLASH,))
         share = sweep_report.text(sweep_report.share(result), ".0%")
         rows.append([f"{shape.kind} {shape.name}", *cells, share])
     return rows
@@ -265,17 +226,16 @@ def varlen() -> list[list]:
 def shared() -> list[list]:
     """K and V one tensor, against SDPA that sees the heads as so many queries: nothing here is causal."""
     rows = []
-    for batch, heads, queries, keys in SHARED:
-        q, kv = random(batch, queries, heads, SHARED_DIM), random(batch, keys, 1, SHARED_DIM)
+    for batch, heads, queries, keys in bench_shapes.SHARED:
+        dim = bench_shapes.SHARED_DIM
+        q, kv = random(batch, queries, heads, dim), random(batch, keys, 1, dim)
         out = torch.full_like(q, torch.nan)
 
         def ours(q=q, kv=kv, out=out):
             return attention(q, kv, out=out)
 
-        folded = (q.view(batch, 1, queries * heads, SHARED_DIM), *(kv.transpose(1, 2),) * 2)
-
-        def torchs(folded=folded):
-            return scaled_dot_product_attention(*folded)
+        def torchs(q=q, kv=kv):
+            return sdpa_shared(q, kv)
 
         ours()
         few = (q[:1, :, :2], kv[:1])
@@ -288,7 +248,7 @@ def shared() -> list[list]:
                 if name == "warpspec":
                     raise
                 print(f"SDPA: {str(error).splitlines()[0]}")
-        flops = 4 * batch * heads * queries * keys * SHARED_DIM
+        flops = 4 * batch * heads * queries * keys * dim
         name = f"B{batch} L{keys} {heads}/1 heads Sq{queries}"
         rows.append([name, *columns(times, flops * 1e-6, ("SDPA",))])
     return rows
@@ -342,21 +302,13 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 def main() -> None:
     parts = ("prefill", "decode", "paged", "varlen", "shared", "host", "backward")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
+    parser = driver.parser(__doc__, only=parts, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_attention.py needs an NVIDIA GPU")
     if options.png and not {"prefill", "decode"} <= set(options.only):
         parser.error("--png needs prefill and decode")
-
-    def show(names, rows, before=""):
-        print(f"\n{before}{gpu_bench.table(names, rows, markdown=options.markdown)}", flush=True)
-        return rows
-
-    print(gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")))
+    driver.begin("flash-attn-4")
+    show = functools.partial(driver.show, options)
     prefills, decodes = [], []
     if "prefill" in options.only:
         names = ["prefill", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
@@ -367,7 +319,7 @@ def main() -> None:
     if options.png:
         plot(prefills, decodes, copy, options.png)
     if "paged" in options.only:
-        names = ["paged", "dense us", *(f"pages of {size}: times dense" for size in PAGES)]
+        names = ["paged", "dense us", *(f"pages of {size}: times dense" for size in bench_shapes.PAGES)]
         show(names, paged())
     if "varlen" in options.only:
         names = ["varlen", "us", "TFLOP/s", "flash-attn-4", "ratio", "share of the bytes' time"]

@@ -16,7 +16,6 @@ nano-vllm has one model class, Qwen3, whose shapes it is given; it samples at a 
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import importlib.util
 import json
@@ -28,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from shared import gpu_bench
+from shared import driver
 
 MODELS = {
     "llama-3-8b": dict(
@@ -89,9 +88,7 @@ def median_of(runs: list[Run]) -> Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = driver.parser(__doc__, markdown=True)
     parser.add_argument("engines", nargs="*", default=list(ATTENTION), metavar="engine")
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="of the model (default: all)")
@@ -101,9 +98,8 @@ def main() -> None:
     parser.add_argument("--attention", nargs="+", help="default: all that the engine has here")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of nano-vllm")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
-    print(gpu_bench.header((*gpu_bench.PACKAGES, "transformers", "nano-vllm-fork")))
+    driver.begin("transformers", "nano-vllm-fork")
     if not arguments.markdown:
         print(f"{'engine':14s} {'attention':14s} {'tokens/s':>9s} {'first token':>12s}  same tokens")
     else:

@@ -9,10 +9,9 @@ memory than L2 holds. FlashMLA and DeepGEMM take turns with ours where WARPSPEC_
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from shared.gpu_bench import graph_time, graph_times, header, rotation, table
+from shared import bench_shapes, driver
+from shared.gpu_bench import graph_time, graph_times, rotation, table
 from shared.latent_peers import deep_gemm_scores, flash_mla_decode, flash_mla_prefill
 
 from warpspec.latent.cache import (
@@ -31,13 +30,6 @@ from warpspec.latent.indexer import index_queries, index_scores, index_topk
 from warpspec.latent.projection import Float8Tensor, output_projection
 
 POSITIONS = 65536
-INSERTED = [(1, 64), (128, 64), (128, 128), (8192, 64)]  # (tokens, query heads)
-COMPRESSED = [
-    ("csa", 128, 1),
-    ("csa", 1, 8192),
-    ("hca", 128, 1),
-    ("hca", 1, 8192),
-]  # (kind, requests, tokens of each)
 
 
 def angles() -> torch.Tensor:
@@ -51,7 +43,7 @@ def random_bf16(*shape: int) -> torch.Tensor:
 def bench_insert() -> str:
     """Queries and keys of new tokens: bytes read and written once, over the time."""
     cos_sin, weight, rows = angles(), torch.ones(512, device="cuda"), []
-    for tokens, heads in INSERTED:
+    for tokens, heads in bench_shapes.INSERTED:
         bytes_moved = tokens * (heads * 2 * 1024 + 1024 + 584)
         pool = LatentPool.empty(-(-tokens // 64) * 2, 64, "v4-fp8", device="cuda")
         slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
@@ -70,7 +62,7 @@ def bench_insert() -> str:
 def bench_compress() -> str:
     """New tokens' projections to entries."""
     cos_sin, weight, rows = angles(), torch.ones(512, device="cuda"), []
-    for kind, requests, count in COMPRESSED:
+    for kind, requests, count in bench_shapes.COMPRESSED:
         state = StateCache(
             DEEPSEEK_V4_FLASH, kind, requests, max_draft=1, device="cuda"
         )  # calls repeat a token
@@ -102,16 +94,6 @@ def bench_compress() -> str:
     return table(("kind", "requests", "tokens", "us", "TB/s"), rows)
 
 
-# (queries, heads, slots of the window and of the selected or compressed entries, format)
-GATHERED = [
-    (128, 128, (128, 512), "v4-fp8"),
-    (128, 128, (128, 1024), "v4-fp8"),
-    (128, 128, (128, 2048), "v4-fp8"),
-    (128, 64, (128, 512), "v4-fp8"),
-    (1, 64, (128, 512), "v4-fp8"),
-    (16, 64, (128, 8192), "v4-fp8"),
-    (4096, 128, (128, 1024), "bf16"),
-]
 GATHERED_ROWS = 1 << 18  # of the pool with the entries
 WINDOW_ROWS = 1 << 14
 
@@ -125,7 +107,7 @@ def random_pool(rows: int, format: str) -> LatentPool:
 def bench_gathered() -> str:
     """Decoding and prefill over a window and selected entries: 4 x 512 operations a head and key, over the time."""
     rows = []
-    for queries, heads, slots, format in GATHERED:
+    for queries, heads, slots, format in bench_shapes.GATHERED:
         sizes = (min(WINDOW_ROWS, GATHERED_ROWS), GATHERED_ROWS if format == "v4-fp8" else GATHERED_ROWS // 4)
         pools = [random_pool(size, format) for size in sizes]
         sink = torch.randn(heads, device="cuda")
@@ -175,19 +157,10 @@ def bench_gathered() -> str:
     return table(columns, rows)
 
 
-SELECTED = [
-    (64, 32768, 512),
-    (64, 32768, 1024),
-    (64, 32768, 2048),
-    (1, 262144, 1024),
-    (512, 4096, 512),
-]  # (rows, logits, k)
-
-
 def bench_select() -> str:
     """The k largest of rows of normal logits, and torch.topk, which sorts them."""
     rows = []
-    for count, length, k in SELECTED:
+    for count, length, k in bench_shapes.SELECTED:
 
         def make(_, shape=(count, length)):
             return (torch.randn(shape, device="cuda"),)
@@ -199,14 +172,11 @@ def bench_select() -> str:
     return table(("rows", "logits", "k", "us", "torch.topk"), rows)
 
 
-SCORED = [(64, 32768), (1, 262144), (256, 8192)]  # (queries, entries of each)
-
-
 def bench_scores() -> str:
     """Scores of index keys, 64 heads, each query its own entries: bytes of keys and logits, over the time."""
     rows = []
     for format in ("mxfp4", "fp8"):
-        for queries, entries in SCORED:
+        for queries, entries in bench_shapes.SCORED:
             pages = entries // 64
             q, weights = random_bf16(queries, 64, 128), torch.randn(queries, 64, device="cuda")
             at = torch.arange(queries, dtype=torch.int32, device="cuda")
@@ -242,13 +212,10 @@ def bench_scores() -> str:
     return table(("keys", "queries", "entries", "us", "TB/s", "DeepGEMM us", "apart"), rows)
 
 
-PROJECTED = [(1, 8), (64, 8), (128, 8), (128, 16), (4096, 8), (4096, 16)]  # (tokens, groups); K 4096, N 1024
-
-
 def bench_projection() -> str:
     """wo_a, a product for each group of heads: bf16 and FP8, against torch.bmm in bf16; 2 T G K N operations."""
     rows, depth, columns = [], 4096, 1024
-    for tokens, groups in PROJECTED:
+    for tokens, groups in bench_shapes.PROJECTED:
 
         def make(_, shape=(tokens, groups)):
             o = random_bf16(shape[0], shape[1] * depth // 512, 512)
@@ -282,10 +249,8 @@ BENCHES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
-    chosen = parser.parse_args().only
-    print(header())
+    chosen = driver.parser(__doc__, only=BENCHES).parse_args().only
+    driver.begin()
     for name in chosen:
         print(f"\n{name}: {BENCHES[name].__doc__.splitlines()[0]}\n{BENCHES[name]()}", flush=True)
 

@@ -23,14 +23,13 @@ each candidate once (but those of bf16 weights), fill their caches on many cores
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
 from pathlib import Path
 
 import torch
-from shared import gpu_bench, kept_rows
+from shared import bench_shapes, driver, gpu_bench, kept_rows
 from shared.moe_peers import peers_of
 from shared.moe_random import (
     DEVICE,
@@ -52,7 +51,6 @@ from warpspec.moe.sm90.config import Shape
 from warpspec.moe.sm90.layer import Layer
 from warpspec.moe.sort import SortShape, sort_choices
 
-TOKENS = (1, 2, 4, 16, 64, 256, 512, 2048, 4096)
 TOLERANCE = 6e-3
 SETS = 8  # of tokens, at most
 FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
@@ -198,11 +196,9 @@ def parse_shapes(text: str) -> tuple[Shape, Shape]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--tokens", default=",".join(map(str, bench_shapes.EXPERTS_TOKENS)))
     parser.add_argument("--routing", default="uniform,zipf")
     parser.add_argument("--shapes", default="", help="row groups x tokens x stages x CTAs an SM, ...")
     parser.add_argument("--sorts", default="", help="warps x CTAs, ...")
@@ -224,8 +220,10 @@ def main() -> None:
         setattr(options, name, getattr(options, name).split(","))
     header, bandwidth = "no times", 1.0
     if not (options.dry or options.once):
-        header, bandwidth = gpu_bench.header(), gpu_bench.copy_bandwidth()
-    print(f"{header}\ncopy {bandwidth:.2f} TB/s", flush=True)
+        header, bandwidth = driver.begin(), gpu_bench.copy_bandwidth()
+    else:
+        print(header)
+    print(f"copy {bandwidth:.2f} TB/s", flush=True)
     kept, left = kept_rows.KeptRows(options.rows), 0
     for name in options.models.split(","):
         model = (SMALL_MODELS if options.dry else MODELS)[name]

@@ -12,7 +12,6 @@ compared bit by bit first.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import os
@@ -22,7 +21,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from shared import gpu_bench
+from shared import driver, gpu_bench
 from shared.moe_random import MODELS, random_experts, random_tokens
 
 from warpspec.moe import moe_ffn
@@ -93,9 +92,7 @@ def as_rank(rank: int, ranks: int, options) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser(__doc__)
     parser.add_argument("--models", default="gpt-oss-120b")
     parser.add_argument("--tokens", default="1,16,64,512,4096")
     parser.add_argument("--routing", default="uniform", choices=("uniform", "zipf"))
@@ -105,7 +102,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--port", type=int, default=29511)
     options = parser.parse_args()
-    print(gpu_bench.header(), flush=True)
+    driver.begin()
     processes.spawn(as_rank, (options.ranks, options), nprocs=options.ranks)
 
 

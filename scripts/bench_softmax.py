@@ -10,7 +10,6 @@ candidate allocates its result. Times: see gpu_bench.py.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import multiprocessing
@@ -22,21 +21,11 @@ import sys
 from pathlib import Path
 
 import torch
-from shared import gpu_bench
+from shared import bench_shapes, driver, gpu_bench
 from shared.row_peers import softmax_peers, torch_softmax
 
 from warpspec.common.launch import target_of
 
-SHAPES = (
-    *((rows, 1024) for rows in (128, 2048)),
-    *((2048, length) for length in (2048, 4096, 8192)),
-    *((4, length) for length in (16384, 32768, 65536, 114688, 262144, 1048576, 8388608, 33554432)),
-    (32768, 4096),
-    (8192, 50257),
-    (16384, 32768),
-    (4096, 131072),
-)
-DTYPES = (torch.float16, torch.bfloat16)
 PLOT_ELEMENTS = 2**26
 PLOT_LENGTHS = tuple(4**i for i in range(4, 13))
 LAUNCH_BOUND_US = 25.0  # below, the time in a CUDA graph is measured too
@@ -247,8 +236,10 @@ def regret_shapes(seed: int) -> list[tuple]:
         rows, length = round(2 ** draw.uniform(0, 18)), round(2 ** draw.uniform(4, 25))
         if len(tasks) % 2:
             length = -(-length // 8) * 8
-        if rows * length <= REGRET_MOST_ELEMENTS and (rows, length) not in SHAPES:
-            tasks.append(("regret", (rows, length), draw.choice((*DTYPES, torch.float32))))
+        if rows * length <= REGRET_MOST_ELEMENTS and (rows, length) not in bench_shapes.SOFTMAX:
+            tasks.append(
+                ("regret", (rows, length), draw.choice((*bench_shapes.SOFTMAX_DTYPES, torch.float32)))
+            )
     return tasks
 
 
@@ -305,16 +296,14 @@ def plot(path: Path, workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = driver.parser(__doc__)
     parser.add_argument("--regret", action="store_true", help="every strategy at 60 random shapes")
     parser.add_argument("--seed", type=int, default=REGRET_SEED, help="of --regret's shapes")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bandwidth against row length")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--no-topk", action="store_true", help="leave out softmax + top-k's table")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "no CUDA device: this measures a GPU (`make bench` measures the simulator)\n")
-    print(gpu_bench.header())
+    driver.begin()
     if options.regret:
         return regret(options.workers, options.seed)
     if options.plot:
@@ -322,7 +311,9 @@ def main() -> None:
     copy = gpu_bench.copy_bandwidth()
     torch.cuda.empty_cache()
     print(f"copy: {copy:.2f} TB/s\n")
-    tasks = [("table", shape, dtype) for shape in SHAPES for dtype in DTYPES]
+    tasks = [
+        ("table", shape, dtype) for shape in bench_shapes.SOFTMAX for dtype in bench_shapes.SOFTMAX_DTYPES
+    ]
     print(softmax_table(measure_all(tasks, options.workers), copy))
     print(f"\nCPU time of a call:\n{host_table()}")
     topk = Path(__file__).with_name("bench_topk.py")

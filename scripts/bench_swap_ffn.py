@@ -15,7 +15,6 @@ does from FFN step to FFN step of one token.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import functools
@@ -25,7 +24,7 @@ import subprocess
 import sys
 
 import torch
-from shared import gpu_bench
+from shared import bench_shapes, driver, gpu_bench
 from shared.swap_inputs import random_call, random_weights
 
 from warpspec.common.launch import target_of
@@ -33,7 +32,6 @@ from warpspec.swap import eager, launch, reference
 from warpspec.swap.config import Tiles
 from warpspec.swap.problem import SwapProblem
 
-BATCHES = (1, 2, 4, 16)
 CALL = dict(events=8, k_ffn=2, residual=False)
 CALLS = 4  # in a graph
 REPLAYS = 10
@@ -211,18 +209,16 @@ def print_bytes(batches) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser = driver.parser(__doc__, markdown=True)
+    parser.add_argument("--batches", nargs="+", type=int, default=bench_shapes.SWAP_BATCHES)
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--phases", action="store_true")
     parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--once", choices=WAYS)
     parser.add_argument("--tflops", type=float, help="of the floor; default: measured")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes a while")
-    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    driver.need_gpu()
     if options.bytes:
         return print_bytes(options.batches)
     weights = random_weights(device="cuda").prepare()
@@ -239,7 +235,7 @@ def main() -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
         return None
-    print(gpu_bench.header(), flush=True)
+    driver.begin()
     if options.variants:
         return print_variants(weights, options.batches)
     if options.phases:

@@ -35,7 +35,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
-from shared import gpu_bench, sweep_calls, sweep_report
+from shared import driver, gpu_bench, sweep_calls, sweep_report
+from shared.attention_peers import flash_attention
 from shared.sweep_calls import OURS
 from shared.sweep_shapes import (
     KINDS,
@@ -134,7 +135,7 @@ def serve(connection) -> None:
     warnings.simplefilter("ignore")
     torch.cuda.init()
     torch.empty(1, device="cuda")
-    sweep_calls.flash_attention()
+    flash_attention()
     connection.send(("ready", None))
     while True:
         fields, without = connection.recv()
@@ -314,18 +315,14 @@ def interleaved(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser(__doc__, only=KINDS, markdown=True)
     parser.add_argument("--seed", type=int, default=SEED, help="of the shapes (default %(default)s)")
     parser.add_argument("--shapes", type=int, default=SHAPES, help="how many (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} shapes")
     parser.add_argument("--cliffs", action="store_true", help="the fixed table")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="shapes, or results of --json")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of shapes")
     parser.add_argument("--list", action="store_true", help="print the shapes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after so many")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that compile")
     return parser
@@ -338,8 +335,7 @@ def main() -> None:
         for shape in shapes:
             print(f"{shape.kind:12} {shape.name}  {shape.bytes / 1e6:.1f} MB")
         return
-    if not torch.cuda.is_available():
-        sys.exit("bench_sweep.py needs an NVIDIA GPU (--list, which prints the shapes, does not)")
+    driver.need_gpu("--list, which prints the shapes, needs none")
     with tempfile.TemporaryDirectory() as temporary:
         folder = cache_folder() or Path(
             temporary
@@ -348,13 +344,13 @@ def main() -> None:
         os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
         for variable, name in CACHES.items():
             os.environ.setdefault(variable, str(folder / name))
-        print(gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")), flush=True)
-        if sweep_calls.flash_attention() is None:
+        header = driver.begin("flash-attn-4")
+        if flash_attention() is None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
         results = sweep(interleaved(shapes), options.workers, options.seconds)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
     if options.json:
-        about = {"header": gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")), "seed": options.seed}
+        about = {"header": header, "seed": options.seed}
         options.json.write_text(json.dumps(about | {"results": results}, indent=1))
 
 

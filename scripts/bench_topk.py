@@ -13,14 +13,13 @@ rotate through more memory than the L2 holds. Every result is first compared wit
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
 
 import torch
-from shared import gpu_bench
+from shared import bench_shapes, driver, gpu_bench
 from shared.row_peers import topk_peers
 
 from warpspec.common.hardware import VECTOR_BYTES
@@ -30,22 +29,6 @@ from warpspec.softmax.topk import reference, softmax_topk
 from warpspec.softmax.topk.launch import topk_kernel
 from warpspec.softmax.topk.plan import timed_configs
 
-SHAPES = (  # rows, columns, k, dtype, bar in microseconds (None: QuACK's)
-    (8192, 50257, 10, torch.float32, 450.0),
-    (64, 129280, 8, torch.float32, 20.0),
-    (8192, 384, 6, torch.float32, 8.0),
-    (512, 2048, 8, torch.bfloat16, None),
-)
-MORE_SHAPES = (
-    (8192, 50257, 10, torch.bfloat16, None),
-    (8192, 50257, 128, torch.float32, None),
-    (8192, 256, 8, torch.bfloat16, None),
-    (128, 384, 6, torch.float32, None),
-    (1, 129280, 8, torch.float32, None),
-    (1024, 129280, 64, torch.bfloat16, None),
-)
-# A router's logits have just been written: these are also measured on one set of inputs, which the L2 holds.
-RESIDENT_SHAPES = ((8192, 384, 6, torch.float32, 8.0),)
 RANDOM_SHAPES, RANDOM_SEED, RANDOM_ELEMENTS = 6, 20261122, 2**26
 VARIANTS = 5  # ways to divide a row that are timed: those that the model likes best, and the chosen one
 VARIANTS_ROUNDS, VARIANTS_ROUND_MS, VARIANTS_REPLAYS = 2, 3.0, 3
@@ -168,30 +151,28 @@ COLUMNS = (
 )
 
 
-def table(shapes=SHAPES + MORE_SHAPES, *, markdown: bool = False) -> str:
+def table(shapes, *, markdown: bool = False) -> str:
     """Microseconds of ours and the peers at ``shapes``; "bytes alone" at the copy bandwidth measured here."""
     bandwidth = gpu_bench.copy_bandwidth()
     rows = [measure(shape, bandwidth) for shape in shapes]
-    rows += [measure(shape, bandwidth, resident=True) for shape in RESIDENT_SHAPES]
+    rows += [measure(shape, bandwidth, resident=True) for shape in bench_shapes.TOPK_RESIDENT]
     return gpu_bench.table(COLUMNS, rows, markdown=markdown)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser(__doc__, markdown=True)
     parser.add_argument("--variants", action="store_true", help="time ways to divide a row, no peers")
     parser.add_argument("--shapes", nargs="+", type=parse, metavar="64x129280k8", help="of --variants, fp32")
     parser.add_argument(
         "--seconds", type=float, default=50.0, help="begin no shape of --variants after so many"
     )
     parser.add_argument("--bars", action="store_true", help="only the four shapes that have a bar")
-    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    print(gpu_bench.header())
+    driver.begin()
     if options.variants:
-        return print_variants(options.shapes or [*SHAPES, *random_shapes()], options.seconds)
-    print(table(SHAPES if options.bars else SHAPES + MORE_SHAPES, markdown=options.markdown), flush=True)
+        return print_variants(options.shapes or [*bench_shapes.TOPK, *random_shapes()], options.seconds)
+    shapes = bench_shapes.TOPK if options.bars else bench_shapes.TOPK + bench_shapes.TOPK_MORE
+    print(table(shapes, markdown=options.markdown), flush=True)
 
 
 if __name__ == "__main__":

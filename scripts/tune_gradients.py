@@ -9,7 +9,6 @@ choices for an H200; that needs no GPU. Kernels are compiled in processes of the
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from shared import gpu_bench, sweep_calls
+from shared import attention_peers, driver, gpu_bench
 
 from warpspec.aot.workers import compile_all
 from warpspec.common.launch import SIMULATED, Target, target_of
@@ -159,11 +158,11 @@ def calls(shape: Shape, target: Target, peer: bool) -> dict:
         checked = backward_call.check(full, own, "auto", wanted, do, None)
         checked = checked._replace(prepared=launch.prepare(checked.problem, target, order, config))
         found[name] = lambda checked=checked: backward_call.run(checked, full, do, None)
-    flash = sweep_calls.flash_attention() if peer else None
+    flash = attention_peers.flash_attention() if peer else None
     if flash is not None:
         leaves = [t.detach().requires_grad_() for t in (operands.q, operands.k, operands.v)]
         common = {"causal": shape.causal, "window_size": options.window or (None, None)}
-        result = sweep_calls.result_of(
+        result = attention_peers.result_of(
             flash.varlen(*leaves, **starts, **common) if shape.packed else flash.dense(*leaves, **common)
         )
         found["flash-attn-4"] = lambda: torch.autograd.grad(result, leaves, do, retain_graph=True)
@@ -186,9 +185,7 @@ def measure(shape: Shape, target: Target, peer: bool) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser(__doc__)
     parser.add_argument("--seed", type=int, default=20261124)
     parser.add_argument("--shapes", type=int, default=47, help="random ones")
     parser.add_argument("--seconds", type=float, default=220.0, help="begin no shape after so many")
@@ -203,8 +200,9 @@ def main() -> None:
                 shape.name, *(f"{name}: {tuple(item[1])}" for name, item in variants(shape, target).items())
             )
         return
+    driver.need_gpu("--list needs none")
     start, target, results = time.monotonic(), target_of(torch.device("cuda", 0)), []
-    print(gpu_bench.header((*gpu_bench.PACKAGES, "flash-attn-4")), flush=True)
+    driver.begin("flash-attn-4")
     wanted = dict.fromkeys(item for shape in shapes for item in kernels(shape, target))
     compile_all(list(wanted), target.arch, max(1, (os.cpu_count() or 2) - 1))
     for number, shape in enumerate(shapes):

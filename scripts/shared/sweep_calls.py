@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 from warpspec.aot.models import PACKED, PAGED, kernels
 from warpspec.common.hardware import VECTOR_BYTES
@@ -24,22 +23,14 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.softmax import softmax, softmax_topk
 
 from . import gpu_bench
+from .attention_peers import CUDNN, FLASH, SDPA, flash_attention, result_of, sdpa, sdpa_shared
 from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
 from .sweep_shapes import MOST_BYTES, AttentionShape, RowShape, Shape
 
-OURS, FLASH, CUDNN, SDPA = "warpspec", "flash-attn-4", "cuDNN", "SDPA"
+OURS = "warpspec"
 DTYPE = torch.bfloat16
 FLASH_MOST_DIM = 256  # of a head, on sm_90
 SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shape go round
-
-
-def flash_attention() -> SimpleNamespace | None:
-    """flash-attn-4's functions ``dense`` and ``varlen``, or None where it is not installed."""
-    try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-    except ImportError:
-        return None
-    return SimpleNamespace(dense=flash_attn_func, varlen=flash_attn_varlen_func)
 
 
 # Tensors.
@@ -138,15 +129,15 @@ def peers(shape: Shape) -> dict[str, Callable]:
             return {name: lambda x, call=call: call(x)[0] for name, call in found.items()}
         return softmax_peers(shape.length)
     if shape.shared_kv:
-        return {SDPA: sdpa_shared}
+        return {SDPA: lambda x: sdpa_shared(x.q, x.k)}
     found = {}
     flash = flash_attention()
     if flash is not None and shape.head_dim <= FLASH_MOST_DIM:
         found[FLASH] = lambda x: flash_call(flash, shape, x)
     if shape.form == "plain" and shape.window is None and not shape.sink:
         if shape.queries == shape.keys or shape.queries[0] == 1 or not shape.causal:
-            found[CUDNN] = lambda x: sdpa(shape, x, SDPBackend.CUDNN_ATTENTION)
-        found[SDPA] = lambda x: sdpa(shape, x, SDPBackend.FLASH_ATTENTION)
+            found[CUDNN] = lambda x: sdpa_call(shape, x, SDPBackend.CUDNN_ATTENTION)
+        found[SDPA] = lambda x: sdpa_call(shape, x, SDPBackend.FLASH_ATTENTION)
     return found
 
 
@@ -167,14 +158,8 @@ def flash_call(flash: SimpleNamespace, shape: AttentionShape, x: SimpleNamespace
     return result_of(flash.varlen(x.q, x.k, x.v, max_seqlen_k=max(shape.keys), **common))
 
 
-def result_of(found):
-    """The result, without what some versions return beside it."""
-    return found[0] if isinstance(found, tuple) else found
-
-
-def sdpa(shape: AttentionShape, x: SimpleNamespace, backend: SDPBackend) -> torch.Tensor:
-    heads_first = [tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v)]
-    options = {"enable_gqa": shape.group > 1}
+def sdpa_call(shape: AttentionShape, x: SimpleNamespace, backend: SDPBackend) -> torch.Tensor:
+    options = {}
     if shape.causal and shape.queries[0] > 1:
         if shape.queries == shape.keys:
             options["is_causal"] = True
@@ -182,16 +167,7 @@ def sdpa(shape: AttentionShape, x: SimpleNamespace, backend: SDPBackend) -> torc
             from torch.nn.attention.bias import causal_lower_right
 
             options["attn_mask"] = causal_lower_right(shape.queries[0], shape.keys[0])
-    with sdpa_kernel(backend):
-        return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
-
-
-def sdpa_shared(x: SimpleNamespace) -> torch.Tensor:
-    """Heads are so many queries: nothing here is causal."""
-    batch, queries, heads, dim = x.q.shape
-    keys = x.k.transpose(1, 2)
-    out = scaled_dot_product_attention(x.q.view(batch, 1, queries * heads, dim), keys, keys)
-    return out.view(batch, queries, heads, dim)
+    return sdpa(x.q, x.k, x.v, backend=backend, **options)
 
 
 # What is compiled.
