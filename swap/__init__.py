@@ -1,4 +1,4 @@
-"""Swap-FFN: a block that exchanges vectors with banks of memory, decoded token by token."""
+"""Swap-FFN: a block that exchanges vectors with banks of memory, decoded one token at a time."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ def swap_ffn_decode(
 
     x: bf16 [B, D], the tokens. state: ``SwapState`` of the B requests. weights: ``SwapFFNWeights``. All on one device.
 
-    Every core c of a request begins with x * core_scale[c] + core_shift[c]. Each of ``events`` events then does
+    Every core c of a request begins with x * core_scale[c] + core_shift[c]. Then there are ``events`` events, each of
+    which does
 
-    - a swap: z = router_w . n of the RMS-normalised vector n. Where sigmoid(z . swap_w + swap_b) > 0.5, the vector and
-      the physical bank that the core's map has under the logical bank argmax(z . bank_w + bank_b) change places, and so
-      do lane 0 and the selected lane of the map. Of equal scores the lowest bank wins.
-    - ``k_ffn`` FFN steps: w2 . (silu(w1 . n) * (w3 . n)) of the RMS-normalised vector n becomes the vector, or is added
-      to it where ``residual``.
+    - a swap: z = router_w . n of the RMS-normalised vector n. If sigmoid(z . swap_w + swap_b) > 0.5, the vector changes
+      places with a physical bank: the one that the core's map has under the logical bank argmax(z . bank_w + bank_b);
+      of equal scores the lowest bank wins. Lane 0 and the selected lane of the map change places, too.
+    - ``k_ffn`` FFN steps: w2 . (silu(w1 . n) * (w3 . n)) of the RMS-normalised vector n replaces the vector or, with
+      ``residual``, is added to it.
 
-    The collapse pools the cores, pooled[k] = sum over c of core_alpha[c, k] x[c], where core_alpha is a softmax over
+    The collapse pools the cores: pooled[k] = sum over c of core_alpha[c, k] x[c], where core_alpha is a softmax over
     the K slots; s = sum over k of basis[k] . pooled[k]; delta = decoder . silu(s). ``reference.decode`` is the
     definition.
 
-    delta: bf16 [B, D]. The state comes back as a new one, or, with ``in_place``, is changed and returned itself.
+    delta: bf16 [B, D]. The new state is a new object, or with ``in_place`` the given one, changed.
 
-    Arithmetic is fp32 of bf16 weights and vectors. What rounds differently may decide differently: a gate or bank whose
-    margin is within rounding. Results are bitwise repeatable; their bits depend on B, which decides how sums are split,
-    and not on what other requests hold.
+    Arithmetic is fp32 on bf16 weights and vectors. Implementations that round differently may decide differently, if
+    the margin of a gate or bank is within rounding. Results are bitwise repeatable. Their bits depend on B, which
+    determines how sums are split, but not on what other requests hold.
 
     backend: "sm100", "sm90", "sim", "reference" or "auto" (README). Kernels take D 256, 512, 768 or 1024, d_router 64,
-    K 8, any d_ff (padded to whole tiles), any number of cores; others raise UnsupportedProblem. A step of few requests
-    is one cooperative launch on sm_90a, which raises RuntimeError if the GPU has no room for all of its CTAs at once;
-    other steps are chains of launches. Safe in CUDA graphs once it has been called. No gradients: arguments that
-    require them raise NotImplementedError.
+    K 8, any d_ff (padded to whole tiles), any number of cores; other sizes raise UnsupportedProblem. On sm_90a a step
+    of few requests is one cooperative launch, which raises RuntimeError if the GPU has no room for all of its CTAs at
+    once; other steps are chains of launches. It can be captured in CUDA graphs after a first call. There are no
+    gradients: arguments that require them raise NotImplementedError.
 
     Raises TypeError or ValueError naming a bad argument, before anything is launched or written.
     """

@@ -1,4 +1,4 @@
-"""What one kernel of a Swap-FFN step is compiled for: phase, tiles, budgets, barriers. Plain Python."""
+"""Configuration of one kernel of a Swap-FFN step: phase, tiles, budgets, barriers. Plain Python."""
 
 from __future__ import annotations
 
@@ -18,60 +18,60 @@ from warpspec.common.hardware import (
 ELEMENT_BYTES = 2  # bf16
 FP32_BYTES = 4
 
-# Phases. The rows phases come before every FFN step and after the last: they make the vectors x, from the token
-# ("first"), else from the partial sums of the step before, exchange them with banks ("first" and "swap", not "rows"),
-# and leave 1 / RMS. Then the two products of an FFN step, and the three steps of the collapse. "fused" is all of them.
+# Phases. A rows phase comes before every FFN step and after the last. It makes the vectors x from the token ("first")
+# or from the partial sums of the previous step, exchanges them with banks ("first" and "swap", not "rows"), and writes
+# 1 / RMS. "up" and "down" are the two products of an FFN step; the collapse has three phases. "fused" is all of them.
 ROWS_PHASES = ("first", "swap", "rows")
 GEMM_PHASES = ("up", "down")
 COLLAPSE_PHASES = ("pool", "basis", "decode")
 PHASES = (*ROWS_PHASES, *GEMM_PHASES, *COLLAPSE_PHASES, "fused")
 
-TILE_M = 128  # rows of a tile, and of the counters that phases wait for
-K_TILE = memory.ROW_BYTES // ELEMENT_BYTES  # of K to a stage: one span of the 128-byte swizzle
+TILE_M = 128  # rows of a tile, and of the counters on which phases wait
+K_TILE = memory.ROW_BYTES // ELEMENT_BYTES  # K of a stage: one span of the 128-byte swizzle
 TILE_NS = (128, 256)  # columns of a tile
-A_BYTES = TILE_M * memory.ROW_BYTES  # activations of a stage
+A_BYTES = TILE_M * memory.ROW_BYTES  # bytes of activations of a stage
 
-# The threads that do rows and collapse phases: those of both consumers where the kernel is fused.
+# Threads of rows and collapse phases; in the fused kernel those of both consumers.
 CONSUMERS = 2
 THREADS = CONSUMERS * WARPGROUP_THREADS
 WARPS = THREADS // WARP_THREADS
-GROUP_ROWS = 4  # rows that these threads work on at a time
+GROUP_ROWS = 4  # rows that these threads process at a time
 TILE_GROUPS = TILE_M // GROUP_ROWS
 ROW_THREADS = THREADS // GROUP_ROWS
 ROW_WARPS = ROW_THREADS // WARP_THREADS
-VECTOR = VECTOR_BYTES // FP32_BYTES  # neighbouring columns of a thread
+VECTOR = VECTOR_BYTES // FP32_BYTES  # adjacent columns of a thread
 
-ROUTER_WIDTH = 64  # z: 8 outputs for each warp, N of one mma.sync
-ROUTER_CHUNK = 32  # of K, which a quad loads as 16 bytes each
-TERMS = 2  # bf16 numbers whose sum is the product of two bf16 numbers
-TERM_PADDING = 32  # bf16 between rows of terms, so that their reads meet all banks
-SLOTS = 8  # of the collapse
-POOL_COLUMNS = 8  # bf16 of a 16-byte load: columns of x that a CTA pools at a time
-OUTPUTS = 4  # requests whose sums of the collapse are added up at a time
+ROUTER_WIDTH = 64  # outputs of z: 8 for each warp, the N of one mma.sync
+ROUTER_CHUNK = 32  # along K; a quad loads it as 16 bytes a thread
+TERMS = 2  # bf16 numbers whose sum is exactly the product of two bf16 numbers
+TERM_PADDING = 32  # bf16 between rows of terms, against bank conflicts
+SLOTS = 8  # K of the collapse
+POOL_COLUMNS = 8  # bf16 of a 16-byte load, and columns of x that a CTA pools at a time
+OUTPUTS = 4  # requests whose collapse sums are added up at a time
 
 BARRIER_BYTES = 256
 SCRATCH_ALIGNMENT = 128
 LOAD = "load warp, expect_tx + TMA bytes"
 MOST_STAGES = 8  # of a ring
 
-# The fused kernel's counters: for each row tile one of rows, one of down, and one of up for every GROUP_TILES column
-# tiles, which are GROUP_K K tiles of down; then these of the whole grid.
+# Counters of the fused kernel. Each row tile has one for rows, one for down, and one of up for every GROUP_TILES column
+# tiles, which are GROUP_K K tiles of down. The whole grid has these:
 GRID_COUNTERS = ("pooled", "summed", "finished")
 GROUP_TILES = 8
 
 
 def padded(size: int) -> int:
-    """Bytes that a region of shared memory takes at most."""
+    """The most bytes that a region of shared memory can take, with alignment."""
     return -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of both products and the cluster that shares their loads.
+    """Tiles of both products, and the cluster that shares their loads.
 
-    up_n: columns of gate and up, half of them of each. down_n: columns of x. cluster_m: CTAs of neighbouring row tiles,
-    which share weights by multicast; cluster_n: CTAs of neighbouring column tiles, which share activations. stages: of
-    a ring, at most.
+    up_n: columns of gate and up together, half of them of each. down_n: columns of x. cluster_m: CTAs of adjacent row
+    tiles, which share weights by multicast. cluster_n: CTAs of adjacent column tiles, which share activations. stages:
+    of a ring, at most.
     """
 
     up_n: int = 256
@@ -94,7 +94,7 @@ class SwapConfig:
     """Compile-time shape of one kernel.
 
     arch: "sm90" or "sm100", of the GEMM phases. phase: of PHASES. d_model: D. splits: parts of d_ff whose partial sums
-    a rows phase adds up; what "down" is cut into is the launch's. residual: x is added to an FFN step's result. eps: of
+    a rows phase adds up ("down" gets its number of parts at launch). residual: add x to an FFN step's result. eps: of
     the norms. forced, recorded: the router's decisions are given; are written.
     """
 
@@ -128,7 +128,7 @@ class SwapConfig:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the kernel has products, and so a load warp and a ring."""
+        """Whether the kernel has products, and therefore a load warp and a ring."""
         return self.fused or self.phase in GEMM_PHASES
 
     @property
@@ -155,7 +155,7 @@ class SwapConfig:
 
     @property
     def mma_warp(self) -> int:
-        """sm100."""
+        """The MMA warp (sm100)."""
         return 4
 
     @property
@@ -170,19 +170,20 @@ class SwapConfig:
     def role_registers(self) -> int:
         return THREADS * self.consumer_registers + WARPGROUP_THREADS * self.producer_registers
 
-    # The ring: memory that the products take in turn, each cut into its own stages: activations of all stages, then
-    # weights of all stages. In the fused kernel it also holds the router's weights, before a swap.
+    # The ring is memory that the products use in turn. Each product divides it into its own stages: first the
+    # activations of all stages, then the weights of all stages. In the fused kernel it also holds the router's weights
+    # before a swap.
 
     def columns(self, phase: str) -> int:
         """N of a product's tile."""
         return self.tiles.up_n if phase == "up" else self.tiles.down_n
 
     def stage_bytes(self, phase: str) -> int:
-        """Activations and weights of a K tile."""
+        """Bytes of a K tile of activations and weights."""
         return (TILE_M + self.columns(phase)) * memory.ROW_BYTES
 
     def stages(self, phase: str) -> int:
-        """Of a product's ring: as many as fit."""
+        """Stages of a product's ring: as many as fit."""
         fixed = sum(padded(size) for _, size, _ in self.other_regions) + memory.TILE_ALIGNMENT
         return min((MAX_SMEM_PER_CTA - fixed) // self.stage_bytes(phase), self.tiles.stages)
 
@@ -193,26 +194,26 @@ class SwapConfig:
 
     @property
     def router_bytes(self) -> int:
-        """The router's weights in the fused kernel's ring."""
+        """Bytes of the router's weights in the fused kernel's ring."""
         return ROUTER_WIDTH * self.d_model * ELEMENT_BYTES if self.fused else 0
 
     @property
     def group_k(self) -> int:
-        """K tiles of down that come from GROUP_TILES column tiles of up."""
+        """K tiles of down that GROUP_TILES column tiles of up produce."""
         return GROUP_TILES * self.tiles.up_n // 2 // K_TILE
 
     @property
     def a_box(self) -> tuple[int, int]:
-        """(K, ROW) of one load: this CTA's part of activations that cluster_n CTAs share."""
+        """(K, ROW) of one load: this CTA's part of the activations that cluster_n CTAs share."""
         return (K_TILE, TILE_M // self.tiles.cluster_n)
 
     def b_box(self, phase: str) -> tuple[int, int]:
-        """(K, COLUMN) of one load: this CTA's part of weights that cluster_m CTAs share."""
+        """(K, COLUMN) of one load: this CTA's part of the weights that cluster_m CTAs share."""
         return (K_TILE, self.columns(phase) // self.tiles.cluster_m)
 
     @property
     def sharers(self) -> int:
-        """CTAs that write into each other's stages, this one among them."""
+        """CTAs that write into each other's stages, including this one."""
         return self.tiles.cluster_m + self.tiles.cluster_n - 1
 
     # Tensor memory (sm100): one accumulator.
@@ -227,12 +228,12 @@ class SwapConfig:
 
     @property
     def term_pitch(self) -> int:
-        """bf16 from row to row of the terms."""
+        """bf16 from one row of terms to the next."""
         return self.d_model + TERM_PADDING
 
     @property
     def other_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """Those of ``smem_regions`` that are not the ring."""
+        """All of ``smem_regions`` except the ring."""
         rows = GROUP_ROWS * TERMS
         terms = rows * self.term_pitch * ELEMENT_BYTES if self.routes else 0
         z = GROUP_ROWS * ROUTER_WIDTH * FP32_BYTES if self.routes else 0
@@ -245,7 +246,7 @@ class SwapConfig:
 
     @property
     def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it)."""
+        """(region, bytes, contents) of shared memory."""
         if not self.multiplies:
             return self.other_regions
         found = [
@@ -261,14 +262,14 @@ class SwapConfig:
 
     @property
     def sums_bytes(self) -> int:
-        """For the collapse, a pooled tile of each warp."""
+        """Bytes for sums; the collapse needs a pooled tile for each warp."""
         if self.fused or self.phase in COLLAPSE_PHASES:
             return WARPS * SLOTS * POOL_COLUMNS * FP32_BYTES
         return 0 if self.multiplies else 2 * WARPS * FP32_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        """With the room that alignment may take."""
+        """Bytes of shared memory, including what alignment may take."""
         found = sum(padded(size) for _, size, _ in self.smem_regions)
         return found + (memory.TILE_ALIGNMENT if self.multiplies else 0)
 
@@ -294,7 +295,7 @@ class SwapConfig:
         return tuple(found)
 
     def ring_barriers(self, name: str, stages: int, meaning: str) -> list[Barrier]:
-        """sm90: full and empty of one of the rings."""
+        """full and empty of one of the rings (sm90)."""
         loads = "load warps of the CTA and of those that share its tiles, expect_tx + TMA bytes"
         readers = "consumers of the CTAs that this one loads for, a thread a warp"
         arrivals = WARPS * self.sharers

@@ -1,7 +1,7 @@
-"""The unfused peer: a decode step in torch operations, weights, activations and state in bf16.
+"""The unfused baseline: a decode step in torch operations, with weights, activations and state in bf16.
 
-What a model without this package runs; ``scripts/bench_swap_ffn.py`` times it eager, captured in a CUDA graph and under
-torch.compile. It never waits for the device.
+This is what a model runs without this package. ``scripts/bench_swap_ffn.py`` times it eager, captured in a CUDA graph,
+and under torch.compile. It never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from warpspec.swap.weights import SwapFFNWeights
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """bf16 -> bf16, mean and root in fp32."""
+    """RMS norm, bf16 to bf16; mean and root in fp32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def swap(x, ram, map_, w: SwapFFNWeights, forced=None, seen=None):
-    """The router and the exchange, in place in ram and map_. Returns the new x. forced, seen: as of ``decode``."""
+    """The router and the exchange, in place in ram and map_. Returns the new x. forced, seen: as in ``decode``."""
     z = rms_norm(x, w["router_norm"], w.eps) @ w["router_w"].T
     logit, scores = z @ w["swap_w"] + w["swap_b"], z @ w["bank_w"] + w["bank_b"]
     gate, logical = logit > 0, scores.argmax(-1)
@@ -66,10 +66,10 @@ def decode(
     seen=None,
     step=event,
 ):
-    """delta [B, D] bf16; ram and map_ are changed in place. Arguments as of ``reference.decode``.
+    """delta [B, D] bf16; ram and map_ are changed in place. Arguments as in ``reference.decode``.
 
-    seen: a list that the router's ``Decisions`` of every event are added to, for tests. step: ``event``, or what
-    torch.compile makes of it.
+    seen: a list to which the router's ``Decisions`` of every event are appended, for tests. step: ``event``, or
+    torch.compile's version of it.
     """
     x = x[:, None] * w.core_scale.to(x.dtype) + w.core_shift.to(x.dtype)
     for i in range(events):

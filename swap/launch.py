@@ -1,4 +1,4 @@
-"""Running a checked decode step: plan, compile, launch; as a chain of kernels or as one, on a GPU or simulated."""
+"""Runs a checked decode step: plan, compile, launch; as a chain of kernels or as one, on a GPU or simulated."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from warpspec.swap.operands import TAKEN, Operands
 from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights
 
-D_MODELS = (256, 512, 768, 1024)  # that kernels are compiled for
+D_MODELS = (256, 512, 768, 1024)  # for which kernels are compiled
 MOST_SPLITS = 8  # parts of K of the down product
-# cudaErrorCooperativeLaunchTooLarge, in the words of the compiled host functions, lower case.
+# How compiled host functions report cudaErrorCooperativeLaunchTooLarge, in lower case.
 TOO_LARGE = "error code: 720"
 CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
 
@@ -48,7 +48,8 @@ SWAP = Kernel("swap", _host_and_arguments)
 
 
 class SwapKernels(NamedTuple):
-    """What an architecture has. arch: of ``SwapConfig``. fuses: the step as one kernel, and tiles of clusters."""
+    """The kernels of one architecture. arch: of ``SwapConfig``. fuses: it can run the step as one kernel, with tiles of
+    clusters."""
 
     arch: str
     fuses: bool
@@ -63,8 +64,8 @@ SWAP_FFN = Family(
 class Plan:
     """What the host decides for a problem on a target.
 
-    fused: one kernel, else a chain. tiles: of both products. splits: parts of K that the down product is cut into.
-    ctas: of a kernel with products, at most.
+    fused: one kernel; otherwise a chain. tiles: of both products. splits: parts of K that the down product is cut into.
+    ctas: the most CTAs of a kernel with products.
     """
 
     fused: bool
@@ -87,8 +88,8 @@ def check_supported(problem: SwapProblem) -> None:
 def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) -> Plan:
     """The plan for a problem that kernels run, as measured at the published sizes (docs/measurements.md).
 
-    tiles: instead of the chosen ones. On sm_90a one kernel where every CTA has one tile of the up product at most, as
-    with one request, else the chain, there with 256 columns a tile of the down product where such tiles fill the GPU.
+    tiles: replaces the chosen ones. On sm_90a a step is one kernel if every CTA has at most one tile of the up product,
+    as with one request. Otherwise it is a chain, whose down product has tiles of 256 columns if these fill the GPU.
     """
     fused, row_tiles = False, -(-problem.rows // TILE_M)
     if not SWAP_FFN.of(target.architecture).fuses:
@@ -107,7 +108,7 @@ def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) 
 class Step:
     """A problem ready to run on a target: ``Step(problem, target, plan)``, then ``run`` as often as wanted.
 
-    forced, recorded: the router's decisions are given, or written, for tests. seed: of the simulator.
+    forced, recorded: the router's decisions are given; are written, for tests. seed: the simulator's.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Step:
         }
 
     def config(self, phase: str) -> SwapConfig:
-        """What a phase's kernel is compiled for."""
+        """The configuration of a phase's kernel."""
         plan, routes = self.plan, phase in ("first", "swap", "fused")
         sums = phase in ("swap", "rows", "fused")
         return SwapConfig(
@@ -167,7 +168,7 @@ class Step:
         return min(most, CTAS_PER_SM_SMALL * self.target.sm_count)
 
     def operands(self, x, ram, map_, w: SwapFFNWeights, delta, forced=None, recorded=None, margins=None):
-        """All tensors of a call: the caller's, the weights', and what stands between phases, made here."""
+        """All tensors of a call: the caller's, the weights', and newly allocated ones between phases."""
         p, plan = self.problem, self.plan
 
         def empty(*shape, dtype=torch.float32):
@@ -199,8 +200,11 @@ class Step:
         )
 
     def counters(self, device: torch.device) -> torch.Tensor:
-        """Zeros, which the fused kernel leaves as it finds them: one for each stream, which runs its launches one after
-        another. A launch captured into a graph gets its own, which the graph fills at every replay."""
+        """Counters that are zero before a launch; the fused kernel leaves them zero.
+
+        Each stream has its own, because it runs its launches one after another. A launch that is captured into a graph
+        gets its own, which the graph fills with zeros at every replay.
+        """
         row_tiles = -(-self.problem.rows // TILE_M)
         column_tiles = 2 * self.problem.d_ff // self.plan.tiles.up_n
         words = (2 + -(-column_tiles // GROUP_TILES)) * row_tiles + len(GRID_COUNTERS)
@@ -212,7 +216,7 @@ class Step:
         return _counters[key]
 
     def launch(self, phase: str, operands: Operands, event: int = 0):
-        """Launch one phase's kernel. Returns the simulator's report, natively None."""
+        """Launch one phase's kernel. Returns the simulator's report, or None on a GPU."""
         taken = {name: getattr(operands, name) for name in TAKEN[phase]}
         if phase in ("first", "swap", "fused"):
             taken |= {name: getattr(operands, name) for name in ("forced", "recorded", "margins")}
@@ -241,8 +245,8 @@ class Step:
         return [*found, ("rows", 0), ("pool", 0), ("basis", 0), ("decode", 0)]
 
     def run(self, operands: Operands):
-        """All launches, on the tensors' device and its current stream; no synchronisation. Returns the simulator's
-        ``SimReport``, natively None."""
+        """Make all launches, on the tensors' device and its current stream, without synchronisation. Returns the
+        simulator's ``SimReport``, or None on a GPU."""
         with self.target.current():
             reports = [self.launch(phase, operands, event) for phase, event in self.phases()]
         return joined(*reports)
@@ -253,5 +257,5 @@ _counters: dict[tuple, torch.Tensor] = {}
 
 @lru_cache(maxsize=256)
 def prepare(problem: SwapProblem, target: Target) -> Step:
-    """The step of a problem, compiled; one that was prepared before is found again."""
+    """The compiled step of a problem; reused if it has been prepared before."""
     return Step(problem, target)

@@ -1,5 +1,5 @@
 """The tensors of a decode step: torch's on the host, cute's on the device. A kernel gets those that its phase reads or
-writes, else None."""
+writes; the others are None."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ if TYPE_CHECKING:
 
 
 class Operands(NamedTuple):
-    """R rows: vectors of all requests and cores, row b * C + c. F: d_ff, padded. Z: d_router; K, S: slots and rank of
-    the collapse.
+    """Tensors of a decode step.
+
+    There are R rows, the vectors of all requests and cores: row b * C + c. F is d_ff, padded; Z is d_router; K and S
+    are slots and rank of the collapse.
 
     x, delta: bf16 [B, D]. core_scale, core_shift: fp32 [C, D]. core_alpha: fp32 [C, K]. router_norm [D], router_w
     [Z, D], swap_w [Z], swap_b [1], bank_w [Z, 4], bank_b [4], basis [K, S, D], decoder [D, S]: bf16. w13: bf16
     [2 F, D], w2: bf16 [D, F]. ram: bf16 [R, 4, D]. map: uint8 [R].
 
     Between phases: vectors: bf16 [R, D]. inverse: fp32 [R], 1 / RMS of the vectors. hidden: bf16 [R, F]. partial: fp32
-    [splits, R, D]. pooled: fp32 [B, K, D]. summed: fp32 [B, S]. counters: of ``flow``.
+    [splits, R, D]. pooled: fp32 [B, K, D]. summed: fp32 [B, S]. counters: see ``flow``.
 
-    forced, recorded: uint8 [events, R], the router's decisions, 4 where the gate is open plus the logical bank.
-    margins: fp32 [events, R, 2]: gate's logit, best bank score less the second best.
+    forced, recorded: uint8 [events, R], the router's decisions: the logical bank, plus 4 if the gate is open. margins:
+    fp32 [events, R, 2]: the gate's logit, and the best bank score less the second best.
     """
 
     x: torch.Tensor | None = None
@@ -55,7 +57,7 @@ class Operands(NamedTuple):
 
 ROUTER = ("router_norm", "router_w", "swap_w", "swap_b", "bank_w", "bank_b", "ram", "map")
 
-# phase -> names of the operands that it takes.
+# phase -> names of its operands
 TAKEN = {
     "first": ("x", "core_scale", "core_shift", *ROUTER, "vectors", "inverse"),
     "swap": (*ROUTER, "vectors", "inverse", "partial"),

@@ -1,7 +1,7 @@
 """The torch operator behind ``swap_ffn_decode``: checks, backend choice, the step.
 
-Weights travel as a list of tensors; ``weights.unflatten`` puts them together again. Checks run inside, on real tensors,
-so compiled and eager calls raise the same.
+The operator takes weights as a list of tensors, from which ``weights.unflatten`` rebuilds the record. Checks run inside
+the operator, on real tensors, so that compiled and eager calls raise the same errors.
 """
 
 import torch
@@ -20,14 +20,14 @@ SCHEMA = (
 
 
 def checked(x, ram, map_, tensors, eps, events, k_ffn, residual, *, memory: bool):
-    """(problem, weights) of the operator's arguments."""
+    """Check the operator's arguments; (problem, weights)."""
     weights = unflatten(tensors, eps)
     options = dict(events=events, k_ffn=k_ffn, residual=residual)
     return SwapProblem.check(x, SwapState(ram, map_), weights, **options, memory=memory), weights
 
 
 def run(x, ram, map, weights, eps, events, k_ffn, residual, backend) -> torch.Tensor:
-    """delta of a step; ram and map are changed in place."""
+    """Run a step; returns delta, changes ram and map in place."""
     problem, w = checked(x, ram, map, weights, eps, events, k_ffn, residual, memory=True)
     backend = resolve_backend(backend, problem.device)
     if problem.rows == 0:
@@ -48,7 +48,7 @@ def run(x, ram, map, weights, eps, events, k_ffn, residual, backend) -> torch.Te
 
 @torch.library.custom_op("warpspec::swap_ffn", mutates_args=("ram", "map"), schema=SCHEMA)
 def swap_ffn(x, ram, map, weights, eps, events, k_ffn, residual, backend):
-    """delta of a step; ram and map are changed in place."""
+    """Operator of a step; returns delta, changes ram and map in place."""
     return run(x, ram, map, weights, eps, events, k_ffn, residual, backend)
 
 
@@ -59,7 +59,7 @@ def _(x, ram, map, weights, eps, events, k_ffn, residual, backend):
 
 
 def call(x, ram, map, weights, *others) -> torch.Tensor:
-    """``swap_ffn`` of arguments of which autograd records none: through the operator where somebody watches."""
+    """Call ``swap_ffn`` on arguments that autograd does not record; through torch if ``watched`` says so."""
     if watched(x, ram, map, *weights):
         return swap_ffn(x, ram, map, weights, *others)
     delta = run(x, ram, map, weights, *others)

@@ -1,4 +1,4 @@
-"""A decode step's arguments, checked once. ``SwapProblem`` has every size and switch, no tensors."""
+"""Checks a decode step's arguments once. ``SwapProblem`` has every size and switch, no tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from warpspec.common.outputs import check_apart
 from warpspec.swap.reference import lanes
 from warpspec.swap.weights import BANKS, SwapFFNWeights, SwapState
 
-MOST_ROWS = 1 << 20  # B * C: row numbers times d_model stay 32-bit
+MOST_ROWS = 1 << 20  # B * C; keeps row number * d_model in 32 bits
 
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """batch: requests. cores, d_model, d_ff (padded), d_router, collapse_k, collapse_r: of the weights. events, k_ffn,
-    residual, eps: of the call and the weights. device: of all tensors."""
+    """Sizes and switches of a call. batch: requests. cores, d_model, d_ff (padded), d_router, collapse_k, collapse_r:
+    the weights'. events, k_ffn, residual, eps: the call's and the weights'. device: of all tensors."""
 
     batch: int
     cores: int
@@ -34,7 +34,7 @@ class SwapProblem:
 
     @property
     def rows(self) -> int:
-        """Vectors under way: one for each request and core."""
+        """Vectors: one for each request and core."""
         return self.batch * self.cores
 
     @property
@@ -43,7 +43,7 @@ class SwapProblem:
 
     @property
     def flops(self) -> int:
-        """Of the FFN's products, which are nearly all."""
+        """Floating-point operations of the FFN's products, which are nearly all."""
         return self.ffn_steps * self.rows * 3 * 2 * self.d_ff * self.d_model
 
     @classmethod
@@ -59,10 +59,11 @@ class SwapProblem:
         values: bool = True,
         memory: bool = True,
     ) -> SwapProblem:
-        """Raises TypeError or ValueError naming the argument, what it is and what is allowed.
+        """The problem of these arguments. Raises TypeError or ValueError naming the argument, its value and what is
+        allowed.
 
-        values: also check that maps are permutations, for CPU tensors (a GPU would have to be waited for; any map is
-        safe there). memory: False for tensors without storage.
+        values: also check that CPU maps are permutations (for a GPU the host would have to wait; any map is safe
+        there). memory: False for tensors without storage.
         """
         if not isinstance(weights, SwapFFNWeights):
             raise TypeError(f"weights: must be SwapFFNWeights, got {type(weights).__name__}")

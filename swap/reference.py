@@ -1,8 +1,8 @@
 """Swap-FFN decode in FP32: the definition.
 
-One token of each of B requests. Every core c has a vector x[c]; an event exchanges some of them with a bank of memory
-and then applies k_ffn FFN steps; the collapse sums the cores up into the block's output. Everything is FP32 but the
-stored weights and state, which are bf16.
+It computes one token of each of B requests. Every core c has a vector x[c]. An event exchanges some of the vectors with
+a bank of memory and then applies k_ffn FFN steps; the collapse combines the cores into the block's output. Everything
+is FP32 except the stored weights and state, which are bf16.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from warpspec.swap.weights import BANKS, LANE_BITS, SwapFFNWeights
 class Decisions(NamedTuple):
     """What the router decided, [events, B, C] each.
 
-    gate: bool, whether x and a bank change places. logical: int64, number of that bank under the map. gate_logit: fp32,
-    the gate is open where it is positive. margin: fp32, best bank score less the second best.
+    gate: bool, whether x and a bank change places. logical: int64, that bank's number under the map. gate_logit: fp32;
+    the gate is open if it is positive. margin: fp32, best bank score less the second best.
     """
 
     gate: torch.Tensor
@@ -40,7 +40,7 @@ def lanes(map_: torch.Tensor) -> torch.Tensor:
 
 
 def pack_lanes(lanes_: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``lanes``."""
+    """Inverse of ``lanes``."""
     shifts = torch.arange(BANKS, device=lanes_.device) * LANE_BITS
     return (lanes_ << shifts).sum(-1).to(torch.uint8)
 
@@ -48,19 +48,19 @@ def pack_lanes(lanes_: torch.Tensor) -> torch.Tensor:
 def route(x: torch.Tensor, w: SwapFFNWeights) -> Decisions:
     """The router's decisions for x [B, C, D].
 
-    sigmoid(v) > 0.5 where v > 0; the bank of the highest score, the lowest of equal ones.
+    sigmoid(v) > 0.5 means v > 0. The bank with the highest score is taken, the lowest of equal ones.
     """
     z = rms_norm(x, w["router_norm"].float(), w.eps) @ w["router_w"].float().T
     gate_logit = z @ w["swap_w"].float() + w["swap_b"].float()
     scores = z @ w["bank_w"].float() + w["bank_b"].float()
     best = scores.topk(2, dim=-1).values
-    # torch.argmax does not say which of equal scores it takes
+    # torch.argmax does not specify which of equal scores it returns
     logical = (scores == best[..., :1]).int().argmax(-1)
     return Decisions(gate_logit > 0, logical, gate_logit, best[..., 0] - best[..., 1])
 
 
 def swap(x, ram, map_, gate, logical):
-    """Where gate: x [B, C, D] and ram[lane[logical]] change places, and so do lane 0 and lane[logical] of the map."""
+    """Where gate is set, exchange x [B, C, D] with ram[lane[logical]], and lane 0 with lane[logical] of the map."""
     lanes_ = lanes(map_)
     physical = lanes_.gather(-1, logical[..., None])
     index = physical[..., None].expand(*physical.shape, x.shape[-1])
@@ -79,7 +79,7 @@ def ffn(x: torch.Tensor, w: SwapFFNWeights) -> torch.Tensor:
 
 
 def collapse(x: torch.Tensor, w: SwapFFNWeights) -> torch.Tensor:
-    """x [B, C, D] -> [B, D]."""
+    """Combine the cores: x [B, C, D] -> [B, D]."""
     pooled = torch.einsum("ck,bcd->bkd", w.core_alpha, x)
     s = torch.einsum("krd,bkd->br", w["basis"].float(), pooled)
     return silu(s) @ w["decoder"].float().T
@@ -96,10 +96,10 @@ def decode(
     residual: bool,
     forced: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Decisions]:
-    """(delta [B, D], ram, map, decisions), fp32 but for the map.
+    """(delta [B, D], ram, map, decisions); all but the map in fp32.
 
-    x: [B, D]. ram: [B, C, 4, D]. map_: uint8 [B, C]. forced: (gate, logical) [events, B, C], taken instead of the
-    router's decisions, which are returned all the same.
+    x: [B, D]. ram: [B, C, 4, D]. map_: uint8 [B, C]. forced: (gate, logical), [events, B, C] each, used instead of the
+    router's decisions, which are returned nevertheless.
     """
     x = x.float()[:, None] * w.core_scale + w.core_shift
     ram, made = ram.float(), []

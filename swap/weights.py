@@ -1,7 +1,7 @@
 """Weights and state of a Swap-FFN block.
 
-Names and shapes of the weights, all of nn.Linear's orientation unless said otherwise: D d_model, F d_ff, C cores, E
-width of a core's embedding, Z d_router, K slots of the collapse, R rank of the collapse.
+Weights have the orientation of nn.Linear unless noted. Sizes: D d_model, F d_ff, C cores, E width of a core's
+embedding, Z d_router, K slots of the collapse, R rank of the collapse.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ SHAPES = {
     "decoder": "DR",
 }
 
-INTERLEAVE = 8  # rows of w1, then as many of w3: gate and up of a feature come to the same thread
-FEATURE_TILE = 256  # d_ff is padded to a multiple of it
+INTERLEAVE = 8  # 8 rows of w1, then 8 of w3: gate and up of a feature come to the same thread
+FEATURE_TILE = 256  # d_ff is padded to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
 class SwapFFNWeights:
-    """The weights of one block, and what is derived from them once. Make one with ``from_tensors``.
+    """The weights of one block, and what is derived from them once. Made by ``from_tensors``.
 
-    tensors: by the names of ``SHAPES``, bf16, contiguous. eps: of both RMS norms.
+    tensors: by the names in ``SHAPES``, bf16, contiguous. eps: of both RMS norms.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -55,10 +55,10 @@ class SwapFFNWeights:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, eps: float = 1e-6) -> SwapFFNWeights:
-        """Take a block's weights by name; floating tensors of any dtype become bf16. Shapes: ``SHAPES``.
+        """Take a block's weights by name; floating tensors of any dtype are converted to bf16. Shapes: ``SHAPES``.
 
-        Raises KeyError for a missing or unknown name, TypeError for what is no floating tensor, ValueError for a wrong
-        shape, a device other than core_embed's, or an eps that is not positive.
+        Raises KeyError for a missing or unknown name, TypeError for anything but a floating tensor, and ValueError for
+        a wrong shape, a device other than core_embed's, or an eps that is not positive.
         """
         missing, unknown = SHAPES.keys() - tensors.keys(), tensors.keys() - SHAPES.keys()
         if missing or unknown:
@@ -117,7 +117,7 @@ class SwapFFNWeights:
     def collapse_r(self) -> int:
         return self["basis"].shape[1]
 
-    # Derived once, constant until the weights change.
+    # Derived on first use, constant afterwards.
 
     @cached_property
     def core_scale(self) -> torch.Tensor:
@@ -131,7 +131,7 @@ class SwapFFNWeights:
 
     @cached_property
     def core_alpha(self) -> torch.Tensor:
-        """fp32 [C, K]: softmax of Linear(core_embed) over the K slots of the collapse, for each core by itself."""
+        """fp32 [C, K]: softmax of Linear(core_embed) over the K slots of the collapse, separately for each core."""
         return torch.softmax(self._linear("core_alpha"), dim=-1)
 
     def _linear(self, name: str) -> torch.Tensor:
@@ -140,12 +140,12 @@ class SwapFFNWeights:
 
     @property
     def d_ff_padded(self) -> int:
-        """d_ff in whole tiles of FEATURE_TILE; the features beyond d_ff have no weight."""
+        """d_ff rounded up to a multiple of FEATURE_TILE; the added features have zero weights."""
         return -(-self.d_ff // FEATURE_TILE) * FEATURE_TILE
 
     @cached_property
     def w13(self) -> torch.Tensor:
-        """bf16 [2 d_ff_padded, D]: w1 and w3 times ffn_norm, rounded once; 8 rows of w1 and 8 of w3 in turn."""
+        """bf16 [2 d_ff_padded, D]: w1 and w3 times ffn_norm, rounded once; 8 rows of w1 and 8 of w3 alternate."""
         gate, up = (self._padded(self[name].float() * self["ffn_norm"].float()) for name in ("w1", "w3"))
         blocks = torch.stack([t.view(-1, INTERLEAVE, self.d_model) for t in (gate, up)], dim=1)
         return blocks.reshape(-1, self.d_model).to(torch.bfloat16).contiguous()
@@ -156,17 +156,17 @@ class SwapFFNWeights:
         return self._padded(self["w2"].T).T.contiguous()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [F, ...] with rows of zeros up to d_ff_padded."""
+        """rows [F, ...], padded with rows of zeros to d_ff_padded."""
         return torch.cat([rows, rows.new_zeros(self.d_ff_padded - self.d_ff, rows.shape[1])])
 
     def prepare(self) -> SwapFFNWeights:
-        """Derive everything now, which the first call does otherwise. Returns the weights themselves."""
+        """Derive everything now instead of in the first call. Returns the weights themselves."""
         for name in PREPARED:
             getattr(self, name)
         return self
 
     def flatten(self) -> list[torch.Tensor]:
-        """All tensors, as an operator takes them: those of SHAPES, then what is derived."""
+        """All tensors as the operator takes them: those of SHAPES, then what is derived."""
         return [*(self[name] for name in SHAPES), *(getattr(self, name) for name in PREPARED)]
 
 
@@ -174,7 +174,7 @@ PREPARED = ("core_scale", "core_shift", "core_alpha", "w13", "w2")
 
 
 def unflatten(tensors: list[torch.Tensor], eps: float) -> SwapFFNWeights:
-    """The weights that ``flatten`` made a list of."""
+    """Rebuild the weights from ``flatten``'s list."""
     weights = SwapFFNWeights(dict(zip(SHAPES, tensors[: len(SHAPES)], strict=True)), eps)
     weights.__dict__.update(zip(PREPARED, tensors[len(SHAPES) :], strict=True))
     return weights
@@ -184,8 +184,8 @@ def unflatten(tensors: list[torch.Tensor], eps: float) -> SwapFFNWeights:
 class SwapState:
     """What a block keeps from token to token.
 
-    ram: bf16 [B, C, 4, D], four banks of a vector for each core. map: uint8 [B, C], four lanes of two bits: bits 2 i
-    and 2 i + 1 say which physical bank stands under logical bank i. A map is a permutation and stays one.
+    ram: bf16 [B, C, 4, D], four banks, each a vector, for each core. map: uint8 [B, C], four lanes of two bits: bits 2
+    i and 2 i + 1 hold the physical bank of logical bank i. A map always is a permutation.
     """
 
     ram: torch.Tensor
@@ -193,7 +193,7 @@ class SwapState:
 
     @classmethod
     def initial(cls, batch: int, weights: SwapFFNWeights) -> SwapState:
-        """Banks of zeros, every bank under its own number."""
+        """Banks of zeros, with the identity map."""
         shape, device = (batch, weights.cores), weights.device
         ram = torch.zeros(*shape, BANKS, weights.d_model, dtype=torch.bfloat16, device=device)
         return cls(ram, torch.full(shape, IDENTITY_MAP, dtype=torch.uint8, device=device))

@@ -1,8 +1,8 @@
 """The collapse: three small phases, by 256 threads a CTA. Every sum has a fixed order.
 
-pool: pooled[b, k] = sum over cores of alpha[c, k] x[c], a CTA eight columns of all cores.
-basis: summed[b, s] = sum over k of basis[k, s] . pooled[b, k], a CTA one s, a warp one k.
-decode: delta[b] = decoder . silu(summed[b]), a warp one column.
+pool: pooled[b, k] = sum over cores of alpha[c, k] x[c]; each CTA takes eight columns of all cores.
+basis: summed[b, s] = sum over k of basis[k, s] . pooled[b, k]; each CTA takes one s, each warp one k.
+decode: delta[b] = decoder . silu(summed[b]); each warp takes one column.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ BASIS_VECTOR = 8  # bf16 of a 16-byte load
 
 @cute.jit
 def pool(config: cutlass.Constexpr, ops, sums, flow, place, step):
-    """place: (thread, CTA, CTAs). sums: fp32 in shared memory, POOLED a warp. step: FFN steps done. Fused, consumes the
-    rows counts of a request's row tiles, produces pooled."""
+    """The pool phase.
+
+    place: (thread, CTA, CTAs). sums: fp32 in shared memory, POOLED a warp. step: FFN steps done. In the fused kernel it
+    consumes the rows counts of a request's row tiles and produces pooled.
+    """
     thread, cta, ctas = place
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     cores = ops.core_alpha.shape[0]
@@ -69,7 +72,7 @@ def pool(config: cutlass.Constexpr, ops, sums, flow, place, step):
 
 @cute.jit
 def wait_for_rows(config: cutlass.Constexpr, ops, flow, request, cores, thread, step):
-    """Until a request's vectors are the last ones. step: FFN steps that were done before them."""
+    """Wait until a request's vectors are final. step: FFN steps done."""
     if thread == 0:
         rows = ops.vectors.shape[0]
         first, last = request * cores // TILE_M, ((request + 1) * cores - 1) // TILE_M
@@ -79,7 +82,7 @@ def wait_for_rows(config: cutlass.Constexpr, ops, flow, request, cores, thread, 
 
 
 def share_sums(values: list, lane) -> list:
-    """Sums over a warp's lanes of 64 numbers: lane l gets those of 2 l and 2 l + 1."""
+    """Sum 64 numbers over a warp's lanes; lane l gets the sums of numbers 2 l and 2 l + 1."""
     offset = WARP_THREADS // 2
     while offset:
         upper = Boolean((lane & offset) != 0)
@@ -95,7 +98,7 @@ def share_sums(values: list, lane) -> list:
 
 @cute.jit
 def basis(config: cutlass.Constexpr, ops, sums, flow, place):
-    """Fused, consumes pooled, produces summed. Arguments as of ``pool``."""
+    """The basis phase. In the fused kernel it consumes pooled and produces summed. Arguments as in ``pool``."""
     thread, cta, ctas = place
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     batch, rank = ops.summed.shape
@@ -139,7 +142,7 @@ def basis(config: cutlass.Constexpr, ops, sums, flow, place):
 
 @cute.jit
 def decode(config: cutlass.Constexpr, ops, flow, place):
-    """Fused, consumes summed. Arguments as of ``pool``."""
+    """The decode phase. In the fused kernel it consumes summed. Arguments as in ``pool``."""
     thread, cta, ctas = place
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     batch, rank = ops.summed.shape

@@ -1,9 +1,9 @@
-"""What orders phases: in the fused kernel counters in global memory, else the kernels' order.
+"""The order of phases: counters in global memory in the fused kernel, otherwise the order of launches.
 
-The fused kernel counts, for each tile of TILE_M rows, what has been done of every phase since the launch began. A phase
-waits for the tile it reads, never for the grid; every CTA goes through the phases in the same order, and all CTAs are
-resident (the launch is cooperative), so someone always gets on. What a phase writes over was read by a phase that the
-counters it waits for imply:
+For each tile of TILE_M rows, the fused kernel counts what has been done of every phase since the launch began. A phase
+waits for the tile that it reads, never for the grid. There is no deadlock, because every CTA goes through the phases in
+the same order, and all CTAs are resident (the launch is cooperative). A phase may overwrite its output, because the
+counters that it waits for imply that earlier readers are done:
 
     rows (step t) waits for down (t - 1), down (t) for up (t), up (t) for rows (t), all of the same row tile
 """
@@ -19,13 +19,16 @@ from cutlass import Int32
 from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, GROUP_TILES, THREADS, TILE_M
 
 # Named barriers.
-CONSUMER_BARRIER = 1  # of the THREADS threads
+CONSUMER_BARRIER = 1  # of THREADS threads
 TURN_BARRIER = 2  # sm90: of both consumers, at the end of a tile
 
 
 class Flow(NamedTuple):
-    """counters: Int32, zeros before the launch and after it; None where kernels are a chain. row_tiles: of x. groups:
-    of up's column tiles."""
+    """State of the order of phases.
+
+    counters: Int32, zeros before the launch and after it; None if kernels are a chain. row_tiles: of x. groups: of up's
+    column tiles.
+    """
 
     counters: cute.Tensor | None
     row_tiles: Int32
@@ -40,7 +43,7 @@ class Flow(NamedTuple):
         return cls(ops.counters, Int32(row_tiles), Int32(cute.ceil_div(column_tiles, GROUP_TILES)))
 
     def tile(self, phase: str, row_tile, group=0) -> cute.Pointer:
-        """Counter of a row tile; group: of up's column tiles."""
+        """The counter of a row tile in a phase. group: of up's column tiles."""
         if phase == "up":
             return self.counters.iterator + ((2 + group) * self.row_tiles + row_tile)
         return self.counters.iterator + (("rows", "down").index(phase) * self.row_tiles + row_tile)
@@ -50,7 +53,7 @@ class Flow(NamedTuple):
 
 
 def synchronize() -> None:
-    """Among the threads that do rows, epilogues and the collapse."""
+    """Barrier of the threads that do rows, epilogues and the collapse."""
     cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=THREADS)
 
 
@@ -61,20 +64,20 @@ def groups_of(rows, row_tile) -> Int32:
 
 @cute.jit
 def reached(counter: cute.Pointer, target) -> Int32:
-    """Whether as much has been counted, 0 or 1; what was written before is then visible to this thread."""
+    """Whether a counter has reached the target, 0 or 1; if so, what was written before it is visible to this thread."""
     return Int32(cute.arch.load(counter, Int32, sem="acquire", scope="gpu") >= target)
 
 
 @cute.jit
 def wait_for(counter: cute.Pointer, target):
-    """Wait, one thread, until as much has been counted."""
+    """Wait until a counter has reached the target. Executed by one thread."""
     while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < target:
         pass
 
 
 @cute.jit
 def wait_together(counter: cute.Pointer, target, thread):
-    """``wait_for``, for all threads of ``synchronize``."""
+    """``wait_for`` on behalf of all threads of ``synchronize``."""
     if thread == 0:
         wait_for(counter, target)
     synchronize()
@@ -82,8 +85,10 @@ def wait_together(counter: cute.Pointer, target, thread):
 
 @cute.jit
 def count(counter: cute.Pointer, thread, done=1):
-    """All threads of ``synchronize`` have done so many more, and what they wrote is visible to whoever sees the count,
-    to its TMA loads too."""
+    """Add ``done`` to a counter, for all threads of ``synchronize``.
+
+    What they have written is visible to whoever sees the count, also to its TMA loads.
+    """
     cute.arch.fence_proxy("async.global")
     synchronize()
     if thread == 0:
@@ -92,7 +97,7 @@ def count(counter: cute.Pointer, thread, done=1):
 
 @cute.jit
 def finish(flow):
-    """The last CTA of the launch leaves zeros. Called by all threads of a CTA that waits for nothing any more."""
+    """Reset the counters; the last CTA of the launch does it. Called by all threads of a CTA after its last wait."""
     thread, _, _ = cute.arch.thread_idx()
     blocks, _, _ = cute.arch.grid_dim()
     if thread == 0:

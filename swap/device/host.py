@@ -1,4 +1,7 @@
-"""The host side of a kernel: the function that is compiled and called, the same for every phase and architecture."""
+"""The host side of a kernel: the function that is compiled and called.
+
+It is the same for all phases and architectures.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.swap.config import SLOTS, SwapConfig
 from warpspec.swap.operands import TAKEN, Operands
 
-# name -> (dtype, rank); rows are aligned to VECTOR_BYTES but for those in NARROW.
+# name -> (dtype, rank); rows are aligned to VECTOR_BYTES, except those in NARROW.
 TENSORS = {
     "x": (BFloat16, 2),
     "core_scale": (Float32, 2),
@@ -50,9 +53,9 @@ NARROW = (
 
 
 class SwapHost:
-    """``cute.compile(host(config), ...)`` makes one kernel; the arguments are those of ``__call__``.
+    """The kernel's host side. Compile with ``cute.compile(host(config), ...)`` and the arguments of ``__call__``.
 
-    What a phase adds is ``launch``, which gets the tensors as one ``Operands`` and the numbers.
+    A phase's class adds ``launch``, which receives the tensors as one ``Operands``, and the numbers.
     """
 
     def __init__(self, config: SwapConfig):
@@ -94,9 +97,10 @@ class SwapHost:
         k_ffn: Int32,
         stream: CUstream,
     ):
-        """Launch the kernel for tensors as in ``Operands``, flat: TVM FFI converts nested ones slowly.
+        """Launch the kernel.
 
-        ctas: of the grid. event: of a rows phase. steps, k_ffn: FFN steps in all and of an event, of the fused kernel.
+        The tensors are those of ``Operands``, passed one by one, because TVM FFI is slow with nested ones. ctas: of the
+        grid. event: of a rows phase. steps, k_ffn: of the fused kernel: FFN steps in all and of an event.
         """
         ops = Operands(
             *(x, core_scale, core_shift, core_alpha, router_norm, router_w, swap_w, swap_b, bank_w, bank_b),

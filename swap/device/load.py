@@ -1,7 +1,7 @@
-"""The load warp: activations and weights of the product phases, a stage of the ring at a time, through TMA.
+"""The load warp: loads activations and weights of the product phases through TMA, one stage of the ring at a time.
 
-CTAs of a cluster share tiles: each loads its part of one and multicasts it to those that need it too. Weights are
-constant, so those of a tile's first K tiles are fetched before the load warp waits for the activations.
+The CTAs of a cluster share tiles: each loads a part of a tile and multicasts it to the others that need it. Weights are
+constant, so the load warp fetches those of a tile's first K tiles before it waits for activations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUTER_BOX = (K_TILE, ROUTER_WIDTH)
 
 
 class Source(NamedTuple):
-    """A matrix in global memory: the atom that carries its descriptor, TMA coordinates (K, ROW)."""
+    """A matrix in global memory: the copy atom with its descriptor, and TMA coordinates (K, ROW)."""
 
     atom: cute.CopyAtom
     coordinates: cute.Tensor
@@ -35,7 +35,10 @@ class Sources(NamedTuple):
 
 
 def make_sources(config, ops) -> tuple[Sources, ...]:
-    """Host side: descriptors of the kernel's products, in order; fused, then of the router, twice."""
+    """Make the descriptors of the kernel's products, in order; in the fused kernel also the router's, twice.
+
+    Host side.
+    """
     found = []
     for phase in config.products:
         a, b = (ops.vectors, ops.w13) if phase == "up" else (ops.hidden, ops.w2)
@@ -49,15 +52,17 @@ def make_sources(config, ops) -> tuple[Sources, ...]:
 
 
 def columns_first(matrix: cute.Tensor) -> cute.Tensor:
-    """(COLUMN, ROW) of a matrix [ROW, COLUMN]."""
+    """View a matrix [ROW, COLUMN] as (COLUMN, ROW)."""
     rows, columns = matrix.shape
     return cute.make_tensor(matrix.iterator, cute.make_layout((columns, rows), stride=(1, matrix.stride[0])))
 
 
 class Loads(NamedTuple):
-    """How a CTA fills stages in one phase. a, b: rings of its parts of activations and weights; a_parts, b_parts: parts
-    of a stage; a_mask, b_mask: the CTAs that a part goes to, None where there is only this one. a_rank, b_rank: which
-    parts are this CTA's."""
+    """How a CTA fills stages in one phase.
+
+    a, b: rings of its parts of activations and weights. a_parts, b_parts: number of parts of a stage. a_rank, b_rank:
+    which of them this CTA loads. a_mask, b_mask: CTAs that receive a part; None if it is only this one.
+    """
 
     a: tma.TileRing
     b: tma.TileRing
@@ -70,7 +75,7 @@ class Loads(NamedTuple):
 
     @classmethod
     def make(cls, config, phase: str, sources: Sources, base, dtype, work: Work) -> Loads:
-        """base: of the ring."""
+        """base: the ring's address."""
         tiles, stages, rings = config.tiles, config.stages(phase), []
         for source, box, at, parts in (
             (sources.a, config.a_box, base, tiles.cluster_n),
@@ -94,12 +99,12 @@ class Loads(NamedTuple):
         )
 
     def load_a(self, full, use, piece, k_tile) -> None:
-        """This CTA's part of a stage's activations."""
+        """Load this CTA's part of a stage's activations."""
         place = (piece.first + k_tile, piece.row_tile * self.a_parts + self.a_rank)
         self.a.load(place, full.stage(use) * self.a_parts + self.a_rank, full.barrier(use), self.a_mask)
 
     def load_b(self, full, use, piece, k_tile) -> None:
-        """This CTA's part of a stage's weights."""
+        """Load this CTA's part of a stage's weights."""
         place = (piece.first + k_tile, piece.column_tile * self.b_parts + self.b_rank)
         self.b.load(place, full.stage(use) * self.b_parts + self.b_rank, full.barrier(use), self.b_mask)
 
@@ -116,10 +121,10 @@ def load_phase(
     step,
     use,
 ) -> Int32:
-    """Fill the phase's stages for all of its tiles. Returns the stages filled so far, ``use`` before.
+    """Fill the phase's stages for all of its tiles. use: stages filled before; returns the new count.
 
-    step: FFN steps done. Produces full, consumes empty. Activations wait for the row tile's counts of the phase
-    before in the fused kernel, else for the end of the kernel before.
+    step: FFN steps done. Produces full, consumes empty. Before it loads activations, it waits in the fused kernel for
+    the previous phase's counts of the row tile, otherwise for the end of the previous kernel.
     """
     full, empty = channels[f"{phase}_full"], channels[f"{phase}_empty"]
     stages, stage_bytes = config.stages(phase), config.stage_bytes(phase)
@@ -157,7 +162,7 @@ def load_phase(
 
 
 def router_ring(config, source: Source, base, dtype) -> tma.TileRing:
-    """tiles (K TILE, 0), one behind the other at the ring's beginning."""
+    """The router's weights as tiles (K TILE, 0), one after another from the start of the ring."""
     tiles = cute.group_modes(cute.local_tile(source.coordinates, ROUTER_BOX, (None, None)), 2, 4)
     return tma.TileRing.make(
         source.atom, tiles, tma.shared_tiles(base, dtype, ROUTER_BOX, config.d_model // K_TILE)
@@ -166,7 +171,7 @@ def router_ring(config, source: Source, base, dtype) -> tma.TileRing:
 
 @cute.jit
 def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, use) -> Int32:
-    """Fetch the router's weights, which are constant. Returns how often so far, ``use`` before."""
+    """Load the router's weights, which are constant. use: how often before; returns the new count."""
     full = channels["router_full"]
     full.expect_bytes(use, config.router_bytes)
     for k_tile in cutlass.range(config.d_model // K_TILE, unroll=1):
@@ -175,8 +180,10 @@ def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, us
 
 
 def awaited(config, phase, ops, flow, piece, step, k_tile) -> tuple:
-    """(counter, target) of what a K tile of a tile's activations waits for. A row tile past the last has none: the last
-    one's."""
+    """(counter, target) that a K tile of a tile's activations waits for.
+
+    Row tiles past the last have no counter; they use the last one's.
+    """
     row_tile = cutlass.min(piece.row_tile, flow.row_tiles - 1)
     if phase == "up":
         return flow.tile("rows", row_tile), groups_of(ops.vectors.shape[0], row_tile) * (step + 1)
@@ -188,8 +195,10 @@ def awaited(config, phase, ops, flow, piece, step, k_tile) -> tuple:
 
 @cute.jit
 def drain(channel: cutlass.Constexpr, use):
-    """Wait until every stage of a ring has been released, after ``use`` fills: before another ring takes the memory,
-    here and in the CTAs that this one loads for, and at the end, when no arrival may be on its way to a barrier of a
-    CTA that has ended. channel: the ring's empty one."""
+    """Wait until every stage of a ring has been released, after ``use`` fills. channel: the ring's empty.
+
+    Needed before another ring takes the memory, here and in the CTAs that this one loads for. Also needed at the end,
+    so that no arrival at a barrier of an exited CTA is outstanding.
+    """
     for last in cutlass.range(cutlass.max(use - channel.stages, 0), use, unroll=1):
         channel.wait(last)

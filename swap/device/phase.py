@@ -1,4 +1,4 @@
-"""Kernels of one rows or collapse phase each, for chains: a CTA is the phase's 256 threads."""
+"""Kernels of one rows or collapse phase each, for chains of launches. A CTA has the phase's 256 threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from warpspec.swap.device.rows import rows_phase
 
 
 def make_scratch(config, smem) -> Scratch:
-    """The scratch of rows and collapse phases, from an allocator of shared memory."""
+    """Allocate the scratch of rows and collapse phases in shared memory."""
     terms, z = None, None
     if config.routes:
         layout = cute.make_layout((config.d_model, GROUP_ROWS * TERMS), stride=(1, config.term_pitch))
@@ -37,7 +37,7 @@ class SmallPhase(SwapHost):
     """The kernel of a phase without products."""
 
     def launch(self, ops, ctas, event, steps, k_ffn, stream):
-        """Host side. A programmatic dependent launch: it waits for the end of the kernel before it."""
+        """Host side. A programmatic dependent launch: the kernel waits for the end of the previous one."""
         self.kernel(ops, event).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),

@@ -1,9 +1,9 @@
-"""The router of a swap: its decision on each row of a group, and the exchange with a bank of memory.
+"""The router of a swap: decides for each row of a group, and exchanges rows with banks of memory.
 
-z is a product on mma.sync: its A rows are the group's four rows in two terms each, for a vector's number times its norm
-weight, both bf16, is exactly the sum of two bf16 numbers; so z is summed in fp32 of exact products. Each warp has eight
-outputs of z. What is constant, and what a row holds, is fetched before the phase waits for what it reads: the router's
-weights, into registers or into the fused kernel's ring, its norm and head, and the row's map and banks.
+z is computed by mma.sync with fp32 sums of exact products. A number of the vector times its norm weight, both bf16, is
+exactly the sum of two bf16 numbers, so A has two rows for each of the group's four. Each warp computes eight outputs of
+z. Everything that does not depend on the previous phase is fetched before waiting for it: the router's weights, to
+registers or to the fused kernel's ring, its norm and head, and each row's map and banks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from warpspec.swap.weights import BANKS, LANE_BITS
 
 WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
 MMA_N = 8
-ROUTER_CHAINS = 4  # of products, each waiting for the one before
-SCORES = 1 + BANKS  # of a row: the gate's logit, a score of each bank
+ROUTER_CHAINS = 4  # independent chains of products; those of a chain wait for each other
+SCORES = 1 + BANKS  # of a row: the gate's logit and a score for each bank
 PARTS = ROUTER_WIDTH // WARP_THREADS  # outputs of z that a lane has
-SWIZZLE_ROWS = 8  # after which the 128-byte swizzle repeats
-GATE = 4  # of a decision's word
+SWIZZLE_ROWS = 8  # period of the 128-byte swizzle
+GATE = 4  # bit of a decision: the gate is open
 ROUTER_MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
     "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
@@ -36,8 +36,8 @@ ROUTER_MMA = (
 
 
 class Router(NamedTuple):
-    """What is constant of the router. weights: registers (``load_weights``), or ``RouterTile``. head: ``load_head``.
-    norm: ``load_norm``."""
+    """The router's constants. weights: registers (``load_weights``) or ``RouterTile``. head: from ``load_head``. norm:
+    from ``load_norm``."""
 
     weights: object
     head: cute.Tensor
@@ -45,7 +45,7 @@ class Router(NamedTuple):
 
 
 class RouterTile(NamedTuple):
-    """The router's weights in the fused kernel's ring: its base, their full channel, which use of it."""
+    """The router's weights in the fused kernel's ring: base, full channel, and the channel's use count."""
 
     base: cute.Pointer
     full: object
@@ -54,8 +54,10 @@ class RouterTile(NamedTuple):
 
 @cute.jit
 def load_weights(config: cutlass.Constexpr, ops, thread) -> cute.Tensor:
-    """(WORDS, CHUNK) Int32: a thread's part of the router's weights, of output lane / 4 of the warp's eight. They are
-    constant: no phase need be waited for."""
+    """(WORDS, CHUNK) Int32: a thread's part of the router's weights, for output lane / 4 of the warp's eight.
+
+    They are constant, so this need not wait for another phase.
+    """
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     chunks = config.d_model // ROUTER_CHUNK
     words = cute.make_rmem_tensor((WORDS, chunks), Int32)
@@ -67,7 +69,7 @@ def load_weights(config: cutlass.Constexpr, ops, thread) -> cute.Tensor:
 
 
 def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
-    """(WORDS): a thread's part of a chunk of the router's weights, in registers or, fused, in the ring."""
+    """(WORDS): a thread's part of a chunk of the router's weights, from registers or, if fused, from the ring."""
     if not config.fused:
         return router[None, chunk]
     k_tile, row = chunk * ROUTER_CHUNK // K_TILE, warp * MMA_N + lane // QUAD
@@ -81,8 +83,8 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
 
 
 class Held(NamedTuple):
-    """What a thread's row holds before a swap: its map; banks: (VECTOR, VECTORS, BANK) bf16, the thread's columns of
-    all of them. No other CTA ever writes them."""
+    """A row before a swap: its map, and banks: (VECTOR, VECTORS, BANK) bf16, the thread's columns of all of them. No
+    other CTA ever writes them."""
 
     map: Int32
     banks: cute.Tensor
@@ -100,7 +102,7 @@ def load_held(config: cutlass.Constexpr, ops, at) -> Held:
 
 @cute.jit
 def load_norm(config: cutlass.Constexpr, ops, member) -> cute.Tensor:
-    """(VECTOR, VECTORS) bf16: the router's norm weights of a thread's columns."""
+    """(VECTOR, VECTORS) bf16: the router's norm weights for a thread's columns."""
     norm = cute.make_rmem_tensor((VECTOR, columns_of(config) // VECTOR), BFloat16)
     for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
         cute.autovec_copy(vector_of(ops.router_norm, i, member), norm[None, i])
@@ -109,8 +111,10 @@ def load_norm(config: cutlass.Constexpr, ops, member) -> cute.Tensor:
 
 @cute.jit
 def exchange(config: cutlass.Constexpr, ops, scratch, router, held, at, thread, values, event):
-    """The router's decision on each row; where its gate is open, ``values`` and a bank change places, in place. All
-    threads call it. router: ``Router``. held: of the thread's row."""
+    """Decide for each row; where the gate is open, exchange ``values`` with a bank, in place. All threads call it.
+
+    router: ``Router``. held: that of the thread's row.
+    """
     map_, banks = held
     put_squares(values, scratch, at, 1)
     write_terms(config, scratch, router.norm, at, values)
@@ -137,14 +141,14 @@ def exchange(config: cutlass.Constexpr, ops, scratch, router, held, at, thread, 
                 values[i * VECTOR + j] = read[j].to(Float32)
             cute.autovec_copy(written, vector_of(bank, i, at.member))
         if at.member == 0:
-            # Lane 0 and the selected one change places.
+            # Lane 0 and the selected lane of the map change places.
             change = (map_ ^ physical) & (BANKS - 1)
             ops.map[at.row] = Uint8(map_ ^ change ^ (change << (logical * LANE_BITS)))
 
 
 @cute.jit
 def write_terms(config: cutlass.Constexpr, scratch, norm, at, values: cute.Tensor):
-    """Each number times its norm weight as two bf16 that sum to it: row ``slot`` and row GROUP_ROWS + slot."""
+    """Write each number times its norm weight as two bf16 that sum to it: to rows ``slot`` and GROUP_ROWS + slot."""
     for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
         high, low = (cute.make_rmem_tensor(VECTOR, BFloat16) for _ in range(2))
         for j in cutlass.range_constexpr(VECTOR):
@@ -157,9 +161,9 @@ def write_terms(config: cutlass.Constexpr, scratch, norm, at, values: cute.Tenso
 
 @cute.jit
 def multiply(config: cutlass.Constexpr, scratch, weights, thread):
-    """z before 1 / RMS, eight outputs a warp.
+    """z before the factor 1 / RMS, eight outputs a warp.
 
-    K is permuted in every chunk of 32, alike for both operands, so that a thread's 8 numbers of it lie together.
+    Both operands permute K in every chunk of 32 in the same way, so that a thread's 8 numbers are contiguous.
     """
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     if cutlass.const_expr(config.fused):
@@ -181,15 +185,19 @@ def multiply(config: cutlass.Constexpr, scratch, weights, thread):
             )
     for i in cutlass.range_constexpr(2):
         value = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i])
-        value = value + cute.arch.shuffle_sync_bfly(value, GROUP_ROWS * QUAD)  # the low terms' rows
+        # Adds the rows of the low terms.
+        value = value + cute.arch.shuffle_sync_bfly(value, GROUP_ROWS * QUAD)
         if lane < GROUP_ROWS * QUAD:
             scratch.z[warp * MMA_N + lane % QUAD * 2 + i, lane // QUAD] = value
 
 
 @cute.jit
 def load_head(ops) -> cute.Tensor:
-    """(SCORES, PARTS + 1): what a lane multiplies its outputs of z by for the gate's logit and the banks' scores, then
-    their biases. Constant: no phase need be waited for."""
+    """(SCORES, PARTS + 1): factors of a lane's outputs of z for the gate's logit and the banks' scores, then the
+    biases.
+
+    They are constant, so this need not wait for another phase.
+    """
     lane = cute.arch.lane_idx()
     head = cute.make_rmem_tensor((SCORES, PARTS + 1), Float32)
     for part in cutlass.range_constexpr(PARTS):
@@ -205,7 +213,7 @@ def load_head(ops) -> cute.Tensor:
 
 @cute.jit
 def decide(ops, scratch, head, at, inverse, event) -> tuple:
-    """(gate, logical bank) of the thread's row, the same in all its threads."""
+    """(gate, logical bank) of the thread's row; all threads of the row get the same."""
     lane = cute.arch.lane_idx()
     found = [Float32(0.0)] * SCORES
     for part in cutlass.range_constexpr(PARTS):

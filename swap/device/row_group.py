@@ -1,5 +1,7 @@
-"""A group of rows: which thread has what of them, and sums over their threads. Two warps have a row, a thread of them
-neighbouring columns, VECTOR at a time."""
+"""A group of rows: which thread has what, and sums over a row's threads.
+
+Two warps have a row; a thread has VECTOR adjacent columns of it at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from warpspec.swap.config import ROW_THREADS, ROW_WARPS, VECTOR, WARPS
 
 
 class Scratch(NamedTuple):
-    """Shared memory of the phase. terms: bf16 (COLUMN, ROW) of GROUP_ROWS high terms and as many low ones; z: fp32
-    (OUTPUT, ROW); both None without a router. sums: fp32, two buffers of a number a warp."""
+    """Shared memory of the phase.
+
+    terms: bf16 (COLUMN, ROW), GROUP_ROWS rows of high terms and as many of low ones. z: fp32 (OUTPUT, ROW). Both are
+    None without a router. sums: fp32, two buffers with a number for each warp.
+    """
 
     terms: cute.Tensor | None
     z: cute.Tensor | None
@@ -23,8 +28,8 @@ class Scratch(NamedTuple):
 
 
 class RowThread(NamedTuple):
-    """A thread's place. row: of all rows, clamped. in_range: whether there is such a row. slot: of the group's rows.
-    member: of the row's ROW_THREADS."""
+    """A thread's place. row: number among all rows, clamped. in_range: whether the row exists. slot: number of the row
+    in the group. member: number of the thread among the row's ROW_THREADS."""
 
     row: Int32
     in_range: Boolean
@@ -33,7 +38,7 @@ class RowThread(NamedTuple):
 
 
 def warp_sum(value) -> Float32:
-    """The same bits in all lanes."""
+    """Sum over a warp, with the same bits in all lanes."""
     for offset in (16, 8, 4, 2, 1):
         value = value + cute.arch.shuffle_sync_bfly(value, offset)
     return value
@@ -45,7 +50,7 @@ def columns_of(config) -> int:
 
 
 def vector_of(row: cute.Tensor, i, member) -> cute.Tensor:
-    """(VECTOR): a thread's i-th of a row (D)."""
+    """(VECTOR): a thread's i-th vector of a row (D)."""
     return cute.local_tile(row, (VECTOR,), (i * ROW_THREADS + member,))
 
 
@@ -58,14 +63,15 @@ def squares(values: cute.Tensor) -> Float32:
 
 @cute.jit
 def put_squares(values: cute.Tensor, scratch, at, buffer: cutlass.Constexpr):
-    """Write the warp's sum of squares of its part of a row to one of two buffers, for ``row_sum`` behind a barrier."""
+    """Write the warp's sum of squares of its part of a row to one of two buffers; ``row_sum`` reads it after a
+    barrier."""
     value = warp_sum(squares(values))
     if cute.arch.lane_idx() == 0:
         scratch.sums[buffer * WARPS + at.slot * ROW_WARPS + at.member // WARP_THREADS] = value
 
 
 def row_sum(scratch, at, buffer: int) -> Float32:
-    """The sum over a row's warps, the same bits in all threads."""
+    """Sum over a row's warps, with the same bits in all threads."""
     total = Float32(0.0)
     for warp in range(ROW_WARPS):
         total = total + scratch.sums[buffer * WARPS + at.slot * ROW_WARPS + warp]

@@ -1,5 +1,5 @@
-"""The rows phases: vectors summed up, exchanged with banks (``router``), written with 1 / RMS. Four rows at a time, by
-256 threads."""
+"""The rows phases: add up partial sums to vectors, exchange them with banks (``router``), write them and 1 / RMS. 256
+threads process four rows at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from warpspec.swap.device.flow import count, synchronize, wait_together
 from warpspec.swap.device.router import Router, exchange, load_head, load_held, load_norm, load_weights
 from warpspec.swap.device.row_group import RowThread, columns_of, inverse_rms, put_squares, row_sum, vector_of
 
-SPLITS_AT_ONCE = 4  # whose partial sums a thread loads before it adds them up
+SPLITS_AT_ONCE = 4  # splits whose partial sums a thread loads before it adds them
 
 
 @cute.jit
@@ -27,10 +27,10 @@ def rows_phase(
     step,
     ring=None,
 ):
-    """All groups of this CTA, neighbours, group after group. By the threads of ``flow.synchronize``.
+    """Process all groups of this CTA, which are adjacent. Executed by the threads of ``flow.synchronize``.
 
-    kind: of ROWS_PHASES. place: (thread, CTA, CTAs). event: which one. step: FFN steps done. ring: fused,
-    ``RouterTile``. Fused, consumes a row tile's down counts and produces its rows counts.
+    kind: of ROWS_PHASES. place: (thread, CTA, CTAs). event: its number. step: FFN steps done. ring: ``RouterTile``, in
+    the fused kernel, which also consumes the down counts of a row tile and produces its rows counts.
     """
     thread, cta, ctas = place
     rows = ops.vectors.shape[0]
@@ -43,7 +43,7 @@ def rows_phase(
         cute.arch.griddepcontrol_wait()
     groups = cute.ceil_div(rows, GROUP_ROWS)
     first, end = Int32(cta * groups // ctas), Int32((cta + 1) * groups // ctas)
-    done = Int32(0)  # groups of the row tile, not counted yet
+    done = Int32(0)  # groups of the row tile that are not counted yet
     for group in cutlass.range(first, end, unroll=1):
         row_tile = group // TILE_GROUPS
         row = group * GROUP_ROWS + thread // ROW_THREADS
@@ -72,12 +72,12 @@ def rows_phase(
             else:
                 synchronize()
         else:
-            synchronize()  # before the next group writes the scratch
+            synchronize()  # before the next group overwrites the scratch
 
 
 @cute.jit
 def spread(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
-    """A core's first vector: x * core_scale + core_shift. fp32, rounded to bf16, as the vectors always are."""
+    """A core's first vector: x * core_scale + core_shift in fp32, rounded to bf16 like all vectors."""
     cores = ops.core_scale.shape[0]
     request, core = at.row // cores, at.row % cores
     values = cute.make_rmem_tensor(columns_of(config), Float32)
@@ -95,7 +95,7 @@ def spread(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
 
 @cute.jit
 def summed(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
-    """An FFN step's result: the splits' sums in their order, plus the vector itself where there is a residual."""
+    """An FFN step's result: the splits' sums added in order, plus the vector itself if there is a residual."""
     vectors = columns_of(config) // VECTOR
     values = cute.make_rmem_tensor(columns_of(config), Float32)
     for first in cutlass.range_constexpr(0, config.splits, SPLITS_AT_ONCE):
@@ -123,7 +123,7 @@ def summed(config: cutlass.Constexpr, ops, at) -> cute.Tensor:
 
 @cute.jit
 def store(config: cutlass.Constexpr, ops, at, values: cute.Tensor):
-    """Write the vector in bf16."""
+    """Write the vector as bf16."""
     if at.in_range:
         for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
             rounded = cute.make_rmem_tensor(VECTOR, BFloat16)

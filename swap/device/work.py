@@ -1,7 +1,8 @@
-"""Which tiles a cluster does in a product phase, and in which order.
+"""Which tiles a cluster computes in a product phase, and in which order.
 
-A piece of work is a tile of each of the cluster's CTAs: cluster_m neighbouring row tiles, cluster_n neighbouring column
-tiles, one split of K. Pieces are numbered row tiles first, so that clusters which run at the same time share rows.
+A piece of work is a tile for each of the cluster's CTAs: cluster_m adjacent row tiles, cluster_n adjacent column tiles,
+one split of K. The pieces of a row tile are adjacent in the numbering, so that clusters running at the same time share
+rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from warpspec.swap.config import K_TILE, TILE_M
 
 
 class Piece(NamedTuple):
-    """A CTA's tile. row_tile may lie past the last row tile. first, count: of K tiles."""
+    """A CTA's tile. row_tile may lie past the last row tile. first, count: its K tiles."""
 
     row_tile: Int32
     column_tile: Int32
@@ -25,8 +26,8 @@ class Piece(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pieces of a product. cluster: this one's number; its pieces are cluster, cluster + clusters, ... rank_m, rank_n:
-    of this CTA."""
+    """Pieces of a product. cluster: this cluster's number; its pieces are cluster, cluster + clusters, ... rank_m,
+    rank_n: this CTA's place in it."""
 
     pieces: Int32
     column_groups: Int32

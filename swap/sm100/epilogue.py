@@ -1,4 +1,4 @@
-"""The epilogue: four warps, a thread a row, from tensor memory to global memory."""
+"""The epilogue: four warps, a row a thread, from tensor memory to global memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from warpspec.swap.config import TILE_M
 from warpspec.swap.device.activation import swiglu
 from warpspec.swap.weights import INTERLEAVE
 
-STEP = 32  # columns of the accumulator at a time
+STEP = 32  # columns of the accumulator read at a time
 
 
 @cute.jit
 def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, columns, work, ops, thread):
-    """Every tile of the CTA. columns: TMEM pointer to the accumulator. Consumes accumulator_full, produces
-    accumulator_empty, one arrival a warp."""
+    """Process every tile of the CTA. columns: TMEM pointer to the accumulator.
+
+    Consumes accumulator_full; produces accumulator_empty, one arrival a warp.
+    """
     tile = Int32(0)
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
@@ -36,7 +38,7 @@ def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, columns, wo
 
 @cute.jit
 def load_step(columns, step: cutlass.Constexpr, thread) -> cute.Tensor:
-    """(STEP): the thread's row of some columns."""
+    """(STEP): the thread's row of the step-th columns."""
     sums = cute.make_rmem_tensor(STEP, Float32)
     tmem.load_row(columns + step * STEP, sums, thread)
     tmem.wait_loads()
@@ -45,7 +47,7 @@ def load_step(columns, step: cutlass.Constexpr, thread) -> cute.Tensor:
 
 @cute.jit
 def store_hidden(config: cutlass.Constexpr, ops, columns, row, in_range, piece, thread):
-    """silu(gate) * up in bf16; columns are 8 of gate, 8 of up, in turn, before 1 / RMS of the row."""
+    """Store silu(gate) * up as bf16. columns: 8 of gate and 8 of up alternate, before the row's factor 1 / RMS."""
     inverse = Float32(0.0)
     if in_range:
         inverse = ops.inverse[row]
@@ -63,7 +65,7 @@ def store_hidden(config: cutlass.Constexpr, ops, columns, row, in_range, piece, 
 
 @cute.jit
 def store_partial(config: cutlass.Constexpr, ops, columns, row, in_range, piece, thread):
-    """The split's sums in fp32."""
+    """Store the split's sums in fp32."""
     for step in cutlass.range_constexpr(config.tiles.down_n // STEP):
         sums = load_step(columns, step, thread)
         if in_range:

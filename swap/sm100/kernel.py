@@ -24,7 +24,7 @@ class Products(SwapHost):
     """The kernel of a product phase."""
 
     def launch(self, ops, ctas, event, steps, k_ffn, stream):
-        """Host side. A programmatic dependent launch: it waits for the end of the kernel before it."""
+        """Host side. A programmatic dependent launch: the kernel waits for the end of the previous one."""
         config = self.config
         self.kernel(ops, make_sources(config, ops)).launch(
             grid=(ctas, 1, 1),

@@ -1,4 +1,4 @@
-"""The MMA warp: products on tcgen05, summed up in tensor memory."""
+"""The MMA warp: products on tcgen05, summed in tensor memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.swap.config import A_BYTES, K_TILE, TILE_M
 
 
 def make_mma(columns: int) -> cute.TiledMma:
-    """D [128, N] = A [128, K] B [N, K]^T: both operands from shared memory, K contiguous."""
+    """D [128, N] = A [128, K] B [N, K]^T, both operands in shared memory, K contiguous."""
     major, tile = OperandMajorMode.K, (TILE_M, columns)
     return blackwell.make_trivial_tiled_mma(
         BFloat16, BFloat16, major, major, Float32, tcgen05.CtaGroup.ONE, tile
@@ -39,10 +39,10 @@ def fragments(config, base, columns) -> tuple:
 
 @cute.jit
 def mma(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlass.Constexpr, work):
-    """Every tile of the CTA: one tcgen05.mma for every 16 of K.
+    """Compute every tile of the CTA, one tcgen05.mma for every 16 of K.
 
-    operands: from ``fragments``. Consumes: full; accumulator_empty before a tile's first. Produces, each by one commit:
-    empty for every stage, accumulator_full after a tile's last.
+    operands: from ``fragments``. Consumes full, and accumulator_empty before a tile's first product. Produces, by one
+    commit each, empty after every stage and accumulator_full after a tile's last.
     """
     full, empty = channels[f"{config.phase}_full"], channels[f"{config.phase}_empty"]
     tiled_mma = make_mma(config.columns(config.phase))

@@ -1,1 +1,1 @@
-"""The products for sm_90a, and the fused kernel."""
+"""The product kernels for sm_90a, and the fused kernel."""

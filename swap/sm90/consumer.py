@@ -1,4 +1,4 @@
-"""The consumers: two warpgroups, 64 rows each of a tile, products on wgmma and their epilogues."""
+"""The consumers: two warpgroups with 64 rows of a tile each; products on wgmma, and their epilogues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VECTOR = VECTOR_BYTES // ELEMENT_BYTES
 
 
 def make_mma(columns: int) -> cute.TiledMma:
-    """D [64, N] = A [64, K] B [N, K]^T: both operands from shared memory, K contiguous."""
+    """D [64, N] = A [64, K] B [N, K]^T, both operands in shared memory, K contiguous."""
     major, tile = OperandMajorMode.K, (WARPGROUP_ROWS, columns)
     return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, ONE_WARPGROUP, tile)
 
@@ -70,10 +70,10 @@ def product_phase(
     thread,
     use,
 ) -> Int32:
-    """All tiles of this CTA in a product phase. Returns the stages used so far, ``use`` before.
+    """Compute all tiles of this CTA in a product phase. use: stages used before; returns the new count.
 
-    base: of the ring. Consumes full, produces empty, one arrival a warp in every CTA that loads for this one. Fused,
-    produces the row tile's counts of the phase.
+    base: the ring's address. Consumes full; produces empty, one arrival a warp in every CTA that loads for this one. In
+    the fused kernel it also produces the row tile's counts of the phase.
     """
     full, empty = channels[f"{phase}_full"], channels[f"{phase}_empty"]
     consumer = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
@@ -84,7 +84,8 @@ def product_phase(
     for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
         piece = work.piece(config, index)
         turn = piece.count - (stages - 1)
-        # Sums that the first products overwrote would live, and take registers, from tile to tile.
+        # Otherwise the old sums, which the first products overwrite, would stay live from tile to tile and take
+        # registers.
         fragment.fill(0.0)
         for k_tile in cutlass.range(piece.count, unroll=1):
             if (k_tile == turn) & (turn > 0) & (consumer > 0):
@@ -103,7 +104,7 @@ def product_phase(
         row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
         place = (row, piece, thread % QUAD)
         if cutlass.const_expr(phase == "up"):
-            factors = inverse_of(ops, row)  # while the last products run
+            factors = inverse_of(ops, row)  # while the last products are running
             warpgroup.wait_group(0)
             release(config, empty, work, use - 1)
             store_hidden(ops, flat(fragment), factors, place, columns)
@@ -118,17 +119,18 @@ def product_phase(
     return use
 
 
-# At the end of a tile the second consumer lets the first go ahead by all stages but one, so that the epilogue of each
-# runs under products of the other's. Tiles of fewer K tiles have no such turns: the first could be a whole tile ahead.
+# At the end of a tile the second consumer lets the first one get ahead by all stages but one, so that each one's
+# epilogue runs during the other's products. Tiles with fewer K tiles take no turns: the first could get a whole tile
+# ahead.
 
 
 def first_has_issued() -> None:
-    """The first consumer has issued its tile's last products."""
+    """Signal that the first consumer has issued its tile's last products."""
     cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=THREADS)
 
 
 def after_the_first() -> None:
-    """The second consumer waits for that."""
+    """The second consumer waits for that signal."""
     cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=THREADS)
 
 
@@ -136,9 +138,10 @@ def after_the_first() -> None:
 def release(
     config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use, by_wgmma: cutlass.Constexpr = True
 ):
-    """The warp has read a stage: tell the load warps that write into it, a lane each.
+    """Release a stage that the warp has read: its lanes arrive at the load warps that write into it, one each.
 
-    by_wgmma: and has waited for that; loads of the warp's threads are ordered by a release, which is slow.
+    by_wgmma: the stage was read by wgmma that the warp has waited for. Ordinary loads of the threads need a release,
+    which is slow.
     """
     tiles = config.tiles
     if cutlass.const_expr(tiles.cluster == 1):
@@ -157,7 +160,7 @@ def release(
 
 @cute.jit
 def inverse_of(ops, row) -> list:
-    """1 / RMS of both rows of a thread, past L1: other CTAs of this launch write it where it is fused."""
+    """1 / RMS of a thread's two rows. It bypasses L1, because in a fused launch other CTAs write it."""
     found = []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = cutlass.min(row + r * ROW_DISTANCE, ops.hidden.shape[0] - 1)
@@ -167,13 +170,14 @@ def inverse_of(ops, row) -> list:
 
 @cute.jit
 def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass.Constexpr):
-    """silu(gate) * up of a tile's features in bf16, 16 bytes a store. sums: 8 columns of gate and 8 of up, in turn.
-    factors: 1 / RMS of the thread's rows. columns: of the tile.
+    """Store silu(gate) * up of a tile's features as bf16, 16 bytes a store.
 
-    place: (the thread's first row, piece, member of the quad, whose threads swap words so that each stores 8 columns).
+    sums: 8 columns of gate and 8 of up alternate. factors: 1 / RMS of the thread's rows. columns: of the tile. place:
+    (the thread's first row, piece, member of the quad). The threads of a quad exchange words so that each stores 8
+    columns.
     """
     row, piece, member = place
-    blocks = columns // COLUMNS // 2  # of outputs
+    blocks = columns // COLUMNS // 2  # blocks of outputs
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
         for block in cutlass.range_constexpr(0, blocks, QUAD):
@@ -198,10 +202,10 @@ def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass
 
 @cute.jit
 def store_partial(ops, sums: cute.Tensor, place: tuple, columns: cutlass.Constexpr):
-    """The split's sums of a tile in fp32. Arguments as of ``store_hidden``.
+    """Store the split's sums of a tile in fp32. Arguments as in ``store_hidden``.
 
-    Of two blocks of 8 columns, neighbours exchange a pair, so that each stores four columns, 16 bytes: even threads of
-    the quad those of the first block, odd ones those of the second.
+    Adjacent threads exchange a pair from two blocks of 8 columns, so that each stores four columns, 16 bytes: even
+    threads of the quad store the first block, odd ones the second.
     """
     row, piece, member = place
     blocks, odd = columns // COLUMNS, Boolean(member % 2 == 1)

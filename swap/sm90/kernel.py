@@ -22,7 +22,7 @@ from warpspec.swap.device.rows import rows_phase
 from warpspec.swap.device.work import Work
 from warpspec.swap.sm90.consumer import product_phase, release
 
-# Of an SM's L1 and shared memory, all it can have as shared memory: the ring fills it.
+# Per cent of L1 and shared memory that are used as shared memory: all, because the ring fills it.
 SMEM_CARVEOUT_PERCENT = 100
 
 
@@ -30,8 +30,11 @@ class Products(SwapHost):
     """The kernel of a product phase, or the fused one."""
 
     def launch(self, ops, ctas, event, steps, k_ffn, stream):
-        """Host side. ctas: whole clusters. Fused, a cooperative launch: it fails where not all CTAs are resident at
-        once. A product phase is a programmatic dependent launch."""
+        """Host side. ctas: whole clusters.
+
+        The fused kernel is a cooperative launch, which fails if not all CTAs can be resident at once. A product phase
+        is a programmatic dependent launch.
+        """
         config = self.config
         self.kernel(ops, make_sources(config, ops), steps, k_ffn).launch(
             grid=(ctas, 1, 1),
@@ -64,7 +67,7 @@ class Products(SwapHost):
         if cutlass.const_expr(not config.fused):
             cute.arch.griddepcontrol_launch_dependents()
 
-        # 2. Roles. Each works out its tiles for itself.
+        # 2. Roles. Each computes its own tiles.
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp == config.load_warp:
@@ -80,7 +83,7 @@ class Products(SwapHost):
             cute.arch.setmaxregister_increase(config.consumer_registers)
             consume(config, channels, base, ops, scratch, steps, k_ffn)
 
-        # 3. No CTA leaves while others may arrive at its barriers or write into its stages.
+        # 3. No CTA may exit while others may arrive at its barriers or write into its stages.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if cutlass.const_expr(config.fused):
@@ -98,8 +101,8 @@ def load(
     steps,
     k_ffn,
 ):
-    """The load warp: the phase's tiles, or those of both products of every FFN step, and the router's weights before
-    every swap."""
+    """The load warp: loads the phase's tiles; if fused, those of both products of every FFN step, and the router's
+    weights before every swap."""
     if cutlass.const_expr(config.fused):
         up, down, router = Int32(0), Int32(0), Int32(0)
         router = load_router(config, channels, loads["router"], router)
@@ -127,7 +130,7 @@ def consume(
     steps,
     k_ffn,
 ):
-    """Both consumers: the phase's tiles, or every phase in order."""
+    """Both consumers: compute the phase's tiles; if fused, every phase in order."""
     thread, _, _ = cute.arch.thread_idx()
     works = {phase: Work.of(config, ops, phase) for phase in config.products}
     flow = Flow.of(config, ops)
@@ -175,14 +178,15 @@ def every_phase(
 
 
 def swaps_after(step, steps, k_ffn):
-    """Whether an event begins after an FFN step."""
+    """Whether an event begins after FFN step ``step``."""
     return ((step + 1) % k_ffn == 0) & (step + 1 < steps)
 
 
 @cute.jit
 def release_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, work, use) -> Int32:
-    """The warp has read the router's weights, if it had rows at all. Returns how often so far, ``use`` before."""
+    """Release the router's weights after the warp's last read, if it had rows. use: how often before; returns the new
+    count."""
     channels["router_full"].wait(use)
-    cute.arch.fence_view_async_shared()  # reads are complete before the copy engine's writes
+    cute.arch.fence_view_async_shared()  # orders these reads before the copy engine's writes
     release(config, channels["router_empty"], work, use)
     return use + 1
