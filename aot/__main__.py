@@ -1,4 +1,4 @@
-"""Compile a model's attention kernels ahead: ``python -m warpspec compile --arch sm_90a --model gpt-oss-120b``."""
+"""Compiles a model's attention kernels ahead: ``python -m warpspec compile --arch sm_90a --model gpt-oss-120b``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if options.list else parser().error("--model: name one, or several, of these")
     if options.cache is not None:
         os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)
-    target = replace(SIMULATED[options.arch], device=0)  # compiled as for a GPU
+    target = replace(SIMULATED[options.arch], device=0)  # compile as for a GPU
     if options.sm_count:
         target = replace(target, sm_count=options.sm_count)
     wanted = dict.fromkeys(

@@ -1,7 +1,7 @@
-"""Which attention kernels a model's calls ask for.
+"""Which attention kernels a model's calls need.
 
-``MODELS`` says what a model's layers are, ``CALLS`` how engines tell requests apart. ``kernels`` plans calls of many
-sizes as ``warpspec.fmha`` plans them, and collects the configurations that come out.
+``MODELS`` describes models' layers, ``CALLS`` how engines delimit requests. ``kernels`` plans calls of many sizes as
+``warpspec.fmha`` plans them, and collects the resulting configurations.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ FULL = {}
 
 
 def sliding(keys: int) -> dict:
-    """A layer whose queries see so many keys, their own among them."""
+    """A layer whose queries see ``keys`` keys, their own included."""
     return {"window": (keys - 1, 0)}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's attention. layers: options of ``attention`` for each kind of layer. sink: rows have sinks. shared_kv: V
-    is K. strides: positions that one compressed key stands for, of each kind of layer that has such keys beside its
-    own."""
+    """A model's attention.
+
+    layers: options of ``attention`` for each kind of layer. sink: whether rows have sinks. shared_kv: whether V is K.
+    strides: for each kind of layer with compressed keys besides its own, the positions that one of them stands for.
+    """
 
     heads_q: int
     heads_kv: int
@@ -61,14 +63,14 @@ MODELS = {
     "gemma-3-27b": Model(32, 16, 128, layers=(FULL, sliding(1024))),
 }
 
-# How requests are told apart: as rows of a batch, all keys of each; some of them by lengths and positions, as with
-# padding or a cache of fixed size; keys in pages; queries and keys packed; queries packed and keys in pages.
+# How requests are delimited: as rows of a batch with all keys; as rows with lengths and positions, for padding or a
+# cache of fixed size; with keys in pages; with queries and keys packed; with queries packed and keys in pages.
 CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
 PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
 PAGE_SIZES = (16, 64)
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256)
-DECODE_QUERIES = (1, 2, 4, 8)  # more than one: speculated
+DECODE_QUERIES = (1, 2, 4, 8)  # more than one query: speculative decoding
 PREFILL_QUERIES = (16, 32, 64, 128, 256, 1024, 4096, 16384)
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MOST_QUERIES = 65536  # of a batch
@@ -81,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 def sizes() -> Iterator[Sizes]:
-    """Sizes of calls: decoding, speculative decoding, prefill with and without keys before it."""
+    """Sizes of calls: decoding, speculative decoding, prefill with and without earlier keys."""
     for seq_q in (*DECODE_QUERIES, *PREFILL_QUERIES):
         for batch in BATCHES:
             if batch * seq_q <= MOST_QUERIES:
@@ -89,20 +91,20 @@ def sizes() -> Iterator[Sizes]:
 
 
 def problems(model: Model, calls: Iterable[str], page_sizes: Iterable[int]) -> Iterator[AttentionProblem]:
-    """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys, of paged calls."""
+    """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys of a page, for paged calls."""
     forms = [(call, page) for call in calls for page in (page_sizes if call in PAGED else (0,))]
     for call, page_size in forms:
         for layer in model.layers:
             for size in sizes():
                 yield problem(model, layer, size, call, page_size)
-        for stride in model.strides:  # keys of both kinds, each a part of the result
+        for stride in model.strides:  # keys of both kinds, each of which gives a part of the result
             for size in sizes():
                 for part in (*model.layers, {"key_stride": stride}):
                     yield problem(model, part | {"normalize": False}, size, call, page_size)
 
 
 def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -> AttentionProblem:
-    """The problem of one call, in bf16. layer: options of ``attention`` or, of packed calls, ``attention_varlen``."""
+    """The problem of one call, in bf16. layer: options of ``attention``, or for packed calls ``attention_varlen``."""
     batch, seq_q, seq_k = size
 
     def tensor(*shape, dtype=torch.bfloat16):
@@ -135,9 +137,9 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
 
 
 def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Kernel, Hashable]]:
-    """The kernels, each with its configuration, that a target's calls of these problems run; each once.
+    """The kernels with their configurations that a target runs for these problems, each once.
 
-    Raises UnsupportedProblem naming what the target's kernel does not do.
+    Raises UnsupportedProblem naming what the target's kernel cannot do.
     """
     package = ATTENTION.of(target.architecture)
     wanted: dict[tuple[Kernel, Hashable], None] = {}

@@ -1,4 +1,4 @@
-"""Compiling many kernels in several processes."""
+"""Compiles many kernels in several processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from warpspec.common.launch import Kernel
 
 
 def compile_ahead(kernel: Kernel, config: Hashable, arch: str) -> float:
-    """Compile and keep a kernel; seconds it took.
+    """Compile and keep a kernel; returns the seconds it took.
 
-    Raises what the DSL raises, and RuntimeWarning where what was compiled cannot be kept.
+    Raises what the DSL raises, and RuntimeWarning if the result cannot be kept.
     """
     warnings.simplefilter("error", RuntimeWarning)
     start = time.monotonic()
@@ -25,7 +25,10 @@ def compile_ahead(kernel: Kernel, config: Hashable, arch: str) -> float:
 
 
 class Progress:
-    """One line: how many kernels of how many, for how long, and the last one. Without a terminal, a line for each."""
+    """A line with kernels done, kernels in all, time, and the last kernel.
+
+    Without a terminal, a line for each kernel.
+    """
 
     def __init__(self, total: int):
         self.total, self.done, self.start = total, 0, time.monotonic()
@@ -43,7 +46,7 @@ class Progress:
 
 
 def compile_all(wanted: Sequence[tuple[Kernel, Hashable]], arch: str, jobs: int) -> int:
-    """Compile kernels in so many processes; how many failed, which is said on stderr."""
+    """Compile kernels in ``jobs`` processes; returns how many failed. Reports failures on stderr."""
     progress, failed = Progress(len(wanted)), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         pending = {pool.submit(compile_ahead, *item, arch): item for item in wanted}

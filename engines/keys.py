@@ -1,7 +1,7 @@
 """What engines have in common: where the keys of a batch lie, windows, and checks that name the engine's setting.
 
-Engines keep keys and values in slots, one a token and layer. A page is page_size slots, one behind another. Requests
-are known by cu_seqlens: those of request b are cu_seqlens[b] to cu_seqlens[b + 1] of the tensor in question.
+Engines keep keys and values in slots, one for each token and layer. A page is page_size consecutive slots. cu_seqlens
+delimits requests: request b has rows cu_seqlens[b] to cu_seqlens[b + 1] of the tensor in question.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from warpspec.common.errors import UnsupportedProblem
 HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 SMALLEST_PAGE = 16
-LARGE_PAGE = 128  # above, pages are whole multiples of it
+LARGE_PAGE = 128  # larger pages must be a multiple of it
 
 
 def check_page_size(page_size: int, setting: str) -> None:
-    """Raise UnsupportedProblem unless pages of this many keys can be read; `setting` is how the engine calls it."""
+    """Raise UnsupportedProblem unless pages of this many keys can be read. `setting`: the engine's name for it."""
     small = SMALLEST_PAGE <= page_size <= LARGE_PAGE and page_size % SMALLEST_PAGE == 0
     if not (small or (page_size > 0 and page_size % LARGE_PAGE == 0)):
         raise UnsupportedProblem(
@@ -27,7 +27,7 @@ def check_page_size(page_size: int, setting: str) -> None:
 
 
 def check_head_size(head_dim: int, engine: str) -> None:
-    """Raise UnsupportedProblem unless heads of this size can be computed; `engine`: what to say about it."""
+    """Raise UnsupportedProblem unless heads of this size can be computed. `engine`: words for the message."""
     if head_dim not in HEAD_DIMS:
         raise UnsupportedProblem(
             f"head size: must be {', '.join(map(str, HEAD_DIMS))}, got {head_dim}; {engine}"
@@ -35,27 +35,27 @@ def check_head_size(head_dim: int, engine: str) -> None:
 
 
 def check_dtype(dtype: torch.dtype, setting: str) -> None:
-    """Raise UnsupportedProblem unless the dtype is one of attention's; `setting` is how the engine calls it."""
+    """Raise UnsupportedProblem unless attention takes the dtype. `setting`: the engine's name for it."""
     if dtype not in DTYPES:
         raise UnsupportedProblem(f"{setting}: must be bfloat16 or float16, got {dtype}; set it to bfloat16")
 
 
 def pages_of(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[pages, page_size, Hkv, D], a view of slots [pages * page_size (or more), Hkv, D]."""
+    """View slots [pages * page_size (or more), Hkv, D] as [pages, page_size, Hkv, D]."""
     return slots[: len(slots) // page_size * page_size].unflatten(0, (-1, page_size))
 
 
 def page_table(slots: torch.Tensor, cu_seqlens: torch.Tensor, page_size: int, most_keys: int) -> torch.Tensor:
-    """The page table of requests whose keys' slots are listed.
+    """The page table of requests, made from a list of their keys' slots.
 
     Args:
-        slots: [N] integer, N >= 1: where each key lies, requests one behind another. A request's keys lie in order in
-            its pages, from the beginning of the first one.
+        slots: [N] integer, N >= 1: where each key lies, request after request. A request's keys lie in order in its
+            pages, from the start of the first page on.
         cu_seqlens: [B + 1] int32.
-        most_keys: the most keys of a request, known to the host.
+        most_keys: the most keys of any request, known to the host.
 
     Returns:
-        [B, pages of most_keys] int32. Entries past a request's end hold some page that exists.
+        [B, pages of most_keys] int32. Entries past a request's end name some page that exists.
     """
     width = max(1, -(-most_keys // page_size))
     first_of_page = torch.arange(0, width * page_size, page_size, device=slots.device, dtype=cu_seqlens.dtype)
@@ -71,8 +71,8 @@ def slots_of_last(table: torch.Tensor, kv_lengths: torch.Tensor, page_size: int,
 
 
 def window_of(sliding_window: int | None, counts_own: bool) -> tuple[int, int] | None:
-    """`attention`'s window of an engine's sliding window; whether that counts the query's own position. None or a
-    number that is not positive is no window."""
+    """`attention`'s window for an engine's sliding window. counts_own: whether that counts the query's own position.
+    None, or a number that is not positive, means no window."""
     if sliding_window is None or sliding_window <= 0:
         return None
     return (sliding_window - counts_own, 0)

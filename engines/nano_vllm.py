@@ -19,8 +19,8 @@ FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
 def register(functions: ModuleType = flash_attn) -> None:
     """Make nano-vllm call the functions of `functions`, whether or not flash-attn is installed.
 
-    The module `flash_attn` of other packages stays what it is. Calling this again, or after nano-vllm was imported,
-    is legal.
+    The module `flash_attn` that other packages import does not change. This may be called repeatedly, and after
+    nano-vllm was imported.
 
     Raises:
         ModuleNotFoundError: nano-vllm is not installed.

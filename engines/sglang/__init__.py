@@ -1,11 +1,11 @@
 """`warpspec.fmha` as an attention backend of SGLang, 0.5.23 and later.
 
-Installed beside SGLang, this is a plug-in that SGLang loads by itself:
+If both are installed, SGLang loads this as a plug-in by itself:
 
     python -m sglang.launch_server --model-path MODEL --attention-backend warpspec --page-size 64
 
-Decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16: grouped heads, sinks, sliding windows, pools
-for layers with windows.
+It supports decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16, with grouped heads, sinks and
+sliding windows, including separate pools for layers with windows.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 NAME = "warpspec"
 
 
-# Models for which SGLang has a list of backends with sinks and windows; ours has both.
+# SGLang lists, for these models, the backends that support sinks and windows; ours supports both.
 LISTED_MODELS = ("GptOssForCausalLM",)
 LISTED_BACKEND = "triton"
 ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 
 
 def register() -> None:
-    """Entry point of SGLang's plug-ins: make the backend's name known. The rest is imported with the first model."""
+    """Entry point of SGLang's plug-ins: registers the backend's name. The rest is imported with the first model."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:  # the first time
+    if NAME not in ATTENTION_BACKEND_CHOICES:  # otherwise it is registered already
         add_attention_backend_choices([NAME])
         HookRegistry.register(ADJUSTMENTS, _pass_lists, HookType.AROUND)
     register_attention_backend(NAME)(_make_backend)
@@ -38,7 +38,7 @@ def _make_backend(runner):
 
 
 def _pass_lists(adjust, server_args):
-    """SGLang's adjustments to a model, with our name passing for one of its list where it has one."""
+    """SGLang's adjustments for a model, during which our name passes for one that is in SGLang's list."""
     from sglang.srt.arg_groups import model_hook
 
     named = model_hook.attention_backends_of

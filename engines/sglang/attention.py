@@ -1,4 +1,4 @@
-"""The backend: what a batch is like, attention of a layer."""
+"""The backend: what describes a batch, and the attention of a layer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from warpspec.fmha import attention_varlen
 
 @dataclass
 class Batch:
-    """One step's requests. Lengths stay on the device."""
+    """The requests of one step. Lengths stay on the device."""
 
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     most_queries: int
     kv_lengths: torch.Tensor  # [B] int32, new tokens included
     most_keys: int  # an upper bound
     page_table: torch.Tensor  # [B, pages] int32
-    window_page_table: torch.Tensor | None  # the same in the pool of layers with windows
-    window_slots: torch.Tensor | None  # where they write new keys
+    window_page_table: torch.Tensor | None  # like page_table, for the pool of layers with windows
+    window_slots: torch.Tensor | None  # where those layers write new keys
 
 
 class WarpspecBackend(AttentionBackend):
-    """Attention of all layers. Page tables are made on the device from SGLang's table of slots, once a step; in a CUDA
-    graph, inside it."""
+    """Attention of all layers. It makes page tables on the device from SGLang's table of slots, once a step; in a CUDA
+    graph, inside the graph."""
 
     def __init__(self, runner) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class WarpspecBackend(AttentionBackend):
             runner.model_config.head_dim, "choose another --attention-backend for this model"
         )
         self.most_keys = runner.model_config.context_len
-        self.req_to_token_pool = runner.req_to_token_pool  # SGLang looks for both by these names
+        self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.has_window_pool = (
             isinstance(self.token_to_kv_pool, SWAKVPool) and self.token_to_kv_pool.swa_layer_nums > 0
@@ -49,17 +49,17 @@ class WarpspecBackend(AttentionBackend):
         self.forward_metadata: Batch | None = None
 
     def init_forward_metadata(self, forward_batch) -> None:
-        """Before a step that is no CUDA graph."""
+        """Called before a step that runs without a CUDA graph."""
         most_keys = self.most_keys
         if forward_batch.seq_lens_cpu is not None and len(forward_batch.seq_lens_cpu):
             most_keys = int(forward_batch.seq_lens_cpu.max())
         self.forward_metadata = self._batch(forward_batch, most_keys)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """There is none: a graph makes what it needs from the batch's own tensors."""
+        """Does nothing: a graph computes what it needs from the batch's own tensors."""
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
-        """Inside the graph: the table is as wide as the longest context."""
+        """Called inside the graph; the table is as wide as the longest context."""
         self.forward_metadata = self._batch(forward_batch, self.most_keys)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -99,7 +99,7 @@ class WarpspecBackend(AttentionBackend):
         )
 
     def _table(self, first_slots: torch.Tensor) -> torch.Tensor:
-        """[B, pages] int32, of the slots with which pages begin; those that were freed have none, and are not read."""
+        """[B, pages] int32, from the first slot of each page. Freed pages have no slot and are not read."""
         return (first_slots.clamp(min=0) // self.page_size).int()
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **named):
@@ -109,7 +109,7 @@ class WarpspecBackend(AttentionBackend):
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
     def _attend(self, q, k, v, layer, step, save_kv_cache, sinks=None, **others) -> torch.Tensor:
-        """q [rows, Hq * D] and k, v of the new tokens: attention to all keys of each row's request, [rows, Hq * D]."""
+        """Attention of the new tokens to all keys of their request: q [rows, Hq * D], k and v -> [rows, Hq * D]."""
         _check_layer(layer, others)
         batch, heads, head_dim = self.forward_metadata, layer.tp_q_head_num, layer.qk_head_dim
         if save_kv_cache and k is not None:
@@ -136,13 +136,13 @@ class WarpspecBackend(AttentionBackend):
 
 
 def _window_of(layer) -> tuple[int, int] | None:
-    """A layer's window; SGLang's does not count the query's own position, and is -1 where there is none."""
+    """A layer's window. SGLang's number does not count the query's own position and is -1 for no window."""
     size = layer.sliding_window_size
     return None if size is None or size < 0 else (size, 0)
 
 
 def _check_layer(layer, others: dict) -> None:
-    """Raise UnsupportedProblem for a layer that asks for what is not done."""
+    """Raise UnsupportedProblem for a layer with unsupported options."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         raise UnsupportedProblem(f"attn_type: must be that of a decoder, got {layer.attn_type}")
     if layer.logit_cap:

@@ -9,7 +9,7 @@
     engine.prepare_continuous_batching(model)
     model.generate_batch(...)  # paged cache, requests of any lengths in one launch
 
-What layers may be like, and what is refused: attention.py, experts.py; continuous batching: continuous_batching.py.
+attention.py, experts.py and continuous_batching.py say which layers and calls are supported and which are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def register(name: str = "warpspec", backend: str = "auto", compressed: str = "b
     """Make `attn_implementation=name` compute attention with `warpspec.fmha.attention(backend=backend)`, and
     `experts_implementation=name` experts with `warpspec.moe.moe_ffn(backend=backend)`.
 
-    compressed: "bias" or "key_sets", the way through layers with compressed keys (see attention.py).
+    compressed: "bias" or "key_sets", how layers with compressed keys are computed (see attention.py). Raises ValueError
+    for any other value.
     """
     mask = mask_maker(compressed)  # raises before anything is registered
 
@@ -58,6 +59,6 @@ def register(name: str = "warpspec", backend: str = "auto", compressed: str = "b
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
-    # The name that continuous batching of transformers 5.17 gives a model loaded with `name`.
+    # The name that transformers 5.17's continuous batching gives a model loaded with `name`.
     AttentionInterface.register(f"paged|{name}", partial(paged_attention_forward, backend=backend))
     experts.register(name, backend)

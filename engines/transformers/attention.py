@@ -1,22 +1,22 @@
-"""One attention function and mask functions for transformers' models, with dynamic and static KV caches.
+"""An attention function and mask functions for transformers' models, with dynamic and static KV caches.
 
-Handled: causal and causal sliding-window layers, attention sinks, grouped and shared KV heads, dynamic and
-static KV caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed
-keys. Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed
-sequences, bidirectional, chunked and block-wise masks, soft caps, position biases, `output_attentions`. There
-are gradients where `attention` has them. As with transformers' flash attention, results of padding rows are undefined.
+Supported: causal and causal sliding-window layers, attention sinks, grouped and shared KV heads, dynamic and static KV
+caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys. Refused with
+`UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed sequences, bidirectional,
+chunked and block-wise masks, soft caps, position biases, `output_attentions`. There are gradients wherever `attention`
+has them. As with transformers' flash attention, results of padding rows are undefined.
 
-Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to those of the sliding window after
-the model has made its mask. `mask_maker(compressed)` chooses between two ways through them. (Other layers
-of that model are handed the same mask.)
+Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to the keys of the sliding window. They do so
+after the model has made its mask. `mask_maker(compressed)` chooses between two ways to handle this. (All layers of that
+model get the same mask.)
 
-"bias": the mask is an additive tensor, which the layer extends by its compressed keys' columns; all keys are
-one set, the mask its bias. Does all that the model does: padding, selection by the indexer.
+"bias": the mask is an additive tensor, which the layer extends by columns for its compressed keys. All keys form one
+set, and the mask is its bias. This supports all that the model does: padding, and selection by the indexer.
 
-"key_sets": window keys and compressed keys are two sets, the first with `window`, the second with
-`key_stride`, combined with `merge`. There is no mask in memory, and tiles of keys that no query sees are not
-visited. Refused: padding, and more compressed keys than the indexer selects (up to there it selects every one
-in the past). Queries stand where the cache says, at the model's default position_ids.
+"key_sets": window keys and compressed keys are two sets, the first with `window`, the second with `key_stride`, which
+`merge` combines. No mask is kept in memory, and tiles of keys that no query sees are not visited. Refused: padding, and
+more compressed keys than the indexer selects (up to that number it selects every key in the past). Queries have the
+positions that the cache gives, the model's default position_ids.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
 UNSUPPORTED_ARGUMENTS = ("softcap", "head_mask", "position_bias", "cache", "output_attentions")
-RANGES_DTYPE = torch.int32  # tells a mask of `key_ranges` from
-SIZES_DTYPE = torch.int8  # one of `key_set_sizes`; additive ones are floating
+RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
+SIZES_DTYPE = torch.int8  # marks one of `key_set_sizes`; additive masks are floating
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -51,10 +51,10 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function.
 
-    query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor where a layer shares them;
-    attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk], which then
-    says all about who sees whom, as in eager attention; s_aux [Hq]: sink logits; sliding_window counts the
-    row's own position. Returns ([B, Sq, Hq, D], None).
+    query [B, Hq, Sq, D]; key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor if a layer shares them.
+    attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk]; the latter alone
+    determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. sliding_window counts the row's
+    own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the module says.
     """
     if dropout:
         raise UnsupportedProblem(f"dropout: must be 0, got {dropout}")
@@ -89,7 +89,7 @@ def attention_forward(
 
 
 def mask_maker(compressed: str = "bias"):
-    """transformers' mask function; for models with compressed keys the one that `compressed` names."""
+    """transformers' mask function. For models with compressed keys, the one that `compressed` names."""
     ways = {"bias": additive_mask, "key_sets": key_set_sizes}
     if compressed not in ways:
         raise ValueError(f"compressed: must be one of {', '.join(ways)}, got {compressed!r}")
@@ -112,13 +112,13 @@ def key_ranges(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor | None:
-    """transformers' mask function: which keys exist, and where the queries stand among them.
+    """transformers' mask function: which keys exist, and which positions the queries have among them.
 
-    Query i has position q_offset + i, key j position kv_offset + j; attention_mask [B, positions], bool or
-    None, is False at padding. Returns None where the queries are the last of the keys and nothing is padding;
-    otherwise int32 [B, 1, 1, 2 or 3] with (q_start, kv_length[, first]) as `attention` takes them, counted
-    from the row's first key that is no padding; first is there only if some row has one. Four dimensions
-    because transformers hands on masks of that rank as they are.
+    Query i has position q_offset + i, key j has position kv_offset + j. attention_mask, [B, positions], bool or None,
+    is False at padding. Returns None if the queries are the last of the keys and there is no padding. Otherwise it
+    returns int32 [B, 1, 1, 2 or 3] with (q_start, kv_length[, first]) as `attention` takes them, counted from the row's
+    first key that is not padding; first is present only if some row has one. It has four dimensions because
+    transformers passes masks of that rank on unchanged.
     """
     if not _is_causal_mask(mask_function):
         raise UnsupportedProblem(
@@ -164,11 +164,11 @@ def key_set_sizes(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor:
-    """transformers' mask function for "key_sets": a tensor of one byte whose shape is the message.
+    """transformers' mask function for "key_sets": a tensor of one byte that carries sizes in its shape.
 
-    Shape [B, 1, W, W + P]: W keys of the window, P positions so far. The last dimension is no shorter than
-    window and compressed keys together, so that the layer hands the mask on instead of extending it; sizes,
-    not values, because reading a value would make the host wait for the device.
+    The shape is [B, 1, W, W + P] with W keys of the window and P positions so far. The last dimension is at least as
+    long as window and compressed keys together, so that the layer passes the mask on instead of extending it. Sizes are
+    used rather than values, because reading a value would make the host wait for the device.
     """
     if key_ranges(batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **kwargs) is not None:
         raise UnsupportedProblem(
@@ -179,9 +179,9 @@ def key_set_sizes(
 
 
 def _is_causal_mask(mask_function) -> bool:
-    """Whether it is transformers' causal mask, or that with a sliding window.
+    """Whether a mask function is transformers' causal one, or the causal one with a sliding window.
 
-    transformers composes masks of closures; those made by one function share its code object.
+    transformers composes masks of closures; closures made by the same function share its code object.
     """
     causal = masking_utils.causal_mask_function
     if mask_function is causal:
@@ -245,7 +245,7 @@ def _key_sets(compressor, q, k, v, sizes, sliding_window, sink, options) -> torc
 
 
 def _columns(mask: torch.Tensor, batch: int):
-    """(first or None, q_start, kv_lengths), each int32 [B], of a mask made by `key_ranges`."""
+    """(first or None, q_start, kv_lengths), each int32 [B], of a mask from `key_ranges`."""
     if mask.dtype != RANGES_DTYPE or mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.shape[0] != batch:
         raise UnsupportedProblem(
             "attention_mask: must be the [batch, positions] padding mask or an additive, floating-point one; "
@@ -256,7 +256,7 @@ def _columns(mask: torch.Tensor, batch: int):
 
 
 def _shift(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Copy of [B, S, H, D] whose row b begins at its key first[b]; its last key fills the end."""
+    """Copy of [B, S, H, D] in which row b starts at its key first[b]; its last key fills the end."""
     index = torch.arange(tensor.shape[1], device=tensor.device) + first[:, None]
     index = index.clamp(max=tensor.shape[1] - 1).long()
     return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], index]

@@ -1,13 +1,13 @@
 """Attention for transformers' continuous batching (`model.generate_batch`), 5.17 and later.
 
-The engine packs the queries of all requests of a step into one row and keeps keys in a paged cache. It hands over
-slots: where new keys go, and where a request's keys are read. Layers without a window read pages as they lie, where
-transformers' own functions gather all keys first; layers with one keep a ring of slots, which is gathered (it is
-short). Steps that only decode come with a page table, which the engine fills for implementations it knows as flash
-attention: `prepare_continuous_batching` makes ours one of them.
+The engine packs the queries of all requests of a step into one row and keeps keys in a paged cache. It provides slots:
+where new keys go, and where a request's keys are read. Layers without a window read pages in place, whereas
+transformers' own functions gather all keys first. Layers with a window keep a ring of slots, which is short and is
+gathered. Steps that only decode come with a page table, which the engine fills only for implementations that it
+recognises as flash attention; `prepare_continuous_batching` makes ours one of them.
 
-Before the first layer of a kind, its page table or indices are made; the kind's other layers use them again. All is
-done on the device, so that a step can be a CUDA graph.
+Page tables and indices are made before the first layer of a kind and reused by the kind's other layers. All of this
+happens on the device, so that a step can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
 from warpspec.fmha import attention, attention_varlen, flash_attn
 
-# transformers looks for "flash" in a name before it does without masks, and for a 2 or 3 behind it before it fills
-# page tables.
+# transformers does without masks if a name contains "flash", and fills page tables if a 2 or 3 follows.
 NAME = "warpspec_flash2"
 PAGE_SETTING = "page_size (of ContinuousBatchingConfig; block_size before transformers 5.18)"
 UNSUPPORTED_ARGUMENTS = ("softcap", "head_mask", "position_bias", "output_attentions")
 
 
 def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", name: str = NAME) -> None:
-    """Make `model.generate_batch` and the model's continuous-batching managers compute attention with
-    `warpspec.fmha`.
+    """Make `model.generate_batch` and the model's continuous-batching managers compute attention with `warpspec.fmha`.
 
-    The model's attention implementation becomes `name`, which must have "flash" in it, and a 2 or 3 behind that for
-    page tables in steps that only decode; `model.set_attn_implementation` sets another one.
+    The model's attention implementation becomes `name`. It must contain "flash", followed by a 2 or 3 if steps that
+    only decode are to have page tables. `model.set_attn_implementation` sets another one.
 
     Raises:
         UnsupportedProblem: the model's head size or dtype. ValueError: name.
@@ -54,7 +52,8 @@ def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", n
     for part in model.modules():
         allowed = getattr(part, "_compatible_flash_implementations", None)
         if allowed is not None and name not in allowed:
-            part._compatible_flash_implementations = [*allowed, name]  # of this model, not of its class
+            # An attribute of this model, not of its class.
+            part._compatible_flash_implementations = [*allowed, name]
     model.set_attn_implementation(name)
 
 
@@ -62,9 +61,9 @@ OUR_NAMES: set[str] = set()
 
 
 def _offer_flash_functions() -> None:
-    """Have transformers find our functions where it looks for those of an implementation with "flash" in its name.
+    """Offer our functions where transformers looks for those of an implementation with "flash" in its name.
 
-    It asks whether there is a function for page tables; `paged_attention_forward` is what runs.
+    It only asks whether there is a function for page tables; `paged_attention_forward` is what runs.
     """
     theirs = modeling_flash_attention_utils._lazy_imports
     if getattr(theirs, "of_warpspec", False):
@@ -85,7 +84,7 @@ def _offer_flash_functions() -> None:
     modeling_flash_attention_utils._lazy_imports = lazy_imports
 
 
-@torch.compiler.disable  # views of the cache, and state that goes from layer to layer
+@torch.compiler.disable  # it takes views of the cache and keeps state from layer to layer
 def paged_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -108,10 +107,10 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function with a paged cache.
 
-    query [1, Hq, T, D], key and value [1, Hkv, T, D]: the new tokens of all requests; the rest is what continuous
-    batching hands over: requests' queries and keys in cu_seq_lens_q and _k, slots to write and read of each group of
-    layers, or page tables [groups, B, pages] where every request has one query. Returns ([1, T, Hq, D], None); rows
-    that belong to no request hold anything.
+    query [1, Hq, T, D], key and value [1, Hkv, T, D]: the new tokens of all requests. The other arguments come from
+    continuous batching: cu_seq_lens_q and _k delimit the requests' queries and keys; slots to write and read are given
+    for each group of layers, or page tables [groups, B, pages] if every request has one query. Returns ([1, T, Hq, D],
+    None); rows that belong to no request are undefined.
     """
     if cache is None:
         raise UnsupportedProblem(
@@ -141,7 +140,7 @@ def paged_attention_forward(
     if block_table is not None:
         return _decode(layer, step, q, k, v, options)[None], None
     packed = dict(causal=True, window=window, max_seqlen_q=step.max_seqlen_q, **options)
-    if step.read.numel() == 0:  # no request has keys in the cache
+    if step.read.numel() == 0:  # no request has keys in the cache yet
         layer.write(step.write, k, v)
         keys_are = dict(cu_seqlens_k=step.cu_seqlens_k, max_seqlen_k=step.max_seqlen_k)
     elif layer.window:
@@ -157,19 +156,19 @@ def paged_attention_forward(
 
 @dataclass(frozen=True)
 class _Step:
-    """What the engine says of a step, for the layers of one kind."""
+    """A step as the engine describes it, for the layers of one kind."""
 
     cu_seqlens_q: torch.Tensor  # [B + 1]
-    cu_seqlens_k: torch.Tensor  # [B + 1]; of layers with a window, keys inside it and new ones
+    cu_seqlens_k: torch.Tensor  # [B + 1]; for layers with a window, keys inside it and new ones
     max_seqlen_q: int
     max_seqlen_k: int
     table: torch.Tensor | None  # [B, pages]
-    read: torch.Tensor | None  # [keys]: their slots; in layers with a window new keys have a mark instead
+    read: torch.Tensor | None  # [keys]: their slots; in layers with a window, new keys have a mark instead
     write: torch.Tensor | None  # [T]: slots of the new keys
 
 
 def _decode(layer: _Layer, step: _Step, q, k, v, options) -> torch.Tensor:
-    """Attention of one query a request, [B, Hq, D]; key and value of each are written first."""
+    """Attention of one query a request, [B, Hq, D]; first writes each request's new key and value."""
 
     def places():
         lengths = step.cu_seqlens_k.diff().int()
@@ -189,8 +188,10 @@ def _table(layer: _Layer, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _with_ring(layer: _Layer, step: _Step, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, values), packed [keys, Hkv, D]: those of the window, which are read before new ones overwrite them, and
-    behind each request's the new ones."""
+    """(keys, values), packed [keys, Hkv, D]: for each request the window's, followed by the new ones.
+
+    The window's are read before new ones overwrite them.
+    """
     places = layer.once_a_step(lambda: _places_of_new(step))
     packed = []
     for slots, new in zip(layer.slots, (k, v), strict=True):
@@ -202,7 +203,7 @@ def _with_ring(layer: _Layer, step: _Step, k, v) -> tuple[torch.Tensor, torch.Te
 
 
 def _places_of_new(step: _Step) -> torch.Tensor:
-    """[T] int64: where the new keys stand among a step's keys of the window; the last row for those of no request."""
+    """[T] int64: the place of each new key among a step's keys of the window; the last row for those of no request."""
     cu_q, cu_k = step.cu_seqlens_q, step.cu_seqlens_k
     token = torch.arange(len(step.write), device=cu_q.device, dtype=cu_q.dtype)
     request = torch.searchsorted(cu_q[1:].contiguous(), token, right=True)
@@ -221,7 +222,7 @@ class _Layer:
     is_first: bool  # of its group
     page_size: int | None  # None: a ring, not read in pages
     slots: tuple[torch.Tensor, torch.Tensor]  # of keys and values, each [slots, Hkv, D]
-    pages: tuple[torch.Tensor, torch.Tensor] | None  # the same, [pages, page_size, Hkv, D]
+    pages: tuple[torch.Tensor, torch.Tensor] | None  # the same slots as [pages, page_size, Hkv, D]
     trash: int  # a slot that is written and never read
     shared: dict  # what `once_a_step` made, by group
 
@@ -234,13 +235,13 @@ class _Layer:
             slots.index_copy_(0, places, new)
 
     def once_a_step(self, make):
-        """What `make` returned in the first layer of the group."""
+        """What `make` returned for the first layer of the group; the other layers reuse it."""
         if self.is_first:
             self.shared[self.group] = make()
         return self.shared[self.group]
 
 
-_shared: WeakKeyDictionary = WeakKeyDictionary()  # cache: what its layers share
+_shared: WeakKeyDictionary = WeakKeyDictionary()  # cache -> what its layers share
 
 
 def _layer_of(cache, index: int) -> _Layer:
@@ -253,7 +254,8 @@ def _layer_of(cache, index: int) -> _Layer:
 
 
 def _layer_of_allocator(cache, index: int, shared: dict) -> _Layer:
-    """Of transformers 5.23: an allocator for each kind of layers, pages of keys and values in turns."""
+    """For transformers 5.23, which has an allocator for each kind of layers, with pages of keys and values
+    alternating."""
     allocator = cache.layer_to_allocator[index]
     is_full = allocator.layer_type == "full_attention"
     slots = allocator._kv_token_views[index]
@@ -270,7 +272,8 @@ def _layer_of_allocator(cache, index: int, shared: dict) -> _Layer:
 
 
 def _layer_of_groups(cache, index: int, shared: dict) -> _Layer:
-    """Of transformers 5.17: groups of equally many layers, one tensor of slots for each layer of a group."""
+    """For transformers 5.17, which has groups of equally many layers, with one tensor of slots for each layer of a
+    group."""
     group, of_group = cache.layer_index_to_group_indices[index]
     slots = cache.key_cache[of_group], cache.value_cache[of_group]
     is_full = cache.sliding_windows[index] == 1
@@ -287,5 +290,5 @@ def _layer_of_groups(cache, index: int, shared: dict) -> _Layer:
 
 
 def _of_kind(value, kind: str):
-    """A value that may be a dictionary by kind of layer."""
+    """Look a value up by kind of layer if it is a dictionary."""
     return value[kind] if isinstance(value, dict) else value

@@ -4,11 +4,11 @@
     experts.register()
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="warpspec")
 
-Experts become NVFP4 at a module's first use, from its own weights; `attach` gives it others, such as a checkpoint's
-own NVFP4 (`NVFP4Experts.from_checkpoint`). The router stays transformers'. Refused with `UnsupportedProblem`, never
-computed differently: experts without a gate, with a norm behind them, or with an activation that is not one of ours
-(found out by trying it). There is no backward pass. Ids from expert parallelism that belong to other ranks (num_experts
-and above) are no one's here, too.
+Experts are converted to NVFP4 at a module's first use, from its own weights. `attach` gives it others, such as a
+checkpoint's own NVFP4 (`NVFP4Experts.from_checkpoint`). The router remains transformers'. Refused with
+`UnsupportedProblem`, never computed differently: experts without a gate, with a norm after them, or with an activation
+that is not one of ours (which is found out by trying it). There is no backward pass. With expert parallelism, ids of
+other ranks' experts (num_experts and above) are ignored, as in transformers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.moe import NVFP4Experts, intermediate_scale_of, moe_ffn
 from warpspec.moe.activations import ACTIVATIONS, activate
 
-ATTACHED = "_warpspec_experts"  # on an experts module
-PROBE_RANGE = 30.0  # of gate and up, to tell activations apart: beyond every clamp in use
+ATTACHED = "_warpspec_experts"  # attribute of an experts module
+PROBE_RANGE = 30.0  # of gate and up, to identify an activation; it exceeds all clamps in use
 PROBE_POINTS = 61
 PROBE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A module's experts in NVFP4. state: of the parameters they were made from, None where they were attached."""
+    """A module's experts in NVFP4. state: of the parameters they were made from; None if they were attached."""
 
     experts: NVFP4Experts
     activation: str
@@ -48,7 +48,7 @@ def register(name: str = "warpspec", backend: str = "auto") -> None:
 
 
 def attach(module: torch.nn.Module, experts: NVFP4Experts) -> None:
-    """Make an experts module use these, whatever its own weights are (they may be freed)."""
+    """Make an experts module use these experts, whatever its own weights are (they may be freed)."""
     wanted = (module.num_experts, 0)
     if (experts.experts, experts.shared) != wanted:
         raise ValueError(
@@ -67,7 +67,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """transformers' experts function: hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H].
 
-    hidden_states of another dtype than bf16 are rounded to it first, and the result is converted back.
+    hidden_states of another dtype than bf16 are rounded to bf16 first, and the result is converted back.
     """
     own = attached(module)
     result = moe_ffn(
@@ -83,7 +83,7 @@ def experts_forward(
 
 
 def attached(module: torch.nn.Module) -> Attached:
-    """What was attached to the module, or is made of its weights now; made anew where they have changed."""
+    """The experts attached to the module, or made from its weights; they are made again if the weights have changed."""
     own = getattr(module, ATTACHED, None)
     if own is not None and own.state is None:
         return own
@@ -96,7 +96,10 @@ def attached(module: torch.nn.Module) -> Attached:
 
 
 def experts_of(module: torch.nn.Module, activation: str, limit: float | None) -> NVFP4Experts:
-    """The module's weights in NVFP4. Parameters as transformers' `use_experts_implementation` describes them."""
+    """Quantise the module's weights to NVFP4.
+
+    Parameters are as transformers' `use_experts_implementation` describes them.
+    """
     if not module.has_gate or module.has_post_expert_norm:
         raise UnsupportedProblem(
             f"experts: {type(module).__name__} has no gate, or a norm behind its experts"
@@ -114,17 +117,18 @@ def experts_of(module: torch.nn.Module, activation: str, limit: float | None) ->
 
 
 def split_gate_up(module: torch.nn.Module, both: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate and up along a dimension: one behind the other, or alternating."""
+    """Split gate and up along a dimension; they are concatenated or alternate."""
     if module.is_concatenated:
         return both.chunk(2, dim=dim)
     return both.unflatten(dim, (-1, 2)).unbind(dim + 1)
 
 
 def activation_of(module: torch.nn.Module) -> tuple[str, float | None]:
-    """(activation, limit) that do what the module's `_apply_gate` does, found out by trying it on a grid."""
+    """(activation, limit) that match the module's `_apply_gate`, found by trying it on a grid."""
     points = torch.linspace(-PROBE_RANGE, PROBE_RANGE, PROBE_POINTS)
     gate, up = (axis.flatten() for axis in torch.meshgrid(points, points, indexing="ij"))
-    pair = torch.stack([gate, up], dim=1)  # one gate and one up a row: concatenated or alternating, the same
+    # With one gate and one up a row, concatenated and alternating are the same.
+    pair = torch.stack([gate, up], dim=1)
     with torch.no_grad():
         expected = module._apply_gate(pair)[:, 0].float()
     limit = getattr(module, "limit", None)

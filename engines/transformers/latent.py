@@ -1,11 +1,11 @@
-"""transformers' DeepSeek-V4 on our caches: ``DeepseekV4Cache`` holds pools and states, attention goes through kernels.
+"""transformers' DeepSeek-V4 on our caches: ``DeepseekV4Cache`` holds pools and states, and kernels compute attention.
 
     attach(model)
     cache = DeepseekV4Cache(model.config, batch=2, max_tokens=4096)
     model.generate(ids, past_key_values=cache)
 
-An attached layer that meets another kind of cache, or none, computes as before. Prompts of a batch are of one length:
-padding is not looked at.
+An attached layer that gets another kind of cache, or none, computes as before. All prompts of a batch must have the
+same length: padding is not considered.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ PAGE_TOKENS = 128  # tokens that a block of the pools covers
 
 
 class LatentLayer:
-    """Pools and state of one layer. pool: entries, index_pool: their index keys, where the kind has them; page b of
-    either belongs to the same tokens. table: [N, 64] angles by position."""
+    """Pools and state of one layer.
+
+    pool: entries; index_pool: their index keys, if the kind has them. Page b of both belongs to the same tokens. table:
+    [N, 64], angles by position.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -66,10 +69,10 @@ class LatentLayer:
 class DeepseekV4Cache(Cache):
     """A transformers ``Cache`` of latent pools.
 
-    config: the model's ``DeepseekV4Config``. batch: sequences. max_tokens: of a sequence, at most. latent, index: row
-    formats of keys and entries, and of index keys: "bf16" for no quantisation. hadamard: index keys and queries go
-    through the Hadamard transform. max_draft: how many of the last tokens ``crop`` may take back, counted from the most
-    that the cache has had. backend: of all operations. Raises ValueError for shapes that the pools do not have.
+    config: the model's ``DeepseekV4Config``. batch: sequences. max_tokens: the most tokens of a sequence. latent,
+    index: row formats of keys and entries, and of index keys; "bf16" for no quantisation. hadamard: apply the Hadamard
+    transform to index keys and queries. max_draft: how many tokens ``crop`` may take back, counted from the most that
+    the cache has held. backend: of all operations. Raises ValueError for shapes that the pools do not have.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class DeepseekV4Cache(Cache):
         )
         self.batch, self.max_tokens, self.max_draft = batch, max_tokens, max_draft
         self.hadamard, self.backend = hadamard, backend
-        self.length = self.settled = 0  # tokens; those that cannot be taken back any more
+        self.length = self.settled = 0  # in tokens; settled ones can no longer be taken back
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         blocks = -(-max_tokens // PAGE_TOKENS)
         self.page_table = torch.arange(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
@@ -128,7 +131,7 @@ class DeepseekV4Cache(Cache):
         return self.max_tokens
 
     def get_mask_sizes(self, query_length, layer_idx: int = 0) -> tuple[int, int]:
-        """(keys, first key) of the mask that transformers makes, which our attention does not read."""
+        """(keys, first key) for the mask that transformers makes, which our attention does not read."""
         count = query_length if isinstance(query_length, int) else len(query_length)
         return self.length + count, 0
 
@@ -136,14 +139,17 @@ class DeepseekV4Cache(Cache):
         raise TypeError("DeepseekV4Cache: the model's layers are not attached; call attach(model) first")
 
     def advance(self, count: int) -> None:
-        """A model's call has written ``count`` tokens."""
+        """Record that a call of the model has written ``count`` tokens."""
         self.length += count
         self.settled = max(self.settled, self.length - self.max_draft)
         self.lengths += count
 
     def crop(self, max_length: int) -> None:
-        """Take back the tokens from max_length on; below 0: so many. ValueError for tokens that are settled: those
-        that lie max_draft or more before the most tokens that there have been since the cache was empty."""
+        """Take back the tokens from max_length on; if it is negative, that many tokens.
+
+        Raises ValueError for settled tokens: those that lie max_draft or more before the most tokens that the cache has
+        held since it was empty.
+        """
         length = max_length if max_length >= 0 else self.length + max_length
         if not self.settled <= length <= self.length:
             raise ValueError(
@@ -159,11 +165,11 @@ class DeepseekV4Cache(Cache):
 
 
 def attach(model, projection: str = "model") -> None:
-    """Every attention layer of a DeepSeek-V4 model computes on a ``DeepseekV4Cache`` when it gets one.
+    """Make every attention layer of a DeepSeek-V4 model compute on a ``DeepseekV4Cache`` when it gets one.
 
-    projection: of attention's output, wo_a. "model": in the weights' type, by ``output_projection`` where that is bf16;
-    "bf16", "fp8": by ``output_projection``, with weights made of the present ones, on their device; "fp8" has attention
-    write FP8 too. ValueError names what does not fit.
+    projection: how attention's output is projected (wo_a). "model": in the weights' type, by ``output_projection`` if
+    that is bf16. "bf16", "fp8": by ``output_projection``, with weights made from the present ones, on their device;
+    with "fp8" attention writes FP8, too. Raises ValueError naming what does not fit.
     """
     if projection not in PROJECTIONS:
         raise ValueError(f"projection: must be one of {', '.join(PROJECTIONS)}, got {projection!r}")
@@ -183,7 +189,7 @@ def attach(model, projection: str = "model") -> None:
 def forward(
     self, hidden_states, position_embeddings, position_ids, attention_mask, past_key_values=None, **keywords
 ):
-    """``DeepseekV4Attention.forward``; on a ``DeepseekV4Cache`` (result, None)."""
+    """``DeepseekV4Attention.forward``; on a ``DeepseekV4Cache`` returns (result, None)."""
     if not isinstance(past_key_values, DeepseekV4Cache):
         original = modeling.DeepseekV4Attention.forward
         return original(
@@ -211,13 +217,13 @@ def forward(
 
 
 def grouped_weight(module) -> torch.Tensor:
-    """wo_a's [G, N, K]."""
+    """wo_a as [G, N, K]."""
     weight = module.o_a_proj.weight.detach()
     return weight.view(module.config.o_groups, -1, weight.shape[-1])
 
 
 def project(module, o: torch.Tensor | Float8Tensor, backend: str) -> torch.Tensor:
-    """[T, G, N]: wo_a of attention's output."""
+    """[T, G, N]: wo_a applied to attention's output."""
     weight = module.latent_weight
     if weight is None and module.o_a_proj.weight.dtype == torch.bfloat16:
         weight = grouped_weight(module)
@@ -228,7 +234,7 @@ def project(module, o: torch.Tensor | Float8Tensor, backend: str) -> torch.Tenso
 
 
 class Step:
-    """One layer on the new tokens of a call: batch sequences of ``count`` tokens, one behind another."""
+    """One layer on the new tokens of a call: ``batch`` sequences of ``count`` tokens, one after another."""
 
     def __init__(self, module, cache: DeepseekV4Cache, hidden_states: torch.Tensor):
         self.module, self.cache, self.layer = module, cache, cache.layers[module.layer_idx]
@@ -245,7 +251,7 @@ class Step:
         self.options = {"eps": module.config.rms_norm_eps, "backend": cache.backend}
 
     def attend(self) -> torch.Tensor | Float8Tensor:
-        """[T, H, 512], rotated back, as the projection takes it."""
+        """[T, H, 512]: attention's output, rotated back, as the projection takes it."""
         module, layer, cache = self.module, self.layer, self.cache
         residual = module.q_a_norm(module.q_a_proj(self.hidden))
         q = module.q_b_proj(residual).view(len(self.hidden), -1, 512).bfloat16()
@@ -265,8 +271,11 @@ class Step:
         return o
 
     def window(self, q, kv) -> tuple:
-        """(rotated queries, key sets, what to call once attention is over). A ring holds few tokens of a long call:
-        they go there when attention has read the ring, and are read from a pool of their own."""
+        """(rotated queries, key sets, function to call after attention).
+
+        A ring cannot hold all tokens of a long call. They are read from a temporary pool, and are stored in the ring
+        when attention has read it.
+        """
         layer, state = self.layer, self.layer.state
         ring_slots = state.window_slots(self.request_of, self.positions)
         arguments = dict(weight=self.module.kv_norm.weight.detach(), **self.options)
@@ -296,7 +305,7 @@ class Step:
         return q, key_sets, lambda: store_rows(new, state.window, store, backend=self.cache.backend)
 
     def entries(self, residual) -> list[KeySet]:
-        """Make the entries that new tokens complete; the key set of those that each token sees."""
+        """Make the entries that new tokens complete; returns the key set of the entries that each token sees."""
         layer, cache, compressor = self.layer, self.cache, self.module.compressor
         self.compress(compressor, layer.state.tail, layer.pool, False)
         lengths = ((self.positions + 1) // layer.stride).to(torch.int32)
@@ -324,7 +333,7 @@ class Step:
         return [KeySet(layer.pool, slots, counts)]
 
     def compress(self, compressor, tail, pool, hadamard: bool) -> None:
-        """One compressor's projections of the new tokens, to entries."""
+        """Apply one compressor's projections to the new tokens and make entries."""
         projections = (compressor.kv_proj(self.hidden), compressor.gate_proj(self.hidden))
         entries = torch.where((self.positions + 1) % tail.stride == 0, self.positions // tail.stride, -1)
         slots = table_slots(

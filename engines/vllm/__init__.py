@@ -1,12 +1,13 @@
 """`warpspec.fmha` as an attention backend of vLLM, 0.32 and later (the V1 engine).
 
-Installed beside vLLM, this is a plug-in that vLLM loads by itself:
+If both are installed, vLLM loads this as a plug-in by itself:
 
     vllm serve MODEL --attention-backend WARPSPEC
 
     vllm serve MODEL --quantization warpspec_nvfp4  # ModelOpt's NVFP4 checkpoints: our mixture of experts
 
-Decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16: grouped heads, sinks, sliding windows.
+It supports decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16, with grouped heads, sinks and
+sliding windows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PATH = "warpspec.engines.vllm.attention.WarpspecBackend"
 
 
 def register() -> None:
-    """Entry point of vLLM's plug-ins: make the backend's name known. Nothing else is imported."""
+    """Entry point of vLLM's plug-ins: registers the backend's name. Nothing else is imported."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if NAME not in AttentionBackendEnum.__members__:
@@ -26,13 +27,13 @@ def register() -> None:
 
 
 def _register_quantization() -> None:
-    """Make `--quantization warpspec_nvfp4` known; what it needs is imported with the first checkpoint."""
+    """Register `--quantization warpspec_nvfp4`; what it needs is imported with the first checkpoint."""
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     @register_quantization_config(QUANTIZATION)
     class Checkpoints(QuantizationConfig):
-        """What vLLM asks before it reads a checkpoint."""
+        """What vLLM asks about before it reads a checkpoint."""
 
         @classmethod
         def get_name(cls) -> str:
@@ -63,13 +64,13 @@ def _register_quantization() -> None:
             return NVFP4Config.from_config(config)
 
         def get_quant_method(self, layer, prefix):
-            raise NotImplementedError  # from_config makes another class's
+            raise NotImplementedError  # from_config makes the other class
 
 
 def replace_cpu_attention() -> None:
-    """Run our attention where vLLM runs on a CPU, which has one backend and no choice: for tests.
+    """Replace vLLM's only CPU backend by ours, for tests: vLLM offers no choice on a CPU.
 
-    The kernel is the one that WARPSPEC_BACKEND names ("sim" or "reference").
+    WARPSPEC_BACKEND names the kernel ("sim" or "reference").
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -1,4 +1,4 @@
-"""The backend: what it can serve, what a batch is like, attention of a layer."""
+"""The backend: what it supports, what describes a batch, and the attention of a layer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from warpspec.engines import keys
 from warpspec.engines.vllm import NAME, warmup
 from warpspec.fmha import attention_varlen
 
-PREFERRED_BLOCK = 64  # keys to a block, where --block-size is not given
+PREFERRED_BLOCK = 64  # keys of a block, unless --block-size is given
 
 
 class WarpspecBackend(AttentionBackend):
-    """What vLLM asks before it chooses the backend."""
+    """What vLLM asks about before it chooses the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(keys.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -81,7 +81,7 @@ class WarpspecBackend(AttentionBackend):
         use_mm_prefix,
         device_capability,
     ) -> str | None:
-        """Which settings are to be changed, and to what."""
+        """Which settings have to be changed, and to what."""
         reasons = []
         for check, value, setting in (
             (keys.check_head_size, head_size, "choose another --attention-backend for this model"),
@@ -103,7 +103,7 @@ class WarpspecBackend(AttentionBackend):
 
 @dataclass
 class Batch(AttentionMetadata):
-    """One step's requests, the same for all layers of a group. Lengths stay on the device."""
+    """The requests of one step; the same for all layers of a group. Lengths stay on the device."""
 
     tokens: int  # of queries; rows past it are padding
     most_queries: int
@@ -114,8 +114,8 @@ class Batch(AttentionMetadata):
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Nothing is computed for a batch, so that any batch can be a CUDA graph, and drafts of speculative decoding
-    need no other batches than the model's own."""
+    """Computes nothing for a batch. Any batch can therefore be a CUDA graph, and speculative decoding's draft model
+    needs no batches of its own kind."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -144,7 +144,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
 
 
 class WarpspecAttention(AttentionImpl[Batch]):
-    """Attention of one layer. Raises UnsupportedProblem for what a layer may not ask for."""
+    """Attention of one layer. Raises UnsupportedProblem for options that are not supported."""
 
     def __init__(
         self,
@@ -194,11 +194,13 @@ class WarpspecAttention(AttentionImpl[Batch]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [rows, Hq, D]; keys and values are in kv_cache [blocks, Hkv, block, 2 D] already; output
-        [rows, Hq, D] is written up to the batch's tokens and returned."""
+        """Attention of query [rows, Hq, D] to keys and values that are in kv_cache [blocks, Hkv, block, 2 D] already.
+
+        Writes output [rows, Hq, D] up to the batch's tokens and returns it.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedProblem("output_scale: the output's quantisation is not supported")
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # vLLM is measuring memory
             return output.fill_(0)
         batch = attn_metadata
         key_pages, value_pages = self.pages_of(kv_cache)
@@ -220,7 +222,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
         return output
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        """Write key and value [rows, Hkv, D] to the slots; -1 is none."""
+        """Write key and value [rows, Hkv, D] to the slots; -1 means none."""
         key_pages, value_pages = self.pages_of(kv_cache)
         if kv_cache.is_cuda:
             from vllm._custom_ops import reshape_and_cache_flash
@@ -243,6 +245,6 @@ class WarpspecAttention(AttentionImpl[Batch]):
         value_pages[slots // block, slots % block] = value[rows]
 
     def pages_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [blocks, block, Hkv, D], as they lie."""
+        """View keys and values as [blocks, block, Hkv, D] each, in place."""
         key_pages, value_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return key_pages, value_pages

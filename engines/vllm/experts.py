@@ -1,6 +1,6 @@
 """Experts in NVFP4: ModelOpt's checkpoints with `warpspec.moe` instead of vLLM's own kernels.
 
-Other quantised layers of the checkpoint are vLLM's, as with its own configuration of these checkpoints.
+vLLM computes the checkpoint's other quantised layers, as in its own configuration of such checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ ACTIVATIONS = {MoEActivation.SILU: "swiglu"}
 class ModelOptExperts(ModelOptNvFp4FusedMoE):
     """What vLLM calls for a layer of experts.
 
-    Parameters have ModelOpt's names and shapes, which vLLM reads where "ModelOpt" is in the method's class name.
+    Parameters have ModelOpt's names and shapes, which vLLM loads if the method's class name contains "ModelOpt".
     """
 
     def __init__(self, quant_config, moe_config) -> None:
-        FusedMoEMethodBase.__init__(self, moe_config)  # not the parent's, which looks for a kernel of vLLM's
+        # Bypasses the parent, which looks for one of vLLM's kernels.
+        FusedMoEMethodBase.__init__(self, moe_config)
         if quant_config.quant_method != "NVFP4":
             raise UnsupportedProblem(
                 f"--quantization {QUANTIZATION}: activations must be NVFP4 too, the checkpoint says "
@@ -37,7 +38,7 @@ class ModelOptExperts(ModelOptNvFp4FusedMoE):
     def process_weights_after_loading(self, layer) -> None:
         if layer.activation not in ACTIVATIONS:
             raise UnsupportedProblem(f"activation: must be SiLU, got {layer.activation}")
-        width = layer.w13_weight.shape[1] // 2  # gate, then up
+        width = layer.w13_weight.shape[1] // 2  # gate, followed by up
         halves = slice(None, width), slice(width, None)
         gate, up = (
             NVFP4Tensor(
@@ -51,7 +52,8 @@ class ModelOptExperts(ModelOptNvFp4FusedMoE):
         scale = layer.w2_input_scale.float()
         experts = NVFP4Experts.quantize(gate, up, down, intermediate_scale=scale)
         layer.warpspec_experts = experts.for_backend()
-        for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):  # laid out anew: kept once
+        # Their numbers are in the new layout now.
+        for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
             for matrix in ("w13", "w2"):
                 delattr(layer, f"{matrix}_{name}")
 
@@ -65,10 +67,10 @@ class ModelOptExperts(ModelOptNvFp4FusedMoE):
     def apply(
         self, layer, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None
     ) -> torch.Tensor:
-        """[tokens, hidden]: the routed experts' sum. Shared experts are the caller's."""
+        """[tokens, hidden]: the weighted sum of the routed experts. The caller adds shared experts."""
         if layer.apply_router_weight_on_input:
             raise UnsupportedProblem("apply_router_weight_on_input: not supported")
-        if layer.expert_map is not None:  # experts of other ranks are -1
+        if layer.expert_map is not None:  # ids of other ranks' experts become -1
             topk_ids = layer.expert_map[topk_ids.long()]
         return moe_ffn(x, layer.warpspec_experts, topk_ids.int(), topk_weights.float(), activation="swiglu")
 

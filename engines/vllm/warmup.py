@@ -1,6 +1,7 @@
-"""Kernels compiled before vLLM serves: a provider for its warm-up of CuTe DSL kernels.
+"""Compiles kernels before vLLM serves: a provider for its warm-up of CuTe DSL kernels.
 
-Compiled kernels are kept on disk (`warpspec.common.kernel_cache`): later processes, other ranks among them, load them.
+Compiled kernels are kept on disk (`warpspec.common.kernel_cache`), from which later processes, such as other ranks,
+load them.
 """
 
 from __future__ import annotations
@@ -60,15 +61,16 @@ def of_layer(layer, dtype: torch.dtype) -> None:
 
 
 def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) -> list[tuple[int, ...]]:
-    """(requests, tokens, most queries, most keys, block): a lone and a full batch that decodes, a prompt, prompts
-    beside decode. Plans of other batches may need another kernel, which is compiled when the first of them comes."""
+    """(requests, tokens, most queries, most keys, block) of typical batches: one request and a full batch that decode,
+    one prompt, prompts mixed with decoding. Other batches may need another kernel, which is compiled when the first of
+    them comes."""
     requests = sorted({1, most_requests})
     decode = [(count, count, 1, most_keys, block) for count in requests]
     return decode + [(count, most_tokens, most_tokens, most_keys, block) for count in requests]
 
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
-    """Attention of requests without keys: the kernel is compiled, and launched on nothing."""
+    """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
     heads, heads_kv, head_dim, scale, window, has_sinks, dtype = kind
     from vllm.platforms import current_platform
 
