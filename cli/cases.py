@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -126,6 +127,10 @@ def check_options(
         parser.error(f"--seed: must not be negative, got {options.seed}")
     if options.dtype == "fp32" and not set(operators) <= {"softmax", "topk"}:
         parser.error(f"--dtype fp32: softmax and topk take it, {', '.join(operators)} not")
+    if (options.causal or options.window) and options.queries > options.keys:
+        parser.error(
+            f"--queries: with --causal or --window at most --keys ({options.keys}), got {options.queries}"
+        )
     if options.dtype == "fp16" and "experts" in operators:
         parser.error("--dtype fp16: experts take bf16")
 
@@ -176,13 +181,17 @@ def attention_case(
         state = attention(q, k, v, **kwargs, normalize=False, backend="reference")
         return [merge([state], sink=sinks)[0]]
 
-    plain = not options.window and not (options.causal and options.queries != options.keys)
-    mask = None if plain else seen_keys(options, device)
+    mask = None
+    if options.window:
+        mask = seen_keys(options, device)
+    elif options.causal and options.queries not in (1, options.keys):  # is_causal aligns the first positions
+        mask = causal_lower_right(options.queries, options.keys)
+    is_causal = options.causal and mask is None and options.queries > 1
 
     def torchs(dtype=q.dtype):
         def compute(q, k, v):
             heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            kinds = {"attn_mask": mask, "is_causal": options.causal and plain, "enable_gqa": groups != heads}
+            kinds = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": groups != heads}
             return scaled_dot_product_attention(*heads_first, **kinds).transpose(1, 2)
 
         return results(compute, dtype)
@@ -191,6 +200,7 @@ def attention_case(
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torchs()
 
+    masked = " (a mask in memory)" if options.window else ""
     pairs = seen_pairs(options)
     kind = f"{' causal' if options.causal else ''}{f' window {options.window}' if options.window else ''}"
     title = f"attention{' + gradients' if gradients else ''} B{options.batch} Sq{options.queries} Sk{options.keys} "
@@ -202,7 +212,7 @@ def attention_case(
         None if sink else torchs,
         (GRADIENT_TOLERANCE if gradients else ATTENTION_TOLERANCE)[options.dtype],
         by_head=True,
-        peers={} if sink else {"SDPA, as torch chooses": torchs, "SDPA on cuDNN": cudnn},
+        peers={} if sink else {f"SDPA, as torch chooses{masked}": torchs, f"SDPA on cuDNN{masked}": cudnn},
         flops=(14 if gradients else 4) * options.batch * heads * pairs * d,
         bytes=0 if gradients else sum(tensor.nbytes for tensor in ((q, q, k) if shared else (q, q, k, v))),
     )

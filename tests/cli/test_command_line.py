@@ -1,5 +1,6 @@
 """``python -m warpspec``, as users call it."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -62,6 +63,18 @@ def test_a_failing_case_does_not_hide_the_others(monkeypatch, capsys):
     assert "FAILED  broken: RuntimeError: no such wait" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("queries, keys", [(8, 8), (1, 9), (5, 9)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_torch_computes_the_same(queries, keys, window):
+    """What times and errors are compared with sees the same keys as the definition."""
+    sizes = cases.SMALL | {"queries": queries, "keys": keys, "window": window}
+    options = argparse.Namespace(**sizes, causal=True, dtype="bf16", seed=0)
+    case = cases.attention_case(options, "cpu")
+    assert case.error(case.torchs(), case.expected()) < case.tolerance
+    pairs = int(cases.seen_keys(options, "cpu").sum())
+    assert case.flops == 4 * options.heads * options.head_dim * pairs
+
+
 def test_errors():
     case = cases.Case("", None, None, None, 1.0, by_head=True)
     right = torch.ones(2, 3, 4)
@@ -80,6 +93,7 @@ def test_errors():
         (("simulate", "attention", "--dtype", "fp32"), "--dtype"),
         (("validate", "softmax", "--model", "gpt-oss-20b"), "--model"),
         (("bench", "topk", "--seed", "-1"), "--seed"),
+        (("simulate", "attention", "--causal", "--queries", "9", "--keys", "5"), "--queries"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(arguments, message, capsys):
