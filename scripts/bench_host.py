@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import subprocess
 import sys
@@ -27,9 +28,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from shared import gpu_bench
+from shared import driver, gpu_bench
+from shared.attention_peers import FLASH, SDPA, flash_attention
 from shared.no_launches import no_launches
-from shared.sweep_calls import FLASH, OURS, SDPA, attention_inputs, flash_attention, flash_call, ours
+from shared.sweep_calls import OURS, attention_inputs, flash_call, ours
 from shared.sweep_shapes import AttentionShape
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -190,26 +192,19 @@ def start(device: str) -> list[list]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser = driver.parser(__doc__, only=PARTS, markdown=True)
     parser.add_argument("--dry", action="store_true", help="without a GPU: launches do nothing")
-    parser.add_argument("--markdown", action="store_true", help="tables for docs/measurements.md")
     parser.add_argument("--first-calls", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.first_calls:
         first_calls(options.first_calls)
         return
-    if not options.dry and not torch.cuda.is_available():
-        raise SystemExit("bench_host.py needs an NVIDIA GPU (without one: --dry)")
     device, timing = ("cpu", DRY_TIMING) if options.dry else ("cuda", TIMING)
-
-    def show(names, rows):
-        print(f"\n{gpu_bench.table(names, rows, markdown=options.markdown)}", flush=True)
-
+    show = functools.partial(driver.show, options)
     if options.dry:
         print(f"{datetime.date.today().isoformat()}, no GPU, launches do nothing, torch {torch.__version__}")
     else:
-        print(gpu_bench.header((*gpu_bench.PACKAGES, FLASH)))
+        driver.begin(FLASH)
     with no_launches() if options.dry else contextlib.nullcontext():
         if "calls" in options.only:
             show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing))
