@@ -116,8 +116,8 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a meaningful address; it does not while it is traced."""
-    if torch.compiler.is_compiling():
+    """Whether a tensor has a meaningful address; not while it is traced, nor where torch.func wraps it."""
+    if torch.compiler.is_compiling() or not torch._C._has_storage(tensor):
         return False
     return type(tensor) in PLAIN_TENSORS and (tensor.is_cpu or tensor.is_cuda) and tensor.numel() > 0
 

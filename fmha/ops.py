@@ -30,6 +30,7 @@ from warpspec.common.repeated import (
     signatures,
     watched,
 )
+from warpspec.common.transforms import call_operator, takes_gradients
 from warpspec.fmha import reference
 from warpspec.fmha.launch import Prepared, check_supported, prepare
 from warpspec.fmha.operands import ARGUMENTS, INPUTS, Operands, Options
@@ -267,9 +268,9 @@ def forward_watched(operands: Operands, options: Options, backend: str):
     """(o, stats) of ``attention`` through torch's operators; stats one tensor of all statistics."""
     if operands.o is not None:
         return operands.o, fmha_forward_out(*flat(operands, options, backend), operands.o)
-    if options.normalize and needs_gradient(operands):
+    if options.normalize and (needs_gradient(operands) or takes_gradients()):
         options = options._replace(return_lse=True)  # what gradients are computed from
-    return fmha_forward(*flat(operands, options, backend))
+    return call_operator(fmha_forward, *flat(operands, options, backend))
 
 
 def needs_gradient(operands: Operands) -> bool:

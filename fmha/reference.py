@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from warpspec.common.autocast import without_autocast
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
@@ -17,6 +18,7 @@ from warpspec.fmha.state import AttentionState
 from warpspec.fmha.values import request_rows
 
 
+@without_autocast
 def forward(problem: AttentionProblem, operands: Operands) -> AttentionState:
     """The un-normalised state of a checked problem; v is given. Of packed queries, rows of no request are 0."""
     return packed(problem, operands) if problem.packed_q else rectangle(problem, operands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.backend import refuse_tangents
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.moe import ops, parallel, streamed_ops
 from warpspec.moe.activations import intermediate_scale_of
@@ -74,6 +75,7 @@ def grouped_swiglu(
         NotImplementedError: from backward(). All others are raised before anything is launched.
     """
     _check_kinds(tensors={"a": a, "offsets": offsets}, check=check, backend=backend)
+    refuse_tangents(a=a)
     if not isinstance(w13, (PreparedWeights, StreamedWeights)):
         raise TypeError(f"w13: must be PreparedWeights or StreamedWeights, got {type(w13).__name__}")
     check_activation(activation, limit)
@@ -147,6 +149,7 @@ def moe_ffn(
     """
     tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     _check_kinds(tensors=tensors, check=check, backend=backend)
+    refuse_tangents(x=x, topk_weights=topk_weights)
     if not isinstance(experts, NVFP4Experts):
         raise TypeError(f"experts: must be NVFP4Experts, got {type(experts).__name__}")
     check_activation(activation, limit)

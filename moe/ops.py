@@ -15,6 +15,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.forward_only import forward_only, refuse_backward
 from warpspec.common.repeated import recorded, watched
 from warpspec.common.simulator import joined
+from warpspec.common.transforms import call_operator, register_derivatives
 from warpspec.moe import reference
 from warpspec.moe.operands import PreparedWeights, QuantizedRows
 from warpspec.moe.permute import SortedTokens, sort_tokens
@@ -250,8 +251,8 @@ NO_GRADIENTS = {
     name: f"warpspec.moe.{name}: gradients are not implemented (forward only)"
     for name in ("grouped_swiglu", "moe_ffn")
 }
-moe_grouped_swiglu.register_autograd(refuse_backward(NO_GRADIENTS["grouped_swiglu"]))
-moe_ffn.register_autograd(refuse_backward(NO_GRADIENTS["moe_ffn"]))
+register_derivatives(moe_grouped_swiglu, refuse_backward(NO_GRADIENTS["grouped_swiglu"]))
+register_derivatives(moe_ffn, refuse_backward(NO_GRADIENTS["moe_ffn"]))
 
 
 def call(name: str, operator: Callable, run: Callable, *arguments):
@@ -261,7 +262,7 @@ def call(name: str, operator: Callable, run: Callable, *arguments):
     """
     tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
     if watched(*tensors):
-        return operator(*arguments)
+        return call_operator(operator, *arguments)
     if recorded(*tensors):
         return forward_only(NO_GRADIENTS[name], run, *arguments)
     return run(*arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.autocast import without_autocast
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.activations import activate
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave, pad_columns
@@ -15,6 +16,7 @@ from warpspec.moe.permute import SortedTokens
 from warpspec.moe.streamed import StreamedWeights
 
 
+@without_autocast
 def grouped_gemm(
     a: QuantizedRows | torch.Tensor,
     w: PreparedWeights | StreamedWeights,
@@ -58,6 +60,7 @@ def unpermute(rows: torch.Tensor, tokens: SortedTokens, weights: torch.Tensor) -
     return total
 
 
+@without_autocast
 def layer(
     x, tokens: SortedTokens, weights, w13, w2, intermediate_scale, activation, limit, precision="w4a4"
 ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.forward_only import refuse_backward
 from warpspec.common.launch import target_of
 from warpspec.common.simulator import joined
+from warpspec.common.transforms import register_derivatives
 from warpspec.moe import ops, reference
 from warpspec.moe.permute import sort_tokens
 from warpspec.moe.problem import GroupedProblem, LayerProblem
@@ -140,5 +141,5 @@ def _(*arguments):
     return a.new_empty(problem.rows, problem.width)
 
 
-moe_ffn.register_autograd(refuse_backward(ops.NO_GRADIENTS["moe_ffn"]))
-moe_grouped_swiglu.register_autograd(refuse_backward(ops.NO_GRADIENTS["grouped_swiglu"]))
+register_derivatives(moe_ffn, refuse_backward(ops.NO_GRADIENTS["moe_ffn"]))
+register_derivatives(moe_grouped_swiglu, refuse_backward(ops.NO_GRADIENTS["grouped_swiglu"]))

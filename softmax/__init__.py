@@ -6,6 +6,7 @@ import torch
 
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.repeated import recorded, watched
+from warpspec.common.transforms import call_operator
 from warpspec.softmax import ops
 from warpspec.softmax.problem import check_input, check_output
 from warpspec.softmax.topk import softmax_topk
@@ -46,6 +47,6 @@ def softmax(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = 
     if plain:
         return ops.run(x, out, backend)
     if out is None:
-        return ops.softmax_op(x, backend)
+        return call_operator(ops.softmax_op, x, backend)
     ops.softmax_out_op(x, out, backend)
     return out

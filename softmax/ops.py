@@ -13,6 +13,7 @@ import torch
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
 from warpspec.common.repeated import PLAIN_TENSORS, Remembered, backend_variable, signature
+from warpspec.common.transforms import register_derivatives
 from warpspec.softmax import reference
 from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, check_output
 
@@ -145,7 +146,7 @@ def _backward(ctx, gradient):
     return torch._softmax_backward_data(gradient, y, -1, y.dtype), None
 
 
-softmax_op.register_autograd(_backward, setup_context=_setup_context)
+register_derivatives(softmax_op, _backward, _setup_context)
 
 
 class Softmax(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import silu
 
+from warpspec.common.autocast import without_autocast
 from warpspec.swap.weights import BANKS, LANE_BITS, SwapFFNWeights
 
 
@@ -85,6 +86,7 @@ def collapse(x: torch.Tensor, w: SwapFFNWeights) -> torch.Tensor:
     return silu(s) @ w["decoder"].float().T
 
 
+@without_autocast
 def decode(
     x: torch.Tensor,
     ram: torch.Tensor,

@@ -12,6 +12,8 @@ from functools import cached_property
 
 import torch
 
+from warpspec.common.autocast import without_autocast
+
 BANKS = 4  # a stream map has four lanes of two bits
 LANE_BITS = 2
 IDENTITY_MAP = 0b11_10_01_00  # lane i holds bank i
@@ -134,6 +136,7 @@ class SwapFFNWeights:
         """fp32 [C, K]: softmax of Linear(core_embed) over the K slots of the collapse, separately for each core."""
         return torch.softmax(self._linear("core_alpha"), dim=-1)
 
+    @without_autocast
     def _linear(self, name: str) -> torch.Tensor:
         weight, bias = self[f"{name}.weight"].float(), self[f"{name}.bias"].float()
         return self["core_embed"].float() @ weight.T + bias

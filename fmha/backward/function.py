@@ -10,6 +10,7 @@ import torch
 
 from warpspec.common.forward_only import forward_only
 from warpspec.common.repeated import backend_variable, signature, watched
+from warpspec.common.transforms import call_operator
 from warpspec.fmha import ops
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward.ops import NO_SECOND_DERIVATIVES, fmha_backward
@@ -47,7 +48,7 @@ class Attention(torch.autograd.Function):
         tensors = [t for t in (do, dlse, *operands) if t is not None]
         if watched(*tensors) or not torch._C._has_storage(tensors[0]):  # is_grads_batched has none
             rest = ops.flat(operands, ctx.options, ctx.backend)
-            gradients = fmha_backward(do, dlse, operands.o, operands.lse, list(wanted), *rest)
+            gradients = call_operator(fmha_backward, do, dlse, operands.o, operands.lse, list(wanted), *rest)
         elif torch.is_grad_enabled():  # create_graph
             gradients = forward_only(NO_SECOND_DERIVATIVES, lambda *_: tuple(compute(*arguments)), *tensors)
         else:

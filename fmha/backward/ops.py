@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.forward_only import refuse_backward
+from warpspec.common.transforms import call_operator, register_derivatives
 from warpspec.fmha.backward import call
 from warpspec.fmha.backward.problem import DIFFERENTIABLE
 from warpspec.fmha.operands import INPUTS
@@ -34,7 +35,7 @@ def _(do, dlse, o, lse, wanted, *arguments):
     return [call.new_gradient(getattr(operands, name)) for name in problem.wanted]
 
 
-fmha_backward.register_autograd(refuse_backward(NO_SECOND_DERIVATIVES))
+register_derivatives(fmha_backward, refuse_backward(NO_SECOND_DERIVATIVES))
 
 
 def setup_context(ctx, inputs, output) -> None:
@@ -60,11 +61,11 @@ def backward(ctx, do, dstats):
             )
     dlse = None if dstats is None else dstats[0]
     lse = stats[0] if len(stats) else stats
-    gradients = iter(fmha_backward(do, dlse, o, lse, wanted, *tensors, *ctx.rest))
+    gradients = iter(call_operator(fmha_backward, do, dlse, o, lse, wanted, *tensors, *ctx.rest))
     for name, wants in zip(DIFFERENTIABLE, wanted, strict=True):
         if wants:
             found[INPUTS.index(name)] = next(gradients)
     return tuple(found)
 
 
-fmha_forward.register_autograd(backward, setup_context=setup_context)
+register_derivatives(fmha_forward, backward, setup_context)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from warpspec.common.autocast import without_autocast
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
@@ -16,6 +17,7 @@ from warpspec.fmha.reference import weighted_sum
 from warpspec.fmha.values import request_rows
 
 
+@without_autocast
 def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str, torch.Tensor]:
     """The gradients that are wanted, by name, fp32, of their tensors' shapes; rows of no request are 0.
 

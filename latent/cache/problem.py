@@ -32,7 +32,9 @@ def check_tensor(name, tensor, dtypes, shape, device, *, aligned: bool = False) 
         raise TypeError(f"{name}: must be a strided tensor, got layout {tensor.layout}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.dim() != len(shape) or any(w not in (-1, n) for w, n in zip(shape, tensor.shape, strict=True)):
+    if tensor.dim() != len(shape) or any(
+        w != -1 and w != n for w, n in zip(shape, tensor.shape, strict=True)
+    ):
         wanted = ", ".join("any" if n == -1 else str(n) for n in shape)
         raise ValueError(f"{name}: shape must be [{wanted}], got {list(tensor.shape)}")
     if tensor.device != device:

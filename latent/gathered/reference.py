@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.autocast import without_autocast
 from warpspec.fmha.state import AttentionState
 from warpspec.latent.cache.reference import angles_at, rotate
 from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem, KeySet
 
 
+@without_autocast
 def forward(
     problem: GatheredProblem, q: torch.Tensor, key_sets: list[KeySet], rotate_back: tuple | None
 ) -> AttentionState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.autocast import without_autocast
 from warpspec.latent.cache.pools import NO_SLOT, pages_of, table_slots
 from warpspec.latent.cache.reference import angles_at, hadamard_transform, rotate
 
@@ -14,6 +15,7 @@ def query_rows(q, cos_sin, positions, hadamard: bool) -> torch.Tensor:
     return hadamard_transform(rows).bfloat16() if hadamard else rows
 
 
+@without_autocast
 def index_scores(queries, weights, keys) -> torch.Tensor:
     """K4: fp32 [T, N], sum over heads of weight * ReLU(q . k).
 

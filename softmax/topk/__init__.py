@@ -7,6 +7,7 @@ import torch
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.forward_only import forward_only
 from warpspec.common.repeated import recorded, watched
+from warpspec.common.transforms import call_operator
 from warpspec.softmax.topk import ops
 
 __all__ = ["softmax_topk"]
@@ -47,7 +48,7 @@ def softmax_topk(
     if not isinstance(logits, torch.Tensor) or watched(logits):
         ops.check(logits, k, renormalize)
         refuse_tangents(logits=logits)
-        return ops.softmax_topk_operator(logits, k, renormalize, backend)
+        return call_operator(ops.softmax_topk_operator, logits, k, renormalize, backend)
     if recorded(logits):
         return forward_only(ops.NO_GRADIENTS, ops.call, logits, k, renormalize, backend)
     return ops.call(logits, k, renormalize, backend)

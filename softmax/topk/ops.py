@@ -10,6 +10,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.forward_only import refuse_backward
 from warpspec.common.launch import target_of
 from warpspec.common.repeated import Remembered, backend_variable, signature
+from warpspec.common.transforms import register_derivatives
 from warpspec.softmax.problem import as_matrix
 from warpspec.softmax.topk import reference
 from warpspec.softmax.topk.problem import check
@@ -125,4 +126,4 @@ def _(logits, k, renormalize, backend):
     return new_outputs(logits, k)
 
 
-softmax_topk_operator.register_autograd(refuse_backward(NO_GRADIENTS))
+register_derivatives(softmax_topk_operator, refuse_backward(NO_GRADIENTS))
