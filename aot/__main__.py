@@ -28,6 +28,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m warpspec compile",
+        usage="%(prog)s --model NAME [options]",
         description="Compile the attention kernels of a model and keep them in the cache folder. Needs no GPU.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -32,11 +32,12 @@ examples:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m warpspec bench",
+        usage="%(prog)s OPERATOR [options]",
         description="Time an operator on this machine's GPU beside torch's own, on random inputs.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("operator", choices=OPERATORS)
+    parser.add_argument("operator", choices=OPERATORS, metavar="OPERATOR", help=", ".join(OPERATORS))
     cases.add_options(parser, OPERATORS, cases.LARGE)
     return parser
 

@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from warpspec.fmha.checks import HEAD_DIMS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative error, ||got - expected|| / ||expected||, against FP32 on the same inputs.
@@ -89,7 +90,7 @@ HELP = {
         "keys": "keys a sequence",
         "heads": "query heads",
         "kv_heads": "KV heads",
-        "head_dim": "64, 128, 256 or 512",
+        "head_dim": "one of " + ", ".join(map(str, HEAD_DIMS)),
     },
     "softmax, topk": {"rows": "", "columns": "of a row", "k": "of topk"},
     "experts": {
@@ -185,6 +186,8 @@ def attention_case(
     if options.window:
         mask = seen_keys(options, device)
     elif options.causal and options.queries not in (1, options.keys):  # is_causal aligns the first positions
+        from torch.nn.attention.bias import causal_lower_right  # takes a second: imports torch._dynamo
+
         mask = causal_lower_right(options.queries, options.keys)
     is_causal = options.causal and mask is None and options.queries > 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 # Imported when they are called: --help needs no torch.
@@ -34,10 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command with its arguments (the process's where None are given); returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m warpspec",
+        usage="%(prog)s COMMAND [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     options = parser.parse_args(arguments)
     return importlib.import_module(COMMANDS[options.command]).main(options.arguments)

@@ -24,11 +24,14 @@ examples:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m warpspec simulate",
+        usage="%(prog)s OPERATOR [options]",
         description="Run an operator's compiled kernels on this CPU, instruction by instruction, on random inputs.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("operator", choices=cases.OPERATORS)
+    parser.add_argument(
+        "operator", choices=cases.OPERATORS, metavar="OPERATOR", help=", ".join(cases.OPERATORS)
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, default=ARCHITECTURES[0], help="default %(default)s")
     parser.add_argument("--check", choices=["order"], help="order: also look for missing waits and fences")
     parser.add_argument(

@@ -32,12 +32,16 @@ WINDOW = 48  # of the small problems: rows that see a whole window, and rows tha
 def parser(shapes: dict[str, int]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m warpspec validate",
+        usage="%(prog)s [OPERATOR] [options]",
         description="Compare operators with their FP32 definitions: native kernels on this machine's GPU,\n"
         "or, where there is none, the sm_100a kernels in the simulator.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("operator", nargs="?", choices=cases.OPERATORS, help="default: all of them")
+    names = ", ".join(cases.OPERATORS)
+    parser.add_argument(
+        "operator", nargs="?", choices=cases.OPERATORS, metavar="OPERATOR", help=f"{names} (default: all)"
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, help="simulate this architecture's kernels")
     parser.add_argument(
         "--model",
