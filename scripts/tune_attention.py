@@ -1,4 +1,4 @@
-"""Remakes the tuning table of the sm_90a attention kernels (fmha/sm90/shapes.py) on this machine's GPU.
+"""Times tile shapes, sections and splits of the sm_90a attention kernels (fmha/sm90/shapes.py) on this machine's GPU.
 
     python scripts/tune_attention.py [--only PREFILL 128 ...] [--write FILE] [--list]
 
@@ -10,7 +10,6 @@ and prints the candidates; that needs no GPU. Rows are compiled in processes of 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from shared import gpu_bench
+from shared import driver, gpu_bench
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
@@ -383,14 +382,14 @@ def list_candidates(only: list[str], console: Console) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", default=[], help="tables, head dimensions, sections, splits: these only"
     )
     parser.add_argument("--list", action="store_true", help="compile the candidates, time none")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the tables, as Markdown")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="the tables, as a record for docs/records/"
+    )
     parser.add_argument("--jobs", type=int, default=JOBS, help=f"rows at a time (default {JOBS})")
     options = parser.parse_args()
     chosen = tasks(options.only)
@@ -399,8 +398,7 @@ def main() -> int:
     console = Console(soft_wrap=True, highlight=False)
     if options.list:
         return list_candidates(options.only, console)
-    if not torch.cuda.is_available():
-        raise SystemExit("tune_attention.py needs an NVIDIA GPU (--list does not)")
+    driver.need_gpu("--list needs none")
     context = multiprocessing.get_context("spawn")
     lock = context.Lock()
     results = {}
