@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -20,9 +21,11 @@ from warpspec.moe.sort import SortShape, sort_choices
 from warpspec.moe.streamed import StreamedWeights, padded_k, reorder, restore
 from warpspec.moe.unpermute import unpermute
 
+stream_config = lru_cache(maxsize=1024)(StreamConfig)  # checking one takes longer than a launch
+
 
 def gated_config(w13: StreamedWeights, shape: Shape, problem, **flags) -> StreamConfig:
-    return StreamConfig(
+    return stream_config(
         shape=shape,
         block=w13.block,
         epilogue=problem.activation,
@@ -65,7 +68,7 @@ class Layer:
         self.gate_config = gated_config(
             w13, first, problem, choices=routing.taken, rounds=self.rounds, routing=self.routing
         )
-        self.down_config = StreamConfig(
+        self.down_config = stream_config(
             second, w2.block, has_bias=w2.bias is not None, early=True, routing=self.routing
         )
         self.reports = []
