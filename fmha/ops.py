@@ -214,7 +214,9 @@ def kernel_operands(
     if not regular:
         q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
     if sink is not None:
-        sink = sink.detach().to(torch.float32).contiguous()
+        if sink.dtype is not torch.float32:
+            sink = sink.detach().to(torch.float32)
+        sink = sink.contiguous()
     if bias is not None:
         bias = regular_strides(bias)
     if kv_lengths is not None:
@@ -228,7 +230,9 @@ def kernel_operands(
         q, o = q[None], o[None]
         if problem.packed_k:
             k, v = k[None], v[None]
-        lse, row_max, row_sum = (None if stat is None else stat[None] for stat in (lse, row_max, row_sum))
+        lse = None if lse is None else lse[None]
+        if row_max is not None:
+            row_max, row_sum = row_max[None], row_sum[None]
     return Operands(
         q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens
     )
