@@ -2,6 +2,7 @@
 
     python scripts/bench_host.py                       # all tables, with the peers that are installed
     python scripts/bench_host.py --only calls          # of "calls", "operators", "start"
+    python scripts/bench_host.py --prepare             # first compiles everything, every case in its process
     python scripts/bench_host.py --dry                 # without a GPU: launches do nothing (shared/no_launches.py)
 
 Shapes are so small that the GPU is done before the host is; a round of calls fits the launch queue, and the GPU is
@@ -21,6 +22,7 @@ import contextlib
 import datetime
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -90,9 +92,10 @@ def gradients_of(tensors, call: Callable) -> Callable:
     return lambda: torch.autograd.grad(call(), tensors, seed)
 
 
-def calls(device: str, timing: dict) -> list[list]:
+def calls(device: str, timing: dict, cases: list[str]) -> list[list]:
     rows = []
-    for name, (one, kinds, wanted) in CALLS.items():
+    for name in cases:
+        one, kinds, wanted = CALLS[name]
         for kind in kinds:
             times = {}
             for candidate, (tensors, call) in candidates(one, device, kind != FORWARD).items():
@@ -191,8 +194,22 @@ def start(device: str) -> list[list]:
     return [[found[FORWARD], found[RECORDED], found[GRADIENTS], sum(found.values()), imported]]
 
 
+def prepare() -> None:
+    """Fill the compilers' caches on disk: every case in a process of its own, all at once."""
+    parts = [["calls", "--cases", name] for name in CALLS] + [["operators"], ["start"]]
+    command = [sys.executable, Path(__file__), "--only"]
+    running = [subprocess.Popen([*command, *part], stdout=subprocess.DEVNULL) for part in parts]
+    for part, process in zip(parts, running, strict=True):
+        if process.wait():
+            sys.exit(f"{' '.join(part)} failed")
+
+
 def main() -> None:
     parser = driver.parser(__doc__, only=PARTS, markdown=True)
+    parser.add_argument(
+        "--cases", nargs="+", choices=CALLS, default=list(CALLS), help="of calls (default: all)"
+    )
+    parser.add_argument("--prepare", action="store_true", help="compile everything first, in many processes")
     parser.add_argument("--dry", action="store_true", help="without a GPU: launches do nothing")
     parser.add_argument("--first-calls", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -205,9 +222,12 @@ def main() -> None:
         print(f"{datetime.date.today().isoformat()}, no GPU, launches do nothing, torch {torch.__version__}")
     else:
         driver.begin(FLASH)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # before it is imported
+        if options.prepare:
+            prepare()
     with no_launches() if options.dry else contextlib.nullcontext():
         if "calls" in options.only:
-            show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing))
+            show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing, options.cases))
         if "operators" in options.only:
             show(["us a call", OURS, "torch"], operators(device, timing))
     if "start" in options.only:
