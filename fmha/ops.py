@@ -7,8 +7,8 @@ row_max and row_sum (n = 2, un-normalised). Checks run inside, on real tensors, 
 same.
 
 Where nobody watches (``unobserved``) calls go past torch's dispatcher, which would take longer than all the rest of a
-call, those that autograd records by ``backward.function``; and on CUDA tensors, a call like one before goes past the
-checks too (``key_of``, ``recall``).
+call, those that autograd records by ``backward.function``. On CUDA tensors, a call like one before goes past the
+checks (``key_of``, ``recall``), with or without the dispatcher.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Call(NamedTuple):
     gradients: Remembered
 
 
+OPERATOR = "operator"  # in front of the keys of calls that came through torch's dispatcher
 _checked = Remembered()  # calls on CUDA tensors (``key_of``): the next call alike needs no checks
 
 
@@ -317,7 +318,13 @@ def fmha_forward_out(*arguments):
 
 def run_operator(operands: Operands, options: Options, backend: str):
     """(o, stats) of an operator's call, stats one tensor: [0, B, Hq, Sq], packed [0, Hq, T], where there are none."""
-    call = check_call(operands, options, backend)
+    key = key_of(operands, options, backend)
+    if key is not None:
+        key = (OPERATOR, *key)  # autograd records the operator, not the call
+    call = None if key is None else recall(key, operands)
+    if call is None:
+        call = check_call(operands, options, backend)
+        remember(key, call)
     stats = operands.q.new_empty((call.stat_count, *call.stat_shape), dtype=torch.float32)
     o, _ = run(call, operands, stats.unbind())
     return o, stats

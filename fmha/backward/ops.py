@@ -10,14 +10,17 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.forward_only import refuse_backward
+from warpspec.common.repeated import Remembered, signatures
 from warpspec.common.transforms import call_operator, register_derivatives
 from warpspec.fmha.backward import call
 from warpspec.fmha.backward.problem import DIFFERENTIABLE
 from warpspec.fmha.operands import INPUTS
-from warpspec.fmha.ops import SCHEMA, fmha_forward, unflat
+from warpspec.fmha.ops import SCHEMA, fmha_forward, key_of, unflat
 
 BACKWARD_SCHEMA = f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, bool[] wanted, {SCHEMA}) -> Tensor[]"
 NO_SECOND_DERIVATIVES = "warpspec.fmha.attention: second derivatives are not implemented"
+
+_checked = Remembered()  # calls on CUDA tensors: the next call alike needs no checks
 
 
 @torch.library.custom_op("warpspec::fmha_backward", mutates_args=(), schema=BACKWARD_SCHEMA)
@@ -25,7 +28,20 @@ def fmha_backward(do, dlse, o, lse, wanted, *arguments):
     """The gradients that are wanted, in the order of DIFFERENTIABLE, of their tensors' shapes and dtypes."""
     operands, options, backend = unflat(arguments)
     operands = operands._replace(o=o, lse=lse)
-    return call.run(call.check(operands, options, backend, wanted, do, dlse), operands, do, dlse)
+    return call.run(checked(operands, options, backend, wanted, do, dlse), operands, do, dlse)
+
+
+def checked(operands, options, backend, wanted, do, dlse) -> call.BackwardCall:
+    """``call.check``, or what it returned for a call alike."""
+    key, seeds = key_of(operands, options, backend), signatures((do, dlse))
+    if key is None or seeds is None:
+        return call.check(operands, options, backend, wanted, do, dlse)
+    key = (*key, *seeds, *wanted, call.is_deterministic(options))
+    found = _checked.get(key)
+    if found is None:
+        found = call.check(operands, options, backend, wanted, do, dlse)
+        _checked.remember(key, found)
+    return found
 
 
 @fmha_backward.register_fake

@@ -12,6 +12,7 @@ from warpspec.common import repeated
 from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.fmha import attention, ops
 from warpspec.fmha.backward import call as backward_call
+from warpspec.fmha.backward import ops as backward_ops
 from warpspec.fmha.values import DEBUG_VARIABLE
 
 EVERYTHING = Case(
@@ -149,6 +150,7 @@ def checks(monkeypatch):
     made, check = [], backward_call.check
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(ops, "_checked", repeated.Remembered())
+    monkeypatch.setattr(backward_ops, "_checked", repeated.Remembered())
     monkeypatch.setattr(
         backward_call, "check", lambda *arguments: made.append(arguments) or check(*arguments)
     )
@@ -203,6 +205,26 @@ class TestRemembered:
         calls = list(ops._checked.values())
         assert [call.recorded for call in calls] == [True, False]
         assert [call.stat_count for call in calls] == [1, 0]
+
+    def test_operators_remember_calls_of_their_own(self, checks, monkeypatch):
+        """With lse asked for, the operator's call and the Function's differ in nothing but who autograd records."""
+        forward, check = [], ops.check_call
+        monkeypatch.setattr(ops, "check_call", lambda *call: forward.append(call) or check(*call))
+        case = replace(EVERYTHING, bias=None)
+        for seed in range(3):
+            tensors = case.tensors(seed=seed)
+            expected = case.gradients(tensors, backend="reference")
+            with Recorder():
+                assert same(case.gradients(tensors), expected)
+            assert same(case.gradients(tensors), expected)
+        assert len(forward) == len(checks) == 3  # by backend "reference", the operators and the Function
+        del expected["k"]
+        with Recorder():
+            assert same(case.gradients(tensors | {"k": tensors["k"].detach()}), expected)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        with Recorder():
+            case.gradients(tensors)
+        assert len(checks) == 5  # other gradients are wanted; they are to be deterministic
 
     def test_what_failed_fails_again(self, checks):
         tensors = Case("plain").tensors()
