@@ -45,23 +45,35 @@ TMA_ALIGNMENT = 16  # in bytes, of a tensor's address and strides
 TMEM_COLUMNS = 512
 
 
+L2_SHARE = 2 / 3  # ``Gpu.l2_share`` of a GPU that is not listed: an H200's
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """One device of an architecture; it represents the architecture if there is no device to ask.
+    """What is known of one GPU model.
 
-    arch: compilation target. name: the device's. sm_count: number of SMs. l2_bytes: size of L2.
+    arch: compilation target. name: the model, a word of the name that CUDA reports. sm_count: number of SMs. l2_bytes:
+    size of L2, as CUDA reports it. l2_share: the fraction of L2 in which plans expect K and V to stay while other data
+    passes through.
     """
 
     arch: str
     name: str
     sm_count: int
     l2_bytes: int
+    l2_share: float = L2_SHARE
 
 
-GPUS = {
-    gpu.arch: gpu
-    for gpu in (
-        Gpu("sm_90a", "H100", sm_count=132, l2_bytes=50 * MIB),  # an H200's L2 of 60 MiB holds a little more
-        Gpu("sm_100a", "B200", sm_count=148, l2_bytes=126 * MIB),
-    )
-}
+# Attention's sections were tuned on an H200 with 40 MiB of K and V; an H100 gets the same from its smaller L2.
+MODELS = (
+    Gpu("sm_90a", "H200", sm_count=132, l2_bytes=60 * MIB),
+    Gpu("sm_90a", "H100", sm_count=132, l2_bytes=50 * MIB, l2_share=0.8),
+    Gpu("sm_100a", "B200", sm_count=148, l2_bytes=126 * MIB),
+)
+GPUS = {gpu.arch: gpu for gpu in MODELS}  # an architecture's last model stands for it without a device
+
+
+def gpu_model(name: str) -> Gpu | None:
+    """The model of a device, by the name that CUDA reports ("NVIDIA H100 80GB HBM3"); None if it is not listed."""
+    words = name.split()
+    return next((gpu for gpu in MODELS if gpu.name in words), None)

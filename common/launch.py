@@ -19,7 +19,7 @@ import torch
 from warpspec.common.architecture import Architecture, architecture, architecture_of
 from warpspec.common.compile import compile_kernel
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import GPUS
+from warpspec.common.hardware import GPUS, L2_SHARE, Gpu, gpu_model
 from warpspec.common.simulator import simulator
 
 _NOTHING = contextlib.nullcontext()
@@ -30,8 +30,8 @@ class Target:
     """Where kernels run. Hashable.
 
     architecture: what they are compiled for. device: index of the CUDA device; None: the simulator, on CPU tensors.
-    sm_count, l2_bytes: number of SMs and bytes of L2 that they are planned for. seed: from which the simulator draws
-    the order of threads.
+    sm_count, l2_bytes: number of SMs and bytes of L2 that they are planned for; at least 1 SM, otherwise ValueError.
+    seed: from which the simulator draws the order of threads. l2_share: see ``hardware.Gpu``.
     """
 
     architecture: Architecture
@@ -39,6 +39,22 @@ class Target:
     sm_count: int
     l2_bytes: int
     seed: int = 0
+    l2_share: float = L2_SHARE
+
+    def __post_init__(self):
+        if not isinstance(self.sm_count, int) or self.sm_count < 1:
+            raise ValueError(f"sm_count: must be a positive int, got {self.sm_count!r}")
+
+    @classmethod
+    def of_model(cls, gpu: Gpu, device: int | None = None) -> Target:
+        """A GPU model as target; without a device, the simulator."""
+        found = architecture(gpu.arch)
+        return cls(found, device, gpu.sm_count, gpu.l2_bytes, l2_share=gpu.l2_share)
+
+    @property
+    def l2_room(self) -> int:
+        """Bytes of K and V that plans expect to stay in L2."""
+        return round(self.l2_share * self.l2_bytes)
 
     @property
     def native(self) -> bool:
@@ -61,19 +77,24 @@ class Target:
 
 
 # Simulated targets: each architecture's GPU in ``hardware.GPUS``, by the architecture's name.
-SIMULATED = {
-    gpu.arch: Target(architecture(gpu.arch), None, gpu.sm_count, gpu.l2_bytes) for gpu in GPUS.values()
-}
+SIMULATED = {arch: Target.of_model(gpu) for arch, gpu in GPUS.items()}
 SIMULATED_ARCH = "sm_100a"  # what the simulator simulates by default
 _simulated = ContextVar("simulated", default=SIMULATED[SIMULATED_ARCH])
 
 
 def simulated(arch: str, **changes) -> Target:
-    """The simulator as a GPU of ``arch``. changes: other fields, for example ``sm_count=1``. Raises UnsupportedProblem
-    for an unknown architecture."""
+    """The simulator as a GPU of ``arch``. changes: other fields, for example ``sm_count=1``; None keeps the number of
+    SMs or the size of L2. Raises UnsupportedProblem for an unknown architecture."""
     if arch not in SIMULATED:
         raise UnsupportedProblem(f"arch: must be one of {', '.join(SIMULATED)}, got {arch!r}")
-    return replace(SIMULATED[arch], **changes)
+    return _changed(SIMULATED[arch], changes)
+
+
+def _changed(target: Target, changes: dict) -> Target:
+    kept = ("sm_count", "l2_bytes")  # with None
+    return replace(
+        target, **{name: value for name, value in changes.items() if value is not None or name not in kept}
+    )
 
 
 @contextlib.contextmanager
@@ -85,7 +106,7 @@ def simulating(target: Target | str, **changes) -> Iterator[Target]:
         with simulating("sm_90a", sm_count=2, seed=1):
             attention(q, k, v, backend="sim")
     """
-    target = simulated(target, **changes) if isinstance(target, str) else replace(target, **changes)
+    target = simulated(target, **changes) if isinstance(target, str) else _changed(target, changes)
     if target.native:
         raise ValueError(f"target: must be the simulator (device None), got device {target.device}")
     token = _simulated.set(target)
@@ -124,7 +145,14 @@ def _device_target(device: torch.device) -> Target | None:
         raise UnsupportedProblem(
             f"no kernels for compute capability {properties.major}.{properties.minor} of {device}"
         )
-    return Target(found, device.index, properties.multi_processor_count, properties.L2_cache_size)
+    model = gpu_model(properties.name)
+    return Target(
+        found,
+        device.index,
+        properties.multi_processor_count,
+        properties.L2_cache_size,
+        l2_share=L2_SHARE if model is None else model.l2_share,
+    )
 
 
 class Kernel:

@@ -35,7 +35,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
 
 def check_supported(problem: AttentionProblem, target: Target) -> None:
     """Raise UnsupportedProblem, naming the constraint, for a problem that the target's kernel does not run."""
-    ATTENTION.of(target.architecture).AttentionConfig.of(problem)
+    ATTENTION.of(target.architecture).AttentionConfig.of(problem, target)
 
 
 class Prepared(NamedTuple):

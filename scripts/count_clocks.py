@@ -26,6 +26,7 @@ from shared import generated_tables
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention
 from warpspec.fmha.checks import HEAD_DIMS
 from warpspec.fmha.problem import AttentionProblem
@@ -160,7 +161,7 @@ def measure(head_dim: int, shape, *, shared_kv: bool = False, dtype=torch.bfloat
         for tiles in (SHORT, LONG):
             q, k = tensor(shape.tile_m), tensor(tiles * shape.tile_n)
             v = None if shared_kv else tensor(tiles * shape.tile_n)
-            config = AttentionConfig.of(AttentionProblem.of(q, k, v, num_splits=1))
+            config = AttentionConfig.of(AttentionProblem.of(q, k, v, num_splits=1), SIMULATED["sm_100a"])
             attention(q, k, v, num_splits=1, backend="sim")
             (launch,) = sim.last_report().launches
             assert launch.grid == (1, 1, 1)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from shared.generated_tables import Section, main, table
 
+from warpspec.common.hardware import GPUS
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, GemmConfig, Shape
-from warpspec.moe.sm100.plan import SHAPES, SM_COUNT, choose_shape, estimate
+from warpspec.moe.sm100.plan import SHAPES, choose_shape, estimate
 
+SM_COUNT = GPUS["sm_100a"].sm_count
 BEGIN = "<!-- scripts/count_moe.py: begin -->"
 END = "<!-- scripts/count_moe.py: end -->"
 
@@ -55,7 +57,7 @@ def tiles_table() -> str:
     rows = []
     for shape in SHAPES:
         config = GemmConfig(shape)
-        found = estimate(shape, shape.tokens, 1, shape.features, 64 * STEPS)
+        found = estimate(shape, shape.tokens, 1, shape.features, 64 * STEPS, SM_COUNT)
         per_step = [value / STEPS for value in (found.mma, found.smem, found.l2)]
         whole = found.tile / STEPS * shape.ctas * FEATURES / shape.features
         rows.append(
@@ -87,7 +89,7 @@ def best_swapped(layer: Layer, rows: int, features: int, k: int) -> Shape:
     """The swapped tiles with the fewest clocks."""
 
     def cost(shape):
-        found = estimate(shape, rows, layer.experts, features, k)
+        found = estimate(shape, rows, layer.experts, features, k, SM_COUNT)
         return found.clocks, found.busy
 
     return min(SWAPPED.values(), key=cost)
@@ -101,7 +103,7 @@ def choice_cells(layer: Layer, tokens: int, shapes) -> tuple[str, str, str]:
     loaded = mma = clocks = 0.0
     bounds = []
     for shape, (features, k) in zip(shapes, layer.gemms(), strict=True):
-        found = estimate(shape, tokens * layer.k, layer.experts, features, k)
+        found = estimate(shape, tokens * layer.k, layer.experts, features, k, SM_COUNT)
         loaded += found.loaded_bytes
         mma += found.tiles * found.mma * shape.ctas / SM_COUNT
         clocks += found.clocks
@@ -117,7 +119,7 @@ def layers_table() -> str:
         for tokens in TOKENS:
             routed = tokens * layer.k
             swapped = [best_swapped(layer, routed, *gemm) for gemm in layer.gemms()]
-            chosen = [choose_shape(routed, layer.experts, *gemm) for gemm in layer.gemms()]
+            chosen = [choose_shape(routed, layer.experts, *gemm, SM_COUNT) for gemm in layer.gemms()]
             names = dict.fromkeys(str(shape) for shape in chosen)
             cells = [
                 cell

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from shared import mutants_gpu
 from shared.mutants_gpu import Case
 
-from warpspec.common.hardware import MIB
-from warpspec.common.launch import SIMULATED
+from warpspec.common.hardware import gpu_model
+from warpspec.common.launch import Target
 
-H200 = replace(SIMULATED["sm_90a"], sm_count=132, l2_bytes=60 * MIB)
+H200 = Target.of_model(gpu_model("H200"))
 
 
 def _normal(*shape: int, seed: int, dtype=torch.bfloat16) -> torch.Tensor:

@@ -23,6 +23,7 @@ from warpspec.common.hardware import (
     SMEM_RESERVED_PER_CTA,
     TMEM_COLUMNS,
 )
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
@@ -161,7 +162,7 @@ def with_bias() -> str:
     rows = []
     for shared, shapes in ((False, fmha.SHAPES), (True, fmha.SHARED_SHAPES)):
         for head_dim, dtype in itertools.product(shapes, (torch.bfloat16, torch.float32)):
-            c = fmha.AttentionConfig.of(_problem(head_dim, shared, dtype))
+            c = fmha.AttentionConfig.of(_problem(head_dim, shared, dtype), SIMULATED["sm_100a"])
             rows.append(
                 (
                     head_dim,

@@ -196,7 +196,7 @@ def spill_free(row: Row, native: bool) -> Iterator[tuple[Shape, str]]:
 def refusal(problem: AttentionProblem, shape: Shape, native: bool, splits: bool = False) -> str:
     """Why a shape is no candidate, "" where it is one. What certainly does not fit is not compiled."""
     try:
-        config = sm90.AttentionConfig.of(problem, shape=shape, splits=splits)
+        config = sm90.AttentionConfig.of(problem, TARGET, shape=shape, splits=splits)
     except AssertionError:
         return "over budget"
     except UnsupportedProblem as error:

@@ -21,7 +21,8 @@ import torch
 from shared import attention_peers, driver, gpu_bench
 
 from warpspec.aot.workers import compile_all
-from warpspec.common.launch import SIMULATED, Target, target_of
+from warpspec.common.hardware import gpu_model
+from warpspec.common.launch import Target, target_of
 from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward import launch
@@ -194,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = [*TABLE, *draw(options.shapes, options.seed)]
     if options.list:
-        target = replace(SIMULATED["sm_90a"], l2_bytes=60 << 20)
+        target = Target.of_model(gpu_model("H200"))
         for shape in shapes:
             print(
                 shape.name, *(f"{name}: {tuple(item[1])}" for name, item in variants(shape, target).items())

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import os
 
 # Before torch is imported: workers and the simulator's own threads share the machine's few cores.
@@ -44,8 +45,8 @@ def pytest_collection_finish() -> None:
 def simulate_as(monkeypatch):
     """``simulate_as("sm_90a", sm_count=2, seed=1)``: from now on backend "sim" runs the kernels for this target.
 
-    small: on sm_90a, attention has the tile shapes of problems that have few tiles, as a test's have, instead of those
-    of many. What was prepared is forgotten: it does not know of this.
+    small: on sm_90a, attention has the tile shapes of problems that have few tiles for each SM, as a test's have,
+    instead of those of many. What was prepared is forgotten: it does not know of this.
     """
     from warpspec.common.launch import simulating
     from warpspec.fmha import launch
@@ -54,8 +55,7 @@ def simulate_as(monkeypatch):
     with contextlib.ExitStack() as contexts:
 
         def choose(arch: str, *, small: bool = False, **changes) -> None:
-            if not small:
-                monkeypatch.setattr(shapes, "SMALL_KEYS", 0)
+            monkeypatch.setattr(shapes, "SMALL_TILES", math.inf if small else 0)
             launch.prepare.cache_clear()
             contexts.enter_context(simulating(arch, **changes))
 

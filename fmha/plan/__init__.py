@@ -58,24 +58,24 @@ def make_plan(config_class: type, problem: AttentionProblem, target: Target) -> 
     """
     config, splits = choose_config(config_class, problem, target)
     ctas = target.sm_count * config.shape.ctas_per_sm
-    return Plan(config, splits, ctas, choose_section(problem, config, ctas))
+    return Plan(config, splits, ctas, choose_section(problem, config, target, ctas))
 
 
 def choose_config(
     config_class: type, problem: AttentionProblem, target: Target
 ) -> tuple[KernelFeatures, int]:
     """The kernel of a problem's plan, and into how many parts the keys are split. As ``make_plan``."""
-    config = config_class.of(problem)
+    config = config_class.of(problem, target)
     if config_class.cuts_line and cut_by_length(problem, config, target):
-        return config_class.of(problem, chunked=True), 1
+        return config_class.of(problem, target, chunked=True), 1
     splits = problem.num_splits or best_splits(config, problem, target)
     if splits > 1:
         full = (
             tile_count(config, problem) * splits >= FULL_ROUNDS * target.sm_count * config.shape.ctas_per_sm
         )
-        config = config_class.of(problem, splits=True, shape=config.shape if full else None)
-    elif config_class.persistent and from_queue(problem, config, target):
-        config = config_class.of(problem, queued=True)
+        config = config_class.of(problem, target, splits=True, shape=config.shape if full else None)
+    elif config.persistent and from_queue(problem, config, target):
+        config = config_class.of(problem, target, queued=True)
     return config, splits
 
 

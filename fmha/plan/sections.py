@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from warpspec.common.hardware import GPUS
+from warpspec.common.launch import Target
 from warpspec.fmha.features import ELEMENT_BYTES, KernelFeatures
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
@@ -18,8 +18,6 @@ from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
 MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
 MOST_SECTIONS = 64  # sizes of sections that are tried
-L2_BYTES = GPUS["sm_90a"].l2_bytes  # of the smallest device that sections matter on
-L2_SHARE = 0.8  # of it for K and V
 
 # What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth
 # where CTAs ask for all there is, and on the way there power, which the clock pays for.
@@ -29,7 +27,7 @@ EXPONENTIALS = 16  # a clock and SM
 MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as memory gives
 
 
-def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int) -> int:
+def choose_section(problem: AttentionProblem, config: KernelFeatures, target: Target, ctas: int) -> int:
     """Heads of a section (``TileGrid.decode``).
 
     The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. Of packed queries the
@@ -38,7 +36,7 @@ def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int)
     head_tiles = -(-problem.group // config.pack)
     if config.packed_q:
         heads = problem.heads_kv * head_tiles
-        fit = max(int(L2_SHARE * L2_BYTES / (problem.seq_k * key_bytes(problem, config))) * head_tiles, 1)
+        fit = max(int(target.l2_room / (problem.seq_k * key_bytes(problem, config))) * head_tiles, 1)
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
     query_tiles = -(-problem.seq_q // config.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
@@ -55,7 +53,7 @@ def choose_section(problem: AttentionProblem, config: KernelFeatures, ctas: int)
     last = np.minimum(first + config.queries, start + problem.seq_q) - 1
     counts = key_span(first, last, problem.seq_k, config.tile_n, bounds, np.minimum, np.maximum).count
     return balanced_section(
-        grid, ctas, counts, lambda section: reading_cost(problem, config, ctas, section / head_tiles)
+        grid, ctas, counts, lambda section: reading_cost(problem, config, target, ctas, section / head_tiles)
     )
 
 
@@ -64,13 +62,15 @@ def key_bytes(problem: AttentionProblem, config: KernelFeatures) -> int:
     return problem.head_dim * ELEMENT_BYTES * len(config.rings)
 
 
-def reading_cost(problem: AttentionProblem, config: KernelFeatures, ctas: int, heads: float) -> float:
+def reading_cost(
+    problem: AttentionProblem, config: KernelFeatures, target: Target, ctas: int, heads: float
+) -> float:
     """Time as a multiple of that with K and V in L2, where CTAs work on so many KV heads at a time.
 
     CTAs of one head keep pace, so that memory is read once for all of them.
     """
     read = key_bytes(problem, config)
-    if heads * problem.seq_k * read <= L2_SHARE * L2_BYTES:
+    if heads * problem.seq_k * read <= target.l2_room:
         return 1.0
     clocks = config.tile_m * (
         4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS

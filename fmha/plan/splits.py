@@ -22,7 +22,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from warpspec.common.hardware import GPUS
 from warpspec.fmha.combine import BATCH, CombineConfig
 from warpspec.fmha.features import ELEMENT_BYTES, FP32_BYTES
 
@@ -59,8 +58,8 @@ def choose_splits(
     head_dim: int,
     tile_m: int,
     tile_n: int,
+    sm_count: int,
     shared_kv: bool = False,
-    sm_count: int = GPUS["sm_100a"].sm_count,
     ctas_per_sm: int = 1,
     persistent: bool = False,
     loads: Loads = COUNTED,

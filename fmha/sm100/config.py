@@ -23,6 +23,7 @@ from warpspec.common.hardware import (
     TMEM_COLUMNS,
     WARP_THREADS,
 )
+from warpspec.common.launch import Target
 from warpspec.fmha.features import (
     BIAS_BYTES,
     BLOCK,
@@ -79,6 +80,7 @@ class AttentionConfig(KernelFeatures):
     def of(
         cls,
         problem: AttentionProblem,
+        target: Target,
         *,
         shape: Shape | None = None,
         splits: bool = False,
@@ -100,9 +102,9 @@ class AttentionConfig(KernelFeatures):
             problem, pack=pack, tile_m=shape.tile_m, splits=splits, chunked=chunked, scheduled=chunked
         )
         config = cls(**switches, shape=shape)
-        return config.with_bias(problem) if problem.has_bias else config
+        return config.with_bias(problem, target) if problem.has_bias else config
 
-    def with_bias(self, problem: AttentionProblem) -> AttentionConfig:
+    def with_bias(self, problem: AttentionProblem, target: Target) -> AttentionConfig:
         """This kernel, of a problem with a bias. Room for it comes from the rings of K and V, which keep two
         stages where they had them, then from the second CTA of an SM; it gets two stages where that is enough.
         """
@@ -116,7 +118,7 @@ class AttentionConfig(KernelFeatures):
             return tiles
         stage_bytes = len(tiles.rings) * tiles.kv_tile_bytes
         for ctas in range(self.ctas_per_sm, 0, -1):
-            room = min(MAX_SMEM_PER_CTA, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
+            room = min(target.architecture.smem_per_cta, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
             room -= tiles.smem_bytes - tiles.kv_stages * stage_bytes
             most = self.kv_stages * self.ctas_per_sm // ctas
             for stages in (2, 1):

@@ -21,6 +21,7 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
+from warpspec.common.launch import Target
 from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
@@ -73,20 +74,22 @@ class AttentionConfig(KernelFeatures):
     def of(
         cls,
         problem: AttentionProblem,
+        target: Target,
         *,
         shape: Shape | None = None,
         splits: bool = False,
         chunked: bool = False,
         queued: bool = False,
     ):
-        """The kernel for a problem. UnsupportedProblem names what this kernel does not do."""
+        """The kernel for a problem, with tiles for the target's SMs. UnsupportedProblem names what this kernel does
+        not do."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
         check_requests("sm90", problem)
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
-            shape = choose_shape(problem, pack, splits)
+            shape = choose_shape(problem, target, pack, splits)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
         switches = {"splits": splits, "chunked": chunked, "queued": queued}
         switches["scheduled"] = shape.column_parts == 1

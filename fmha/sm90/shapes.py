@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from warpspec.common.launch import Target
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 
@@ -46,15 +47,15 @@ LONG_ROWS = 2048  # queries times heads that share a tile
 # Half of a tile's rows do not see its keys on the diagonal: so its queries, which are fewer where heads share it, must
 # be few against a request's. Queries times heads that share a tile, squared.
 LONG_CAUSAL = 5500
-LONG_TILES = 528  # four for each SM
+LONG_TILES = 4  # for each SM
 DENSE_SHARE = 0.125  # of the queries that packed requests have at most: of fewer, most requests are decoding
 # The same with few keys, of which smaller KV tiles have fewer that no row sees, or at D 64 with a window that is no
 # narrow one.
 SHORT = {64: Shape(3, 80, 5, 1, 160, 32), 128: Shape(3, 64, 3, 1, 160, 32)}
 SHORT_KEYS, SHORT_WINDOW = 1024, 2048
-SHORT_TILES = 396  # three for each SM
+SHORT_TILES = 3  # for each SM
 # Or with so many keys to a query that all tiles are alike, and these leave so much less of the last round idle.
-SMS, ALIKE_KEYS, IDLE_MORE = 132, 16, 1.1
+ALIKE_KEYS, IDLE_MORE = 16, 1.1
 # Few rows (decode): memory binds; two CTAs of one consumer on an SM keep enough loads in flight.
 DECODE = {
     64: Shape(1, 128, 2, 2, 208, 48),
@@ -74,23 +75,25 @@ BIASED_PAGES = {**BIASED, 64: Shape(2, 128, 4, 1, 240, 24), 128: Shape(2, 64, 3,
 SPLIT = {**DECODE, 64: Shape(1, 128, 3, 2, 208, 48), 128: Shape(1, 64, 3, 2, 208, 48)}
 # Few tiles, and not so many keys that these are split: tiles of one consumer go to more SMs.
 SMALL = {dim: SPLIT[dim] for dim in (128, 256)}
-SMALL_TILES = 132  # one for each SM
+SMALL_TILES = 1  # for each SM
 SMALL_KEYS = 1024
 # K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many. Nothing else fits.
 SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
 
 
-def choose_shape(problem: AttentionProblem, pack: int, splits: bool) -> Shape:
-    """The shape for a problem of which ``pack`` heads of a KV group share a tile. splits: keys are split, which matters
-    for few rows only."""
+def choose_shape(problem: AttentionProblem, target: Target, pack: int, splits: bool) -> Shape:
+    """The shape for a problem, among others by how many tiles each SM of the target gets.
+
+    pack: heads of a KV group that share a tile. splits: keys are split, which matters for few rows only.
+    """
     dim = problem.head_dim
     if problem.shared_kv and dim in SHARED:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:
         return (SPLIT if splits else DECODE)[dim]
-    if is_small(problem, pack):
+    if is_small(problem, target, pack):
         return SMALL[dim]
-    found = [table[dim] for table in tables(problem, pack) if dim in table]
+    found = [table[dim] for table in tables(problem, target, pack) if dim in table]
     return next((shape for shape in found if fits_pages(shape.tile_n, problem.page_size)), found[-1])
 
 
@@ -99,7 +102,7 @@ def fits_pages(keys: int, page_size: int | None) -> bool:
     return not page_size or keys % page_size == 0 or page_size % keys == 0
 
 
-def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
+def tables(problem: AttentionProblem, target: Target, pack: int) -> Iterator[dict[int, Shape]]:
     """What suits many rows, best first."""
     left, right = problem.window_left, 0 if problem.causal else problem.window_right
     if problem.has_bias:
@@ -112,22 +115,22 @@ def tables(problem: AttentionProblem, pack: int) -> Iterator[dict[int, Shape]]:
         few_keys = problem.seq_k <= SHORT_KEYS or (
             problem.head_dim == 64 and window is not None and window < SHORT_WINDOW
         )
-        if few_keys and right is not None and fills(problem, pack, SHORT, SHORT_TILES):
+        if few_keys and right is not None and fills(problem, target, pack, SHORT, SHORT_TILES):
             yield SHORT
-        if fills(problem, pack, LONG, LONG_TILES):
+        if fills(problem, target, pack, LONG, LONG_TILES):
             yield LONG
-    elif fewer_rounds(problem, pack):
+    elif fewer_rounds(problem, target, pack):
         yield LONG
         yield SHORT
     yield PREFILL
 
 
-def fewer_rounds(problem: AttentionProblem, pack: int) -> bool:
+def fewer_rounds(problem: AttentionProblem, target: Target, pack: int) -> bool:
     """Of tiles alike, for there are far more keys than queries, three consumers' leave fewer SMs idle in the last
     round."""
     if problem.packed_q or problem.seq_k < ALIKE_KEYS * problem.seq_q:
         return False
-    two, three = (tile_count(problem, pack, consumers) / SMS for consumers in (2, 3))
+    two, three = (tile_count(problem, pack, consumers) / target.sm_count for consumers in (2, 3))
     return math.ceil(two) / two > IDLE_MORE * math.ceil(three) / three
 
 
@@ -137,19 +140,19 @@ def larger_tiles(problem: AttentionProblem, pack: int, banded: bool) -> bool:
     return rows * pack >= LONG_CAUSAL if banded else rows >= LONG_ROWS
 
 
-def fills(problem: AttentionProblem, pack: int, table: dict[int, Shape], tiles: int) -> bool:
-    """A table's shape makes at least so many tiles, most of them full."""
+def fills(problem: AttentionProblem, target: Target, pack: int, table: dict[int, Shape], tiles: int) -> bool:
+    """A table's shape makes at least so many tiles for each SM, most of them full."""
     shape = table.get(problem.head_dim)
     if shape is None or (problem.packed_q and problem.least_q < DENSE_SHARE * problem.batch * problem.seq_q):
         return False
-    return tile_count(problem, pack, shape.consumers) >= tiles
+    return tile_count(problem, pack, shape.consumers) >= tiles * target.sm_count
 
 
-def is_small(problem: AttentionProblem, pack: int) -> bool:
+def is_small(problem: AttentionProblem, target: Target, pack: int) -> bool:
     """SMALL suits it."""
     if problem.head_dim not in SMALL or problem.has_bias or problem.shared_kv or problem.seq_k > SMALL_KEYS:
         return False
-    return tile_count(problem, pack, SMALL[problem.head_dim].consumers) <= SMALL_TILES
+    return tile_count(problem, pack, SMALL[problem.head_dim].consumers) <= SMALL_TILES * target.sm_count
 
 
 def tile_count(problem: AttentionProblem, pack: int, consumers: int) -> int:

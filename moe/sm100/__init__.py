@@ -26,15 +26,16 @@ FEATURE_MULTIPLE = 8  # of N, and of the rows of gate and of up
 def choose_config(
     a: QuantizedRows,
     w: PreparedWeights,
+    sm_count: int,
     *,
     epilogue="linear",
     nvfp4_out=False,
     limit=None,
     shape: Shape | None = None,
 ):
-    """The configuration for operands, chosen from their shapes alone. shape: use these tiles instead."""
+    """The configuration for operands, chosen from their shapes and the SMs' number. shape: use these tiles instead."""
     return GemmConfig(
-        shape=shape or choose_shape(a.rows, w.experts, w.n, w.k),
+        shape=shape or choose_shape(a.rows, w.experts, w.n, w.k, sm_count),
         epilogue=epilogue,
         output="nvfp4" if nvfp4_out else "bf16",
         has_row_scale=a.row_scale is not None,
@@ -76,7 +77,9 @@ def grouped_gemm(
     if a.rows == 0:
         return None
     quantized = isinstance(out, QuantizedRows)
-    config = choose_config(a, w, epilogue=epilogue, nvfp4_out=quantized, limit=limit, shape=shape)
+    config = choose_config(
+        a, w, target.sm_count, epilogue=epilogue, nvfp4_out=quantized, limit=limit, shape=shape
+    )
     return gemm_kernel.run(
         config,
         target,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from warpspec.common import memory
-from warpspec.common.hardware import GPUS
 from warpspec.moe.sm100.config import (
     K_TILE,
     MMA_K,
@@ -25,7 +24,6 @@ from warpspec.moe.sm100.config import (
 )
 
 SHAPES = (*SWAPPED.values(), SINGLE, PAIR)
-SM_COUNT = GPUS["sm_100a"].sm_count
 
 # Rates per clock and SM, from the instruction set and data sheets. One assumption goes beyond what is published:
 # operand reads of tcgen05.mma, tcgen05.cp and TMA's writes share the bandwidth of shared memory.
@@ -80,7 +78,7 @@ class Estimate:
 
 
 @lru_cache(maxsize=4096)
-def choose_shape(rows: int, experts: int, features: int, k: int, sm_count: int = SM_COUNT) -> Shape:
+def choose_shape(rows: int, experts: int, features: int, k: int, sm_count: int) -> Shape:
     """Tiles for ``rows`` rows over ``experts`` experts of [features, k]: fewest clocks, ties to the least busy CTA."""
 
     def cost(shape):
@@ -90,9 +88,7 @@ def choose_shape(rows: int, experts: int, features: int, k: int, sm_count: int =
     return min(SHAPES, key=cost)
 
 
-def estimate(
-    shape: Shape, rows: int, experts: int, features: int, k: int, sm_count: int = SM_COUNT
-) -> Estimate:
+def estimate(shape: Shape, rows: int, experts: int, features: int, k: int, sm_count: int) -> Estimate:
     """Estimated clocks of a launch with these tiles. features: N of each expert's weights."""
     config = GemmConfig(shape)
     steps, k_tiles = -(-k // MMA_K), -(-k // K_TILE)
@@ -142,7 +138,7 @@ def tile_bound(shape: Shape, rows: int, experts: int, features: int) -> int:
     return (rows // shape.tokens + min(experts, rows)) * -(-features // shape.features)
 
 
-def group_count(shape: Shape, rows: int, experts: int, features: int, sm_count: int = SM_COUNT) -> int:
+def group_count(shape: Shape, rows: int, experts: int, features: int, sm_count: int) -> int:
     """CTAs (or pairs) to launch: one an SM, but no more than there may be tiles."""
     return max(1, min(sm_count // shape.ctas, tile_bound(shape, rows, experts, features)))
 

@@ -6,8 +6,9 @@ nobody sees. A case may call several times: a mutant that one of the calls finds
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,9 +17,19 @@ import torch
 
 from warpspec.common.launch import SIMULATED, simulating
 from warpspec.fmha import attention
+from warpspec.fmha.sm90 import shapes
 
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
 sys.path[:0] = [str(TESTS / name) for name in (".", "fmha", "latent", "latent/indexer", "moe", "softmax")]
+
+
+@contextlib.contextmanager
+def few_sms(arch: str, sms: int | None = 1) -> Iterator[None]:
+    """Simulate a GPU of few SMs, so that a CTA has several tiles, of the shapes that few tiles get on a whole GPU."""
+    tiles = shapes.SMALL_TILES * SIMULATED[arch].sm_count
+    count = sms or SIMULATED[arch].sm_count
+    with simulating(arch, sm_count=count), mock.patch.object(shapes, "SMALL_TILES", tiles / count):
+        yield
 
 
 def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
@@ -33,7 +44,7 @@ def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]
         options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
         if "lengths" in shape:
             options["kv_lengths"] = torch.tensor(shape["lengths"], dtype=torch.int32)
-        with simulating(arch, **({} if sms is None else {"sm_count": sms})):
+        with few_sms(arch, sms):
             attention(q, k, None if shape.get("latent") else v, **options, backend="sim")
 
     return run
@@ -65,7 +76,7 @@ def _pages(arch: str) -> Callable[[], None]:
 
         options = dict(seq_q=70, heads_q=2, head_dim=128, causal=True)
         _, arguments = inputs((300, 170), 16, **options)
-        with simulating(arch, sm_count=1):
+        with few_sms(arch):
             attention(**arguments, backend="sim")
 
     return run

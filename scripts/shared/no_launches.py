@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from warpspec.common import architecture, backend, launch, workspace
+from warpspec.common import backend, launch, workspace
 from warpspec.common.hardware import GPUS
 from warpspec.fmha import flash_attn, problem, values
 
@@ -23,8 +23,7 @@ INDEX = -1  # what CPU tensors give as their device's index
 def no_launches(arch: str = "sm_90a") -> Iterator[None]:
     """A context in which calls on CPU tensors take the way of calls on a GPU of ``arch``, up to the launches, which do
     nothing: results are what memory held."""
-    gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
-    target = launch.Target(architecture.architecture(arch), INDEX, gpu.sm_count, gpu.l2_bytes)
+    target = launch.Target.of_model(GPUS[arch], INDEX)
     own = target.architecture.backend
 
     def on_gpu(device):

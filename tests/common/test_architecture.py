@@ -10,7 +10,8 @@ import torch
 from warpspec.common.architecture import ARCHITECTURES, Architecture, Family, architecture
 from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.launch import SIMULATED, Kernel, Target, simulating, target_of
+from warpspec.common.hardware import GPUS, gpu_model
+from warpspec.common.launch import SIMULATED, Kernel, Target, simulated, simulating, target_of
 from warpspec.fmha import attention, launch
 from warpspec.fmha.backward import launch as backward_launch
 from warpspec.fmha.sm90.config import AttentionConfig
@@ -67,9 +68,9 @@ def test_attention_is_refused_until_it_has_kernels(sm_120a, monkeypatch):
 
         class Config(AttentionConfig):
             @classmethod
-            def of(cls, problem, **options):
-                planned.append(problem.head_dim)
-                return AttentionConfig.of(problem, **options)
+            def of(cls, problem, target, **options):
+                planned.append((problem.head_dim, target.sm_count))
+                return AttentionConfig.of(problem, target, **options)
 
         kernel = Kernel("made.up", lambda config: ())
         monkeypatch.setattr(kernel, "launcher", lambda config, target: planned.append)
@@ -77,10 +78,37 @@ def test_attention_is_refused_until_it_has_kernels(sm_120a, monkeypatch):
         monkeypatch.setitem(launch.ATTENTION.kernels, "sm120", package)
         launch.prepare.cache_clear()
         found = launch.prepare(launch.AttentionProblem.of(q, q, q), target_of(CPU))
-        assert planned == [64] and found.plan.ctas == 7 * found.plan.config.shape.ctas_per_sm
+        assert planned == [(64, 7)] and found.plan.ctas == 7 * found.plan.config.shape.ctas_per_sm
         monkeypatch.setitem(launch.ATTENTION.kernels, "sm_120a", "warpspec.fmha.sm100")
         assert launch.ATTENTION.of(sm_120a).AttentionConfig is not Config
     assert target_of(CPU) is SIMULATED["sm_100a"]
+
+
+def test_simulated_targets_have_a_number_of_sms():
+    with simulating("sm_90a", sm_count=None, seed=3) as target:
+        assert (target.sm_count, target.seed) == (132, 3)
+        with simulating(target, sm_count=2), simulating(target_of(CPU), sm_count=None) as inner:
+            assert inner.sm_count == 2
+    for count in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"sm_count: must be a positive int, got {count}"):
+            simulated("sm_90a", sm_count=count)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "room"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100", 40 << 20),
+        ("NVIDIA H200", "H200", 40 << 20),
+        ("NVIDIA B200", "B200", 84 << 20),
+        ("NVIDIA GH200 480GB", None, 0),
+    ],
+)
+def test_models_are_found_by_the_name_of_the_device(name, model, room):
+    found = gpu_model(name)
+    assert (found and found.name) == model
+    if found:
+        assert Target.of_model(found).l2_room == room and found.arch in GPUS
+    assert GPUS["sm_90a"].name == "H100"
 
 
 def test_sm_103a_runs_the_kernels_of_sm_100a():

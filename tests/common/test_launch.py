@@ -97,7 +97,7 @@ class FakeCuda:
         self.asked.append(device)
 
         class Properties:
-            major, minor, multi_processor_count, L2_cache_size = 10, 3, 160, 1 << 27
+            name, major, minor, multi_processor_count, L2_cache_size = "NVIDIA B300", 10, 3, 160, 1 << 27
 
         return Properties
 

@@ -12,6 +12,7 @@ from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import MAX_SMEM_PER_CTA
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, merge
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
@@ -189,11 +190,13 @@ def problem(head_dim, bias_dtype, shared_kv, seq_q, heads_q, heads, seq_k=264):
 def test_every_shape_has_room_for_a_bias(head_dim, bias_dtype, shared_kv):
     """Streamed, within the budgets (the configuration asserts them), K and V still double-buffered where they
     were; a bias that heads share takes so little for one query that nothing else changes."""
-    config = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 128, 1, True))
-    plain = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 128, 1, True, seq_k=261))
+    config = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 128, 1, True), SIMULATED["sm_100a"])
+    plain = AttentionConfig.of(
+        problem(head_dim, bias_dtype, shared_kv, 128, 1, True, seq_k=261), SIMULATED["sm_100a"]
+    )
     assert config.bias_stages >= 1 and plain.bias_stages == 0
     assert config.kv_stages >= min(plain.kv_stages, 2) and config.smem_bytes <= MAX_SMEM_PER_CTA
-    decode = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 1, 128, False))
+    decode = AttentionConfig.of(problem(head_dim, bias_dtype, shared_kv, 1, 128, False), SIMULATED["sm_100a"])
     assert (decode.bias_stages, decode.ctas_per_sm) == (2, plain.ctas_per_sm)
     assert decode.bias_ring_bytes <= 8 * 1024
 
@@ -206,7 +209,7 @@ def test_every_shape_has_room_for_a_bias(head_dim, bias_dtype, shared_kv):
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_compiles_without_spills(head_dim, bias_dtype, shared_kv, seq_k, causal):
     made = inputs(seq_k, bias_dtype, batch=1, head_dim=head_dim, shared_kv=shared_kv, causal=causal)
-    config = AttentionConfig.of(AttentionProblem.of(**made, return_lse=True))
+    config = AttentionConfig.of(AttentionProblem.of(**made, return_lse=True), SIMULATED["sm_100a"])
     (kernel,) = resources(ATTENTION.compiled(config, "sm_100a")).values()
     assert kernel.local_bytes == 0
 

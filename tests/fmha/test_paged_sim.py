@@ -11,6 +11,7 @@ from helpers.suites import long, long_but
 
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
@@ -204,4 +205,4 @@ def test_compiles_with_a_bias_without_spills(head_dim, shared_kv, page_size):
             q, k, None if shared_kv else k, bias=bias, page_table=table, kv_lengths=lengths, causal=causal,
             window=(50, None) if causal else None, return_lse=True,
         )  # fmt: skip
-        assert_no_spills(AttentionConfig.of(problem, splits=splits))
+        assert_no_spills(AttentionConfig.of(problem, SIMULATED["sm_100a"], splits=splits))

@@ -9,6 +9,7 @@ from helpers.page_layouts import PAGE_SIZES
 from helpers.simulate import plan_for
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.launch import simulated
 from warpspec.fmha import sm90
 from warpspec.fmha.sm90.shapes import (
     BIASED,
@@ -24,11 +25,18 @@ from warpspec.fmha.sm90.shapes import (
     fits_pages,
 )
 
+HALF = simulated("sm_90a", sm_count=66)
 
-def plan(
-    d=128, batch=2, seq_q=8192, seq_k=8192, heads=(32, 32), page_size=None, shared=False, bias=None, **options
-):
+
+def plan(*arguments, **options):
     """(configuration, splits)"""
+    return plan_of(*arguments, **options)[:2]
+
+
+def plan_of(
+    d=128, batch=2, seq_q=8192, seq_k=8192, heads=(32, 32), page_size=None, shared=False, bias=None,
+    target="sm_90a", **options,
+):  # fmt: skip
 
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -41,7 +49,7 @@ def plan(
         options["page_table"] = meta(batch, pages, dtype=torch.int32)
     if bias:
         options["bias"] = meta(1, 1, seq_q, seq_k, dtype=bias)
-    return plan_for("sm_90a", q=q, k=kv, v=None if shared else kv, **options)[:2]
+    return plan_for(target, q=q, k=kv, v=None if shared else kv, **options)
 
 
 @pytest.mark.parametrize(("shape", "options"), [
@@ -74,6 +82,30 @@ def test_what_suits_a_problem(shape, options):
     config, splits = plan(**options)
     assert config.shape is shape
     assert splits > 1 or shape not in (SPLIT[64], SPLIT[128]) or shape is SMALL[128]
+
+
+def test_shapes_follow_the_number_of_sms():
+    """A GPU with half the SMs gives half the work the shape that the whole GPU gives all of it."""
+    for shape, batch, options in (
+        (LONG[128], 1, dict(seq_q=2048, heads=(32, 4), causal=True)),
+        (SHORT[128], 6, dict(seq_q=371, seq_k=371, heads=(32, 8), causal=True)),
+        (PREFILL[128], 2, dict(seq_q=250, seq_k=320, heads=(16, 4), causal=True)),
+    ):
+        assert plan(batch=batch, **options, target=HALF)[0].shape == shape, options
+        assert plan(batch=2 * batch, **options)[0].shape == shape
+        assert plan(batch=batch, **options)[0].shape != shape
+
+
+def test_sections_follow_the_l2():
+    """Causal heads worked on at a time: fewer with less L2 (of 16384 keys of D 128, five fit 40 MiB)."""
+    whole = simulated("sm_90a")
+    sections = [
+        plan_of(
+            batch=1, seq_q=16384, seq_k=16384, causal=True, target=replace(whole, l2_bytes=mib << 20)
+        ).section
+        for mib in (25, 50, 400)
+    ]
+    assert sections == sorted(sections) and len(set(sections)) > 1
 
 
 @pytest.mark.parametrize(("d", "page_size"), list(itertools.product(PREFILL, PAGE_SIZES)))

@@ -100,7 +100,7 @@ def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim,
 
 @pytest.mark.parametrize(("head_dim", "name"), [(256, "three-tiles"), long(128, "past-a-tile")])
 def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
-    monkeypatch.setattr(shapes, "SMALL_KEYS", 1024)
+    monkeypatch.setattr(shapes, "SMALL_TILES", 1)
     case = replace(BY_ID[name], head_dim=head_dim)
     assert plan_for("sm_90a", **arguments(case, 0)).config.shape == SMALL[head_dim]
     run(case, num_splits=1)

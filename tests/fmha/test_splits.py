@@ -1,20 +1,23 @@
 """How many KV splits a shape gets, and that the parts of a split are what they claim."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
-from warpspec.common.hardware import GPUS
-from warpspec.common.launch import simulated
+from warpspec.common.hardware import GPUS, gpu_model
+from warpspec.common.launch import Target
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.plan import make_plan
-from warpspec.fmha.plan.splits import choose_splits, combine_clocks, tile_clocks, visited_tiles
+from warpspec.fmha.plan import splits as model_of_splits
+from warpspec.fmha.plan.splits import combine_clocks, tile_clocks, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span, split_part
 from warpspec.fmha.sm90.config import AttentionConfig
 
 SM_COUNT = GPUS["sm_100a"].sm_count
+choose_splits = partial(model_of_splits.choose_splits, sm_count=SM_COUNT)
 KEYS_64K = 65536
 # Head size, M tiles and rows of one token at batch 1, and tile shapes a kernel may have.
 DECODE = {
@@ -134,5 +137,5 @@ def test_decoding_on_an_h200_is_split_as_was_fastest_there(shape, fast):
     batch, keys, heads_q, heads_kv, head_dim = shape
     sizes = {"batch": batch, "seq_q": 1, "seq_k": keys, "heads_q": heads_q, "heads_kv": heads_kv}
     kind = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": torch.device("meta"), "scale": 0.1}
-    target = simulated("sm_90a", sm_count=132, l2_bytes=60 << 20)
+    target = Target.of_model(gpu_model("H200"))
     assert make_plan(AttentionConfig, AttentionProblem(**sizes, **kind), target).splits in fast

@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from warpspec.common.launch import SIMULATED, simulating
+from warpspec.common.launch import SIMULATED, Target, simulating
 from warpspec.fmha import launch
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.operands import Operands
@@ -20,9 +20,10 @@ def simulating_gradients(arch: str, **changes):
         yield
 
 
-def plan_for(arch: str, **arguments) -> Plan:
-    """The plan of a call of ``attention``; its tensors may be without storage."""
-    return launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED[arch])
+def plan_for(target: Target | str, **arguments) -> Plan:
+    """The plan of a call of ``attention``; its tensors may be without storage. target: also a simulated one's name."""
+    target = SIMULATED[target] if isinstance(target, str) else target
+    return launch.plan(AttentionProblem.of(**arguments, memory=False), target)
 
 
 def run_unchecked(arguments: dict, *, o, arch: str = "sm_100a", **outputs) -> None:

@@ -325,4 +325,4 @@ def test_operands_are_what_the_kernel_is_configured_for():
     inputs = inputs_of(case)
     assert isinstance(inputs.a, QuantizedRows) and isinstance(inputs.w, PreparedWeights)
     config = GemmConfig(SINGLE, "swiglu", has_limit=True, has_bias=True)
-    assert choose_config(inputs.a, inputs.w, epilogue="swiglu", limit=1.0, shape=SINGLE) == config
+    assert choose_config(inputs.a, inputs.w, 148, epilogue="swiglu", limit=1.0, shape=SINGLE) == config

@@ -8,7 +8,7 @@ import torch
 from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
 
 from warpspec.common.compile import resources
-from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD, MAX_SMEM_PER_CTA, TMEM_COLUMNS
+from warpspec.common.hardware import GPUS, MAX_REGISTERS_PER_THREAD, MAX_SMEM_PER_CTA, TMEM_COLUMNS
 from warpspec.moe.sm100 import GemmConfig, gemm_kernel, grouped_gemm
 from warpspec.moe.sm100.config import PAIR, SINGLE, SWAPPED, Shape
 from warpspec.moe.sm100.plan import (
@@ -20,6 +20,7 @@ from warpspec.moe.sm100.plan import (
     tile_bound,
 )
 
+SM_COUNT = GPUS["sm_100a"].sm_count
 ARCH = "sm_100a"
 KINDS = [
     dict(),
@@ -136,7 +137,7 @@ def test_expected_tiles():
 
 def test_choice_follows_the_rows_of_an_expert():
     def chosen(tokens, experts, k, hidden, width):
-        return choose_shape(tokens * k, experts, 2 * width, hidden)
+        return choose_shape(tokens * k, experts, 2 * width, hidden, SM_COUNT)
 
     oss = dict(experts=32, k=4, hidden=2880, width=2880)
     assert chosen(1, **oss) == SWAPPED[8]
@@ -145,9 +146,11 @@ def test_choice_follows_the_rows_of_an_expert():
     assert chosen(16384, experts=384, k=6, hidden=7168, width=3072) == PAIR
     assert not chosen(4096, experts=256, k=6, hidden=4096, width=2048).swapped
     for rows, experts in ((1, 1), (7, 384), (100000, 8)):
-        shape = choose_shape(rows, experts, 2880, 2880)
+        shape = choose_shape(rows, experts, 2880, 2880, SM_COUNT)
         assert (
-            1 <= group_count(shape, rows, experts, 2880) <= min(148, tile_bound(shape, rows, experts, 2880))
+            1
+            <= group_count(shape, rows, experts, 2880, SM_COUNT)
+            <= min(SM_COUNT, tile_bound(shape, rows, experts, 2880))
         )
 
 
@@ -159,6 +162,6 @@ def test_estimate_is_what_the_simulator_counts(shape):
     inputs = inputs_of(case)
     report = grouped_gemm(inputs.a, inputs.w, inputs.offsets, poisoned_out(case), shape=shape, groups=2)
     (launch,) = report.launches
-    found = estimate(shape, case.rows, 1, case.width, case.k)
+    found = estimate(shape, case.rows, 1, case.width, case.k, SM_COUNT)
     assert launch.tma_bytes_loaded == found.loaded_bytes
     assert launch.mma_flops == found.tiles * found.mma * shape.ctas * 32768
