@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from warpspec.common.transforms import direct_apply
+
 
 def forward_only(refusal: str, function: Callable, *arguments):
     """Return function(*arguments), bypassing torch's dispatcher.
@@ -13,7 +15,7 @@ def forward_only(refusal: str, function: Callable, *arguments):
     If autograd records the call, backward() through the result raises NotImplementedError(refusal). function: returns a
     new tensor or a tuple of new tensors; autograd records the floating ones.
     """
-    return _ForwardOnly.apply(refusal, function, *arguments)
+    return _apply(refusal, function, *arguments)
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -25,6 +27,9 @@ class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         raise NotImplementedError(ctx.refusal)
+
+
+_apply = direct_apply(_ForwardOnly)
 
 
 def refuse_backward(refusal: str) -> Callable:

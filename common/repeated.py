@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 
 import torch
+from torch._C import _has_storage
 from torch.autograd import forward_ad
 
 from warpspec.common.backend import BACKEND_VARIABLE
@@ -78,15 +79,15 @@ def signatures(tensors: Iterable[torch.Tensor | None]) -> list | None:
 def watched(*tensors: torch.Tensor) -> bool:
     """Whether something must see an operator call on these tensors, so that the call goes through torch's dispatcher.
 
-    That is so while calls are ``observed``, for a tensor subclass, on the meta device, and for a negated view
-    (``z.conj().imag``), which the dispatcher turns into plain memory. Other calls bypass it: dispatching an operator
-    written in Python takes longer than ten launches and imports torch._dynamo. Autograd alone does not need it, see
-    ``recorded``.
+    That is so while calls are ``observed``, for a tensor subclass, on the meta device, for a negated view
+    (``z.conj().imag``), which the dispatcher turns into plain memory, and for what a transform has wrapped or batched,
+    which has no storage. Other calls bypass it: dispatching an operator written in Python takes longer than ten
+    launches and imports torch._dynamo. Autograd alone does not need it, see ``recorded``.
     """
     if observed():
         return True
-    for tensor in tensors:  # noqa: SIM110  (``any`` of a generator takes a microsecond longer)
-        if type(tensor) not in PLAIN_TENSORS or tensor.is_neg() or tensor.is_meta:
+    for tensor in tensors:
+        if type(tensor) not in PLAIN_TENSORS or tensor.is_neg() or not _has_storage(tensor) or tensor.is_meta:
             return True
     return False
 

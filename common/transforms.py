@@ -37,6 +37,11 @@ def takes_gradients() -> bool:
     return any(transform.key() == TransformType.Grad for transform in get_interpreter_stack())
 
 
+def direct_apply(function: type[torch.autograd.Function]) -> Callable:
+    """``function.apply`` without what torch does in Python for transforms: of calls that nobody watches."""
+    return super(torch.autograd.Function, function).apply
+
+
 class _Differentiable(torch.autograd.Function):
     """An operator, the last argument, so that ``ctx.needs_input_grad`` begins with the operator's own arguments."""
 

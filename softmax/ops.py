@@ -13,7 +13,7 @@ import torch
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
 from warpspec.common.repeated import PLAIN_TENSORS, Remembered, backend_variable, signature
-from warpspec.common.transforms import register_derivatives
+from warpspec.common.transforms import direct_apply, register_derivatives
 from warpspec.softmax import reference
 from warpspec.softmax.problem import SoftmaxProblem, as_matrix, check_input, check_output
 
@@ -159,3 +159,6 @@ class Softmax(torch.autograd.Function):
         return y
 
     backward = staticmethod(_backward)
+
+
+record = direct_apply(Softmax)  # (x, backend)

@@ -10,7 +10,7 @@ import torch
 
 from warpspec.common.forward_only import forward_only
 from warpspec.common.repeated import backend_variable, signature, watched
-from warpspec.common.transforms import call_operator
+from warpspec.common.transforms import call_operator, direct_apply
 from warpspec.fmha import ops
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward.ops import NO_SECOND_DERIVATIVES, fmha_backward
@@ -46,7 +46,7 @@ class Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         arguments = (ctx.call, operands, ctx.options, ctx.backend, wanted, do, dlse)
         tensors = [t for t in (do, dlse, *operands) if t is not None]
-        if watched(*tensors) or not torch._C._has_storage(tensors[0]):  # is_grads_batched has none
+        if watched(*tensors):
             rest = ops.flat(operands, ctx.options, ctx.backend)
             gradients = call_operator(fmha_backward, do, dlse, operands.o, operands.lse, list(wanted), *rest)
         elif torch.is_grad_enabled():  # create_graph
@@ -57,8 +57,7 @@ class Attention(torch.autograd.Function):
         return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
 
 
-# ``Attention.apply`` past what torch does in Python for functorch's transforms, which are watched for.
-_apply = super(torch.autograd.Function, Attention).apply
+_apply = direct_apply(Attention)
 
 
 def compute(call: ops.Call, operands: Operands, options: Options, backend: str, wanted, do, dlse):

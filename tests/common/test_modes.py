@@ -110,6 +110,15 @@ def test_transforms_of_transforms():
             both(q)
 
 
+@pytest.mark.parametrize("name", [*DIFFERENTIABLE, "softmax_topk", "moe_ffn"])
+def test_a_tensor_that_has_left_its_transform(name):
+    """It has no storage of its own."""
+    function, x = OPERATORS[name]
+    left = []
+    torch.func.grad(lambda x: (left.append(x), x.float().sum())[1])(x)
+    assert all(map(torch.equal, parts(function(left[0])), parts(function(x))))
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tangents_are_refused(name):
     function, x = OPERATORS[name]
