@@ -206,7 +206,7 @@ def paged() -> list[list]:
 
 def varlen() -> list[list]:
     """Requests of different lengths, from the fixed table of bench_sweep.py."""
-    rows = []
+    rows, speeds = [], gpu_bench.Speeds.measured()
     for shape in sweep_shapes.cliffs():
         if not isinstance(shape, sweep_shapes.AttentionShape) or shape.form == "plain":
             continue
@@ -216,7 +216,7 @@ def varlen() -> list[list]:
         for name, call in calls.items():
             agree(f"{name}, {shape.name}", expected, call(*sets[0]))
         times = gpu_bench.graph_times(calls, sets, **gpu_bench.SHORT_ROUNDS)
-        result = sweep_report.result_of(shape) | {"times": times}
+        result = sweep_report.result_of(shape, speeds) | {"times": times}
         cells = columns(times, shape.flops * 1e-6, (FLASH,))
         share = sweep_report.text(sweep_report.share(result), ".0%")
         rows.append([f"{shape.kind} {shape.name}", *cells, share])

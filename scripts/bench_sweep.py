@@ -7,9 +7,9 @@
     python scripts/bench_sweep.py --list                                     the shapes; needs no GPU
 
 A ratio is the best peer's time over ours: above 1 we are faster. The bytes' time is what a call must move (of K and V
-what some query sees) at a copy's bandwidth; our share of it is printed for calls over 100 MB whose arithmetic takes
-less. Times are of calls in CUDA graphs (``gpu_bench.graph_times``) on inputs that together exceed the L2. A peer whose
-result is not ours is not counted.
+what some query sees) at the bandwidth of a copy on this GPU, measured first; our share of it is printed for calls over
+100 MB whose arithmetic, at the speed of a large matrix product here, takes less. Times are of calls in CUDA graphs
+(``gpu_bench.graph_times``) on inputs that together exceed the L2. A peer whose result is not ours is not counted.
 
 Processes without a GPU compile what the shapes need, ours and the peers', into disk caches. One process times the
 shapes whose kernels are there. A call that hangs or takes the process down costs its time: the process is started
@@ -138,9 +138,9 @@ def serve(connection) -> None:
     flash_attention()
     connection.send(("ready", None))
     while True:
-        fields, without = connection.recv()
+        fields, without, speeds = connection.recv()
         shape = from_json(fields)
-        result = sweep_report.result_of(shape) | {"missing": dict(without)}
+        result = sweep_report.result_of(shape, speeds) | {"missing": dict(without)}
         try:
             with torch.no_grad():
                 measure(shape, result, lambda name: connection.send(("at", name)))
@@ -175,8 +175,7 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
             result["missing"][name] = f"computes something else: relative difference {error:.1e}"
     del expected
     at(OURS)
-    limited = shape.flops / sweep_report.FLOPS_US > shape.bytes / sweep_report.BYTES_US
-    rounds = gpu_bench.SHORT_ROUNDS if limited else {}
+    rounds = gpu_bench.SHORT_ROUNDS if result["flops_us"] > result["bytes_us"] else {}
     result["times"] = gpu_bench.graph_times(calls, inputs, **rounds)
 
 
@@ -196,10 +195,10 @@ def check_device() -> None:
 
 
 class Timer:
-    """The process that times."""
+    """The process that times. speeds: of the GPU."""
 
-    def __init__(self, serve: Callable = serve, start_method: str = "spawn"):
-        self.serve, self.context = serve, multiprocessing.get_context(start_method)
+    def __init__(self, speeds: gpu_bench.Speeds, serve: Callable = serve, start_method: str = "spawn"):
+        self.speeds, self.serve, self.context = speeds, serve, multiprocessing.get_context(start_method)
         self.process = None
 
     def start(self) -> None:
@@ -229,7 +228,7 @@ class Timer:
             try:
                 if self.process is None:
                     self.start()
-                self.connection.send((to_json(shape), missing))
+                self.connection.send((to_json(shape), missing, self.speeds))
                 while True:
                     what, value = self._message(SHAPE_SECONDS)
                     if what == "result":
@@ -240,17 +239,17 @@ class Timer:
                 self.stop()
                 missing[at] = f"nothing for {SHAPE_SECONDS:.0f} s" if hung else "ended the process"
                 if at == OURS:
-                    return sweep_report.result_of(shape) | {"missing": missing}
+                    return sweep_report.result_of(shape, self.speeds) | {"missing": missing}
 
 
 # All of it.
 
 
-def sweep(shapes: Sequence[Shape], workers: int, seconds: float) -> list[dict]:
+def sweep(shapes: Sequence[Shape], speeds: gpu_bench.Speeds, workers: int, seconds: float) -> list[dict]:
     """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said."""
     start, target = time.monotonic(), target_of(torch.device("cuda", 0))
     progress, results = Progress(len(shapes)), {}
-    timer = Timer()
+    timer = Timer(speeds)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
     try:
@@ -347,10 +346,12 @@ def main() -> None:
         header = driver.begin("flash-attn-4")
         if flash_attention() is None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
-        results = sweep(interleaved(shapes), options.workers, options.seconds)
+        speeds = gpu_bench.Speeds.measured()
+        print(speeds, flush=True)
+        results = sweep(interleaved(shapes), speeds, options.workers, options.seconds)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
     if options.json:
-        about = {"header": header, "seed": options.seed}
+        about = {"header": header, "seed": options.seed, "speeds": speeds._asdict()}
         options.json.write_text(json.dumps(about | {"results": results}, indent=1))
 
 

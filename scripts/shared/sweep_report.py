@@ -2,7 +2,8 @@
 
 A result is a dictionary, as it is written to JSON: shape (``sweep_shapes.to_json``), name, kind, bytes, flops, times
 (microseconds by candidate, ours among them unless the shape failed), errors (relative, of the peers that were
-compared), missing (why a candidate has no time).
+compared), missing (why a candidate has no time), bytes_us and flops_us (microseconds that the GPU needs for the call's
+bytes at a copy's speed, and for its arithmetic at that of a large matrix product, both measured on it).
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .gpu_bench import table
+from .gpu_bench import Speeds, table
 from .sweep_calls import OURS
 from .sweep_shapes import KINDS, Shape, to_json
 
-BYTES_US = 4.25e6  # bytes a microsecond that a copy reads and writes on an H200
-FLOPS_US = 687e6  # FLOP a microsecond of a large matrix product there
 LARGE_BYTES = 100e6
 LEVEL, MEAN, SHARE = 0.97, 1.08, 0.90  # wanted: of every shape, of the geometric mean, of the bytes' time
 WORST = 10
 
 
-def result_of(shape: Shape) -> dict:
-    """Without times."""
+def result_of(shape: Shape, speeds: Speeds) -> dict:
+    """Without times. speeds: of the GPU that will run it."""
     return {
         "shape": to_json(shape),
         "kind": shape.kind,
         "name": shape.name,
         "bytes": shape.bytes,
         "flops": shape.flops,
+        "bytes_us": shape.bytes / speeds.copy * 1e-6,
+        "flops_us": shape.flops / speeds.matmul * 1e-6,
         "times": {},
         "errors": {},
         "missing": {},
@@ -47,14 +48,10 @@ def ratio(result: dict) -> float | None:
     return None if peer is None else result["times"][peer] / result["times"][OURS]
 
 
-def bytes_us(result: dict) -> float:
-    return result["bytes"] / BYTES_US
-
-
 def share(result: dict) -> float | None:
     """The bytes' time over ours, of a call that moves much and whose arithmetic takes less time."""
-    much = result["bytes"] > LARGE_BYTES and result["flops"] / FLOPS_US < bytes_us(result)
-    return bytes_us(result) / result["times"][OURS] if much and OURS in result["times"] else None
+    much = result["bytes"] > LARGE_BYTES and result["flops_us"] < result["bytes_us"]
+    return result["bytes_us"] / result["times"][OURS] if much and OURS in result["times"] else None
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
@@ -77,7 +74,7 @@ def cells(result: dict) -> list:
     peer = best_peer(result)
     return [
         *(result["kind"], result["name"], result["times"].get(OURS), peer),
-        *(result["times"].get(peer), text(ratio(result)), bytes_us(result), text(share(result), ".0%")),
+        *(result["times"].get(peer), text(ratio(result)), result["bytes_us"], text(share(result), ".0%")),
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import bench_sweep as sweep
 import pytest
 import torch
-from shared import sweep_calls, sweep_report
+from shared import gpu_bench, sweep_calls, sweep_report
 from shared.sweep_report import OURS
 from shared.sweep_shapes import (
     KINDS,
@@ -28,6 +28,7 @@ from warpspec.aot.models import CALLS, PACKED, PAGED
 from warpspec.common.launch import SIMULATED
 
 H200 = replace(SIMULATED["sm_90a"], device=0)
+SPEEDS = gpu_bench.Speeds(copy=4.25, matmul=687.0)  # as measured on an H200
 
 
 def small(form, **fields):
@@ -164,6 +165,7 @@ def test_dense_shapes_have_the_peers_that_take_them():
 
 def result(times, kind="decode", megabytes=1.0, flops=0, **more):
     found = {"kind": kind, "name": f"{kind} {times}", "bytes": megabytes * 1e6, "flops": flops}
+    found |= {"bytes_us": megabytes / SPEEDS.copy, "flops_us": flops / SPEEDS.matmul * 1e-6}
     return found | {"times": times, "errors": dict.fromkeys(times, 1e-3), "missing": {}} | more
 
 
@@ -178,6 +180,11 @@ def test_ratios_and_shares():
     alone, failed = result({OURS: 10.0}, errors={}), result({}, errors={})
     assert sweep_report.ratio(alone) is None and sweep_report.ratio(failed) is None
     assert sweep_report.share(failed | {"bytes": 1e9}) is None
+    other, shape = gpu_bench.Speeds(copy=3.03, matmul=500.0), cliffs()[0]  # another GPU
+    for speeds in (SPEEDS, other):
+        found = sweep_report.result_of(shape, speeds)
+        assert found["bytes_us"] == pytest.approx(shape.bytes / (speeds.copy * 1e12) * 1e6)
+        assert found["flops_us"] == pytest.approx(shape.flops / (speeds.matmul * 1e12) * 1e6)
     assert sweep_report.suspicious(alone | {"errors": {"a": 1.0}}) and not sweep_report.suspicious(alone)
     assert sweep_report.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
     assert sweep_report.geometric_mean([]) is None
@@ -235,7 +242,8 @@ def dies_at_a_peer(connection):
     """Like ``bench_sweep.serve``, with candidates that end the process or hang."""
     connection.send(("ready", None))
     while True:
-        fields, missing = connection.recv()
+        fields, missing, speeds = connection.recv()
+        assert speeds == SPEEDS
         for name in (OURS, "ends", "hangs", "works"):
             connection.send(("at", name))
             if name == "ends" and name not in missing:
@@ -251,7 +259,7 @@ def ends_at_once(connection):
 
 def test_a_candidate_that_dies_or_hangs_is_left_out(monkeypatch):
     monkeypatch.setattr(sweep, "SHAPE_SECONDS", 0.5)
-    timer, shape = sweep.Timer(dies_at_a_peer, "fork"), cliffs()[0]
+    timer, shape = sweep.Timer(SPEEDS, dies_at_a_peer, "fork"), cliffs()[0]
     try:
         found = timer.time(shape)
     finally:
@@ -261,7 +269,7 @@ def test_a_candidate_that_dies_or_hangs_is_left_out(monkeypatch):
 
 
 def test_a_process_that_never_starts_costs_the_shape():
-    found = sweep.Timer(ends_at_once, "fork").time(cliffs()[0])
+    found = sweep.Timer(SPEEDS, ends_at_once, "fork").time(cliffs()[0])
     assert found["missing"] == {OURS: "ended the process"} and not found["times"]
 
 
@@ -273,7 +281,7 @@ def test_shapes_of_the_options(tmp_path):
     assert {shape.kind for shape in shapes("--only", "mixed", "softmax")} == {"mixed", "softmax"}
     wanted = shapes("--cliffs")
     file = tmp_path / "results.json"
-    file.write_text(json.dumps({"results": [sweep_report.result_of(shape) for shape in wanted]}))
+    file.write_text(json.dumps({"results": [sweep_report.result_of(shape, SPEEDS) for shape in wanted]}))
     assert shapes("--cases", str(file)) == wanted == cliffs()
     file.write_text(json.dumps([to_json(wanted[0])]))
     assert shapes("--cases", str(file)) == wanted[:1]
