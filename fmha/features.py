@@ -3,6 +3,7 @@ them alone."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from dataclasses import dataclass
@@ -43,6 +44,17 @@ RESCALE_THRESHOLD = 8.0
 EXACT_QUERIES = 8
 
 
+class Schedule(enum.Enum):
+    """Which tiles of a launch a CTA does."""
+
+    SINGLE = "single tile"  # the one of its number
+    PERSISTENT = "persistent"  # one of every round of as many tiles as there are CTAs
+    QUEUE = "queue"  # whole tiles that it takes from a queue in memory (``device.queue``)
+    LINE = (
+        "line"  # its chunk of the line of all tiles, cut by length (``line``); it may leave states of pieces
+    )
+
+
 @dataclass(frozen=True)
 class KernelFeatures:
     """Switches of one kernel.
@@ -50,13 +62,12 @@ class KernelFeatures:
     dtype: "bfloat16" or "float16". head_dim: D. shared_kv: K and V are one tensor. pack: query heads of one KV group
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
     sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
-    partial results, one for each split of the keys, are written. chunked: CTAs do chunks of the line (``line``), and
-    may leave states of pieces of tiles. queued: persistent CTAs take tiles from a queue (``device.queue``). scheduled:
-    a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V, 0 where
-    they are not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q,
-    packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more
-    than a tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which
-    optional operands there are.
+    partial results, one for each split of the keys, are written. schedule: which tiles a CTA does. scheduled: a warp
+    works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V, 0 where they are
+    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q, packed_k:
+    requests' queries, keys stand one behind another. many_queries: some request of packed queries has more than a
+    tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional
+    operands there are.
     """
 
     dtype: str
@@ -82,11 +93,9 @@ class KernelFeatures:
     packed_k: bool = False
     many_queries: bool = False
     exact_maximum: bool = False
-    chunked: bool = False
-    queued: bool = False
+    schedule: Schedule = Schedule.SINGLE
     scheduled: bool = False
-    cuts_line: ClassVar[bool] = False  # whether the kernel can be chunked
-    persistent: ClassVar[bool] = False  # CTAs do several tiles in any case
+    cuts_line: ClassVar[bool] = False  # whether the kernel has Schedule.LINE
     record_slots: ClassVar[int] = 1  # of tile records
 
     def __post_init__(self):
@@ -95,9 +104,8 @@ class KernelFeatures:
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
         assert not (self.packed_q and self.bias)
-        assert not (self.splits and self.chunked)
-        assert not (self.queued and (self.splits or self.chunked))
-        assert self.scheduled or not self.queued
+        assert not (self.splits and self.schedule in (Schedule.LINE, Schedule.QUEUE))
+        assert self.scheduled or self.schedule is not Schedule.QUEUE
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
 
     @property
@@ -165,7 +173,7 @@ class KernelFeatures:
     @property
     def cursor_bytes(self) -> int:
         """Shared memory of the ends of the CTA's chunks."""
-        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.chunked else 0
+        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.schedule is Schedule.LINE else 0
 
     def record_barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
         """mbarriers of the records of tiles, which so many warps read."""
@@ -253,14 +261,13 @@ def features(
     pack: int,
     tile_m: int,
     splits: bool = False,
-    chunked: bool = False,
-    queued: bool = False,
+    schedule: Schedule = Schedule.SINGLE,
     scheduled: bool = False,
 ) -> dict:
     """The fields of ``KernelFeatures`` for a problem.
 
-    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. chunked: work is cut by length.
-    queued: CTAs take tiles from a queue. scheduled: a warp works out tiles for all roles.
+    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. schedule: which tiles a
+    CTA does. scheduled: a warp works out tiles for all roles.
     """
     return {
         "dtype": dtype_name(problem.dtype),
@@ -286,8 +293,7 @@ def features(
         "packed_k": problem.packed_k,
         "many_queries": problem.packed_q and problem.seq_q > tile_m // pack,
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
-        "chunked": chunked,
-        "queued": queued,
+        "schedule": schedule,
         "scheduled": scheduled,
     }
 

@@ -18,7 +18,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
-from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, dtype_name
+from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, Schedule, dtype_name
 from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
@@ -58,11 +58,12 @@ class Prepared(NamedTuple):
         operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
         """
         with self.target.current():
-            if self.plan.config.queued:
+            schedule = self.plan.config.schedule
+            if schedule is Schedule.QUEUE:
                 return self.run_queued(operands)
             if self.combine is None:
                 return self.attention(*operands, *self.numbers)
-            if self.plan.config.chunked:
+            if schedule is Schedule.LINE:
                 pieces, joins = piece_workspace(self.plan, operands.o.device)
                 first = self.attention(*operands._replace(pieces=pieces, joins=joins), *self.numbers)
                 results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
@@ -94,7 +95,7 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     """
     found = found or plan(problem, target)
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
-    if found.config.queued and target.native:
+    if found.config.schedule is Schedule.QUEUE and target.native:
         prepare_reserve(target.device)
     second = second_kernel(problem, found.config, found.splits)
     combine = None if second is None else second[0].launcher(second[1], target)
@@ -106,7 +107,7 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
     there are none."""
     if splits > 1:
         return COMBINE, combine_config(problem, splits)
-    return (JOIN, join_config(problem, config)) if config.chunked else None
+    return (JOIN, join_config(problem, config)) if config.schedule is Schedule.LINE else None
 
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:

@@ -13,7 +13,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.bias import TYPES
-from warpspec.fmha.features import BLOCK, JOIN_WORDS, KernelFeatures
+from warpspec.fmha.features import BLOCK, JOIN_WORDS, KernelFeatures, Schedule
 from warpspec.fmha.operands import Operands
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: tiles fill it.
@@ -127,7 +127,7 @@ def fake_arguments(config: KernelFeatures) -> tuple:
     def rows(dtype, rank):
         return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
 
-    partial = 1 if config.splits else 0
+    partial, line = 1 if config.splits else 0, config.schedule is Schedule.LINE
     operands = Operands(
         q=rows(dtype, 4),
         k=rows(dtype, 4),
@@ -143,8 +143,8 @@ def fake_arguments(config: KernelFeatures) -> tuple:
         bias=fake_rows(TYPES[config.bias], 4, alignment=config.bias_alignment) if config.bias else None,
         cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
-        pieces=fake_rows(fp32, 3, config.piece_columns, alignment=TMA_ALIGNMENT) if config.chunked else None,
-        joins=fake_rows(int32, 2, JOIN_WORDS) if config.chunked else None,
-        queue=fake_rows(cutlass.Int64, 1) if config.queued else None,
+        pieces=fake_rows(fp32, 3, config.piece_columns, alignment=TMA_ALIGNMENT) if line else None,
+        joins=fake_rows(int32, 2, JOIN_WORDS) if line else None,
+        queue=fake_rows(cutlass.Int64, 1) if config.schedule is Schedule.QUEUE else None,
     )
     return (*operands, 1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.device.tile import Piece, Tile, bounds_of
-from warpspec.fmha.features import RECORD_WORDS, KernelFeatures
+from warpspec.fmha.features import RECORD_WORDS, KernelFeatures, Schedule
 from warpspec.fmha.schedule import KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
@@ -55,7 +55,7 @@ def words_of(config: KernelFeatures) -> tuple[str, ...]:
     words += ("first_row",) if config.packed_q else ()
     words += ("first_key",) if config.packed_k else ()
     words += ("split",) if config.splits else ()
-    words += ("whole", "piece_slot") if config.chunked else ()
+    words += ("whole", "piece_slot") if config.schedule is Schedule.LINE else ()
     assert len(words) <= RECORD_WORDS
     return words
 
@@ -120,7 +120,7 @@ def read_tile(config: KernelFeatures, records: Records, use) -> Tile:
     slot = records.slot(config, use)
     word = {name: slot[i] for i, name in enumerate(words_of(config))}
     piece = None
-    if config.chunked:
+    if config.schedule is Schedule.LINE:
         piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_slot"])
     return Tile(
         config,

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.device.packed import extent_of, request_of
-from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.features import KernelFeatures, Schedule
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.schedule import KeySpan, extent, key_span
 
@@ -128,7 +128,7 @@ class Tile:
         position = self.start + self.first_query_of(row_group) + index // self.config.pack
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
         if cutlass.const_expr(
-            self.config.splits or self.config.chunked
+            self.config.splits or self.config.schedule is Schedule.LINE
         ):  # of the row's keys, those of this part
             begin = self.span.begin * self.config.tile_n
             first = cutlass.max(first, begin)

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from warpspec.common.launch import Target
-from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.features import KernelFeatures, Schedule
 from warpspec.fmha.plan.sections import choose_section
 from warpspec.fmha.plan.splits import COUNTED, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
@@ -67,15 +67,15 @@ def choose_config(
     """The kernel of a problem's plan, and into how many parts the keys are split. As ``make_plan``."""
     config = config_class.of(problem, target)
     if config_class.cuts_line and cut_by_length(problem, config, target):
-        return config_class.of(problem, target, chunked=True), 1
+        return config_class.of(problem, target, schedule=Schedule.LINE), 1
     splits = problem.num_splits or best_splits(config, problem, target)
     if splits > 1:
         full = (
             tile_count(config, problem) * splits >= FULL_ROUNDS * target.sm_count * config.shape.ctas_per_sm
         )
         config = config_class.of(problem, target, splits=True, shape=config.shape if full else None)
-    elif config.persistent and from_queue(problem, config, target):
-        config = config_class.of(problem, target, queued=True)
+    elif config.schedule is Schedule.PERSISTENT and from_queue(problem, config, target):
+        config = config_class.of(problem, target, schedule=Schedule.QUEUE)
     return config, splits
 
 
@@ -167,7 +167,7 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         shared_kv=config.shared_kv,
         sm_count=target.sm_count,
         ctas_per_sm=config.shape.ctas_per_sm,
-        persistent=config.persistent,
+        persistent=config.schedule is Schedule.PERSISTENT,
         loads=config.decode_loads if decodes else COUNTED,
     )
 

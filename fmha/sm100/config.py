@@ -31,6 +31,7 @@ from warpspec.fmha.features import (
     FP32_BYTES,
     WORD_BYTES,
     KernelFeatures,
+    Schedule,
     check_page_size,
     check_requests,
     choose_pack,
@@ -74,7 +75,7 @@ class AttentionConfig(KernelFeatures):
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= memory.TILE_ALIGNMENT
-        assert not (self.chunked and (self.bias or self.column_parts > 1))
+        assert not (self.schedule is Schedule.LINE and (self.bias or self.column_parts > 1))
 
     @classmethod
     def of(
@@ -84,12 +85,12 @@ class AttentionConfig(KernelFeatures):
         *,
         shape: Shape | None = None,
         splits: bool = False,
-        chunked: bool = False,
+        schedule: Schedule = Schedule.SINGLE,
     ) -> AttentionConfig:
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
 
-        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later. chunked:
-        work is cut by length.
+        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
+        schedule: SINGLE or LINE.
         """
         check_page_size("sm100", problem.page_size)
         check_requests("sm100", problem)
@@ -99,7 +100,12 @@ class AttentionConfig(KernelFeatures):
         shape = shape or shapes[problem.head_dim][0]
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
         switches = features(
-            problem, pack=pack, tile_m=shape.tile_m, splits=splits, chunked=chunked, scheduled=chunked
+            problem,
+            pack=pack,
+            tile_m=shape.tile_m,
+            splits=splits,
+            schedule=schedule,
+            scheduled=schedule is Schedule.LINE,
         )
         config = cls(**switches, shape=shape)
         return config.with_bias(problem, target) if problem.has_bias else config
@@ -332,7 +338,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def barrier_slots(self) -> int:
         """mbarriers there is room for: with the words behind them, less than the alignment of what follows."""
-        return 31 if self.chunked else 64
+        return 31 if self.schedule is Schedule.LINE else 64
 
     @property
     def word_bytes(self) -> int:
@@ -345,7 +351,8 @@ class AttentionConfig(KernelFeatures):
         stages = self.kv_stages
         return (
             (
-                "barriers, TMEM address" + (", ends of chunks, records" if self.chunked else ""),
+                "barriers, TMEM address"
+                + (", ends of chunks, records" if self.schedule is Schedule.LINE else ""),
                 memory.TILE_ALIGNMENT,
                 f"{barrier_count(self.barriers)} mbarriers, {self.word_bytes} bytes",
             ),
@@ -400,7 +407,7 @@ class AttentionConfig(KernelFeatures):
 
     def _tile_barriers(self, load, commit) -> tuple[Barrier, ...]:
         """Barriers of what a CTA has once an M tile, where it has several of those."""
-        if not self.chunked:
+        if self.schedule is not Schedule.LINE:
             return ()
         warps = len(self.softmax_warps) + 1
         return (

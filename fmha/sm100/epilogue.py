@@ -10,7 +10,7 @@ from warpspec.common.device import tmem
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.features import BLOCK, Schedule
 
 
 @cute.jit
@@ -35,7 +35,7 @@ def epilogue(
     factor, empty = finish_row(config, channels, row, place, tile, state, operands, scale_log2, columns.use)
     for part in cutlass.range_constexpr(config.o_columns // BLOCK):
         values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
-        if cutlass.const_expr(config.chunked):
+        if cutlass.const_expr(config.schedule is Schedule.LINE):
             values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
         if tile.span.count > 0:
             tmem.load_row(columns.o + part * BLOCK, values, columns.thread)
@@ -48,7 +48,7 @@ def epilogue(
         columns.finish(config, row, part, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)
-            if cutlass.const_expr(config.chunked):
+            if cutlass.const_expr(config.schedule is Schedule.LINE):
                 if tile.piece.whole:
                     store(values, of_split(config, operands.o, tile, place), block)
                 else:
@@ -61,7 +61,7 @@ def epilogue(
 def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scale_log2, empty) -> Float32:
     """Write the row's statistics, to where the rest of it goes; returns what O is multiplied with."""
     factor = Float32(1.0)
-    if cutlass.const_expr(config.chunked):
+    if cutlass.const_expr(config.schedule is Schedule.LINE):
         if tile.piece.whole:
             factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
         else:

@@ -18,7 +18,7 @@ from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.record import read_tile, records_of, write_end, write_tile
 from warpspec.fmha.device.tiles import each_found, each_tile
-from warpspec.fmha.features import WORD_BYTES
+from warpspec.fmha.features import WORD_BYTES, Schedule
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import drain, load, rings
@@ -39,7 +39,7 @@ class Attention(AttentionHost):
         if config.bias_stages:
             loads.append(biases.make_load(config, operands.bias))
         tiles, splits = grid_of(config, operands)
-        if config.chunked:
+        if config.schedule is Schedule.LINE:
             where, ctas = chunks_of(config, operands, numbers), numbers.ctas
         else:
             ctas = tiles.size * splits
@@ -93,12 +93,12 @@ class Attention(AttentionHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        if cutlass.const_expr(config.chunked):
+        if cutlass.const_expr(config.schedule is Schedule.LINE):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
         columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
-        if cutlass.const_expr(config.splits or config.chunked):
+        if cutlass.const_expr(config.splits or config.schedule is Schedule.LINE):
             cute.arch.griddepcontrol_launch_dependents()  # the second launch comes up meanwhile, and waits
 
         # 3. Roles.
@@ -137,7 +137,7 @@ class Attention(AttentionHost):
                     write_end(loader, number)
                 drain(config, channels, uses)
             if warp == config.mma_warp:
-                if cutlass.const_expr(config.chunked):
+                if cutlass.const_expr(config.schedule is Schedule.LINE):
                     write_join(config, operands, where.line, where.cursors)
                 products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
                 products = Products(config, channels, products, dtype)

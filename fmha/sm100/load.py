@@ -7,6 +7,7 @@ import cutlass.cute as cute
 
 from warpspec.common.device import tma
 from warpspec.fmha.device.pages import kv_places
+from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
 
 
@@ -46,7 +47,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
     """
     span, (tile_use, first_use) = tile.span, uses
     if span.count > 0:
-        if cutlass.const_expr(config.chunked):
+        if cutlass.const_expr(config.schedule is Schedule.LINE):
             channels["q_empty"].wait_previous(tile_use)
         channels["q_full"].expect_bytes(tile_use, config.blocks * tma.tile_bytes(config.q_box))
         for block in cutlass.range_constexpr(config.blocks):
@@ -75,7 +76,7 @@ def drain(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
     for use in cutlass.range(cutlass.max(end - config.kv_stages, 0), end, unroll=1):
         for name in config.rings:
             channels[name + "_empty"].wait(use)
-    if cutlass.const_expr(config.chunked):  # noqa: SIM102
+    if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
         if tile_use > 0:
             channels["q_empty"].wait(tile_use - 1)
     if cutlass.const_expr(config.bias_stages > 0):

@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tmem
+from warpspec.fmha.features import Schedule
 
 
 def make_qk(config, dtype) -> cute.TiledMma:
@@ -110,7 +111,7 @@ def mma(
         use = first_use + step
         if step + 1 < span.count:
             score(config, channels, operands, use + 1, dtype)
-        elif cutlass.const_expr(config.chunked):
+        elif cutlass.const_expr(config.schedule is Schedule.LINE):
             channels["q_empty"].commit_mma(tile_use)
         full, empty = channels[config.v_ring + "_full"], channels[config.v_ring + "_empty"]
         full.wait(use)

@@ -27,6 +27,7 @@ from warpspec.fmha.features import (
     ELEMENT_BYTES,
     FP32_BYTES,
     KernelFeatures,
+    Schedule,
     check_page_size,
     check_requests,
     choose_pack,
@@ -50,9 +51,9 @@ STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, fa
 class AttentionConfig(KernelFeatures):
     """Compile-time shape of one kernel. shape: its tiles."""
 
+    schedule: Schedule = Schedule.PERSISTENT
     shape: Shape = PREFILL[64]
     cuts_line: ClassVar[bool] = True
-    persistent: ClassVar[bool] = True
     decode_loads: ClassVar[Loads] = DECODE_LOADS
 
     def __post_init__(self):
@@ -68,7 +69,7 @@ class AttentionConfig(KernelFeatures):
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
         assert barrier_count(self.barriers) * 8 + self.cursor_bytes + self.record_bytes <= BARRIER_BYTES
-        assert not ((self.chunked or self.scheduled) and self.paired)
+        assert not ((self.schedule is Schedule.LINE or self.scheduled) and self.paired)
 
     @classmethod
     def of(
@@ -78,8 +79,7 @@ class AttentionConfig(KernelFeatures):
         *,
         shape: Shape | None = None,
         splits: bool = False,
-        chunked: bool = False,
-        queued: bool = False,
+        schedule: Schedule = Schedule.PERSISTENT,
     ):
         """The kernel for a problem, with tiles for the target's SMs. UnsupportedProblem names what this kernel does
         not do."""
@@ -91,7 +91,7 @@ class AttentionConfig(KernelFeatures):
         if shape is None:
             shape = choose_shape(problem, target, pack, splits)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
-        switches = {"splits": splits, "chunked": chunked, "queued": queued}
+        switches = {"splits": splits, "schedule": schedule}
         switches["scheduled"] = shape.column_parts == 1
         return cls(**features(problem, pack=pack, tile_m=tile_m, **switches), shape=shape)
 
@@ -147,7 +147,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def skips_idle(self) -> bool:
         """Consumers without rows of a tile leave the SM to the others: tiles of decoding among those of prefill."""
-        return self.chunked and self.row_groups > 1
+        return self.schedule is Schedule.LINE and self.row_groups > 1
 
     @property
     def tile_m(self) -> int:

@@ -12,7 +12,7 @@ from warpspec.common.device.wgmma import VECTOR, flat, store_row
 from warpspec.fmha.device.bias import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import recompute, tainted
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.features import BLOCK, Schedule
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
@@ -35,7 +35,7 @@ def epilogue(work, state, operands, stage):
     shared memory that the consumer may write to, or None. A row that sees no key writes zeros and -inf. Of a piece of a
     tile the rows' states are written, into the workspace.
     """
-    if cutlass.const_expr(work.config.chunked):
+    if cutlass.const_expr(work.config.schedule is Schedule.LINE):
         if work.tile.piece.whole:
             write_results(work, state, operands, stage)
         else:

@@ -21,7 +21,7 @@ from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.record import records_of
 from warpspec.fmha.device.tiles import each_tile, schedule
-from warpspec.fmha.features import FP32_BYTES, WORD_BYTES
+from warpspec.fmha.features import FP32_BYTES, WORD_BYTES, Schedule
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Products, Work, attend, attend_idle, pass_turn, products
 from warpspec.fmha.sm90.epilogue import epilogue
@@ -51,7 +51,7 @@ class Attention(AttentionHost):
         config = self.config
         loads = self.loads(operands)
         where = where_of(config, operands, numbers)
-        ctas = numbers.ctas if config.chunked else cutlass.min(where.tiles, numbers.ctas)
+        ctas = numbers.ctas if config.schedule is Schedule.LINE else cutlass.min(where.tiles, numbers.ctas)
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),
@@ -104,7 +104,7 @@ class Attention(AttentionHost):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.griddepcontrol_wait()  # for the launch before: until here only shared memory and descriptors
         cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
-        if cutlass.const_expr(config.chunked):
+        if cutlass.const_expr(config.schedule is Schedule.LINE):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
@@ -123,7 +123,7 @@ class Attention(AttentionHost):
             storage.sums.data_ptr(),
         )
         if warp >= config.load_warp:
-            if cutlass.const_expr(config.chunked):  # noqa: SIM102
+            if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
                 if warp == config.join_warp:
                     write_join(config, operands, where.line, where.cursors)
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
@@ -149,7 +149,7 @@ def where_of(config, operands, numbers):
     """What persistent CTAs need to find their tiles. Host side."""
     tiles, splits = grid_of(config, operands)
     group = operands.q.shape[2] // operands.k.shape[2]
-    if config.chunked:
+    if config.schedule is Schedule.LINE:
         return chunks_of(config, operands, numbers)
     total = Int32(tiles.size * splits)
     section = numbers.section

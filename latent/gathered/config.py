@@ -148,10 +148,6 @@ class GatheredConfig(Gathers, AttentionConfig):
         self.check()
 
     @property
-    def persistent(self) -> bool:
-        return True
-
-    @property
     def pieces(self) -> int:
         """False: all columns that a warp copies of a key arrive together, so a part of a tile has no smaller pieces."""
         return self.parts
@@ -188,10 +184,6 @@ class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check()
-
-    @property
-    def persistent(self) -> bool:
-        return False
 
     @property
     def barrier_parts(self) -> int:

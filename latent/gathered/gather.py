@@ -17,6 +17,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
     RAW_PAIR,
@@ -171,7 +172,7 @@ def load_q(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, task,
     box_bytes = config.q_bytes // config.blocks
     stages = tma.shared_tiles(shared.q, config_dtype(config), config.q_box, config.blocks, box_bytes)
     ring = tma.TileRing.make(atom, tiles, stages)
-    if cutlass.const_expr(config.persistent):
+    if cutlass.const_expr(config.schedule is Schedule.PERSISTENT):
         channels["q_empty"].wait_previous(task_use)
     channels["q_full"].expect_bytes(task_use, config.q_bytes)
     for block in cutlass.range_constexpr(config.blocks):

@@ -11,6 +11,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
+from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.config import MAX_KEY_SETS, ROPE_DIM
 from warpspec.latent.gathered.task import WORD_BYTES, DeviceKeySet, Gathered, Units
 
@@ -66,7 +67,7 @@ class GatheredHost:
         units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
         atom, coordinates = tma.make_load(q_view(config, q), config.q_box)
         grid = units.total
-        if cutlass.const_expr(config.persistent):
+        if cutlass.const_expr(config.schedule is Schedule.PERSISTENT):
             grid = cutlass.min(grid, ctas)
         self.kernel(operands, atom, coordinates, units, scale_log2).launch(
             grid=(grid, 1, 1),

@@ -14,6 +14,7 @@ from warpspec.common.hardware import GPUS
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.features import Schedule
 from warpspec.fmha.join import JOIN
 from warpspec.fmha.problem import AttentionProblem
 
@@ -28,7 +29,7 @@ def asked_for(found, target):
     yield launch.ATTENTION.of(target.architecture).ATTENTION, planned.config
     if planned.splits > 1:
         yield COMBINE, launch.combine_config(found, planned.splits)
-    if planned.config.chunked:
+    if planned.config.schedule is Schedule.LINE:
         yield JOIN, launch.join_config(found, planned.config)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.simulate import plan_for
 
+from warpspec.fmha.features import Schedule
 from warpspec.fmha.line import FAR, MOST_ROUNDS, ROUND_TILES, clamped_sum, cut, round_count, stretch
 from warpspec.fmha.mask import key_range
 
@@ -76,7 +77,7 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
         "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
     }
     config = plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config
-    return "cut" if config.chunked else "queue" if config.queued else ""
+    return "cut" if config.schedule is Schedule.LINE else "queue" if config.schedule is Schedule.QUEUE else ""
 
 
 def test_what_is_cut_by_length():

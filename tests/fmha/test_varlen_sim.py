@@ -15,7 +15,7 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention_varlen, launch, plan
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.device import packed
-from warpspec.fmha.features import MOST_REQUESTS
+from warpspec.fmha.features import MOST_REQUESTS, Schedule
 from warpspec.fmha.problem import AttentionProblem
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -99,7 +99,8 @@ def test_tiles_from_a_queue(simulate_as, queue, batch, sms):
     for seed in (0, 1):
         simulate_as("sm_90a", sm_count=sms, seed=seed)
         arguments = batch.arguments()
-        assert launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"]).config.queued
+        planned = launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"])
+        assert planned.config.schedule is Schedule.QUEUE
         result = attention_varlen(
             **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
         )
