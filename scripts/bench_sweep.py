@@ -1,4 +1,4 @@
-"""Attention, softmax and top-k at many shapes that engines send, against every peer that runs them, on this GPU.
+"""Attention, its gradients, softmax and top-k at many shapes, against every peer that runs them, on this GPU.
 
     python scripts/bench_sweep.py [--seed N] [--shapes N] [--only KIND ...]   shapes drawn at random
     python scripts/bench_sweep.py --quick                                    a few of each kind
@@ -35,10 +35,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
-from shared import driver, gpu_bench, sweep_calls, sweep_report
+from shared import driver, gpu_bench, sweep_calls, sweep_gradients, sweep_report
 from shared.attention_peers import flash_attention
 from shared.sweep_calls import OURS
 from shared.sweep_shapes import (
+    GRADIENTS,
     KINDS,
     Shape,
     cliffs,
@@ -57,7 +58,13 @@ SECONDS = 200.0  # in which shapes are begun
 SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
 START_SECONDS = 90.0  # of a process
 DIFFERENT = 1e-2  # relative difference that no rounding to bf16 explains
+DIFFERENT_GRADIENTS = 3e-2  # dS is rounded, too, and is a difference of two numbers
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4", "QUACK_CACHE_DIR": "quack"}
+
+
+def calls_of(shape: Shape):
+    """The module with the shape's calls: ``sweep_calls``, or ``sweep_gradients``, whose functions are named alike."""
+    return sweep_gradients if shape.kind == GRADIENTS else sweep_calls
 
 
 # Compiling. Worker processes do not see the GPU.
@@ -96,7 +103,7 @@ def compile_peers(shapes: Sequence[Shape]) -> None:
     """Of shapes that may share a kernel: one after another, so that a kernel is compiled once."""
     for shape in shapes:
         try:
-            sweep_calls.compile_peer(shape)
+            calls_of(shape).compile_peer(shape)
         except Exception as error:  # timing it will say what is wrong
             print(f"compiling a peer's kernel: {shape.name}: {one_line(error)}", file=sys.stderr)
 
@@ -109,11 +116,11 @@ def start_compiling(
     for shape in shapes:
         waits[shape] = []
         try:
-            for item in sweep_calls.our_kernels(shape, target):
+            for item in calls_of(shape).our_kernels(shape, target):
                 ours[item].append(shape)
         except UnsupportedProblem:
             pass  # timing it will say so
-        key = sweep_calls.peer_kernel(shape)
+        key = calls_of(shape).peer_kernel(shape)
         if key is not None:
             peers[key].append(shape)
     jobs = [((compile_ahead, *item, target.arch), users) for item, users in ours.items()]
@@ -153,11 +160,11 @@ def serve(connection) -> None:
 def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
     """Fills in times, errors and missing. at: called with a candidate before it does anything that may fail."""
     at(OURS)
-    inputs = sweep_calls.input_sets(shape)
-    calls = {OURS: sweep_calls.ours(shape)}
+    inputs = calls_of(shape).input_sets(shape)
+    calls = {OURS: calls_of(shape).ours(shape)}
     expected = calls[OURS](*inputs[0])
     torch.cuda.synchronize()
-    for name, call in sweep_calls.peers(shape).items():
+    for name, call in calls_of(shape).peers(shape).items():
         if name in result["missing"]:
             continue
         at(name)
@@ -169,7 +176,7 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
             check_device()
             continue
         result["errors"][name] = error
-        if error <= DIFFERENT:
+        if error <= (DIFFERENT_GRADIENTS if shape.kind == GRADIENTS else DIFFERENT):
             calls[name] = call
         else:
             result["missing"][name] = f"computes something else: relative difference {error:.1e}"
@@ -179,8 +186,10 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
     result["times"] = gpu_bench.graph_times(calls, inputs, **rounds)
 
 
-def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
-    """Relative; NaN where either has one."""
+def difference(theirs, ours) -> float:
+    """Relative; NaN where either has one. Tensors, or as many of each, whose largest difference counts."""
+    if isinstance(ours, tuple):
+        return float(torch.tensor([difference(*pair) for pair in zip(theirs, ours, strict=True)]).max())
     assert theirs.shape == ours.shape, f"shape {list(theirs.shape)}, ours {list(ours.shape)}"
     exact = ours.float()
     return float((theirs.float() - exact).norm() / exact.norm())

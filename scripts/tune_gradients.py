@@ -26,7 +26,6 @@ from warpspec.common.launch import Target, target_of
 from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward import launch
-from warpspec.fmha.backward.rows import KEYS, QUERIES, ROWS, QueryConfig, key_config, row_config
 from warpspec.fmha.backward.schedule import Order, choose_order
 from warpspec.fmha.operands import Operands, Options
 
@@ -133,11 +132,7 @@ def kernels(shape: Shape, target: Target) -> list[tuple]:
     """(kernel, configuration) of all variants."""
     found = []
     for deterministic, _, config in variants(shape, target).values():
-        problem = problem_of(shape, deterministic)
-        found.append((launch.GRADIENTS.of(target.architecture).MAIN, config))
-        found.append((ROWS, row_config(config, problem)))
-        found.append((QUERIES, QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q)))
-        found += [(KEYS, key_config(config))] if config.cut else []
+        found += filter(None, launch.kernels(problem_of(shape, deterministic), target, config))
     return found
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from warpspec.common.allocation import empty
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
-from warpspec.common.launch import Target
+from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.backward.features import WARPS, BackwardFeatures
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -77,6 +77,28 @@ class Prepared(NamedTuple):
     numbers: tuple
 
 
+class Kernels(NamedTuple):
+    """What a problem runs, each a (kernel, configuration): statistics of rows, the main kernel, the sums of cut key
+    tiles, dQ. keys: None where key tiles are not cut; queries: None where dQ is not wanted."""
+
+    rows: tuple[Kernel, Hashable]
+    main: tuple[Kernel, Hashable]
+    keys: tuple[Kernel, Hashable] | None
+    queries: tuple[Kernel, Hashable] | None
+
+
+def kernels(problem: BackwardProblem, target: Target, config: BackwardFeatures | None = None) -> Kernels:
+    """The kernels of a problem. config: of the main kernel, instead of the planned one."""
+    config = config or plan(problem, target)
+    keys = queries = None
+    if config.cut and (config.wants_k or config.wants_v):
+        keys = (KEYS, key_config(config))
+    if config.wants_q:
+        queries = (QUERIES, QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q))
+    main = GRADIENTS.of(target.architecture).MAIN
+    return Kernels((ROWS, row_config(config, problem)), (main, config), keys, queries)
+
+
 @lru_cache(maxsize=4096)
 def prepare(
     problem: BackwardProblem,
@@ -88,21 +110,16 @@ def prepare(
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
     config = replace(config, cut=order.pieces > 1)
-    keys = queries = None
-    if config.cut and (config.wants_k or config.wants_v):
-        keys = KEYS.launcher(key_config(config), target)
-    if config.wants_q:
-        own = QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q)
-        queries = QUERIES.launcher(own, target)
+    launchers = [
+        None if item is None else item[0].launcher(item[1], target)
+        for item in kernels(problem, target, config)
+    ]
     window = (forward.window_left or 0, forward.window_right or 0)
     return Prepared(
         target,
         config,
         order,
-        ROWS.launcher(row_config(config, problem), target),
-        GRADIENTS.of(target.architecture).MAIN.launcher(config, target),
-        keys,
-        queries,
+        *launchers,
         (forward.scale * math.log2(math.e), forward.scale, *window, *order),
     )
 

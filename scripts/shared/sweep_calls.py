@@ -99,11 +99,16 @@ def inputs(shape: Shape, seed: int = 0):
     return attention_inputs(shape, "cuda", seed)
 
 
-def input_sets(shape: Shape) -> list[tuple]:
-    """Arguments of calls: as many ``inputs`` as together exceed the L2, but not SETS_BYTES."""
+def set_count(shape: Shape) -> int:
+    """How many sets of inputs calls of a shape go round: together they exceed the L2, but not SETS_BYTES."""
     most = min(int(SETS_BYTES // shape.held_bytes), MOST_SETS)
     wanted = gpu_bench.L2_MULTIPLES * torch.cuda.get_device_properties(0).L2_cache_size
-    return [(inputs(shape, seed),) for seed in range(max(1, min(-(-wanted // shape.bytes), most)))]
+    return max(1, min(-(-wanted // shape.bytes), most))
+
+
+def input_sets(shape: Shape) -> list[tuple]:
+    """Arguments of calls, ``set_count`` times ``inputs``."""
+    return [(inputs(shape, seed),) for seed in range(set_count(shape))]
 
 
 # Calls: functions of ``inputs``.

@@ -37,7 +37,10 @@ MOST_BYTES = 8e9  # of the tensors of a call
 MOST_FLOPS = 1.6e12  # so that a call takes a few milliseconds at most
 VOCABULARIES = (32000, 32064, 50257, 128256, 129280, 131072, 151936, 152064, 201088, 256000, 262144)
 EXPERTS = (8, 16, 32, 60, 64, 72, 128, 160, 256)
-# Of 120 shapes.
+GRADIENTS = "gradients"  # kind of a shape whose backward pass is timed, not its forward pass
+GRADIENT_WORK = 2.5  # a backward pass has five products for the forward pass's two
+GRADIENT_DIMS = (64, 128, 256)  # head sizes that have gradients
+# Of 140 shapes.
 SHARES = {
     "prefill": 20,
     "chunked": 14,
@@ -47,6 +50,7 @@ SHARES = {
     "shared": 6,
     "softmax": 15,
     "top-k": 15,
+    GRADIENTS: 20,
 }
 KINDS = tuple(SHARES)
 
@@ -121,20 +125,26 @@ class AttentionShape:
         return 2 * sum(self.queries) * self.heads_q * self.head_dim * ELEMENT_BYTES["bfloat16"]
 
     @property
+    def copies(self) -> int:
+        """How often each tensor counts: with its gradient where that is computed."""
+        return 2 if self.kind == GRADIENTS else 1
+
+    @property
     def bytes(self) -> int:
-        """That the call must move: Q, O, and of K and V what is visible, each once."""
-        return sum(self.visible_keys) * self.kv_bytes + self.qo_bytes
+        """That the call must move: Q, O, and of K and V what is visible, each once; and their gradients."""
+        return self.copies * (sum(self.visible_keys) * self.kv_bytes + self.qo_bytes)
 
     @property
     def held_bytes(self) -> int:
         """Of all its tensors."""
         keys = max(self.keys) * self.batch if self.form in ("plain", "ranges") else sum(self.keys)
-        return keys * self.kv_bytes + self.qo_bytes
+        return self.copies * (keys * self.kv_bytes + self.qo_bytes)
 
     @property
     def flops(self) -> int:
         pairs = sum(self._pairs(q, k) for q, k in zip(self.queries, self.keys, strict=True))
-        return 4 * pairs * self.heads_q * self.head_dim
+        forward = 4 * pairs * self.heads_q * self.head_dim
+        return round(GRADIENT_WORK * forward) if self.kind == GRADIENTS else forward
 
     def _pairs(self, queries: int, keys: int) -> int:
         """Of a query and a key that it sees. The last query stands at the last key."""
@@ -337,6 +347,19 @@ def top_k(draw: random.Random) -> RowShape:
     return RowShape("top-k", **fields, k=min(k, fields["length"]), renormalize=router)
 
 
+def gradients(draw: random.Random) -> AttentionShape:
+    """A layer of a training step: equal sequences, or packed documents; a fifth without a causal mask. Without sinks,
+    which most peers have no gradients for."""
+    while (fields := layer(draw))["head_dim"] not in GRADIENT_DIMS:
+        pass
+    batch, most, equal = size(draw, 1, 16), size(draw, 192, 16384), draw.random() < 0.6
+    queries = lengths(draw, batch, most, equal)
+    causal = fields["window"] is not None or draw.random() < 0.8
+    form = "plain" if len(set(queries)) == 1 else "packed"
+    fields |= {"sink": False, "causal": causal, "form": form}
+    return AttentionShape(GRADIENTS, queries=queries, keys=queries, **fields)
+
+
 DRAWS = {
     "prefill": prefill,
     "chunked": chunked,
@@ -346,6 +369,7 @@ DRAWS = {
     "shared": shared,
     "softmax": softmax,
     "top-k": top_k,
+    GRADIENTS: gradients,
 }
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import bench_sweep as sweep
 import pytest
 import torch
-from shared import gpu_bench, sweep_calls, sweep_report
+from shared import gpu_bench, sweep_calls, sweep_gradients, sweep_report
 from shared.sweep_report import OURS
 from shared.sweep_shapes import (
+    GRADIENTS,
     KINDS,
     MOST_BYTES,
     MOST_FLOPS,
@@ -108,7 +109,44 @@ def test_bytes_of_rows():
 
 def test_every_shape_is_a_call_that_our_kernels_run():
     for shape in (*draw_shapes(100, 11), *cliffs()):
-        assert sweep_calls.our_kernels(shape, H200), shape.name
+        assert sweep.calls_of(shape).our_kernels(shape, H200), shape.name
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": False}, {"form": "packed", "window": 3}])
+def test_gradients_are_those_of_the_call(more):
+    """Ours by the reference, and a peer's where torch has one on a CPU, against float64 autograd of each request."""
+    form = more.get("form", "plain")
+    more = {name: value for name, value in more.items() if name != "form"}
+    lengths = (6, 3) if form == "packed" else (6, 6)
+    shape = replace(small(form, queries=lengths, keys=lengths, **more), kind=GRADIENTS)
+    x = sweep_gradients.inputs(shape, "cpu", 1)
+    x.sets, x.options["backend"] = [x], "reference"
+    expected = []
+    for q, k, v, do in zip(
+        *(t.flatten(0, -3).split(shape.queries) for t in (x.q, x.k, x.v, x.do)), strict=True
+    ):
+        leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        heads_first = [t.transpose(0, 1).repeat_interleave(4 // t.shape[1], 0) for t in leaves]
+        seen = torch.ones(len(q), len(q), dtype=torch.bool).tril(0 if shape.causal else len(q))
+        if shape.window:
+            seen = seen.triu(1 - shape.window)
+        o = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen)
+        expected.append(torch.autograd.grad(o.transpose(0, 1), leaves, do.double()))
+    found = [("ours", sweep_gradients.ours(shape))]
+    if shape.form == "plain":
+        found.append((sweep_calls.SDPA, sweep_gradients.peers(shape)[sweep_calls.SDPA]))
+    for name, call in found:
+        for gradient, wanted in zip(call(x), zip(*expected, strict=True), strict=True):
+            wanted = torch.cat(wanted).view(gradient.shape)
+            assert sweep.difference((gradient, gradient), (wanted, wanted)) < 1e-2, name
+            assert not sweep.difference((gradient, gradient * torch.nan), (wanted, wanted)) < 1e-2
+
+
+def test_work_of_gradients():
+    shape = small("packed")
+    of_gradients = replace(shape, kind=GRADIENTS)
+    assert of_gradients.flops == 2.5 * shape.flops
+    assert of_gradients.bytes == 2 * shape.bytes and of_gradients.held_bytes == 2 * shape.held_bytes
 
 
 @pytest.mark.parametrize("form", CALLS)
@@ -229,13 +267,13 @@ def test_a_kernel_is_compiled_once_for_all_shapes_that_need_it(monkeypatch):
     waits = sweep.start_compiling(pool, shapes, H200)
     assert os.environ["CUTE_DSL_ARCH"] == "before"
     ours = [job[1:3] for job in pool.jobs if job[0] is sweep.compile_ahead]
-    assert set(ours) == {item for shape in shapes for item in sweep_calls.our_kernels(shape, H200)}
+    wanted = {shape: set(sweep.calls_of(shape).our_kernels(shape, H200)) for shape in shapes}
+    assert set(ours) == set().union(*wanted.values())
     assert len(set(ours)) == len(ours)
     peers = [shape for job in pool.jobs if job[0] is sweep.compile_peers for shape in job[1]]
     assert len(set(peers)) == len(peers) and set(peers) <= set(shapes)
     for shape in shapes:
-        kernels = len(sweep_calls.our_kernels(shape, H200))
-        assert len(waits[shape]) == kernels + (shape in peers)
+        assert len(waits[shape]) == len(wanted[shape]) + (shape in peers)
 
 
 def dies_at_a_peer(connection):
