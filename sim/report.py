@@ -127,6 +127,7 @@ class LaunchReport:
     warnings: list[str] = field(default_factory=list)
     events: list[tuple] = field(repr=False, default_factory=list)
     function: str = ""  # what messages call the kernel: its function in the DSL
+    findings: list = field(repr=False, default_factory=list)  # of the order checker, those not tolerated
 
     @property
     def warp_instructions(self) -> int:

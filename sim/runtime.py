@@ -152,7 +152,8 @@ def execute(
 ) -> LaunchReport:
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it.
 
-    check: "order" raises OrderError where the memory model does not order accesses to one place. storage: fields of
+    check: "order" raises OrderError where the memory model does not order accesses to one place; the error has the
+    report if the launch ran to its end. storage: fields of
     dynamic shared memory, (name, bytes, offset), which messages name. fuse: MMAs may be summed together as they happen
     to be pending; not: last bits do not depend on the seed. overlap: what else of its stream may run beside it.
     """
@@ -203,21 +204,19 @@ def execute(
         if check == "order":
             stats.findings |= static
         errors = [finding for finding in stats.findings.values() if not finding.tolerated]
-        if errors:
-            raise OrderError(errors, program.name)
         for finding in (stats.findings | static).values():
             if finding.tolerated and check == "order":
                 stats.warn(
                     f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}"
                 )
-            elif not finding.tolerated:
+            elif not finding.tolerated and check != "order":
                 stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
     finally:
         gmem.free(buffer.address)
         for table in tables:
             gmem.free(table.address)
     by_warp, by_opcode = count_instructions(program, stats)
-    return LaunchReport(
+    report = LaunchReport(
         kernel=kernel,
         grid=grid,
         cluster=cluster,
@@ -238,7 +237,11 @@ def execute(
         warnings=list(stats.warnings.values()),
         events=stats.events,
         function=program.name,
+        findings=errors,
     )
+    if errors:
+        raise OrderError(errors, program.name, report)
+    return report
 
 
 @contextmanager

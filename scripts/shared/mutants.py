@@ -19,7 +19,7 @@ import numpy as np
 
 from shared.mutants_explained import EXPLAINED
 from warpspec import sim
-from warpspec.sim import runtime
+from warpspec.sim import runtime, simulation
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.order import of_text
@@ -234,7 +234,7 @@ class Launch:
 @contextmanager
 def recorded(visit: Callable[[Launch], None]):
     """While this lasts, `visit` sees every launch before it runs."""
-    original = sim.execute
+    original = simulation.execute
 
     def execute(text: str, kernel: str, **options):
         launch = Launch(text, kernel, dict(options))
@@ -243,7 +243,7 @@ def recorded(visit: Callable[[Launch], None]):
             allocation.array[:] = before
         return original(text, kernel, **options | dict(check="order"))  # later launches may overlap this one
 
-    with mock.patch.object(sim, "execute", execute):
+    with mock.patch.object(simulation, "execute", execute):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from warpspec.sim.errors import SimError
@@ -9,7 +10,16 @@ from warpspec.sim.instruction import Instr
 from warpspec.sim.names import placed
 from warpspec.sim.order.clocks import ASYNC_GLOBAL, ASYNC_SHARED, MAP, MAP_RELEASED, TENSOR, TENSOR_OWN
 
-MOST_SHOWN = 12  # findings in an error's text; the others are counted
+NOTHING_ORDERS = "accesses that nothing orders"
+NO_FENCE_AFTER = "no tcgen05.fence::after_thread_sync"
+NO_FENCE_BEFORE = "no tcgen05.fence::before_thread_sync"
+BY_TEXT_ALONE = (
+    NO_FENCE_AFTER,
+    NO_FENCE_BEFORE,
+)  # the ISA asks for these fences; kernels that work leave them out
+SOURCE = re.compile(
+    r" from (\S+:\d+)(?: in \S+)?$"
+)  # how an access's text ends where its line of source is known
 
 
 class Access:
@@ -88,16 +98,16 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
         )
     if missing == TENSOR:
         return (
-            "no tcgen05.fence::after_thread_sync",
+            NO_FENCE_AFTER,
             "tcgen05.fence::after_thread_sync behind the barrier, before the second access",
         )
     if missing == TENSOR_OWN:
         return (
-            "no tcgen05.fence::before_thread_sync",
+            NO_FENCE_BEFORE,
             "tcgen05.fence::before_thread_sync behind the first access (and its wait), before the barrier; then "
             "tcgen05.fence::after_thread_sync",
         )
-    return "accesses that nothing orders", wait_for(first) + ", then a barrier that the second waits for"
+    return NOTHING_ORDERS, wait_for(first) + ", then a barrier that the second waits for"
 
 
 def is_tolerated(first: Access, second: Access, missing: int, freed: bool = False) -> bool:
@@ -149,6 +159,16 @@ class Finding:
     lines: tuple[int, ...] = ()
     tolerated: bool = False
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The lines of source of the accesses, "file:line"; "PTX line N" for one that has none."""
+        texts = [text for text in (self.first, self.second) if text]
+        numbers = [*self.lines[-len(texts) :], *[0] * (len(texts) - len(self.lines))]
+        found = [SOURCE.search(text) for text in texts]
+        return tuple(
+            match[1] if match else f"PTX line {number}" for match, number in zip(found, numbers, strict=True)
+        )
+
     def __str__(self) -> str:
         rows = (("first", self.first), ("second", self.second), ("needed", self.remedy))
         return "\n    ".join(
@@ -156,22 +176,85 @@ class Finding:
         )
 
 
-class OrderError(SimError):
-    """Accesses to one place that nothing orders. `findings` has all of them."""
+@dataclass(frozen=True)
+class Group:
+    """Findings of one kind between the same two lines of source, worst groups first (`grouped`).
 
-    def __init__(self, findings: list[Finding], kernel: str):
+    kind, findings: what they have in common, and each of them. where: the lines of source of the first and the second
+    access, PTX lines where the kernel has no line information.
+    """
+
+    kind: str
+    where: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def textual(self) -> bool:
+        """Whether the ISA's text alone asks for it: a fence around tensor memory that no hardware is known to miss."""
+        return self.kind in BY_TEXT_ALONE
+
+    def __str__(self) -> str:
+        first = self.findings[0]
+        if self.textual:
+            return f"{self.kind}: {' to '.join(self.where)}{_times(self.findings)}"
+        return f"{first}{_more(self.findings)}"
+
+
+def grouped(findings: list[Finding]) -> list[Group]:
+    """The findings by kind and pair of lines: those that nothing orders first, those by the text alone last."""
+    groups: dict[tuple, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.kind, finding.sources), []).append(finding)
+    found = [Group(kind, where, tuple(members)) for (kind, where), members in groups.items()]
+    return sorted(found, key=lambda group: (group.textual, group.kind != NOTHING_ORDERS))
+
+
+def grouped_text(findings: list[Finding]) -> list[str]:
+    """Lines that show every group of findings, those by the text alone in one line a kind."""
+    rows: list[str] = []
+    textual: dict[str, list[Group]] = {}
+    for group in grouped(findings):
+        if group.textual:
+            textual.setdefault(group.kind, []).append(group)
+        else:
+            rows.append(str(group))
+    for kind, groups in textual.items():
+        pairs = "; ".join(f"{' to '.join(g.where)}{_times(g.findings)}" for g in groups)
+        rows.append(f"by the ISA's text alone, {kind}: {pairs}")
+    return rows
+
+
+def _times(findings: tuple[Finding, ...]) -> str:
+    return f" ({len(findings)} places)" if len(findings) > 1 else ""
+
+
+def _more(findings: tuple[Finding, ...]) -> str:
+    """What else of its group a finding stands for."""
+    if len(findings) == 1:
+        return ""
+    lines = ", ".join(dict.fromkeys(" and ".join(map(str, f.lines)) for f in findings[1:]))
+    return f"\n    alike   {len(findings) - 1} more of these lines of source (PTX lines {lines})"
+
+
+class OrderError(SimError):
+    """Accesses to one place that nothing orders. `findings` has all of them.
+
+    launch: the report of the launch (a LaunchReport) if it ran to its end, else None.
+    """
+
+    def __init__(self, findings: list[Finding], kernel: str, launch: object = None):
         self.findings = findings
-        shown = [str(finding) for finding in findings[:MOST_SHOWN]]
-        if len(findings) > MOST_SHOWN:
-            shown.append(f"and {len(findings) - MOST_SHOWN} findings more")
-        super().__init__(f"memory order of kernel {kernel}:\n  " + "\n  ".join(shown))
+        self.kernel = kernel
+        self.launch = launch
+        count = f"{len(findings)} findings" if len(findings) > 1 else "1 finding"
+        groups = len(grouped(findings))
+        alike = f", {groups} pairs of lines" if 1 < groups < len(findings) else ""
+        shown = "\n  ".join(grouped_text(findings))
+        super().__init__(f"memory order of kernel {kernel}: {count}{alike}\n  {shown}")
 
     def __reduce__(self):
-        return _restore, (self.findings, self.args, self.message)
+        return _restore, (self.findings, self.kernel, self.launch)
 
 
-def _restore(findings, args, message):
-    error = OrderError.__new__(OrderError)
-    SimError.__init__(error, message)
-    error.findings = findings
-    return error
+def _restore(findings, kernel, launch):
+    return OrderError(findings, kernel, launch)

@@ -9,12 +9,12 @@ from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 from helpers.simulate import simulating_gradients
 from helpers.suites import long_but
 
-from warpspec import sim
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.backward import launch
 from warpspec.fmha.backward.schedule import Order
+from warpspec.sim import simulation
 
 ARCHS = ("sm_90a", "sm_100a")
 HEAD_DIMS = (64, 128, 256)
@@ -149,8 +149,8 @@ def test_deterministic_gives_the_same_bits(arch, dim, monkeypatch):
     case = Case(
         "bias-of-all", batch=2, seq_q=70, seq_k=140, heads_q=4, heads_kv=2, head_dim=dim, bias=(False, False)
     )
-    run = sim._run_once  # which joins products as they happen to wait, and sums with them
-    monkeypatch.setattr(sim, "_run_once", lambda *arguments, fuse: run(*arguments, fuse=False))
+    run = simulation._run_once  # which joins products as they happen to wait, and sums with them
+    monkeypatch.setattr(simulation, "_run_once", lambda *arguments, fuse: run(*arguments, fuse=False))
     results = []
     for seed in (0, 1, 2):
         with simulating_gradients(arch, seed=seed):
