@@ -1,4 +1,4 @@
-"""Functional simulator: runs kernels that CuTe DSL compiled for sm_100a or sm_90a on any x86-64 CPU.
+"""Functional simulator: runs kernels for Hopper and Blackwell, from CuTe DSL or any PTX, on any x86-64 CPU.
 
 >>> compiled = cute.compile(host_function, *fake_tensors, options="--gpu-arch sm_100a --keep-ptx --keep-cubin")
 >>> report = warpspec.sim.run(compiled, a, b, c)     # CPU torch tensors; c is written in place
@@ -23,10 +23,15 @@ from warpspec.sim.errors import (
     UnsupportedInstruction,
 )
 from warpspec.sim.order.findings import Finding, OrderError
+from warpspec.sim.ptx_run import launch
 from warpspec.sim.report import LaunchReport, SimReport
-from warpspec.sim.simulation import last_report, one_stream, remember, run
+from warpspec.sim.runs import CHECK_VARIABLE, last_report, one_stream, remember
+from warpspec.sim.simulation import run
+from warpspec.sim.tensor_maps import tensor_map
+from warpspec.sim.triton_run import triton
 
 __all__ = [
+    "CHECK_VARIABLE",
     "BadDescriptor",
     "BarrierFault",
     "Deadlock",
@@ -42,9 +47,12 @@ __all__ = [
     "UnsupportedInstruction",
     "errors",
     "last_report",
+    "launch",
     "one_stream",
     "remember",
     "run",
+    "tensor_map",
+    "triton",
 ]
 
 offer(sys.modules[__name__])

@@ -16,18 +16,14 @@ import llvmlite.binding as llvm
 
 from warpspec.common.cubin import FATBIN_HEADER, KernelResources, cubin_from_fatbin, parse_cubin
 from warpspec.sim.device import (
-    CTAS_PER_SM,
     MAX_BLOCK,
     MAX_CLUSTER,
     MAX_GRID,
     MAX_PORTABLE_CLUSTER,
     REGISTERS_PER_SM,
     REGISTERS_PER_WARP_STEP,
-    SHARED_PER_CTA,
     SHARED_PER_CTA_DEFAULT,
-    SHARED_PER_SM,
     SHARED_RESERVED,
-    THREADS_PER_SM,
     WARP_SIZE,
     Device,
 )
@@ -263,9 +259,9 @@ def kernel_get_attribute(session: Session, out: int, attribute: int, kernel: int
 @entry_point("_cudaFuncSetAttribute", PTR, INT, INT)
 def func_set_attribute(session: Session, kernel: int, attribute: int, value: int) -> None:
     found = session.kernel(kernel)
-    if attribute == FUNC_MAX_DYNAMIC_SHARED and value + found.resources.static_smem > SHARED_PER_CTA:
+    if attribute == FUNC_MAX_DYNAMIC_SHARED and value + found.resources.static_smem > session.device.shared_per_cta:
         raise HostError(
-            f"{found.name}: {value} bytes of dynamic shared memory asked for, {SHARED_PER_CTA} exist"
+            f"{found.name}: {value} bytes of dynamic shared memory asked for, {session.device.shared_per_cta} exist"
         )
     found.attributes[attribute] = value
 
@@ -307,10 +303,10 @@ def occupancy(session: Session, out: int, kernel: int, threads: int, smem: int) 
     warps = -(-threads // WARP_SIZE)
     per_warp = -(-r.registers * WARP_SIZE // REGISTERS_PER_WARP_STEP) * REGISTERS_PER_WARP_STEP
     limits = [
-        CTAS_PER_SM,
-        THREADS_PER_SM // (warps * WARP_SIZE),
+        session.device.ctas_per_sm,
+        session.device.threads_per_sm // (warps * WARP_SIZE),
         REGISTERS_PER_SM // (per_warp * warps),
-        SHARED_PER_SM // (SHARED_RESERVED + r.static_smem + smem),
+        session.device.shared_per_sm // (SHARED_RESERVED + r.static_smem + smem),
     ]
     _store(out, INT, min(limits))
 

@@ -1,4 +1,5 @@
-"""The device that host code believes to run on: limits and attributes of H200, B200 and B300 as CUDA has them."""
+"""The device that host code believes to run on: limits and attributes of H200, B200, B300 and others, as CUDA has
+them (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 from __future__ import annotations
 
@@ -14,17 +15,13 @@ MAX_PORTABLE_CLUSTER = 8
 MAX_CLUSTER = 16
 REGISTERS_PER_SM = 65536
 REGISTERS_PER_WARP_STEP = 256  # registers are given to a warp in steps of this many
-SHARED_PER_SM = 228 * 1024
-SHARED_PER_CTA = 227 * 1024  # with opt-in; static and dynamic together
 SHARED_PER_CTA_DEFAULT = 48 * 1024
-SHARED_RESERVED = 1024
-THREADS_PER_SM = 2048
-CTAS_PER_SM = 32
+SHARED_RESERVED = 1024  # bytes of a CTA's shared memory that are the system's
 
 
 @dataclass(frozen=True)
 class Device:
-    """What cudaDeviceGetAttribute tells about the pretended device."""
+    """What cudaDeviceGetAttribute tells about the pretended device. tmem_columns: 0 where it has no tensor memory."""
 
     name: str
     major: int
@@ -32,10 +29,30 @@ class Device:
     sms: int
     l2_bytes: int
     clock_khz: int
+    tmem_columns: int = 0
+    shared_per_sm: int = 228 * 1024
+    threads_per_sm: int = 2048
+    ctas_per_sm: int = 32
+    max_cluster: int = MAX_CLUSTER
+
+    @property
+    def shared_per_cta(self) -> int:
+        """Bytes of shared memory that a CTA may have, static and dynamic together, with opt-in."""
+        return self.shared_per_sm - SHARED_RESERVED
 
     def attribute(self, number: int) -> int:
         """Value of a cudaDeviceAttr."""
-        own = {13: self.clock_khz, 16: self.sms, 38: self.l2_bytes, 75: self.major, 76: self.minor}
+        own = {
+            13: self.clock_khz,
+            16: self.sms,
+            38: self.l2_bytes,
+            39: self.threads_per_sm,
+            75: self.major,
+            76: self.minor,
+            81: self.shared_per_sm,
+            97: self.shared_per_cta,
+            106: self.ctas_per_sm,
+        }
         value = own.get(number, DEVICE_ATTRIBUTES.get(number))
         if value is None:
             raise HostError(
@@ -44,22 +61,29 @@ class Device:
         return value
 
 
+# NVIDIA documents nothing of sm_107: shared and tensor memory as CuTe DSL 4.8.1 has them for it, the rest as B300.
 DEVICES = {
     "sm_90": Device("H200", 9, 0, 132, 60 << 20, 1_980_000),
-    "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000),
-    "sm_103": Device("B300", 10, 3, 148, 126 << 20, 2_032_000),
-}
+    "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000, 512),
+    "sm_103": Device("B300", 10, 3, 148, 126 << 20, 2_032_000, 512),
+    "sm_107": Device("sm_107", 10, 7, 148, 126 << 20, 2_032_000, 576, shared_per_sm=328 * 1024),
+    "sm_120": Device(
+        "RTX 5090", 12, 0, 170, 96 << 20, 2_407_000,
+        shared_per_sm=100 * 1024, threads_per_sm=1536, ctas_per_sm=24, max_cluster=MAX_PORTABLE_CLUSTER,
+    ),
+}  # fmt: skip
 
 
 def device_of(target: str) -> Device:
     """The device that stands for a PTX target, e.g. "sm_90a"; raises HostError for a target that has none."""
     found = re.match(r"sm_\d+", target)
     if found is None or found[0] not in DEVICES:
-        raise HostError(f"the simulator runs sm_90a, sm_100a and sm_103a, not {target}")
+        known = [f"{name}a" for name in DEVICES]
+        raise HostError(f"the simulator runs {', '.join(known[:-1])} and {known[-1]}, not {target}")
     return DEVICES[found[0]]
 
 
-# cudaDeviceAttr values that Hopper and Blackwell data-centre devices share.
+# cudaDeviceAttr values that these devices share.
 DEVICE_ATTRIBUTES = {
     1: 1024,  # MaxThreadsPerBlock
     2: MAX_BLOCK[0],
@@ -77,16 +101,12 @@ DEVICE_ATTRIBUTES = {
     18: 0,  # Integrated
     20: 0,  # ComputeMode
     31: 1,  # ConcurrentKernels
-    39: THREADS_PER_SM,
     41: 1,  # UnifiedAddressing
     78: 1,  # StreamPrioritiesSupported
-    81: SHARED_PER_SM,
     82: REGISTERS_PER_SM,
     83: 1,  # ManagedMemory
     84: 0,  # IsMultiGpuBoard
     95: 1,  # CooperativeLaunch
-    97: SHARED_PER_CTA,
-    106: CTAS_PER_SM,
     111: SHARED_RESERVED,
     115: 1,  # MemoryPoolsSupported
     120: 1,  # ClusterLaunch

@@ -8,15 +8,7 @@ import numpy as np
 
 from warpspec.sim.codegen.layout import Ctx
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.device import (
-    CTAS_PER_SM,
-    MAX_BLOCK,
-    MAX_CLUSTER,
-    MAX_GRID,
-    SHARED_PER_CTA,
-    SHARED_PER_SM,
-    THREADS_PER_SM,
-)
+from warpspec.sim.device import Device
 from warpspec.sim.errors import HostError
 from warpspec.sim.lanes import WARP_SIZE
 from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
@@ -38,7 +30,7 @@ class Launch:
     cluster: Dim3
     dynamic_smem: int
     params: int  # address of the parameter buffer
-    sm_count: int
+    device: Device
     symbol_addresses: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
     registers: int | None = None  # of a thread, as compiled; None: not known
     names: StorageNames = field(default_factory=StorageNames)  # of shared memory
@@ -71,26 +63,14 @@ class ClusterFactory:
     def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, stats: LaunchStats):
         self.program, self.launch, self.stats = program, launch, stats
         self.clusters_shape = tuple(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
-        if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
-            raise HostError(f"grid {launch.grid} is not a multiple of the cluster {launch.cluster}")
         self.total = self.clusters_shape[0] * self.clusters_shape[1] * self.clusters_shape[2]
         self.smem_end = program.tables.static_shared_end + launch.dynamic_smem
-        own = self.smem_end - SHARED_BASE_OFFSET
-        if own > SHARED_PER_CTA:
-            raise HostError(f"{own} bytes of shared memory a CTA; the limit is {SHARED_PER_CTA}")
-        if not 1 <= launch.threads <= 1024:
-            raise HostError(f"block {launch.block} has {launch.threads} threads; 1 to 1024 are allowed")
-        for what, shape, limits in (("grid", launch.grid, MAX_GRID), ("block", launch.block, MAX_BLOCK)):
-            if any(size > limit for size, limit in zip(shape, limits, strict=True)):
-                raise HostError(f"{what} {shape}: at most {limits} are allowed")
-        if launch.cluster_size > MAX_CLUSTER:
-            raise HostError(f"cluster {launch.cluster} has {launch.cluster_size} CTAs; at most {MAX_CLUSTER}")
         per_sm = min(
-            SHARED_PER_SM // max(self.smem_end, 1),
-            THREADS_PER_SM // launch.threads,
-            CTAS_PER_SM,
+            launch.device.shared_per_sm // max(self.smem_end, 1),
+            launch.device.threads_per_sm // launch.threads,
+            launch.device.ctas_per_sm,
         )
-        self.capacity = max(1, launch.sm_count * max(per_sm, 1) // launch.cluster_size)
+        self.capacity = max(1, launch.device.sms * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
         self._free_smem: list[np.ndarray] = []
         self._free_registers: list[RegisterMemory] = []
@@ -202,8 +182,8 @@ class ClusterFactory:
         launch = self.launch
         values: dict[str, object] = {
             "%laneid": LANE_NUMBERS,
-            "%nwarpid": THREADS_PER_SM // WARP_SIZE,
-            "%nsmid": launch.sm_count,
+            "%nwarpid": launch.device.threads_per_sm // WARP_SIZE,
+            "%nsmid": launch.device.sms,
             "%gridid": 1,
             "%cluster_nctarank": launch.cluster_size,
             "%is_explicit_cluster": launch.cluster_size > 1,
@@ -231,7 +211,7 @@ class ClusterFactory:
         """Values of the special registers that the CTA's warps share."""
         launch = self.launch
         values = {
-            "%smid": cta.number % launch.sm_count,
+            "%smid": cta.number % launch.device.sms,
             "%cluster_ctarank": cta.rank,
             **_axes("%ctaid", cta.coords),
             **_axes("%clusterid", cluster_id),

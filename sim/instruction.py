@@ -103,12 +103,13 @@ class Instr:
 
 @dataclass(slots=True)
 class Param:
-    """A kernel parameter: its byte offset in the parameter buffer, size and alignment."""
+    """A kernel parameter: its byte offset in the parameter buffer, size and alignment, its elements' type ("u64")."""
 
     name: str
     offset: int
     size: int
     align: int
+    kind: str = ""
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class Variable:
     """A module- or function-scope variable. `space` is 'shared', 'global', 'const', 'local' or
     'param' (argument and return buffers of calls).
 
-    size 0 marks `extern .shared` (dynamic shared memory). `init` is the initial bytes, or None.
+    size 0 marks `extern .shared` (dynamic shared memory). `init` is the initial bytes, or None. kind: of its elements.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Variable:
     size: int
     align: int
     init: bytes | None = None
+    kind: str = ""
 
 
 @dataclass(slots=True)
@@ -139,6 +141,8 @@ class Kernel:
     reqntid: tuple[int, int, int] | None = None
     maxntid: tuple[int, int, int] | None = None
     cluster_dims: tuple[int, int, int] | None = None
+    max_cluster_rank: int | None = None
+    blocks_are_clusters: bool = False
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)  # .branchtargets for brx.idx
 
 

@@ -149,7 +149,7 @@ class _Parser(OperandReader):
                 elements *= constant_expression(dim) if dim.strip() else len(values or b"") // width // count
             size = elements * width
             init = values.ljust(size, b"\0") if values is not None else None
-            found.append(Variable(match.group("name"), space, size, align, init))
+            found.append(Variable(match.group("name"), space, size, align, init, kind))
             rest = text[match.end() :]
             if not rest.startswith(","):
                 break
@@ -214,7 +214,7 @@ class _Parser(OperandReader):
                 continue
             (variable,) = self.variables(plain, start)
             offset = -(-offset // variable.align) * variable.align
-            found.append(Param(variable.name, offset, variable.size, variable.align))
+            found.append(Param(variable.name, offset, variable.size, variable.align, variable.kind))
             offset += variable.size
             self.scope.names[variable.name] = Sym(variable.name)
         return found
@@ -241,6 +241,8 @@ class _Parser(OperandReader):
                 continue
             if directive in ("entry", "func", "visible", "extern", "weak", "version"):
                 raise self.error("expected a function body", match.start())
+            if directive == "blocksareclusters":
+                self.kernel.blocks_are_clusters = True
             numbers = _TRIPLE.match(self.text, self.pos)
             if numbers is None:
                 continue
@@ -252,6 +254,8 @@ class _Parser(OperandReader):
                 self.kernel.maxntid = triple
             elif directive == "reqnctapercluster":
                 self.kernel.cluster_dims = triple
+            elif directive == "maxclusterrank":
+                self.kernel.max_cluster_rank = triple[0]
 
     def body(self) -> None:
         outermost = self.scope

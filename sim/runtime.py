@@ -23,8 +23,9 @@ from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError, SimError
 from warpspec.sim.grid import Launch
 from warpspec.sim.instruction import Kernel, Param, PtxModule, Sym
+from warpspec.sim.limits import check_launch, cluster_of
 from warpspec.sim.machine import Machine
-from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.memory import SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import Field, StorageNames
 from warpspec.sim.order import of_text
 from warpspec.sim.order.checker import OrderChecker
@@ -71,6 +72,11 @@ def _program(text: _Text, kernel: str, logging: bool) -> Program:
 def load_program(text: str, kernel: str, logging: bool = False) -> Program:
     """The translated program of one kernel of a PTX module (cached). logging: for a run that checks memory order."""
     return _program(_Text(text), kernel, logging)
+
+
+def kernels_of(text: str) -> list[str]:
+    """The names of a PTX module's kernels. Raises PtxSyntaxError."""
+    return list(_parse(_Text(text)).kernels)
 
 
 def parameters_of(text: str, kernel: str) -> list[Param]:
@@ -139,7 +145,7 @@ def execute(
     *,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
-    cluster: tuple[int, int, int] = (1, 1, 1),
+    cluster: tuple[int, int, int] | None = None,
     dynamic_smem: int = 0,
     params: bytes = b"",
     gmem: GlobalMemory,
@@ -160,7 +166,17 @@ def execute(
     start = time.monotonic()
     program = load_program(text, kernel, check == "order")
     translated = time.monotonic()
-    sms = device_of(program.module.target).sms
+    device = device_of(program.module.target)
+    cluster = cluster_of(program.kernel, cluster)
+    check_launch(
+        program.kernel,
+        device,
+        grid=grid,
+        block=block,
+        cluster=cluster,
+        shared_bytes=program.tables.static_shared_end - SHARED_BASE_OFFSET + dynamic_smem,
+        resources=resources,
+    )
     buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
     tables = [
         gmem.allocate(
@@ -169,11 +185,6 @@ def execute(
         for v in program.tables.table
     ]
     addresses = np.array([t.address for t in tables] or [0], np.uint64)
-    if 0 in grid:
-        raise HostError(f"grid {grid} of kernel {kernel} has no CTA")
-    declared = program.kernel.cluster_dims
-    if declared and cluster == (1, 1, 1):
-        cluster = declared
     clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
     shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and _independent(program) else 1
 
@@ -186,7 +197,7 @@ def execute(
             cluster,
             dynamic_smem,
             buffer.address,
-            sms,
+            device,
             addresses,
             registers,
             StorageNames(storage, program.tables.dynamic_shared),

@@ -1,24 +1,16 @@
-"""Runs of compiled host functions: one schedule or several, each launch executed, the latest report kept."""
+"""`sim.run`: runs what `cute.compile` made, each launch of its host code executed."""
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
 
-from warpspec.sim.errors import HostError, SimError
+from warpspec.sim.errors import HostError
 from warpspec.sim.host import HostModule
 from warpspec.sim.order.findings import OrderError
-from warpspec.sim.order.launches import Stream
-from warpspec.sim.outcomes import Outcomes
 from warpspec.sim.report import SimReport
+from warpspec.sim.runs import run_with_options, stream_of_run
 from warpspec.sim.runtime import execute, parameters_of
-
-CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: what runs check that do not say
-
-_last: SimReport | None = None
-_stream: Stream | None = None
-
 
 def run(
     compiled: object,
@@ -51,24 +43,15 @@ def run(
     BarrierFault, BadDescriptor, OrderError, ScheduleDependence; tensors then hold what the run had written until it
     stopped. ValueError for options that are out of range.
     """
-    global _last
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
-    if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
-        raise ValueError(f"seeds is {seeds!r}; a positive int or None is needed")
-    if check is None:
-        check = os.environ.get(CHECK_VARIABLE) or None
-    if check not in (None, "order"):
-        raise ValueError(f'check is {check!r}; None or "order" is needed')
     module = HostModule.of(compiled)
-    if seeds is None:
-        report = _run_once(module, args, kwargs, seed, check, fuse=True)
-    else:
-        report = _run_seeds(module, args, kwargs, range(seed, seed + seeds), check)
-    if timeline is not None:
-        report.timeline(timeline)
-    _last = report
-    return report
+    return run_with_options(
+        lambda seed, check, fuse: _run_once(module, args, kwargs, seed, check, fuse),
+        lambda: module.names(args, kwargs),
+        seed=seed,
+        seeds=seeds,
+        check=check,
+        timeline=timeline,
+    )
 
 
 def _run_once(
@@ -77,7 +60,7 @@ def _run_once(
     start = time.monotonic()
     report = SimReport(seed=seed)
 
-    stream = _stream or Stream()
+    stream = stream_of_run()
 
     errors: list[OrderError] = []
 
@@ -115,20 +98,6 @@ def _run_once(
     return report
 
 
-def _run_seeds(module: HostModule, args: tuple, kwargs: dict, seeds: range, check: str | None) -> SimReport:
-    """Run under several seeds and compare what becomes of the tensor arguments."""
-    outcomes = Outcomes(module.names(args, kwargs))
-    for seed in seeds:
-        outcomes.restore()
-        try:
-            report = _run_once(module, args, kwargs, seed, check, fuse=False)
-        except SimError as error:
-            error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
-            raise
-        outcomes.compare(seed)
-    return report
-
-
 def _as_declared(text: str, launch) -> bytes:
     """A launch's parameters moved from the cubin's layout to the one the PTX declares.
 
@@ -142,28 +111,3 @@ def _as_declared(text: str, launch) -> bytes:
     for parameter, (offset, size) in zip(declared, launch.param_layout, strict=True):
         buffer[parameter.offset : parameter.offset + size] = launch.params[offset : offset + size]
     return bytes(buffer)
-
-
-@contextmanager
-def one_stream():
-    """Runs meanwhile launch into one stream, with nothing between, as far as `check="order"` is concerned: a launch
-    with the attribute programmatic_stream_serialization may overlap those of the run before. Without it, only launches
-    of one run may."""
-    global _stream
-    before, _stream = _stream, _stream or Stream()
-    try:
-        yield
-    finally:
-        _stream = before
-
-
-def last_report() -> SimReport | None:
-    """The report of the latest successful `run` in this process, or None."""
-    return _last
-
-
-def remember(report: SimReport) -> SimReport:
-    """Make a report that joins several runs the one that `last_report` returns; returns it."""
-    global _last
-    _last = report
-    return report

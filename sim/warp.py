@@ -215,7 +215,7 @@ class Warp:
             case Imm(value, _):
                 return np.full(WARP_SIZE, value & ((1 << bits) - 1), dtype)
             case Sym():
-                return np.full(WARP_SIZE, self.symbol(operand) & ((1 << bits) - 1), dtype)
+                return np.full(WARP_SIZE, self.symbol(operand, bits) & ((1 << bits) - 1), dtype)
             case Vec(items):
                 part = bits // len(items)
                 total = np.zeros(WARP_SIZE, dtype)
@@ -233,13 +233,14 @@ class Warp:
     def u64(self, operand: Operand) -> np.ndarray:
         return self.values(operand, 64)
 
-    def symbol(self, operand: Sym) -> int:
-        """Address of a variable, as PTX code sees it."""
+    def symbol(self, operand: Sym, bits: int = 64) -> int:
+        """Address of a variable, as PTX code sees it; a parameter's in 32 bits is its offset in the buffer."""
         tables = self.program.tables
         if operand.name in tables.shared:
             return (self.cta.rank << CTA_RANK_SHIFT) + tables.shared[operand.name] + operand.offset
         if operand.name in tables.params:
-            return int(self.ctx[Ctx.PARAMS]) + tables.params[operand.name] + operand.offset
+            base = int(self.ctx[Ctx.PARAMS]) if bits == 64 else 0
+            return base + tables.params[operand.name] + operand.offset
         if operand.name in tables.symbols:
             return int(self.symbol_addresses[tables.symbols[operand.name]]) + operand.offset
         if operand.name in tables.local:

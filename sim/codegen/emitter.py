@@ -250,10 +250,13 @@ class Emitter:
         return total
 
     def symbol(self, name: str, offset: int, bits: int) -> str:
-        """The address of a variable: shared addresses carry the CTA's rank, others are host addresses."""
+        """The address of a variable: shared addresses carry the CTA's rank, others are host addresses. A parameter's in
+        32 bits is its offset in the parameter buffer: see `in_parameters`."""
         if name in self.shared:
             rank = self.op(f"shl i64 {self.ctx(Ctx.CTA_RANK)}, 24")
             scalar = self.op(f"add i64 {rank}, {self.parameter(self.shared[name] + offset)}")
+        elif name in self.params and bits < 64:
+            return self.splat(bits, self.scalar(bits, self.parameter(self.params[name] + offset)))
         elif name in self.params:
             scalar = self.op(f"add i64 {self.ctx(Ctx.PARAMS)}, {self.parameter(self.params[name] + offset)}")
         elif name in self.symbols:
@@ -264,6 +267,13 @@ class Emitter:
         else:
             raise NotNative(f"address of {name}")
         return self.splat(bits, self.scalar(bits, scalar))
+
+    def in_parameters(self, address: str) -> str:
+        """64-bit addresses in .param space as host addresses: what 32 bits hold is an offset in the parameter buffer."""
+        base = self.splat(64, self.ctx(Ctx.PARAMS))
+        moved = self.op(f"add {ivec(64)} {address}, {base}")
+        is_offset = self.op(f"icmp ult {ivec(64)} {address}, {self.imm(64, 1 << 32)}")
+        return self.op(f"select {ivec(1)} {is_offset}, {ivec(64)} {moved}, {ivec(64)} {address}")
 
     def getf(self, operand: Operand, bits: int) -> str:
         """An operand as floats of the given width (same bits, other type)."""

@@ -56,6 +56,8 @@ def addresses(e: Emitter, operand: Mem | Reg, space: str) -> str:
             if operand.offset:
                 value = e.op(f"add {ivec(bits)} {value}, {e.get(Imm(operand.offset), bits)}")
             value = e.resize(value, bits, 64)
+            if _in_parameters(e.instruction):
+                value = e.in_parameters(value)
         case Sym(name, offset):
             value = e.symbol(name, offset + operand.offset, 64)
         case Imm(value_, _):
@@ -65,6 +67,11 @@ def addresses(e: Emitter, operand: Mem | Reg, space: str) -> str:
     buffer = e.buffer(ivec(64))
     e.do(f"store {ivec(64)} {value}, ptr {buffer}, align 64")
     return buffer
+
+
+def _in_parameters(ins: Instr) -> bool:
+    """Whether an instruction addresses .param space."""
+    return any(part.startswith("param") for part in ins.parts)
 
 
 def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, address: str) -> None:
@@ -96,7 +103,7 @@ def access_bytes(ins: Instr) -> int:
 
 def is_logged(ins: Instr) -> bool:
     """Whether a native access may be to memory that other threads reach."""
-    return space_of(ins) != "local" and not any(part.startswith(("param", "const")) for part in ins.parts)
+    return space_of(ins) != "local" and not _in_parameters(ins) and "const" not in ins.parts
 
 
 def _items(operand, count: int) -> tuple:
@@ -116,8 +123,10 @@ def says_its_order(ins: Instr) -> bool:
 
 
 def note_order(order, w, ins: Instr, mask: int) -> None:
-    """Tell the order checker of an atomic, a volatile access or one that says its order."""
-    order.ordered(w, ins, mask)
+    """Tell the order checker of an atomic, a volatile access or one that says its order. Nothing else reaches .param
+    variables."""
+    if not _in_parameters(ins):
+        order.ordered(w, ins, mask)
 
 
 def outside_shared(ins: Instr) -> bool:
@@ -228,6 +237,8 @@ def cvta(e: Emitter, ins: Instr) -> None:
     if ins.parts[-1] != "u64":
         raise NotNative(ins.opcode)
     value = e.get(ins.operands[1], 64)
+    if _in_parameters(ins) and not to:
+        value = e.in_parameters(value)
     if window:
         value = e.op(f"{'sub' if to else 'add'} {ivec(64)} {value}, {e.imm(64, window)}")
     e.set(ins.operands[0], value, 64)

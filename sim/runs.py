@@ -1,0 +1,91 @@
+"""What all ways to run kernels share: options and their checks, runs under several seeds, the last report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+
+from warpspec.sim.errors import SimError
+from warpspec.sim.order.launches import Stream
+from warpspec.sim.outcomes import Outcomes
+from warpspec.sim.report import SimReport
+
+CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: what runs check that do not say
+
+_last: SimReport | None = None
+_stream: Stream | None = None
+
+
+def run_with_options(
+    once: Callable[[int, str | None, bool], SimReport],
+    arguments: Callable[[], Mapping[str, object]],
+    *,
+    seed: int,
+    seeds: int | None,
+    check: str | None,
+    timeline: str | os.PathLike | None,
+) -> SimReport:
+    """Run `once(seed, check, fuse)` as the options of `sim.run` ask; remembers and returns the (last) report.
+
+    arguments: gives the tensors that runs write, by name; they are compared where there are several `seeds`.
+    Raises ValueError for an option that is out of range, ScheduleDependence, and what `once` raises.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
+    if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
+        raise ValueError(f"seeds is {seeds!r}; a positive int or None is needed")
+    if check is None:
+        check = os.environ.get(CHECK_VARIABLE) or None
+    if check not in (None, "order"):
+        raise ValueError(f'check is {check!r}; None or "order" is needed')
+    if seeds is None:
+        report = once(seed, check, True)
+    else:
+        report = _run_seeds(once, Outcomes(dict(arguments())), range(seed, seed + seeds), check)
+    if timeline is not None:
+        report.timeline(timeline)
+    return remember(report)
+
+
+def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> SimReport:
+    """Run under several seeds and compare what becomes of the tensor arguments."""
+    for seed in seeds:
+        outcomes.restore()
+        try:
+            report = once(seed, check, False)
+        except SimError as error:
+            error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
+            raise
+        outcomes.compare(seed)
+    return report
+
+
+def stream_of_run() -> Stream:
+    """The stream that a run's launches go into: that of `one_stream`, or one of the run's own."""
+    return _stream or Stream()
+
+
+@contextmanager
+def one_stream():
+    """Runs meanwhile launch into one stream, with nothing between, as far as `check="order"` is concerned: a launch
+    with the attribute programmatic_stream_serialization may overlap those of the run before. Without it, only launches
+    of one run may."""
+    global _stream
+    before, _stream = _stream, _stream or Stream()
+    try:
+        yield
+    finally:
+        _stream = before
+
+
+def last_report() -> SimReport | None:
+    """The report of the latest successful `run` in this process, or None."""
+    return _last
+
+
+def remember(report: SimReport) -> SimReport:
+    """Make a report that joins several runs the one that `last_report` returns; returns it."""
+    global _last
+    _last = report
+    return report
