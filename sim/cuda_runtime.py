@@ -259,7 +259,10 @@ def kernel_get_attribute(session: Session, out: int, attribute: int, kernel: int
 @entry_point("_cudaFuncSetAttribute", PTR, INT, INT)
 def func_set_attribute(session: Session, kernel: int, attribute: int, value: int) -> None:
     found = session.kernel(kernel)
-    if attribute == FUNC_MAX_DYNAMIC_SHARED and value + found.resources.static_smem > session.device.shared_per_cta:
+    if (
+        attribute == FUNC_MAX_DYNAMIC_SHARED
+        and value + found.resources.static_smem > session.device.shared_per_cta
+    ):
         raise HostError(
             f"{found.name}: {value} bytes of dynamic shared memory asked for, {session.device.shared_per_cta} exist"
         )

@@ -109,7 +109,7 @@ class Param:
     offset: int
     size: int
     align: int
-    kind: str = ""
+    kind: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Variable:
     size: int
     align: int
     init: bytes | None = None
-    kind: str = ""
+    kind: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ MAX_THREADS = 1024  # of a CTA
 def cluster_of(kernel: Kernel, cluster: Dim3 | None) -> Dim3:
     """The cluster's shape: the one asked for, else the one that .reqnctapercluster says, else a single CTA.
 
-    HostError where both are given and differ. (1, 1, 1) counts as not asked for, as a launch without the attribute has it.
+    HostError where both are given and differ. (1, 1, 1) counts as not asked for.
     """
     declared = kernel.cluster_dims
     if cluster is None or (declared is not None and cluster == (1, 1, 1)):

@@ -19,7 +19,13 @@ from warpspec.sim.tensor_maps import TensorMapOf, whole_elements
 from warpspec.sim.tma.descriptor import DESCRIPTOR_BYTES
 
 MAP_ALIGN = 64  # bytes, of a tensor map
-FLOATS = {"f32": "<f", "f64": "<d", "f16": "<e", "b32": "<f", "b64": "<d"}  # what a Python float becomes, by type
+FLOATS = {
+    "f32": "<f",
+    "f64": "<d",
+    "f16": "<e",
+    "b32": "<f",
+    "b64": "<d",
+}  # what a Python float becomes, by type
 WANTED = (
     "a tensor, a number, None (a null pointer), bytes, a NumPy scalar, a ctypes structure, a tensor map, or a "
     "tuple of these (a struct's fields) is needed"

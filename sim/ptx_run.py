@@ -10,6 +10,7 @@ from pathlib import Path
 from warpspec.common.cubin import CubinError, KernelResources, parse_cubin
 from warpspec.sim.errors import HostError
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.order.findings import OrderError
 from warpspec.sim.ptx_arguments import KernelArguments
 from warpspec.sim.report import SimReport
 from warpspec.sim.runs import run_with_options, stream_of_run
@@ -41,9 +42,9 @@ def launch(
     smem: bytes of dynamic shared memory.
     args: one for each .param. A CPU torch tensor or NumPy array is a pointer to its first element; an int fills an
     integer parameter of 1, 2, 4 or 8 bytes; a float one of .f32, .f64, .b32 or .b64; None is a null pointer; bytes and
-    NumPy scalars are taken as they are; `sim.tensor_map(...)` is a tensor map, by value (128 bytes) or by pointer (8). A
-    struct is its bytes, a ctypes.Structure (addresses of live CPU tensors in its c_void_p fields are translated), or a
-    tuple of its fields (numbers in it as NumPy scalars), laid out as C does.
+    NumPy scalars are taken as they are; `sim.tensor_map(...)` is a tensor map, by value (128 bytes) or by pointer (8).
+    A struct is its bytes, a ctypes.Structure (addresses of live CPU tensors in its c_void_p fields are translated), or
+    a tuple of its fields (numbers in it as NumPy scalars), laid out as C does.
     seed, seeds, check, timeline: as for `sim.run`.
     cubin: what ptxas made of the PTX, or the path of it: registers and stack then appear in the report, and a launch
     that needs too many registers is refused.
@@ -66,17 +67,23 @@ def launch(
         start = time.monotonic()
         memory = GlobalMemory()
         params = arguments.stage(memory)
-        report = SimReport(seed=seed)
+        report, found = SimReport(seed=seed), None
         try:
             launched = execute(
                 text, entry, grid=shape, block=block, cluster=cluster, dynamic_smem=smem, params=params, gmem=memory,
                 seed=seed, resources=resources, check=check, fuse=fuse, overlap=stream_of_run().next(False),
             )  # fmt: skip
+        except OrderError as error:
+            if error.launch is None:
+                raise
+            launched, found = error.launch, error  # the launch ran to its end
         finally:
             memory.check_guards()
             memory.copy_back()
         report.launches.append(launched)
         report.seconds = time.monotonic() - start
+        if found is not None:
+            raise OrderError(found.findings, found.kernel, report)
         return report
 
     return run_with_options(

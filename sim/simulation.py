@@ -12,6 +12,7 @@ from warpspec.sim.report import SimReport
 from warpspec.sim.runs import run_with_options, stream_of_run
 from warpspec.sim.runtime import execute, parameters_of
 
+
 def run(
     compiled: object,
     *args: object,

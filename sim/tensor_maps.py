@@ -62,7 +62,9 @@ def tensor_map(
     Raises HostError for an argument out of range, BadDescriptor for what cuTensorMapEncodeTiled refuses.
     """
     if not is_tensor(view):
-        raise HostError(f"tensor_map: view is a {type(view).__name__}; a torch tensor or NumPy array is needed")
+        raise HostError(
+            f"tensor_map: view is a {type(view).__name__}; a torch tensor or NumPy array is needed"
+        )
     tensor = whole_elements(host_tensor(view, "view"))
     rank = len(tensor.shape)
     steps = (1,) * rank if element_strides is None else tuple(element_strides)

@@ -1,4 +1,4 @@
-"""`sim.triton`: runs a kernel that Triton compiled, with its own arguments, from the metadata that Triton keeps of it."""
+"""`sim.triton`: runs a kernel that Triton compiled, with the arguments that the Python function takes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def triton(
         ptx, metadata, source = kernel.asm["ptx"], kernel.metadata, kernel.src
         signature = source.signature
     except (AttributeError, KeyError, TypeError) as error:
-        raise HostError(f"kernel is a {type(kernel).__name__}, not a compiled Triton kernel: {error}") from None
+        raise HostError(
+            f"kernel is a {type(kernel).__name__}, not a compiled Triton kernel: {error}"
+        ) from None
     metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
     values = _bound(signature, args, named)
     packed = [item for name, kind, value in values for item in _packed(name, kind, value, metas)]

@@ -269,7 +269,7 @@ class Emitter:
         return self.splat(bits, self.scalar(bits, scalar))
 
     def in_parameters(self, address: str) -> str:
-        """64-bit addresses in .param space as host addresses: what 32 bits hold is an offset in the parameter buffer."""
+        """64-bit addresses in .param space as host addresses: what 32 bits hold is an offset in the buffer."""
         base = self.splat(64, self.ctx(Ctx.PARAMS))
         moved = self.op(f"add {ivec(64)} {address}, {base}")
         is_offset = self.op(f"icmp ult {ivec(64)} {address}, {self.imm(64, 1 << 32)}")

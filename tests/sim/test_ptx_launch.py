@@ -101,9 +101,15 @@ def test_tensors_and_numbers_fill_the_parameters(tmp_path):
     ("args", "says"),
     [
         ([torch.ones(4), torch.ones(4), 1.0], r"saxpy takes 4 arguments \(x \(8 bytes\).*; 3 are given"),
-        ([torch.ones(4), torch.ones(4), 1.0, 1 << 32], r"args\[3\] \(n\) is 4294967296, which does not fit the 4"),
+        (
+            [torch.ones(4), torch.ones(4), 1.0, 1 << 32],
+            r"args\[3\] \(n\) is 4294967296, which does not fit the 4",
+        ),
         ([torch.ones(4), torch.ones(4), 1.0, 2.0], r"args\[3\] \(n\) is the float 2.0; .* 4 bytes of .u32"),
-        ([torch.ones(4), torch.ones(4), 1.0, torch.ones(1)], r"args\[3\] \(n\) fills 8 bytes; the PTX declares 4"),
+        (
+            [torch.ones(4), torch.ones(4), 1.0, torch.ones(1)],
+            r"args\[3\] \(n\) fills 8 bytes; the PTX declares 4",
+        ),
         ([torch.ones(4), np.float32(1), 1.0, 4], r"args\[1\] \(y\) fills 4 bytes; the PTX declares 8"),
         ([torch.ones(4), "y", 1.0, 4], r"args\[1\] \(y\) is 'y' \(str\); a tensor, a number"),
     ],
@@ -142,7 +148,11 @@ def test_tensor_maps_by_value(swizzle):
     [
         (dict(box=(16,)), sim.HostError, r"box \(16,\) has 1 entries; view has 2"),
         (dict(box=(16, 32), swizzle=48), sim.HostError, "swizzle is 48; 0, 32, 64, 128, 96 are allowed"),
-        (dict(box=(16, 32), element="f32"), sim.HostError, "element f32 has 32 bits, view's elements have 16"),
+        (
+            dict(box=(16, 32), element="f32"),
+            sim.HostError,
+            "element f32 has 32 bits, view's elements have 16",
+        ),
         (dict(box=(16, 64), swizzle=64), sim.BadDescriptor, "inner box of 128 B is wider than the swizzle"),
         (dict(box=(300, 32)), sim.BadDescriptor, "box size of dimension 1 is not 1 to 256"),
     ],
@@ -155,10 +165,22 @@ def test_tensor_maps_that_cannot_be_are_refused(options, error, says):
 @pytest.mark.parametrize(
     ("directives", "options", "says"),
     [
-        (".reqntid 64", dict(block=32), r"block \(32, 1, 1\); the kernel is compiled for exactly \(64, 1, 1\)"),
-        (".maxntid 16, 4", dict(block=96), r"has 96 threads; the kernel is compiled for at most 64 \(.maxntid\)"),
+        (
+            ".reqntid 64",
+            dict(block=32),
+            r"block \(32, 1, 1\); the kernel is compiled for exactly \(64, 1, 1\)",
+        ),
+        (
+            ".maxntid 16, 4",
+            dict(block=96),
+            r"has 96 threads; the kernel is compiled for at most 64 \(.maxntid\)",
+        ),
         (".reqnctapercluster 2", dict(grid=4, cluster=4), r"cluster \(4, 1, 1\); .* exactly \(2, 1, 1\)"),
-        (".reqnctapercluster 2", dict(grid=3), r"grid \(3, 1, 1\) is not a multiple of the cluster \(2, 1, 1\)"),
+        (
+            ".reqnctapercluster 2",
+            dict(grid=3),
+            r"grid \(3, 1, 1\) is not a multiple of the cluster \(2, 1, 1\)",
+        ),
         (".maxclusterrank 2", dict(grid=4, cluster=4), r"has 4 CTAs; .* at most 2 \(.maxclusterrank\)"),
         ("", dict(smem=227 * 1024 + 1), "232449 bytes of shared memory a CTA .*; H200 has 232448"),
         ("", dict(block=(32, 33)), "has 1056 threads; at most 1024"),
@@ -177,5 +199,5 @@ def test_launches_that_hardware_refuses(directives, options, says):
 def test_the_kernel_must_be_named_where_there_are_several():
     with pytest.raises(sim.HostError, match=r"entry: the PTX has 2 kernels \(store, copy\); name one"):
         sim.launch(module(STRUCT, COPY), grid=1, block=1)
-    with pytest.raises(sim.HostError, match="neither PTX text .* nor a file"):
+    with pytest.raises(sim.HostError, match=r"neither PTX text .* nor a file"):
         sim.launch("no such file", grid=1, block=1)
