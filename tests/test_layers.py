@@ -10,10 +10,11 @@ PACKAGES = {path.name for path in (ROOT / "src/warpspec").iterdir() if path.is_s
 
 
 # Which packages a package may import, at the top of a file or in a function.
-KERNELS = ("fmha", "moe", "softmax", "latent", "swap")
+KERNELS = ("cache", "fmha", "moe", "softmax", "latent", "swap")
 MAY_IMPORT = {
     "common": (),
     "sim": ("common",),
+    "cache": ("common",),
     "fmha": ("common",),
     "moe": ("common",),
     "softmax": ("common",),

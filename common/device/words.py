@@ -1,9 +1,14 @@
-"""Instructions on words of registers that the DSL has no function for."""
+"""32-bit words: loads and stores of several, and instructions on registers that the DSL has no function for."""
 
 from __future__ import annotations
 
 import cutlass.cute as cute
 from cutlass import Int64, Uint32
+
+from warpspec.common.hardware import VECTOR_BYTES
+
+WORD_BYTES = 4
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 
 
 def permute(word: Uint32, order: int) -> Uint32:
@@ -25,3 +30,23 @@ def shuffle_address(address: Int64, source) -> Int64:
     low = Uint32(cute.arch.shuffle_sync(Uint32(address & Int64(0xFFFFFFFF)), source))
     high = Uint32(cute.arch.shuffle_sync(Uint32((address >> Int64(32)) & Int64(0xFFFFFFFF)), source))
     return (Int64(high) << Int64(32)) | Int64(low)
+
+
+def load_words(row: cute.Tensor, first, count: int) -> cute.Tensor:
+    """Load ``count`` words of row (WORD) by the widest accesses. first: index of the first, a multiple of count."""
+    words = cute.make_rmem_tensor(count, Uint32)
+    step = min(count, VECTOR_WORDS)
+    for part in range(count // step):
+        source = cute.local_tile(row, (step,), (first // step + part,))
+        cute.autovec_copy(source, cute.local_tile(words, (step,), (part,)))
+    return words
+
+
+def store_words(row: cute.Tensor, first, words: list) -> None:
+    """Store words to row (WORD). first: index of the first, a multiple of their number."""
+    step = min(len(words), VECTOR_WORDS)
+    vector = cute.make_rmem_tensor(step, Uint32)
+    for part in range(len(words) // step):
+        for i in range(step):
+            vector[i] = words[part * step + i]
+        cute.autovec_copy(vector, cute.local_tile(row, (step,), (first // step + part,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.checks import refuse_gradients
 from warpspec.latent.cache import ops
 from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, RowFormat
 from warpspec.latent.cache.models import (
@@ -14,7 +15,7 @@ from warpspec.latent.cache.models import (
     bytes_per_token,
 )
 from warpspec.latent.cache.pools import NO_SLOT, IndexPool, LatentPool, table_slots
-from warpspec.latent.cache.problem import check_compress, check_insert, check_store, refuse_gradients
+from warpspec.latent.cache.problem import check_compress, check_insert, check_store
 from warpspec.latent.cache.reference import rope_table
 from warpspec.latent.cache.state import StateCache, Tail
 

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Uint32
 from warpspec.common.compile import fake_rows
 from warpspec.common.device import tmem
 from warpspec.common.device.wgmma import PAIR, THREAD_ROWS, elements, flat, transpose
+from warpspec.common.device.words import store_words
 from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.fmha.combine import CombineConfig
@@ -21,7 +22,7 @@ from warpspec.fmha.device.combine import combine_row, divided, launch_options, l
 from warpspec.fmha.features import BLOCK as COLUMNS
 from warpspec.fmha.sm90.epilogue import finish_row
 from warpspec.fmha.sm100 import epilogue as sm100
-from warpspec.latent.cache.device.rows import store_words, to_bf16
+from warpspec.latent.cache.device.rows import to_bf16
 from warpspec.latent.projection.float8 import BLOCK
 from warpspec.latent.projection.quantize import quantize_block
 

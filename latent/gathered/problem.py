@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from warpspec.common.checks import check_range, check_tensor
 from warpspec.common.outputs import check_output, has_memory
 from warpspec.fmha.checks import SINK_DTYPES
 from warpspec.latent.cache.pools import LatentPool, table_slots
-from warpspec.latent.cache.problem import ROPE_DIM, check_pool, check_range, check_tensor
+from warpspec.latent.cache.problem import ROPE_DIM, check_pool
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
 VALUE_DIM = 512  # the first numbers of a row, of which O is made

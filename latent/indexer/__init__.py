@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents, resolve_backend
+from warpspec.common.checks import refuse_gradients
 from warpspec.latent.cache.formats import INDEX_FORMATS, format_named
 from warpspec.latent.cache.pools import IndexPool
-from warpspec.latent.cache.problem import refuse_gradients
 from warpspec.latent.indexer import ops
 from warpspec.latent.indexer.config import K_LIMIT
 from warpspec.latent.indexer.problem import IndexQueries, check_queries, check_scores, check_table, check_topk

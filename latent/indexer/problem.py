@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import check_range, check_tensor
 from warpspec.latent.cache.pools import IndexPool, check_page_size
-from warpspec.latent.cache.problem import ROPE_DIM, check_count, check_pool, check_range, check_tensor
+from warpspec.latent.cache.problem import ROPE_DIM, check_count, check_pool
 from warpspec.latent.indexer.config import K_LIMIT
 
 HEADS_STEP = 4  # a multiple of 4 heads has scales in multiples of 16 bytes

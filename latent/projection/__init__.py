@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
-from warpspec.latent.cache.problem import check_tensor
+from warpspec.common.checks import check_tensor
 from warpspec.latent.projection import ops
 from warpspec.latent.projection.float8 import Float8Tensor
 from warpspec.latent.projection.problem import ProjectionProblem

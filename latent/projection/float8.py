@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.latent.cache.problem import check_tensor
+from warpspec.common.checks import check_tensor
 from warpspec.latent.cache.quantize import E4M3_NAN, scale_exponents
 
 BLOCK = 128  # numbers of a row that share a scale

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import check_tensor
 from warpspec.common.outputs import check_output
-from warpspec.latent.cache.problem import check_tensor
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
 

@@ -11,9 +11,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Uint32
 
 from warpspec.common.compile import fake_rows
+from warpspec.common.device.narrow import to_float8
+from warpspec.common.device.words import load_words, store_words
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel
-from warpspec.latent.cache.device.rows import block_scale, load_words, store_words, to_e4m3, unpack
+from warpspec.latent.cache.device.rows import block_scale, unpack
 from warpspec.latent.cache.formats import INDEX_FORMATS
 from warpspec.latent.cache.quantize import E4M3_NAN, FP32_BIAS, FP32_EXPONENT_BIT
 from warpspec.latent.projection.float8 import BLOCK
@@ -57,7 +59,7 @@ def quantize_block(values: list, lanes: int) -> tuple[list, Float32]:
     factor = Uint32((2 * FP32_BIAS << FP32_EXPONENT_BIT) - bits).bitcast(Float32)  # 1 / scale
     scaled = [value * factor for value in values]
     codes = [
-        Uint32(cutlass.select_(finite, to_e4m3(scaled[i : i + 4]), Uint32(E4M3_NAN * 0x01010101)))
+        Uint32(cutlass.select_(finite, to_float8(scaled[i : i + 4], "e4m3"), Uint32(E4M3_NAN * 0x01010101)))
         for i in range(0, len(values), 4)
     ]
     return codes, Uint32(cutlass.select_(finite, bits, Uint32(FP32_NAN))).bitcast(Float32)

@@ -8,18 +8,17 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from warpspec.common.compile import fake_rows
+from warpspec.common.device.words import load_words, store_words
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.latent.cache.config import InsertConfig
 from warpspec.latent.cache.device.rows import (
     hadamard_transform,
     load_angles,
-    load_words,
     normalize,
     pack,
     rotate,
     store_row,
-    store_words,
     to_bf16,
     unpack,
 )

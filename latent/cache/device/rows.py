@@ -12,37 +12,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.common.nvfp4 import TO_INTEGER
+from warpspec.common.device.narrow import MAGNITUDE, e2m1_codes, to_float8
+from warpspec.common.device.words import WORD_BYTES, store_words
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.latent.cache.quantize import E2M1_NAN_CODE, E4M3_NAN, FP32_MANTISSA, LARGEST, UE8M0_NAN
 
-WORD_BYTES = 4
-VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 HALF_BITS, HIGH_HALF = 16, 0xFFFF0000
-MAGNITUDE, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
+INFINITY_BITS = 0x7F800000
 FP32_EXPONENT_BIT, FP32_BIAS = 23, 127
-SIGN_BIT, CODE_SIGN_BIT = 31, 3  # of fp32 and of e2m1
-CODE_BITS, CODE_MASK = 4, 0xF
-
-
-def load_words(row: cute.Tensor, first, count: int) -> cute.Tensor:
-    """Load ``count`` words of row (WORD) by the widest accesses. first: index of the first, a multiple of count."""
-    words = cute.make_rmem_tensor(count, Uint32)
-    step = min(count, VECTOR_WORDS)
-    for part in range(count // step):
-        source = cute.local_tile(row, (step,), (first // step + part,))
-        cute.autovec_copy(source, cute.local_tile(words, (step,), (part,)))
-    return words
-
-
-def store_words(row: cute.Tensor, first, words: list) -> None:
-    """Store words to row (WORD). first: index of the first, a multiple of their number."""
-    step = min(len(words), VECTOR_WORDS)
-    vector = cute.make_rmem_tensor(step, Uint32)
-    for part in range(len(words) // step):
-        for i in range(step):
-            vector[i] = words[part * step + i]
-        cute.autovec_copy(vector, cute.local_tile(row, (step,), (first // step + part,)))
 
 
 def unpack(words: cute.Tensor) -> list:
@@ -189,7 +166,9 @@ def store_quantized(
     scaled = [value * factor for value in values]
     if cutlass.const_expr(fmt.value == "e4m3"):
         codes = [
-            Uint32(cutlass.select_(finite, to_e4m3(scaled[i : i + 4]), Uint32(E4M3_NAN * 0x01010101)))
+            Uint32(
+                cutlass.select_(finite, to_float8(scaled[i : i + 4], "e4m3"), Uint32(E4M3_NAN * 0x01010101))
+            )
             for i in range(0, count, 4)
         ]
         if lane * count < fmt.values:
@@ -247,34 +226,3 @@ def store_scales(fmt: cutlass.Constexpr, page, page_size, row, bits, finite, lan
             word = word | (Uint32(cute.arch.shuffle_sync(byte, source)) << (8 * i))
         if lane < words:
             page[at + lane] = word
-
-
-def to_e4m3(values: list) -> Uint32:
-    """Round four fp32 to e4m3, to nearest, ties to even; the first goes to the lowest byte."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 low; .reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
-        " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Uint32],
-        read_only_args=list(values),
-    )
-
-
-def e2m1_codes(values: list) -> Uint32:
-    """Round fp32 of magnitude at most 6 to e2m1, to nearest, ties to even; the first goes to the lowest bits.
-
-    Does without the conversion instruction that sm_90a lacks. Same codes as ``nvfp4.e2m1_codes``.
-    """
-    word = Uint32(0)
-    for i, value in enumerate(values):
-        bits = value.bitcast(Uint32)
-        magnitude = (bits & Uint32(MAGNITUDE)).bitcast(Float32)
-        # e2m1 has steps of 1/2 below 2, of 1 below 4 and of 2 above. A number's code is how many steps it lies above 0.
-        two, four = Boolean(magnitude >= 2.0), Boolean(magnitude >= 4.0)
-        factor = Float32(
-            cutlass.select_(four, Float32(0.5), cutlass.select_(two, Float32(1.0), Float32(2.0)))
-        )
-        below = Uint32(cutlass.select_(four, Uint32(4), cutlass.select_(two, Uint32(2), Uint32(0))))
-        steps = (magnitude * factor + TO_INTEGER).bitcast(Uint32) & Uint32(CODE_MASK)
-        code = (steps + below) | (bits >> SIGN_BIT << CODE_SIGN_BIT)
-        word = word | (code << (CODE_BITS * i))
-    return word

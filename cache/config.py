@@ -1,0 +1,112 @@
+"""What one insert kernel is compiled for. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.cache.formats import FORMATS, CacheFormat
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+
+HALF_BYTES = 2  # of a 16-bit number
+MAX_DIM = 512
+WARPS = 4  # of a CTA
+MOST_HEADS = 4  # rows whose loads a thread has under way
+
+
+def numbers_per_lane(dim: int) -> int:
+    """Numbers of a row that a lane holds: one 16-byte access, or as many as 32 lanes need to hold the row."""
+    one = VECTOR_BYTES // HALF_BYTES
+    return one if dim <= one * WARP_THREADS else 2 * one
+
+
+def heads_per_item(heads: int) -> int:
+    """Heads of a token that a group of lanes takes together: the largest power of two that is not above ``heads``,
+    at most MOST_HEADS."""
+    return min(MOST_HEADS, 1 << (max(heads, 1).bit_length() - 1))
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a group of lanes holds a row of ``dim`` 16-bit numbers: each lane ``numbers`` neighbouring ones.
+
+    The group has a power of two of lanes; those beyond the row hold nothing.
+    """
+
+    dim: int
+
+    def __post_init__(self):
+        assert 0 < self.dim <= MAX_DIM and self.dim % self.numbers == 0
+
+    @property
+    def numbers(self) -> int:
+        return numbers_per_lane(self.dim)
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a lane's numbers."""
+        return self.numbers * HALF_BYTES // 4
+
+    @property
+    def used_lanes(self) -> int:
+        """Lanes that hold numbers."""
+        return self.dim // self.numbers
+
+    @property
+    def lanes(self) -> int:
+        return 1 << (self.used_lanes - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class InsertConfig:
+    """Configuration of the insert kernel.
+
+    A CTA takes rows of queries, of keys or of values. A group of lanes takes an item: some heads of one token.
+
+    dtype: of queries, keys and values. format: the cache's (``formats.FORMATS``). k_dim, v_dim: numbers of a head.
+    q_heads, kv_heads: heads of an item (``heads_per_item``); q_heads 0: no queries. rotated: R, how many numbers of a
+    head are rotated; 0: none. interleaved: which of them are pairs (``reference.rotate``). table, positions, slots:
+    dtypes of these tensors. q_weight, k_weight: dtypes of the norms' weights; None: no norm. k_scale, v_scale: what a
+    scale belongs to, "tensor" or "head"; None: the scale is 1. swizzled: the layout of the values' block scales.
+    """
+
+    dtype: str
+    format: str
+    k_dim: int
+    v_dim: int
+    q_heads: int
+    kv_heads: int
+    rotated: int = 0
+    interleaved: bool = False
+    table: str = "float32"
+    positions: str = "int64"
+    slots: str = "int64"
+    q_weight: str | None = None
+    k_weight: str | None = None
+    k_scale: str | None = None
+    v_scale: str | None = None
+    swizzled: bool = False
+
+    def __post_init__(self):
+        assert self.rotated <= self.k_dim
+        assert self.interleaved or self.rotated % (2 * self.key_layout.numbers) == 0
+        assert self.rotated % self.key_layout.numbers == 0
+
+    @property
+    def fmt(self) -> CacheFormat:
+        return FORMATS[self.format]
+
+    @property
+    def key_layout(self) -> RowLayout:
+        return RowLayout(self.k_dim)
+
+    @property
+    def value_layout(self) -> RowLayout:
+        return RowLayout(self.v_dim)
+
+    @property
+    def threads(self) -> int:
+        return WARPS * WARP_THREADS
+
+    def groups(self, layout: RowLayout) -> int:
+        """Items that a CTA takes at a time."""
+        return self.threads // layout.lanes

@@ -1,0 +1,254 @@
+"""Insert: normalise and rotate queries and keys, quantise keys and values, store them by slot. One launch.
+
+A CTA takes queries, keys or values. A group of lanes holds a row, and takes some heads of one token at a time, so that
+several loads are under way and the token's angles are loaded once.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32, Uint8
+
+from warpspec.cache.config import InsertConfig, RowLayout
+from warpspec.cache.device.quantize import float8_words, nvfp4_words
+from warpspec.cache.device.rows import DTYPES, load_angles, load_row, load_weights, normalize, unpack
+from warpspec.cache.formats import swizzled_place
+from warpspec.common.compile import fake_rows
+from warpspec.common.device.words import WORD_BYTES, store_words
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.launch import Kernel
+
+
+class Insert:
+    """``Insert(config)(...)`` is the host function."""
+
+    def __init__(self, config: InsertConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        q,
+        q_out,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        slots: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        k_blocks,
+        v_blocks,
+        k_scale,
+        v_scale,
+        eps: Float32,
+        stream: CUstream,
+    ):
+        """Launch the kernel; tensors that the configuration does not use are None.
+
+        q, q_out, k, v: [T, H, dim/2] words of two numbers. q_weight, k_weight: [dim]. cos_sin: [N, R]. positions: [T].
+        slots: [S]. k_cache, v_cache: words [pages, page_size, H, row]. k_blocks, v_blocks: bytes [pages, page_size, H,
+        dim/16]. k_scale, v_scale: fp32 [1] or [H].
+        """
+        config = self.config
+        q_ctas = Int32(0)
+        if cutlass.const_expr(config.q_heads > 0):
+            q_ctas = ctas(config, config.key_layout, q.shape[0], q.shape[1], config.q_heads)
+        k_ctas = ctas(config, config.key_layout, slots.shape[0], k.shape[1], config.kv_heads)
+        v_ctas = ctas(config, config.value_layout, slots.shape[0], v.shape[1], config.kv_heads)
+        queries = (q, q_out, q_weight)
+        keys = (k, k_weight, k_cache, k_blocks, k_scale)
+        values = (v, None, v_cache, v_blocks, v_scale)
+        self.kernel(queries, keys, values, cos_sin, positions, slots, eps, q_ctas, k_ctas).launch(
+            grid=(q_ctas + k_ctas + v_ctas, 1, 1), block=(config.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, queries, keys, values, cos_sin, positions, slots, eps, q_ctas: Int32, k_ctas: Int32):
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        if cta >= q_ctas + k_ctas:
+            insert_rows(config, True, values, None, None, slots, eps, cta - q_ctas - k_ctas)
+        elif cta >= q_ctas:
+            insert_rows(config, False, keys, cos_sin, positions, slots, eps, cta - q_ctas)
+        else:
+            if cutlass.const_expr(config.q_heads > 0):
+                write_queries(config, queries, cos_sin, positions, eps, cta)
+
+
+def ctas(config: InsertConfig, layout: RowLayout, tokens, heads, item_heads: int):
+    """CTAs for all items of so many tokens and heads."""
+    return cute.ceil_div(tokens * cute.ceil_div(heads, item_heads), config.groups(layout))
+
+
+@cute.jit
+def write_queries(config: cutlass.Constexpr, queries: cutlass.Constexpr, cos_sin, positions, eps, cta):
+    """Normalise and rotate the queries of a CTA's items and write them."""
+    q, q_out, weight = queries
+    layout = config.key_layout
+    item = Item.of(config, layout, cta, q.shape[0], q.shape[1], config.q_heads)
+    token, lane = item.token, item.lane
+    rows = item.load(q)
+    rows = project(config, rows, item, weight, config.q_weight, cos_sin, positions, eps)
+    for i in cutlass.range_constexpr(item.heads):
+        words, head = [rows[i][w] for w in range(layout.words)], item.head(i)
+        if item.live(i):
+            store_words(q_out[token, head, None], lane * layout.words, words)
+
+
+@cute.jit
+def insert_rows(
+    config: cutlass.Constexpr,
+    is_value: cutlass.Constexpr,
+    side: cutlass.Constexpr,
+    cos_sin,
+    positions,
+    slots,
+    eps,
+    cta,
+):
+    """Normalise and rotate the keys of a CTA's items (or take values as they are), quantise them and store them."""
+    source, weight, cache, blocks, scale = side
+    layout = config.value_layout if is_value else config.key_layout
+    per = config.v_scale if is_value else config.k_scale
+    item = Item.of(config, layout, cta, slots.shape[0], source.shape[1], config.kv_heads)
+    token, lane = item.token, item.lane
+    slot = slots.element_type(-1)
+    if token < slots.shape[0]:
+        slot = slots[token]
+    rows = item.load(source)
+    if cutlass.const_expr(not is_value):
+        rows = project(config, rows, item, weight, config.k_weight, cos_sin, positions, eps)
+    page_size = cache.shape[1]
+    stored = Boolean(slot >= 0) & Boolean(slot < cache.shape[0] * page_size)
+    place = Int32(cutlass.select_(stored, Int32(slot), Int32(0)))
+    page, row = place // page_size, place % page_size
+    for i in cutlass.range_constexpr(item.heads):
+        factor = Float32(1.0)
+        if cutlass.const_expr(per == "tensor"):
+            factor = scale[0]
+        elif cutlass.const_expr(per == "head"):
+            factor = scale[cutlass.min(item.head(i), source.shape[1] - 1)]
+        words, code = quantized(config, layout, rows[i], factor)
+        head = item.head(i)
+        if stored & item.live(i):
+            store_words(cache[page, row, head, None], lane * len(words), words)
+            if cutlass.const_expr(code is not None):
+                store_block_scale(config, layout, blocks[page, None, head, None], row, lane, code, is_value)
+
+
+def quantized(config: InsertConfig, layout: RowLayout, words, scale) -> tuple:
+    """(words to store, the block's scale or None)."""
+    if not config.fmt.scaled:
+        return [words[i] for i in range(layout.words)], None
+    values = unpack(words, config.dtype)
+    if config.format == "nvfp4":
+        return nvfp4_words(values, scale, config.fmt.block // layout.numbers)
+    return float8_words(values, scale, config.format, config.fmt.largest), None
+
+
+@cute.jit
+def store_block_scale(
+    config: cutlass.Constexpr, layout: cutlass.Constexpr, blocks, row, lane, code, is_value: cutlass.Constexpr
+):
+    """Store the scale of the lane's block; the first of a block's lanes does. blocks: (row, block) of the page."""
+    block_lanes = config.fmt.block // layout.numbers
+    if lane % block_lanes == 0:
+        block = lane // block_lanes
+        if cutlass.const_expr(is_value and config.swizzled):
+            at, column = swizzled_place(row, block, layout.dim // config.fmt.block)
+            blocks[at, column] = Uint8(code)
+        else:
+            blocks[row, block] = Uint8(code)
+
+
+class Item:
+    """Some heads of one token, which a group of lanes takes. lane: within the group."""
+
+    def __init__(self, layout: RowLayout, token, tokens, first, count, heads: int, lane):
+        self.layout, self.token, self.tokens = layout, token, tokens
+        self.first, self.count, self.heads, self.lane = first, count, heads, lane
+
+    @staticmethod
+    def of(config: InsertConfig, layout: RowLayout, cta, tokens, count, heads: int) -> Item:
+        """The item of this thread's group. count: heads of a token. heads: heads of an item."""
+        thread, _, _ = cute.arch.thread_idx()
+        number = cta * config.groups(layout) + thread // layout.lanes
+        items = cute.ceil_div(count, heads)
+        return Item(
+            layout, number // items, tokens, number % items * heads, count, heads, thread % layout.lanes
+        )
+
+    def head(self, i: int):
+        """Index of the item's i-th head."""
+        return self.first + i
+
+    def live(self, i: int):
+        """Whether the lane holds numbers of the i-th head."""
+        found = Boolean(self.token < self.tokens) & Boolean(self.head(i) < self.count)
+        return found & Boolean(self.lane < self.layout.used_lanes)
+
+    def load(self, source) -> list:
+        """The lane's words of each head."""
+        return [
+            load_row(source[self.token, self.head(i), None], self.layout, self.lane, self.live(i))
+            for i in range(self.heads)
+        ]
+
+
+def project(config: InsertConfig, rows: list, item: Item, weight, norm, cos_sin, positions, eps) -> list:
+    """Normalise the item's rows if there is a norm, rotate them if there are positions."""
+    layout = item.layout
+    if norm is not None:
+        weights = load_weights(weight, layout, item.lane)
+        rows = [normalize(row, weights, layout, config.dtype, eps) for row in rows]
+    if config.rotated:
+        position = positions[cutlass.min(item.token, item.tokens - 1)]
+        angles = load_angles(cos_sin, position, config.rotated, config.interleaved, layout, item.lane)
+        rows = [angles.rotate(row, config.dtype) for row in rows]
+    return rows
+
+
+def host_and_arguments(config: InsertConfig) -> tuple:
+    """The host function and its arguments without the stream."""
+    from cutlass import Uint32
+
+    def words(alignment=VECTOR_BYTES, rank=3):
+        return fake_rows(Uint32, rank, alignment=alignment)
+
+    def optional(dtype, rank, last=None, alignment=None):
+        return None if dtype is None else fake_rows(DTYPES[dtype], rank, last, alignment=alignment)
+
+    def cache(layout):
+        width = config.fmt.row_bytes(layout.numbers)
+        return words(min(VECTOR_BYTES, width), 4)
+
+    assert config.fmt.row_bytes(config.key_layout.numbers) % WORD_BYTES == 0
+    queries, positions = config.q_heads > 0, config.rotated > 0
+    nvfp4 = config.format == "nvfp4"
+    return (
+        Insert(config),
+        words() if queries else None,
+        words() if queries else None,
+        words(),
+        words(),
+        optional(config.q_weight, 1, config.k_dim, VECTOR_BYTES),
+        optional(config.k_weight, 1, config.k_dim, VECTOR_BYTES),
+        optional(config.table if positions else None, 2, config.rotated, VECTOR_BYTES),
+        optional(config.positions if positions else None, 1),
+        fake_rows(DTYPES[config.slots], 1),
+        cache(config.key_layout),
+        cache(config.value_layout),
+        fake_rows(Uint8, 4) if nvfp4 else None,
+        fake_rows(Uint8, 4) if nvfp4 else None,
+        fake_rows(Float32, 1) if config.k_scale else None,
+        fake_rows(Float32, 1) if config.v_scale else None,
+        Float32(0.0),
+    )
+
+
+INSERT = Kernel("kv_cache.insert", host_and_arguments)  # by InsertConfig

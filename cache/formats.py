@@ -1,0 +1,59 @@
+"""How caches of keys and values store numbers: one record a format. Plain Python, no tensors.
+
+x = code * scale. In "e4m3" and "e5m2" the scale is an fp32 number of a tensor or of a head; in "nvfp4" it is the e4m3
+scale of a block of 16 numbers times such a number. The 16-bit formats have no scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common.nvfp4 import BLOCK
+
+SIXTEEN_BITS = ("bfloat16", "float16")
+SCALE_ROWS = 4  # rows of a page whose swizzled block scales lie together
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """name: what the argument ``format`` calls it; for 16 bits the dtype's name. bits: of a number. largest: the
+    largest finite magnitude of an 8-bit code, 0 otherwise. block: numbers that share a block scale, 0 without."""
+
+    name: str
+    bits: int
+    largest: float = 0.0
+    block: int = 0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether numbers are divided by a scale."""
+        return self.bits < 16
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of the codes of ``dim`` numbers."""
+        return dim * self.bits // 8
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        *(CacheFormat(name, 16) for name in SIXTEEN_BITS),
+        CacheFormat("e4m3", 8, largest=448.0),
+        CacheFormat("e5m2", 8, largest=57344.0),
+        CacheFormat("nvfp4", 4, block=BLOCK),
+    )
+}
+
+
+def swizzled_place(row, block, blocks: int) -> tuple:
+    """Where the scale of a block lies in a page of swizzled scales, (row, column).
+
+    row: of the page. block: of the row, which has ``blocks`` of them, a multiple of 4. This is how vLLM, FlashInfer and
+    TensorRT-LLM lay out the values' block scales on sm_100: four rows' scales are spread over four rows, and each row
+    of the page holds a quarter of the blocks of four rows. Works on ints, tensors and numbers of a kernel.
+    """
+    quarter = blocks // SCALE_ROWS
+    return (
+        row // SCALE_ROWS * SCALE_ROWS + block // quarter,
+        block % quarter * SCALE_ROWS + row % SCALE_ROWS,
+    )

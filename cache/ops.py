@@ -1,0 +1,120 @@
+"""The torch operator behind ``insert``: backend choice, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.cache import reference
+from warpspec.cache.operands import Operands, Options
+from warpspec.cache.problem import check_insert, check_values, config_of
+from warpspec.common.backend import resolve_backend
+from warpspec.common.launch import target_of
+from warpspec.common.repeated import watched
+
+
+def run_insert(operands: Operands, options: Options, backend: str, target=None) -> None:
+    """Insert on checked arguments."""
+    device = operands.k.device
+    backend = resolve_backend(backend, device)
+    if len(operands.k) == 0:
+        return
+    operands = operands.detached()
+    if backend == "reference":
+        run_reference(operands, options)
+        return
+    config = config_of(operands, options)
+    from warpspec.cache.device.insert import INSERT
+
+    rows = (words(operands.q if config.q_heads else None), words(operands.out if config.q_heads else None))
+    rows += (words(operands.k), words(operands.v))
+    INSERT.run(
+        config,
+        target or target_of(device),
+        *rows,
+        operands.q_weight if config.q_heads else None,
+        operands.k_weight,
+        operands.cos_sin,
+        operands.positions,
+        operands.slots,
+        words(paged(operands.k_cache)),
+        words(paged(operands.v_cache)),
+        as_bytes(paged(operands.k_block_scales)),
+        as_bytes(paged(operands.v_block_scales)),
+        one_dimension(operands.k_scale),
+        one_dimension(operands.v_scale),
+        float(options.eps),
+    )
+
+
+def run_reference(operands: Operands, options: Options) -> None:
+    """``reference`` on checked arguments."""
+    name = config_of(operands, options).format
+    rest = (operands.cos_sin, operands.positions, options.interleaved)
+    if operands.q is not None:
+        operands.out.copy_(reference.project(operands.q, operands.q_weight, options.eps, *rest))
+    k = reference.project(operands.k, operands.k_weight, options.eps, *rest)
+    count = len(operands.slots)
+    for rows, cache, scale, blocks, swizzled in (
+        (k, operands.k_cache, operands.k_scale, operands.k_block_scales, False),
+        (operands.v, operands.v_cache, operands.v_scale, operands.v_block_scales, options.swizzled),
+    ):
+        cache = cache if cache.element_size() == 2 else as_bytes(cache)
+        blocks = as_bytes(paged(blocks))
+        reference.store(
+            rows[:count], paged(cache), operands.slots, name, one_dimension(scale), blocks, swizzled
+        )
+
+
+def words(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same memory as 32-bit words."""
+    return None if tensor is None else tensor.view(torch.uint32)
+
+
+def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.view(torch.uint8)
+
+
+def paged(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """[pages, page_size, H, row]; a tensor without pages has one row a page."""
+    return tensor if tensor is None or tensor.dim() == 4 else tensor.unsqueeze(1)
+
+
+def one_dimension(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scale is None else scale.reshape(-1)
+
+
+def insert(operands: Operands, options: Options, backend: str) -> None:
+    """``run_insert``, through the torch operator while something records operators (a trace, a dispatch mode)."""
+    if watched(*(tensor for tensor in operands if tensor is not None)):
+        insert_operator(*operands, *options.values, backend)
+    else:
+        check_values(operands)
+        run_insert(operands, options, backend)
+
+
+@torch.library.custom_op(
+    "warpspec::cache_insert",
+    mutates_args=("k_cache", "v_cache", "out", "k_block_scales", "v_block_scales"),
+    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? q, Tensor(c!)? out, "
+    "Tensor? cos_sin, Tensor? positions, Tensor? q_weight, Tensor? k_weight, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor(d!)? k_block_scales, Tensor(e!)? v_block_scales, str? format, bool interleaved, bool swizzled, float eps, "
+    "str backend) -> ()",
+)
+def insert_operator(
+    k, v, k_cache, v_cache, slots, q, out, cos_sin, positions, q_weight, k_weight, k_scale, v_scale, k_block_scales,
+    v_block_scales, format, interleaved, swizzled, eps, backend,
+) -> None:  # fmt: skip
+    """Operator of ``insert``."""
+    operands = Operands(
+        k, v, k_cache, v_cache, slots, q, out, cos_sin, positions, q_weight, k_weight, k_scale, v_scale,
+        k_block_scales, v_block_scales,
+    )  # fmt: skip
+    options = Options(format, interleaved, swizzled, eps)
+    check_insert(operands, options)
+    check_values(operands)
+    run_insert(operands, options, backend)
+
+
+@insert_operator.register_fake
+def _(*arguments):
+    return None

@@ -1,0 +1,83 @@
+"""Insert in the simulator: the reference's bits in every format and layout, and nothing written elsewhere."""
+
+import pytest
+import torch
+from helpers.insert_cases import HARD_SCALES, Case, assert_same, make_cache
+from helpers.suites import long
+
+from warpspec.cache import insert, ops
+from warpspec.cache.config import InsertConfig
+from warpspec.cache.device.insert import INSERT
+from warpspec.common.compile import resources
+from warpspec.common.launch import simulating
+
+CELLS = Case("e4m3", "cells", 128, 128, queries=5, rotated=64, scale="head", index=torch.int32)
+HARD = Case("e4m3", "slots", heads=len(HARD_SCALES), scale="hard")
+SWIZZLED = Case("nvfp4", "pages", 128, 64, swizzled=True, scale="tensor", rotated=128)
+CASES = [
+    ("sm_90a", CELLS),
+    ("sm_90a", HARD),
+    ("sm_90a", Case("nvfp4", "cells", 64, 128, heads=8, scale="hard")),
+    ("sm_90a", Case("bfloat16", "cells", 512, 80, queries=3, rotated=512, norm=True)),
+    ("sm_100a", Case("float16", "pages", 80, 256, rotated=32, dtype=torch.float16, table=torch.float16)),
+    ("sm_100a", Case("e5m2", "slots", heads=len(HARD_SCALES), scale="hard", dtype=torch.float16)),
+    ("sm_100a", SWIZZLED),
+    long("sm_90a", Case("e4m3", "pages", 256, 256, queries=2, rotated=64, interleaved=True, norm=True)),
+    long("sm_90a", SWIZZLED),
+    long("sm_90a", Case("e5m2", "cells", 96, 96, heads=1, queries=7, rotated=96, interleaved=True)),
+    long("sm_100a", CELLS),
+    long("sm_100a", HARD),
+    long("sm_100a", Case("nvfp4", "slots", 512, 512, heads=1, queries=1, rotated=512, scale="tensor")),
+]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Values of slots and positions are not checked, as on a GPU."""
+    monkeypatch.setattr(ops, "check_values", lambda operands: None)
+
+
+@pytest.mark.parametrize("arch, case", CASES)
+def test_stores_the_bits_of_the_reference(arch, case, unchecked):
+    caches, queries = {}, {}
+    for backend in ("sim", "reference"):
+        cache = caches[backend] = make_cache(case.layout, case.name, case.heads, case.dim, case.v_dim)
+        arguments = case.arguments() | cache.arguments
+        if case.queries:
+            arguments["out"] = arguments["q"]
+        with simulating(arch, seed=1):
+            queries[backend] = insert(**arguments, backend=backend)
+        assert queries[backend] is arguments.get("q")
+    assert_same(caches["sim"], caches["reference"], queries["sim"], queries["reference"], case)
+
+
+def test_numbers_that_are_only_stored_keep_their_bits():
+    """Without a norm and a rotation, 16 bits are copied, those of NaN included; queries need not be there."""
+    case = Case("bfloat16", "cells")
+    cache, arguments = make_cache(case.layout, case.name, 2, 64, 64), case.arguments()
+    with simulating("sm_90a"):
+        insert(**{**arguments, "slots": torch.arange(8)}, **cache.arguments, backend="sim")
+    stored = cache.arguments["k_cache"][0].view(torch.int16), cache.arguments["v_cache"][0].view(torch.int16)
+    assert torch.equal(stored[0], arguments["k"].view(torch.int16))
+    assert torch.equal(stored[1], arguments["v"].view(torch.int16))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
+def test_no_spills(name):
+    """A Llama layer's kernel: no register spills, and enough CTAs fit an SM to keep memory busy."""
+    arch, config = (
+        "sm_90a",
+        InsertConfig("bfloat16", name, 128, 128, 4, 4, 128, k_scale="tensor", v_scale="tensor"),
+    )
+    for one in resources(INSERT.compiled(config, arch)).values():
+        assert one.local_bytes == 0 and one.registers <= 64
+
+
+def test_order_is_clean(monkeypatch):
+    """In place, whatever order the threads run in: no access depends on another thread's."""
+    monkeypatch.setenv("WARPSPEC_SIM_CHECK", "order")  # raises where two accesses are not ordered
+    case = CELLS
+    cache = make_cache(case.layout, case.name, case.heads, case.dim, case.v_dim)
+    arguments = case.arguments() | cache.arguments | {"positions": torch.arange(8)}
+    with simulating("sm_90a", seed=2):
+        insert(**arguments, out=arguments["q"], backend="sim")
