@@ -73,9 +73,8 @@ def test_no_spills(name):
         assert one.local_bytes == 0 and one.registers <= 64
 
 
-def test_order_is_clean(monkeypatch):
+def test_order_is_clean(check_order):
     """In place, whatever order the threads run in: no access depends on another thread's."""
-    monkeypatch.setenv("WARPSPEC_SIM_CHECK", "order")  # raises where two accesses are not ordered
     case = CELLS
     cache = make_cache(case.layout, case.name, case.heads, case.dim, case.v_dim)
     arguments = case.arguments() | cache.arguments | {"positions": torch.arange(8)}
