@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import typing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -169,6 +170,9 @@ def _described(parameter: Parameter) -> list:
     annotation, empty = parameter.annotation, inspect.Parameter.empty
     if parameter.default is not empty:
         raise TypeError(f"parameter {parameter.name} has a default value")
+    allowed = typing.get_args(annotation)  # of a union
+    if len(allowed) == 2 and allowed[1] is type(None) and isinstance(allowed[0], NumericMeta):
+        annotation = allowed[0]
     if annotation is CUstream:
         kind = STREAM
     elif isinstance(annotation, NumericMeta) and getattr(cutlass, annotation.__name__, None) is annotation:

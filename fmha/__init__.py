@@ -34,11 +34,12 @@ def attention(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
 
-    Per query row, over the keys j it sees: logit[j] = scale * q.k[j] + bias[j], and
+    Per query row, over the keys j it sees: logit[j] = scale * q.k[j] + bias[j] (see softcap), and
     o = sum of exp(logit[j]) v[j] / (sum of exp(logit[j]) + exp(sink)). No argument but ``out`` is ever
     modified.
 
@@ -80,6 +81,8 @@ def attention(
             aligned like q's, without an address twice or one of an input's.
         deterministic: gradients are the same bits every time, which costs time; torch.use_deterministic_algorithms
             asks for it, too. (Results always are.)
+        softcap: the logits' soft cap, a float of 1e-3 to 1e4: softcap * tanh(scale * q.k / softcap) takes the place of
+            scale * q.k, before bias, masks and sink. None or 0: there is none.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -99,7 +102,15 @@ def attention(
     """
     operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)
     options = Options(
-        scale, causal, window, key_stride, normalize, return_lse, num_splits, deterministic=deterministic
+        scale,
+        causal,
+        window,
+        key_stride,
+        normalize,
+        return_lse,
+        num_splits,
+        deterministic=deterministic,
+        softcap=softcap,
     )
     return _call(operands, options, backend)
 
@@ -126,6 +137,7 @@ def attention_varlen(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
@@ -151,7 +163,8 @@ def attention_varlen(
             page_table has room for (which may be many more than there are: give it).
         page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
-        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, backend: as of ``attention``.
+        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, backend: as of
+            ``attention``.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -190,6 +203,7 @@ def attention_varlen(
         max_seqlen_q,
         max_seqlen_k,
         deterministic,
+        softcap,
     )
     return _call(operands, options, backend)
 

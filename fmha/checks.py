@@ -17,6 +17,8 @@ HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
+# Kernels take a logit from its cap's fp32 neighbourhood: under a larger cap its error would show.
+SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
 
@@ -37,9 +39,10 @@ def check_kinds(operands: Operands, options: Options) -> None:
         value = getattr(options, name)
         if value is not None or name in needed:
             check_is_int(name, value)
-    scale = options.scale
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"scale: must be a float, got {kind_of(scale)}")
+    for name in ("scale", "softcap"):
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name}: must be a float, got {kind_of(value)}")
 
 
 def check_window(window) -> tuple[int | None, int | None]:
@@ -140,6 +143,17 @@ def check_scale(scale, head_dim):
     if not math.isfinite(scale):
         raise ValueError(f"scale: must be finite, got {scale}")
     return float(scale)
+
+
+def check_softcap(softcap) -> float | None:
+    """The cap of a call; None for none, which 0 says, too."""
+    if softcap is None or softcap == 0:
+        return None
+    if not SMALLEST_CAP <= softcap <= LARGEST_CAP:
+        raise ValueError(
+            f"softcap: must be None or 0, or within {SMALLEST_CAP:g}..{LARGEST_CAP:g}, got {softcap}"
+        )
+    return float(softcap)
 
 
 def check_within(name, value, lowest, highest):

@@ -15,6 +15,7 @@ from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.line import MOST_ROUNDS
+from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 
 ELEMENT_BYTES = 2  # bf16 and fp16
@@ -61,10 +62,10 @@ class KernelFeatures:
 
     dtype: "bfloat16" or "float16". head_dim: D. shared_kv: K and V are one tensor. pack: query heads of one KV group
     whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
-    sides of the band that a row sees are bounded, and how. negate: scores are negated, for a negative scale. splits:
-    partial results, one for each split of the keys, are written. schedule: which tiles a CTA does. scheduled: a warp
-    works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V, 0 where they are
-    not paged. bias: its dtype; bias_heads, bias_batches: heads, batch rows have each their own. packed_q, packed_k:
+    sides of the band that a row sees are bounded, and how. logits: the map between S and P. splits: partial results,
+    one for each split of the keys, are written. schedule: which tiles a CTA does. scheduled: a warp works out the CTA's
+    tiles for all roles (``device.record``). page_size: keys of a page of K and V, 0 where they are not paged.
+    bias_heads, bias_batches: heads, batch rows have each their own bias. packed_q, packed_k:
     requests' queries, keys stand one behind another. many_queries: some request of packed queries has more than a
     tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional
     operands there are.
@@ -83,10 +84,9 @@ class KernelFeatures:
     has_sink: bool = False
     has_lse: bool = False
     normalize: bool = True
-    negate: bool = False
+    logits: LogitMap = PLAIN
     splits: bool = False
     page_size: int = 0
-    bias: str | None = None
     bias_heads: bool = False
     bias_batches: bool = False
     packed_q: bool = False
@@ -107,6 +107,11 @@ class KernelFeatures:
         assert not (self.splits and self.schedule in (Schedule.LINE, Schedule.QUEUE))
         assert self.scheduled or self.schedule is not Schedule.QUEUE
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
+
+    @property
+    def bias(self) -> str | None:
+        """dtype of the bias, or None."""
+        return self.logits.bias
 
     @property
     def rescale_threshold(self) -> float:
@@ -255,6 +260,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def logits_of(problem: AttentionProblem, signed: bool = False) -> LogitMap:
+    """The map of a problem; signed: see ``LogitMap.of``."""
+    return LogitMap.of(problem, dtype_name(problem.bias_dtype) if problem.has_bias else None, signed)
+
+
 def features(
     problem: AttentionProblem,
     *,
@@ -283,10 +293,9 @@ def features(
         "has_sink": problem.has_sink and not splits,
         "has_lse": problem.return_lse and not splits,
         "normalize": problem.normalize and not splits,
-        "negate": problem.scale < 0,
+        "logits": logits_of(problem),
         "splits": splits,
         "page_size": problem.page_size or 0,
-        "bias": dtype_name(problem.bias_dtype) if problem.has_bias else None,
         "bias_heads": problem.has_bias and problem.bias_heads,
         "bias_batches": problem.has_bias and problem.bias_batches,
         "packed_q": problem.packed_q,

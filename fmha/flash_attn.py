@@ -30,7 +30,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache
 NO_EFFECT = ("deterministic", "pack_gqa", "sm_margin", "scheduler_metadata", "min_seqlen_k", "fa_version")
 # Other arguments, and the values that ask for nothing.
 UNSUPPORTED = {
-    **dict.fromkeys(("dropout_p", "softcap"), (None, 0.0)),
+    "dropout_p": (None, 0.0),
     "attention_chunk": (None, 0),
     **dict.fromkeys(
         (
@@ -68,6 +68,7 @@ def flash_attn_func(
     Args:
         q, k, v: [B, Sq, Hq, D], [B, Sk, Hkv, D], bf16 or fp16.
         softmax_scale: default D**-0.5.
+        softcap: the logits' soft cap; 0 or None for none.
         causal: the last query sees the last key.
         window_size: (left, right), -1 or None for unbounded.
         return_attn_probs, return_lse: what is returned besides out.
@@ -84,8 +85,8 @@ def flash_attn_func(
         NotImplementedError: naming an argument that asks for what is not done. TypeError, ValueError,
         UnsupportedProblem: as ``attention`` does.
     """
-    sink = _sink_of(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, **others)
-    options = _options(softmax_scale, causal, window_size, num_splits)
+    sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
     wants = return_attn_probs or return_lse
     result = attention(
         *_plain(q, k, v), sink=sink, out=out, return_lse=wants, deterministic=deterministic, **options
@@ -139,8 +140,8 @@ def flash_attn_varlen_func(
     Raises:
         As ``flash_attn_func`` does.
     """
-    sink = _sink_of(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, **others)
-    options = _options(softmax_scale, causal, window_size, num_splits)
+    sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
     table = _one_of(block_table=block_table, page_table=page_table)
     wants = return_attn_probs or return_lse or return_softmax_lse
     q, k, v = _plain(q, k, v)
@@ -219,7 +220,6 @@ def flash_attn_with_kvcache(
         As ``flash_attn_func`` does.
     """
     sink = _sink_of(
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
@@ -227,7 +227,7 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         **others,
     )
-    options = _options(softmax_scale, causal, window_size, num_splits)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
     table = _one_of(block_table=block_table, page_table=page_table)
     lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
     if isinstance(lengths, int):
@@ -319,13 +319,18 @@ def _one_of(**given):
     return next(iter(found.values()), None)
 
 
-def _options(softmax_scale, causal, window_size, num_splits) -> dict:
+def _options(softmax_scale, causal, window_size, num_splits, softcap) -> dict:
     """Arguments of ``attention``."""
     window = None
     if window_size is not None and tuple(window_size) not in ((-1, -1), (None, None)):
         window = tuple(None if reach == -1 else reach for reach in window_size)
-    # 0 lets the kernel choose
-    return {"scale": softmax_scale, "causal": causal, "window": window, "num_splits": num_splits or None}
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window,
+        "num_splits": num_splits or None,  # 0 lets the kernel choose
+        "softcap": softcap,
+    }
 
 
 def _plain(*tensors: torch.Tensor) -> list:

@@ -66,3 +66,4 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     deterministic: bool = False
+    softcap: float | None = None

@@ -44,7 +44,7 @@ SCHEMA = ", ".join(
         *(f"Tensor{'' if name in ('q', 'k') else '?'} {name}" for name in INPUTS),
         "float? scale, bool causal, SymInt? window_left, SymInt? window_right, SymInt key_stride",
         "bool normalize, bool return_lse, SymInt? num_splits, SymInt? max_seqlen_q, SymInt? max_seqlen_k",
-        "bool deterministic, str backend",
+        "bool deterministic, float? softcap, str backend",
     )
 )
 

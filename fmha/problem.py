@@ -25,6 +25,7 @@ from warpspec.fmha.checks import (
     check_per_request,
     check_scale,
     check_sink,
+    check_softcap,
     check_starts,
     check_table,
     check_window,
@@ -54,7 +55,8 @@ class AttentionProblem:
     head_dim: int  # D, one of HEAD_DIMS, of q, k and v alike
     dtype: torch.dtype  # of q, k and v: bfloat16 or float16
     device: torch.device  # of every tensor
-    scale: float  # finite; logit = scale * q.k + bias
+    scale: float  # finite; logit = scale * q.k + bias, or softcap * tanh(scale * q.k / softcap) + bias
+    softcap: float | None = None  # positive and finite
     causal: bool = False  # key j visible when (j + 1) * key_stride - 1 <= p
     window_left: int | None = None  # p - left <= j; None: unbounded, otherwise 0..POSITION_LIMIT
     window_right: int | None = None  # j <= p + right; likewise
@@ -137,6 +139,7 @@ class AttentionProblem:
         q, k, v, out = operands.q, operands.k, operands.v, operands.o
         sink, bias = operands.sink, operands.bias
         scale, causal, window, key_stride, normalize, return_lse, num_splits, *_ = options
+        softcap = check_softcap(options.softcap)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 check_operand(name, tensor, operands, memory)
@@ -177,6 +180,7 @@ class AttentionProblem:
             dtype=q.dtype,
             device=q.device,
             scale=scale,
+            softcap=softcap,
             causal=causal,
             window_left=window_left,
             window_right=window_right,

@@ -82,7 +82,7 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
                 finite = head_v.isfinite().all(dim=1)
             if len(keys) == 0:
                 continue
-            logits = problem.scale * (q[b, :, h].float() @ head_k.T)  # [Sq, keys]
+            logits = capped(problem, problem.scale * (q[b, :, h].float() @ head_k.T))  # [Sq, keys]
             if bias is not None:
                 logits = logits + head_bias[:, keys]
             logits = torch.where(head, logits, -torch.inf)
@@ -91,6 +91,11 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
             row_sum[b, h] = weights.sum(dim=1)
             o[b, :, h] = weighted_sum(weights, head, head_v, finite)
     return state
+
+
+def capped(problem: AttentionProblem, logits: torch.Tensor) -> torch.Tensor:
+    """Logits under the problem's soft cap."""
+    return logits if problem.softcap is None else problem.softcap * torch.tanh(logits / problem.softcap)
 
 
 def weighted_sum(weights, seen, values, finite=None) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """An attention function and mask functions for transformers' models, with dynamic and static KV caches.
 
-Supported: causal and causal sliding-window layers, attention sinks, grouped and shared KV heads, dynamic and static KV
-caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys. Refused with
-`UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed sequences, bidirectional,
-chunked and block-wise masks, soft caps, position biases, `output_attentions`. There are gradients wherever `attention`
-has them. As with transformers' flash attention, results of padding rows are undefined.
+Supported: causal and causal sliding-window layers, attention sinks, soft caps, grouped and shared KV heads, dynamic and
+static KV caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys.
+Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed sequences,
+bidirectional, chunked and block-wise masks, position biases, `output_attentions`. There are gradients wherever
+`attention` has them. As with transformers' flash attention, results of padding rows are undefined.
 
 Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to the keys of the sliding window. They do so
 after the model has made its mask. `mask_maker(compressed)` chooses between two ways to handle this. (All layers of that
@@ -28,7 +28,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
-UNSUPPORTED_ARGUMENTS = ("softcap", "head_mask", "position_bias", "cache", "output_attentions")
+UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "cache", "output_attentions")
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
 SIZES_DTYPE = torch.int8  # marks one of `key_set_sizes`; additive masks are floating
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
@@ -45,6 +45,7 @@ def attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     is_causal: bool | None = None,
     backend: str = "auto",
     **kwargs,
@@ -53,8 +54,9 @@ def attention_forward(
 
     query [B, Hq, Sq, D]; key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor if a layer shares them.
     attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk]; the latter alone
-    determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. sliding_window counts the row's
-    own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the module says.
+    determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. softcap: of the logits.
+    sliding_window counts the row's own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the
+    module says.
     """
     if dropout:
         raise UnsupportedProblem(f"dropout: must be 0, got {dropout}")
@@ -63,7 +65,7 @@ def attention_forward(
             raise UnsupportedProblem(f"{name}: not supported, got {type(kwargs[name]).__name__}")
     q, k = query.transpose(1, 2), key.transpose(1, 2)  # [B, S, H, D]
     v = None if value is key else value.transpose(1, 2)
-    options = dict(scale=scaling, backend=backend)
+    options = dict(scale=scaling, softcap=softcap, backend=backend)
 
     if attention_mask is not None and attention_mask.is_floating_point():
         return attention(q, k, v, sink=s_aux, bias=_bias(attention_mask, q, k), **options), None

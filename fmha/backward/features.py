@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features
+from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features, logits_of
 
 STATISTICS = 2  # numbers of a row: lse', -delta
 PART_ROWS = 64  # of a part of dQ, as columns
@@ -147,7 +147,7 @@ def backward_features(problem: BackwardProblem) -> dict:
         "has_sink": False,
         "has_lse": False,
         "exact_maximum": False,
-        "negate": False,
+        "logits": logits_of(forward, signed=True),
         "many_queries": False,
     }
     return {

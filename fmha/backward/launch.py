@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
@@ -24,6 +23,7 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.rows import KEYS, QUERIES, ROWS, QueryConfig, key_config, row_config
 from warpspec.fmha.backward.schedule import Order, choose_order
 from warpspec.fmha.checks import SIZE_LIMIT
+from warpspec.fmha.logits import logit_numbers
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.ops import regular_strides
 
@@ -120,7 +120,7 @@ def prepare(
         config,
         order,
         *launchers,
-        (forward.scale * math.log2(math.e), forward.scale, *window, *order),
+        (*logit_numbers(forward, signed=True), forward.scale, *window, *order),
     )
 
 

@@ -13,6 +13,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.device.logits import LogitNumbers, fake_numbers
 from warpspec.fmha.features import BLOCK, JOIN_WORDS, KernelFeatures, Schedule
 from warpspec.fmha.operands import Operands
 
@@ -23,7 +24,7 @@ SMEM_CARVEOUT_PERCENT = 100
 class LaunchNumbers(NamedTuple):
     """The numbers among the arguments of ``AttentionHost.__call__``; window: (left, right)."""
 
-    scale_log2: Float32
+    logits: LogitNumbers
     window: tuple[Int32, Int32]
     ctas: Int32
     section: Int32
@@ -58,7 +59,8 @@ class AttentionHost:
         pieces: cute.Tensor | None,
         joins: cute.Tensor | None,
         queue: cute.Tensor | None,
-        scale_log2: Float32,
+        factor: Float32,
+        cap: Float32 | None,
         window_left: Int32,
         window_right: Int32,
         ctas: Int32,
@@ -67,7 +69,7 @@ class AttentionHost:
     ):
         """Launch the kernel for tensors as in ``Operands``, flat: TVM FFI converts nested ones slowly.
 
-        scale_log2: |scale| * log2(e). window_left, window_right: not read where unbounded. ctas: most persistent CTAs
+        factor, cap: ``LogitNumbers``. window_left, window_right: not read where unbounded. ctas: most persistent CTAs
         to launch. section: of ``TileGrid.decode``. There must be at least one tile; ctas and section are at least 1.
         """
         operands = Operands(
@@ -89,7 +91,7 @@ class AttentionHost:
             joins,
             queue,
         )
-        numbers = LaunchNumbers(scale_log2, (window_left, window_right), ctas, section)
+        numbers = LaunchNumbers(LogitNumbers(factor, cap), (window_left, window_right), ctas, section)
         self.launch(operands, numbers, stream)
 
     def loads(self, operands: Operands) -> list:
@@ -147,4 +149,4 @@ def fake_arguments(config: KernelFeatures) -> tuple:
         joins=fake_rows(int32, 2, JOIN_WORDS) if line else None,
         queue=fake_rows(cutlass.Int64, 1) if config.schedule is Schedule.QUEUE else None,
     )
-    return (*operands, 1.0, 0, 0, 1, 1)  # scale_log2, window_left, window_right, ctas, section
+    return (*operands, *fake_numbers(config.logits), 0, 0, 1, 1)  # window_left, window_right, ctas, section

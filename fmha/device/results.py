@@ -16,7 +16,7 @@ def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
 
 
 @cute.jit
-def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, scale_log2, empty) -> Float32:
+def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, unit, empty) -> Float32:
     """Write lse, or row_max and row_sum, once a row; returns what O is multiplied with."""
     reference, _, row_sum = state
     index = (place.batch, place.head, place.query)
@@ -28,35 +28,33 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, sca
         total = row_sum
         if cutlass.const_expr(operands.sink is not None):
             head = cutlass.min(place.head, cute.size(operands.sink) - 1)  # idle rows may lie past the end
-            total += sink_term(operands.sink[head].to(Float32), reference, scale_log2)
+            total += sink_term(operands.sink[head].to(Float32), reference, unit)
         factor = Float32(1.0) / total
     else:
-        factor, maximum, total = unnormalised(state, scale_log2, empty)
+        factor, maximum, total = unnormalised(state, unit, empty)
         if writes:
             operands.row_max[index] = maximum
             operands.row_sum[index] = total
     if cutlass.const_expr(config.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if writes:
-            operands.lse[index] = log_sum(reference, row_sum, scale_log2)
+            operands.lse[index] = log_sum(reference, row_sum, unit)
     return factor
 
 
-def unnormalised(state, scale_log2, empty) -> tuple:
+def unnormalised(state, unit, empty) -> tuple:
     """(what O is multiplied with, row_max, row_sum) of a row's state, the latter in natural units."""
     reference, row_maximum, row_sum = state
     # From the reference that O was summed in to the row's true maximum.
-    factor = cute.math.exp2((reference - row_maximum) * scale_log2, fastmath=True)
+    factor = cute.math.exp2((reference - row_maximum) * unit, fastmath=True)
     total = Float32(cutlass.select_(empty, Float32(0.0), row_sum * factor))
-    return factor, row_maximum * (scale_log2 * LN_2), total
+    return factor, row_maximum * (unit * LN_2), total
 
 
 @cute.jit
-def piece_statistics(
-    config: cutlass.Constexpr, row, target: cute.Tensor, state, scale_log2, empty
-) -> Float32:
+def piece_statistics(config: cutlass.Constexpr, row, target: cute.Tensor, state, unit, empty) -> Float32:
     """Write maximum and sum of a row of a piece behind its columns; returns what O is multiplied with. target: the row
     (D + 4) of the workspace."""
-    factor, maximum, total = unnormalised(state, scale_log2, empty)
+    factor, maximum, total = unnormalised(state, unit, empty)
     if row.member == 0:
         target[config.head_dim] = maximum
         target[config.head_dim + 1] = total

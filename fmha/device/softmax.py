@@ -1,7 +1,7 @@
 """Online softmax of one row held by one thread, in the base-2 domain (Milakov and Gimelshein 2018; the
 rescale rule is FlashAttention-4's).
 
-State: ``reference`` (raw score units, not scaled) and ``row_sum`` = sum of 2**(scale_log2 * (s - reference))
+State: ``reference`` (in the scores' own unit) and ``row_sum`` = sum of 2**(unit * (s - reference))
 over the scores seen so far; O is accumulated in the same units. The reference need not be the maximum: any
 value gives the same quotient O / row_sum. So it moves only when the maximum has outgrown it by more than a
 threshold, and only then must O be rescaled. Before any score is seen both are -inf and 0.
@@ -15,7 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-LOG2_E = math.log2(math.e)
+from warpspec.fmha.logits import LOG2_E
+
 LN_2 = math.log(2.0)
 
 FP32_MANTISSA_BITS = 23
@@ -40,35 +41,29 @@ def maximum(scores: cute.Tensor) -> Float32:
     return cute.arch.fmax(cute.arch.fmax(partial[0], partial[1]), cute.arch.fmax(partial[2], partial[3]))
 
 
-def move_reference(reference, row_maximum, scale_log2, threshold):
+def move_reference(reference, row_maximum, unit, threshold):
     """-> (new reference, factor for O and row_sum, whether it moved).
 
     row_maximum: over all scores so far. The reference follows it only when it lags by more than ``threshold``
     powers of two. From -inf it moves as soon as there is a score, with factor 0: nothing was summed before.
     """
-    lag = (row_maximum - reference) * scale_log2
+    lag = (row_maximum - reference) * unit
     moved = Boolean(lag > threshold)  # -inf - -inf is NaN: not moved
     factor = Float32(cutlass.select_(moved, cute.math.exp2(-lag, fastmath=True), Float32(1.0)))
     return Float32(cutlass.select_(moved, row_maximum, reference)), factor, moved
 
 
-def exponentiate(
-    scores: cute.Tensor, reference, scale_log2, polynomial_every: int = 0, degree: int = 4
-) -> Float32:
-    """scores (n) fp32 become 2**(scale_log2 * (s - reference)) in place; returns their sum.
+def exponentiate(scores: cute.Tensor, reference, unit, polynomial_every: int = 0, degree: int = 4) -> Float32:
+    """scores (n) fp32 become 2**(unit * (s - reference)) in place; returns their sum.
 
     With reference -inf every score is -inf, and becomes 0. polynomial_every: of so many pairs of scores (int
     or Fraction), one takes ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
     """
-    offset = Float32(
-        cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * scale_log2)
-    )
+    offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * unit))
     sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
     for pair in range(cute.size(scores) // 2):
         i = 2 * pair
-        powers = cute.arch.fma_packed_f32x2(
-            (scores[i], scores[i + 1]), (scale_log2, scale_log2), (offset, offset)
-        )
+        powers = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (unit, unit), (offset, offset))
         if polynomial_every and (pair + 1) // polynomial_every > pair // polynomial_every:
             powers = exp2_polynomial(powers, degree)
         else:
@@ -106,11 +101,11 @@ def scale_by(values: cute.Tensor, factor) -> None:
         values[i], values[i + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
 
 
-def log_sum(reference, row_sum, scale_log2) -> Float32:
+def log_sum(reference, row_sum, unit) -> Float32:
     """ln(sum of exp(scale s)): natural log, -inf where there was no score."""
-    return (reference * scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN_2
+    return (reference * unit + cute.math.log2(row_sum, fastmath=True)) * LN_2
 
 
-def sink_term(sink, reference, scale_log2) -> Float32:
+def sink_term(sink, reference, unit) -> Float32:
     """What a logit with no value row, in natural units, adds to ``row_sum``."""
-    return cute.math.exp2(sink * LOG2_E - reference * scale_log2, fastmath=True)
+    return cute.math.exp2(sink * LOG2_E - reference * unit, fastmath=True)

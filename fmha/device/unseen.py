@@ -19,7 +19,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device import tma
-from warpspec.fmha.device.bias import power, row_of, unit
+from warpspec.fmha.device.bias import row_of
+from warpspec.fmha.device.logits import add_bias, map_score, unit
 from warpspec.fmha.device.pages import address_of
 from warpspec.fmha.features import WORD_BYTES
 
@@ -71,14 +72,14 @@ def recompute(
     place,
     operands,
     reference,
-    scale_log2,
+    numbers,
     values: cute.Tensor,
     columns: cutlass.Constexpr,
 ):
     """A thread's values (n) fp32 of a row become the sum over the keys the row sees of
-    2**(scale_log2 * (q.k - reference)) v, in fp32.
+    2**(unit * (score - reference)) v, in fp32.
 
-    columns: ``RowColumns``.
+    numbers: of the map between S and P. columns: ``RowColumns``.
     """
     q = operands.q[place.batch, place.query, place.head, None]  # (D)
     vectors, part = list(zip(columns.registers, columns.numbers, strict=True)), columns.part
@@ -90,13 +91,16 @@ def recompute(
         score = dot(config, q, operands.k[(*where, place.kv_head, None)])
         if cutlass.const_expr(config.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))
-        if cutlass.const_expr(config.negate):
+        if cutlass.const_expr(config.logits.negate):
             score = -score
         if cutlass.const_expr(config.bias is not None):
             value = row_of(config, operands.bias, place)[Int32(key)]
-            score = power(score, value.to(Float32), scale_log2)
+            added = value.to(Float32)
+            score = add_bias(map_score(config.logits, score, numbers), added)
             exists = exists & Boolean(score != -Float32.inf)
-        weight = cute.math.exp2((score - reference) * unit(config, scale_log2), fastmath=True)
+        elif cutlass.const_expr(config.logits.in_powers):
+            score = map_score(config.logits, score, numbers)
+        weight = cute.math.exp2((score - reference) * unit(config.logits, numbers), fastmath=True)
         v = part(operands.v[(*where, place.kv_head, None)])
         if exists:
             accumulate(values, weight, v, vectors)

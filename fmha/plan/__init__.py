@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 from warpspec.common.launch import Target
 from warpspec.fmha.features import KernelFeatures, Schedule
+from warpspec.fmha.logits import logit_numbers
 from warpspec.fmha.plan.sections import choose_section
 from warpspec.fmha.plan.splits import COUNTED, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
-
-# A scale of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
-SMALLEST_SCALE = 2.0**-100
 
 # Work is cut by length from so many KV tiles on: of the longest query tile, and of a CTA.
 CUT_TILES, CUT_WORK = 8, 8
@@ -174,6 +172,5 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
 
 def launch_numbers(problem: AttentionProblem, plan: Plan) -> tuple:
     """The numbers among a kernel's arguments (``device.host.AttentionHost``); an unbounded window side is not read."""
-    scale = max(abs(problem.scale), SMALLEST_SCALE)
     window = (problem.window_left or 0, problem.window_right or 0)
-    return (scale * math.log2(math.e), *window, plan.ctas, plan.section)
+    return (*logit_numbers(problem), *window, plan.ctas, plan.section)

@@ -1,7 +1,7 @@
 """Additive bias [B or 1, Hq or 1, Sq, Sk], bf16 or fp32: streamed through shared memory by TMA, or, where its
 rows are not aligned for TMA, read from global memory by the threads that add it.
 
-Scores become powers of two (``device.bias``). In shared memory a KV tile's bias is one box after
+Scores become powers of two (``device.logits``). In shared memory a KV tile's bias is one box after
 another of 128 bytes of keys, each with the rows of the M tile (query, head) packed like Q's, or one row a query
 where the heads share it.
 """
@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32
 from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.fmha.device.bias import TYPES, row_of
+from warpspec.fmha.device.logits import map_score
 from warpspec.fmha.device.softmax import LOG2_E
 
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
@@ -75,7 +76,7 @@ def add(
     scores: cute.Tensor,
     first_key,
     step,
-    scale_log2,
+    numbers,
     masked: cutlass.Constexpr,
 ):
     """scores (n) fp32 of the step-th KV tile become powers of two with their bias, in place.
@@ -102,7 +103,7 @@ def add(
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), part)
                 for i in cutlass.range_constexpr(0, words, 2):
                     key = (box * vectors + place) * words + i
-                    add_pair(scores, key, (part[i], part[i + 1]), scale_log2)
+                    add_pair(config.logits, scores, key, (part[i], part[i + 1]), numbers)
         cute.arch.fence_view_async_shared()  # the reads come before what the copy engine writes there next
         channels["bias_empty"].arrive(step)
     else:
@@ -114,13 +115,17 @@ def add(
             for place in cutlass.range_constexpr(2):
                 if cutlass.const_expr(not masked) or first_key + i + place <= last:
                     pair[place] = start[i + place]
-            add_pair(scores, i, (pair[0], pair[1]), scale_log2)
+            add_pair(config.logits, scores, i, (pair[0], pair[1]), numbers)
 
 
-def add_pair(scores: cute.Tensor, i: int, bias, scale_log2) -> None:
-    """scores[i], scores[i + 1] with their two values of bias: ``device.bias.power`` of a pair."""
+def add_pair(logits, scores: cute.Tensor, i: int, bias, numbers) -> None:
+    """Map scores[i] and scores[i + 1] to logits with their two values of bias, as ``device.logits.add_bias`` does."""
     bias = tuple(value.to(Float32) for value in bias)
-    scaled = cute.arch.mul_packed_f32x2((scores[i], scores[i + 1]), (scale_log2, scale_log2))
+    pair = (scores[i], scores[i + 1])
+    if logits.softcap:
+        scaled = tuple(map_score(logits, score, numbers, i + place) for place, score in enumerate(pair))
+    else:
+        scaled = cute.arch.mul_packed_f32x2(pair, (numbers.factor, numbers.factor))
     sums = cute.arch.fma_packed_f32x2(bias, (Float32(LOG2_E), Float32(LOG2_E)), scaled, rnd="rz")
     for place in range(2):
         hidden = Boolean(bias[place] == -Float32.inf)

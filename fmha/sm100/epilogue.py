@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common.device import tmem
-from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.features import BLOCK, Schedule
@@ -23,7 +23,7 @@ def epilogue(
     state,
     columns,
     operands,
-    scale_log2,
+    numbers,
 ):
     """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum. Of a piece of a tile the
     row's state, into the workspace.
@@ -32,7 +32,7 @@ def epilogue(
     tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
     """
     reference, _, row_sum = state
-    factor, empty = finish_row(config, channels, row, place, tile, state, operands, scale_log2, columns.use)
+    factor, empty = finish_row(config, channels, row, place, tile, state, operands, numbers, columns.use)
     for part in cutlass.range_constexpr(config.o_columns // BLOCK):
         values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
         if cutlass.const_expr(config.schedule is Schedule.LINE):
@@ -44,7 +44,7 @@ def epilogue(
         if cutlass.const_expr(config.band or config.bias is not None):
             own = RowColumns((range(BLOCK),), (block,), whole_row)
             if place.in_range & tainted(values, own, row_sum):
-                recompute(config, row, place, operands, reference, scale_log2, values, own)
+                recompute(config, row, place, operands, reference, numbers, values, own)
         columns.finish(config, row, part, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)
@@ -58,17 +58,17 @@ def epilogue(
 
 
 @cute.jit
-def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scale_log2, empty) -> Float32:
+def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, score_unit, empty) -> Float32:
     """Write the row's statistics, to where the rest of it goes; returns what O is multiplied with."""
     factor = Float32(1.0)
     if cutlass.const_expr(config.schedule is Schedule.LINE):
         if tile.piece.whole:
-            factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
+            factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
         else:
             target = operands.pieces[tile.piece.slot, row.index, None]  # (D + 4)
-            factor = piece_statistics(config, row, target, state, scale_log2, empty)
+            factor = piece_statistics(config, row, target, state, score_unit, empty)
     else:
-        factor = statistics(config, row, place, tile, state, operands, scale_log2, empty)
+        factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
     return factor
 
 
@@ -89,7 +89,7 @@ def finish_row(
     tile,
     state,
     operands,
-    scale_log2,
+    numbers,
     use=0,
 ):
     """(what O is multiplied with, whether no key was seen), once O is complete; the row's statistics are written. use:
@@ -98,7 +98,7 @@ def finish_row(
         channels["pv_done"].wait(use + tile.span.count - 1)
         tmem.fence_after_wait()
     empty = Boolean(state[2] == Float32(0.0))
-    return factor_of(config, row, place, tile, state, operands, unit(config, scale_log2), empty), empty
+    return factor_of(config, row, place, tile, state, operands, unit(config.logits, numbers), empty), empty
 
 
 def whole_row(row: cute.Tensor) -> cute.Tensor:

@@ -16,6 +16,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.fmha.device.grid import Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
+from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import read_tile, records_of, write_end, write_tile
 from warpspec.fmha.device.tiles import each_found, each_tile
 from warpspec.fmha.features import WORD_BYTES, Schedule
@@ -49,7 +50,7 @@ class Attention(AttentionHost):
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             where,
-            numbers.scale_log2,
+            numbers.logits,
         ).launch(
             grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -59,7 +60,7 @@ class Attention(AttentionHost):
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, where, scale_log2):
+    def kernel(self, operands, atoms, coordinates, where, numbers):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
@@ -120,7 +121,7 @@ class Attention(AttentionHost):
                 bias=None,
                 use=0,
             )
-            rows = Rows(config, channels, operands, found, places, storage.bias.data_ptr(), scale_log2, dtype)
+            rows = Rows(config, channels, operands, found, places, storage.bias.data_ptr(), numbers, dtype)
             each_tile(config, operands, found, finish_rows, rows, NO_USES, keeps=True)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
@@ -147,7 +148,7 @@ class Attention(AttentionHost):
 @dataclass(frozen=True)
 class Rows:
     """What a softmax thread has for all tiles. found: ``where`` of ``each_tile``. columns: of a first tile. bias: its
-    shared memory."""
+    shared memory. numbers: of the map between S and P."""
 
     config: object
     channels: dict
@@ -155,7 +156,7 @@ class Rows:
     found: object
     columns: Columns
     bias: cute.Pointer
-    scale_log2: Float32
+    numbers: LogitNumbers
     dtype: type
 
 
@@ -167,12 +168,12 @@ def finish_rows(role, tile, uses):
     row = tile.row(config.row_of(thread), config.column_part_of(thread))
     bias = biases.source(config, operands.bias, tile, row, role.bias)
     columns = replace(role.columns, bias=bias, use=uses[1])
-    state = softmax(config, channels, row, tile.span, columns, role.scale_log2, role.dtype)
+    state = softmax(config, channels, row, tile.span, columns, role.numbers, role.dtype)
     if cutlass.const_expr(config.scheduled):  # read again: there are no registers to keep it in
         tile = read_tile(config, role.found, uses[0])
         row = tile.row(config.row_of(thread), config.column_part_of(thread))
     place = tile.place(row.index)
-    epilogue(config, channels, row, place, tile, state, columns, operands, role.scale_log2)
+    epilogue(config, channels, row, place, tile, state, columns, operands, role.numbers)
     return uses[0] + 1, uses[1] + tile.span.count
 
 

@@ -136,7 +136,7 @@ def score(
     channels["s_empty"].wait_previous(use)
     tmem.fence_after_wait()
     qk = make_qk(config, dtype)
-    qk.set(tcgen05.Field.NEGATE_A, config.negate)
+    qk.set(tcgen05.Field.NEGATE_A, config.logits.negate)
     k = operands.k[None, None, None, channels["k_full"].stage(use)]
     multiply(qk, operands.s, operands.q, k, False)
     if cutlass.const_expr(not config.shared_kv):

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from warpspec.common.device import tma, tmem
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.fmha.device import unseen
-from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.logits import map_scores, unit
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.device.softmax import exponentiate, maximum, move_reference, scale_by
 from warpspec.fmha.features import WORD_BYTES
@@ -56,14 +56,14 @@ def softmax(
     row,
     span,
     columns,
-    scale_log2,
+    numbers,
     dtype: cutlass.Constexpr,
 ):
     """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's
     reference. With 64 rows, the threads of lanes 16 to 31 of each warp only keep the second half of O.
 
-    columns: ``Columns``. dtype: of P. Returns (reference, maximum, row_sum) of the row, raw score units; with a
-    bias, powers of two.
+    columns: ``Columns``. numbers: of the map between S and P. dtype: of P. Returns (reference, maximum,
+    row_sum) of the row, in the unit of mapped scores.
     Consumes: s_full; pv_done of the tile before, before it touches O or P; v_full when it clears rows of V.
     Produces: s_empty once S is in registers; p_full once P, O and V are as PV of this tile wants them.
     """
@@ -73,11 +73,11 @@ def softmax(
         # Two bodies, not a branch around the mask: that would become predicated selections in every tile.
         if span.needs_mask(span.tile(step), config.tile_n):
             reference, row_maximum, row_sum = tile_step(
-                config, channels, row, span, columns, scale_log2, dtype, step, state, True
+                config, channels, row, span, columns, numbers, dtype, step, state, True
             )
         else:
             reference, row_maximum, row_sum = tile_step(
-                config, channels, row, span, columns, scale_log2, dtype, step, state, False
+                config, channels, row, span, columns, numbers, dtype, step, state, False
             )
     return (
         reference,
@@ -100,7 +100,7 @@ def tile_step(
     row,
     span,
     columns,
-    scale_log2,
+    numbers,
     dtype: cutlass.Constexpr,
     step,
     state,
@@ -111,6 +111,7 @@ def tile_step(
     masked: some row does not see some key.
     """
     reference, row_maximum, row_sum = state
+    score_unit = unit(config.logits, numbers)
     use = columns.use + step
     first_key = span.tile(step) * config.tile_n
     scores = cute.make_rmem_tensor(config.tile_n, Float32)  # (KEY)
@@ -122,17 +123,18 @@ def tile_step(
     channels["s_empty"].arrive(use)
 
     if cutlass.const_expr(config.bias is not None):
-        bias.add(config, channels, row, columns.bias, scores, first_key, step, scale_log2, masked)
-        scale_log2 = unit(config, scale_log2)
+        bias.add(config, channels, row, columns.bias, scores, first_key, step, numbers, masked)
+    elif cutlass.const_expr(config.logits.in_powers):
+        map_scores(config.logits, scores, range(config.tile_n), numbers)
     if cutlass.const_expr(masked):
         columns.hide(config, channels, row, step, first_key, scores)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
-    reference, factor, moved = move_reference(reference, row_maximum, scale_log2, config.rescale_threshold)
+    reference, factor, moved = move_reference(reference, row_maximum, score_unit, config.rescale_threshold)
     reference = share(config, columns.thread, reference)
     factor = share(config, columns.thread, factor)
     polynomial_every = 0 if masked else config.shape.polynomial_every
     row_sum = row_sum * factor + exponentiate(
-        scores, reference, scale_log2, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
+        scores, reference, score_unit, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
     )
     weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
     weights.store(scores.load().to(dtype))

@@ -1,6 +1,6 @@
 """Additive bias on wgmma's register fragments: every thread reads its own pairs of keys from global memory.
 
-Scores become powers of two (``device.bias``).
+Scores become powers of two (``device.logits``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from warpspec.common.device.wgmma import column, elements
-from warpspec.fmha.device.bias import TYPES, power
+from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.device.logits import add_bias, map_score
 
 
 @cute.jit
@@ -20,20 +21,21 @@ def add(
     r: cutlass.Constexpr,
     bias: cute.Tensor,
     first_key,
-    scale_log2,
+    numbers,
     masked: cutlass.Constexpr,
 ):
-    """Scores of row r of the thread become scale_log2 * s + log2(e) * bias, in place; -inf where the bias is.
+    """Scores of row r of the thread become logits in powers of two, in place; -inf where the bias is.
 
     bias: the row (KEY). first_key: key of the thread's element 0. masked: the tile may reach past the keys; what is
     made of those, the caller hides.
     """
     last = cute.size(bias) - 1
     start = bias.iterator + first_key
-    for i in elements(scores, r):
+    for place, i in enumerate(elements(scores, r)):
         offset = column(i)
         value = cute.make_rmem_tensor(1, TYPES[config.bias])
         value.fill(0.0)
         if cutlass.const_expr(not masked) or first_key + offset <= last:
             value[0] = start[offset]
-        scores[i] = power(scores[i], value[0].to(Float32), scale_log2)
+        added = value[0].to(Float32)
+        scores[i] = add_bias(map_score(config.logits, scores[i], numbers, place), added)

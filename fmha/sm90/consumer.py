@@ -21,7 +21,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
-from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
@@ -99,8 +99,8 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
 class Work:
     """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. consumer: which one it is;
     row_group: which 64 rows it has; part: which part of O's columns (plain ints of paired consumers). thread: 0..127
-    of it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. v_base: Uint8
-    pointer to the first V stage."""
+    of it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. numbers: of the map
+    between S and P. v_base: Uint8 pointer to the first V stage."""
 
     config: object
     channels: dict
@@ -114,7 +114,7 @@ class Work:
     thread: Int32
     use: Int32
     q_use: Int32
-    scale_log2: Float32
+    numbers: LogitNumbers
     v_base: cute.Pointer
 
     @property
@@ -307,27 +307,28 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
 
     masked: some row may not see some key of the tile.
     """
-    config, span, scale_log2 = work.config, work.tile.span, unit(work.config, work.scale_log2)
+    config, span, numbers = work.config, work.tile.span, work.numbers
+    score_unit = unit(config.logits, numbers)
     references, maxima, sums = state
     scores = flat(work.mma.s)
     first_key = span.tile(step) * config.tile_n
-    if cutlass.const_expr(config.negate):
-        for i in cutlass.range_constexpr(cute.size(scores)):
-            scores[i] = -scores[i]
+    negate_scores(config.logits, scores)
     new = []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row = work.rows[r]
         origin = first_key + PAIR * row.member  # key of element 0
         if cutlass.const_expr(config.bias is not None):
-            bias.add(config, scores, r, work.biases[r], origin, work.scale_log2, masked)
+            bias.add(config, scores, r, work.biases[r], origin, numbers, masked)
+        elif cutlass.const_expr(config.logits.in_powers):
+            map_scores(config.logits, scores, elements(scores, r), numbers)
         if cutlass.const_expr(masked):
             work.hide(scores, r, step)
         highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[r], highest)
         reference, factor, moved = move_reference(
-            references[r], highest, scale_log2, config.rescale_threshold
+            references[r], highest, score_unit, config.rescale_threshold
         )
-        total = softmax.exponentiate(scores, r, reference, scale_log2)
+        total = softmax.exponentiate(scores, r, reference, score_unit)
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.wgmma import VECTOR, flat, store_row
-from warpspec.fmha.device.bias import unit
+from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.features import BLOCK, Schedule
@@ -79,7 +79,7 @@ def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
     row_state = (references[r], maxima[r], total)
     # One thread of all that share the row writes its statistics.
     teller = replace(row, member=row.member + work.part * QUAD)
-    score_unit = unit(config, work.scale_log2)
+    score_unit = unit(config.logits, work.numbers)
     factor = statistics(config, teller, place, work.tile, row_state, operands, score_unit, empty)
     untaint(work, r, place, references[r], total, operands)
     return place, factor, empty
@@ -99,7 +99,7 @@ def write_piece(work, state, operands):
             tile.piece.slot, work.row_group * WARPGROUP_ROWS + row.index, None
         ]  # (D + 4)
         row_state = (references[r], maxima[r], total)
-        factor = piece_statistics(config, row, target, row_state, unit(config, work.scale_log2), empty)
+        factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)
         untaint(work, r, place, references[r], total, operands)
         for i in elements(o, r):
             o[i] = o[i] * factor
@@ -113,7 +113,7 @@ def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
     if cutlass.const_expr(config.band or config.bias is not None):
         own = row_columns(config, o, r, row, work.part)
         if place.in_range & tainted(o, own, total):
-            recompute(config, row, place, operands, reference, work.scale_log2, o, own)
+            recompute(config, row, place, operands, reference, work.numbers, o, own)
 
 
 def columns(work, o: cute.Tensor, place) -> cute.Tensor:

@@ -19,6 +19,7 @@ from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
+from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import records_of
 from warpspec.fmha.device.tiles import each_tile, schedule
 from warpspec.fmha.features import FP32_BYTES, WORD_BYTES, Schedule
@@ -57,7 +58,7 @@ class Attention(AttentionHost):
             tuple(atom for atom, _ in loads),
             tuple(coordinates for _, coordinates in loads),
             where,
-            numbers.scale_log2,
+            numbers.logits,
         ).launch(
             grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -68,7 +69,7 @@ class Attention(AttentionHost):
         )
 
     @cute.kernel
-    def kernel(self, operands, atoms, coordinates, where, scale_log2):
+    def kernel(self, operands, atoms, coordinates, where, numbers):
         config = self.config
         dtype = operands.q.element_type
         thread, _, _ = cute.arch.thread_idx()
@@ -140,9 +141,9 @@ class Attention(AttentionHost):
             if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
                 for each in cutlass.range_constexpr(config.consumers):
                     if consumer == each:
-                        consume(config, channels, shared, operands, tiles, scale_log2, dtype, thread, each)
+                        consume(config, channels, shared, operands, tiles, numbers, dtype, thread, each)
             else:
-                consume(config, channels, shared, operands, tiles, scale_log2, dtype, thread, consumer)
+                consume(config, channels, shared, operands, tiles, numbers, dtype, thread, consumer)
 
 
 def where_of(config, operands, numbers):
@@ -164,13 +165,13 @@ def where_of(config, operands, numbers):
 @dataclass(frozen=True)
 class Consumer:
     """What a consumer has for all of its tiles. number: which it is, known at compile time where paired; row_group:
-    which 64 rows it has; part: which part of O's columns. thread: 0..127 of it."""
+    which 64 rows it has; part: which part of O's columns. thread: 0..127 of it. numbers: of the map between S and P."""
 
     config: object
     channels: dict
     shared: Shared
     operands: object
-    scale_log2: Float32
+    numbers: LogitNumbers
     mma: Products
     number: Int32 | int
     row_group: Int32 | int
@@ -185,7 +186,7 @@ def consume(
     shared: cutlass.Constexpr,
     operands,
     where,
-    scale_log2,
+    numbers,
     dtype: cutlass.Constexpr,
     thread,
     consumer,
@@ -200,7 +201,7 @@ def consume(
     mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if consumer == config.consumers - 1:
         pass_turn(config, consumer)  # the first consumer begins
-    role = Consumer(config, channels, shared, operands, scale_log2, mma, consumer, row_group, part, thread)
+    role = Consumer(config, channels, shared, operands, numbers, mma, consumer, row_group, part, thread)
     each_tile(config, operands, where, consume_tile, role, (Int32(0), Int32(0)))
 
 
@@ -230,7 +231,7 @@ def consume_tile(role, tile, uses):
         role.thread,
         use,
         q_use,
-        role.scale_log2,
+        role.numbers,
         role.shared.v,
     )
     if cutlass.const_expr(config.skips_idle):

@@ -28,14 +28,12 @@ def maximum(scores: cute.Tensor, r: int) -> Float32:
     return cute.arch.fmax(chains[0], chains[1])
 
 
-def exponentiate(scores: cute.Tensor, r: int, reference, scale_log2) -> Float32:
-    """Scores of one row become 2**(scale_log2 * (s - reference)) in place; returns this thread's sum of them."""
-    offset = Float32(
-        cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * scale_log2)
-    )
+def exponentiate(scores: cute.Tensor, r: int, reference, unit) -> Float32:
+    """Scores of one row become 2**(unit * (s - reference)) in place; returns this thread's sum of them."""
+    offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * unit))
     sums = [Float32(0.0), Float32(0.0)]
     for n, i in enumerate(elements(scores, r)):
-        power = cute.math.exp2(scores[i] * scale_log2 + offset, fastmath=True)
+        power = cute.math.exp2(scores[i] * unit + offset, fastmath=True)
         scores[i] = power
         sums[n % 2] = sums[n % 2] + power
     return sums[0] + sums[1]

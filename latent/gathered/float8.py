@@ -90,10 +90,10 @@ def write_row(
     state,
     columns,
     operands,
-    scale_log2,
+    numbers,
 ):
     """FP8 counterpart of ``sm100.epilogue.epilogue``: a thread's columns of a row."""
-    factor, empty = sm100.finish_row(config, channels, row, place, task, state, operands, scale_log2)
+    factor, empty = sm100.finish_row(config, channels, row, place, task, state, operands, numbers)
     blocks = config.o_columns // BLOCK
     index = (place.batch, place.query, place.head, None)
     for block in cutlass.range_constexpr(blocks):

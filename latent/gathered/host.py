@@ -11,6 +11,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.device import tma
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
+from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.config import MAX_KEY_SETS, ROPE_DIM
 from warpspec.latent.gathered.task import WORD_BYTES, DeviceKeySet, Gathered, Units
@@ -69,7 +70,7 @@ class GatheredHost:
         grid = units.total
         if cutlass.const_expr(config.schedule is Schedule.PERSISTENT):
             grid = cutlass.min(grid, ctas)
-        self.kernel(operands, atom, coordinates, units, scale_log2).launch(
+        self.kernel(operands, atom, coordinates, units, LogitNumbers(scale_log2)).launch(
             grid=(grid, 1, 1),
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,

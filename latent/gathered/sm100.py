@@ -91,7 +91,7 @@ class GatheredAttention(GatheredHost):
     """The kernel of one ``Sm100GatheredConfig``."""
 
     @cute.kernel
-    def kernel(self, operands, atom, coordinates, units, scale_log2):
+    def kernel(self, operands, atom, coordinates, units, numbers):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -139,7 +139,7 @@ class GatheredAttention(GatheredHost):
                 operands=operands,
                 token=task.token,
             )
-            attend(config, channels, task, places, operands, scale_log2, thread)
+            attend(config, channels, task, places, operands, numbers, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             if warp == 0:
                 cute.arch.dealloc_tmem(columns, config.tmem_allocation)
@@ -155,9 +155,7 @@ class GatheredAttention(GatheredHost):
 
 
 @cute.jit
-def attend(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, task, columns, operands, scale_log2, thread
-):
+def attend(config: cutlass.Constexpr, channels: cutlass.Constexpr, task, columns, operands, numbers, thread):
     """A softmax thread: its row of all KV tiles, then the results, like ``fmha.sm100.softmax_warps.softmax`` and the
     epilogue. It also waits on k_full, because the warps that fill a tile write its mask."""
     row = task.row(config.row_of(thread), config.column_part_of(thread))
@@ -165,11 +163,11 @@ def attend(
     for step in cutlass.range(task.span.count, unroll=1):
         state = (reference, maximum, total)
         reference, maximum, total = tile_step(
-            config, channels, row, task.span, columns, scale_log2, BFloat16, step, state, True
+            config, channels, row, task.span, columns, numbers, BFloat16, step, state, True
         )
     state = (reference, share(config, thread, maximum), share(config, thread, total))
     write = write_row if cutlass.const_expr(config.float8) else epilogue
-    write(config, channels, row, task.place(row.index), task, state, columns, operands, scale_log2)
+    write(config, channels, row, task.place(row.index), task, state, columns, operands, numbers)
 
 
 def host_and_arguments(config: Sm100GatheredConfig) -> tuple:

@@ -80,7 +80,7 @@ class GatheredAttention(GatheredHost):
     """The kernel of one ``GatheredConfig``."""
 
     @cute.kernel
-    def kernel(self, operands, atom, coordinates, units, scale_log2):
+    def kernel(self, operands, atom, coordinates, units, numbers):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -126,7 +126,7 @@ class GatheredAttention(GatheredHost):
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
             for each in cutlass.range_constexpr(config.consumers):
                 if warp // (WARPGROUP_THREADS // WARP_THREADS) == each:
-                    consume(config, channels, shared, operands, units, scale_log2, thread, each)
+                    consume(config, channels, shared, operands, units, numbers, thread, each)
 
 
 @cute.jit
@@ -136,7 +136,7 @@ def consume(
     shared,
     operands,
     units,
-    scale_log2,
+    numbers,
     thread,
     part: cutlass.Constexpr,
 ):
@@ -155,7 +155,7 @@ def consume(
         if count > 0:
             channels["q_full"].wait(task_use)
         work = GatheredWork(
-            config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, scale_log2, shared.v,
+            config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, numbers, shared.v,
             shared.masks,
         )  # fmt: skip
         state = attend_paired(Pair(work, shared, task_use))

@@ -89,7 +89,7 @@ def test_operator_is_registered_right():
     tensors = {name: t.detach() for name, t in case.tensors().items()}
     o, lse = case.call(tensors, backend="reference")
     arguments = [tensors.get(name) for name in INPUTS]
-    options = (None, True, None, None, 1, True, True, None, None, None, False, "reference")
+    options = (None, True, None, None, 1, True, True, None, None, None, False, 2.0, "reference")
     call = (torch.randn_like(o), torch.randn_like(lse), o, lse, [True] * len(NAMES), *arguments, *options)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.warpspec.fmha_backward, call, test_utils=checks)

@@ -95,6 +95,11 @@ BAD = {
     # Scalars.
     "scale-nan": ({"scale": math.nan}, ValueError, "scale", "finite, got nan"),
     "scale-inf": ({"scale": -math.inf}, ValueError, "scale", "finite, got -inf"),
+    "softcap-nan": ({"softcap": math.nan}, ValueError, "softcap", "got nan"),
+    "softcap-inf": ({"softcap": math.inf}, ValueError, "softcap", "0.001..10000, got inf"),
+    "softcap-negative": ({"softcap": -50.0}, ValueError, "softcap", "None or 0, or within 0.001..10000, got -50"),
+    "softcap-bool": ({"softcap": True}, TypeError, "softcap", "float"),
+    "softcap-string": ({"softcap": "50"}, TypeError, "softcap", "float"),
     "scale-string": ({"scale": "1"}, TypeError, "scale", "float"),
     "scale-bool": ({"scale": True}, TypeError, "scale", "float"),
     "scale-tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale", "float"),

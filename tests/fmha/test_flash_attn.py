@@ -186,8 +186,16 @@ def test_rows_of_other_layouts_are_made_contiguous():
     assert torch.equal(flash_attn_func(q, turned, v), attention(q, k, v))
 
 
+def test_soft_cap():
+    q, k, v = rectangle()
+    expected = attention(q, k, v, scale=1.0, softcap=2.0, causal=True)
+    assert torch.equal(flash_attn_func(q, k, v, softmax_scale=1.0, softcap=2.0, causal=True), expected)
+    cached = flash_attn_with_kvcache(q, k, v, softmax_scale=1.0, softcap=2.0, causal=True)
+    assert torch.equal(cached, expected)
+
+
 REFUSED = {
-    "dropout_p": 0.1, "softcap": 30.0, "alibi_slopes": torch.zeros(4), "qv": torch.zeros(1), "attention_chunk": 128,
+    "dropout_p": 0.1, "alibi_slopes": torch.zeros(4), "qv": torch.zeros(1), "attention_chunk": 128,
     "q_descale": torch.ones(1), "k_descale": torch.ones(1), "v_descale": torch.ones(1), "score_mod": max,
     "mask_mod": max, "seqused_q": int32(1), "gather_kv_indices": int32(1),
 }  # fmt: skip
@@ -200,13 +208,11 @@ def test_what_is_not_supported_is_named(name):
         flash_attn_func(q, k, v, **{name: REFUSED[name]})
 
 
-@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "softcap"])
+@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"])
 def test_what_a_cache_does_not_support_is_named(name):
     q, k, v = rectangle()
     with pytest.raises(NotImplementedError, match=f"^{name}: is not supported"):
-        flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=20, **{name: 2.0 if name == "softcap" else int32(0, 1)}
-        )
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=20, **{name: int32(0, 1)})
 
 
 class TestBadInput:

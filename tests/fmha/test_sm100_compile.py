@@ -13,6 +13,7 @@ from warpspec.common.compile import resources
 from warpspec.common.device import tma
 from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD
 from warpspec.fmha.features import choose_pack
+from warpspec.fmha.logits import LogitMap
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.schedule import TileGrid, key_span
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
@@ -28,7 +29,7 @@ OPERANDS = [
     dict(has_sink=True, has_lse=True),
     dict(has_kv_lengths=True, has_q_start=True, has_sink=True),
     dict(has_kv_lengths=True, normalize=False),
-    dict(has_q_start=True, has_lse=True, negate=True),
+    dict(has_q_start=True, has_lse=True, logits=LogitMap(negate=True)),
 ]
 PACKS = (1, 7, 8, 128)
 # Every mask with every set of operands; dtype and packing take turns.

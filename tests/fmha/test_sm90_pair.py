@@ -12,6 +12,7 @@ from helpers.peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
+from warpspec.fmha.logits import LogitMap
 from warpspec.fmha.sm90.shapes import SHARED
 from warpspec.sim import tma
 
@@ -175,7 +176,13 @@ VARIANTS = {
     "decode": {"exact_maximum": True, "pack": 64, "has_sink": True, "has_lse": True},
     "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 64},
     "causal": {"causal": True, "pack": 64, "has_sink": True},
-    "window": {"causal": True, "has_left": True, "has_kv_lengths": True, "pack": 8, "negate": True},
+    "window": {
+        "causal": True,
+        "has_left": True,
+        "has_kv_lengths": True,
+        "pack": 8,
+        "logits": LogitMap(negate=True),
+    },
     "bias": {"bias": "float32", "bias_batches": True, "pack": 64},
 }
 

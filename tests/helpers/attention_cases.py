@@ -42,6 +42,7 @@ class Case:
     head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     scale: float | None = None
+    softcap: float | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     sink: bool = False
@@ -171,6 +172,7 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
     values = _values(case, shapes, generator)
     result = {
         "scale": case.scale,
+        "softcap": case.softcap,
         "causal": case.causal,
         "window": case.window,
         "normalize": case.normalize,

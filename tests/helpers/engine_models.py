@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 
 VOCABULARY = 256
@@ -32,6 +33,15 @@ CONFIGS = {
         num_local_experts=4,
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
+    ),
+    # soft caps far below the logits; layers with a window to ones without
+    "gemma2": lambda: Gemma2Config(
+        **SIZES,
+        num_hidden_layers=2,
+        head_dim=64,
+        query_pre_attn_scalar=4,
+        attn_logit_softcapping=2.0,
+        sliding_window=16,
     ),
     # head size 256, five layers with a window to one without (here one to one)
     "gemma3": lambda: Gemma3TextConfig(

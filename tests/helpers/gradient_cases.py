@@ -32,6 +32,7 @@ class Case:
     head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     scale: float | None = None
+    softcap: float | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     key_stride: int = 1
@@ -102,6 +103,7 @@ class Case:
 
         options |= {
             "scale": self.scale,
+            "softcap": self.softcap,
             "causal": self.causal,
             "window": self.window,
             "key_stride": self.key_stride,
@@ -224,6 +226,8 @@ def definition(case: Case, q, k, v, sink, bias, start):
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     logits = scale * torch.einsum("qhd,khd->hqk", q, k)
+    if case.softcap:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
     if bias is not None:
         logits = logits + bias
     position = torch.arange(len(q))[:, None] + (len(k) - len(q) if start is None else start)
@@ -261,6 +265,8 @@ CASES = [
     Case("lengths", batch=3, kv_lengths=(24, 7, 0), sink=True, through="lse"),
     Case("lengths-causal-bias", batch=2, kv_lengths=(20, 3), causal=True, bias=(True, True)),
     Case("q-start-stride", batch=2, seq_q=30, seq_k=9, q_start=(0, 40), causal=True, key_stride=4, sink=True),
+    Case("softcap-bias-sink", scale=1.0, softcap=4.0, bias=(False, True), causal=True, sink=True, through="o+lse"),
+    Case("softcap-packed-window", lengths_q=(20, 3), lengths_k=(20, 30), window=(6, 0), scale=-0.5, softcap=2.0),
     Case("negative-scale-shared", scale=-0.2, shared_kv=True, causal=True, wanted=("k",)),
     Case("packed", lengths_q=(5, 0, 17, 1), lengths_k=(9, 3, 17, 0), causal=True, sink=True, through="o+lse"),
     Case("packed-window-gqa", heads_q=4, heads_kv=2, lengths_q=(20, 3), lengths_k=(20, 30), window=(6, 0), causal=True),

@@ -46,6 +46,7 @@ class Packed:
     hint_q: int | None = None
     hint_k: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     sink: bool = False
@@ -152,7 +153,7 @@ class Packed:
 
     @property
     def _options(self) -> dict:
-        names = ("scale", "causal", "window", "key_stride", "normalize")
+        names = ("scale", "softcap", "causal", "window", "key_stride", "normalize")
         return {name: getattr(self, name) for name in names}
 
     @cached_property

@@ -25,7 +25,6 @@ def forward(mask=None, layer=LAYER, **arguments):
     "argument",
     [
         {"dropout": 0.1},
-        {"softcap": 30.0},
         {"output_attentions": True},
         {"position_bias": torch.zeros(1, 2, 8, 8)},
     ],

@@ -5,6 +5,7 @@ Each architecture says in a ``Block`` which elements a thread has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.device.logits import LogitNumbers, map_score, slope
 from warpspec.fmha.device.softmax import LOG2_E
 
 PAIR = 2  # neighbouring queries
@@ -22,19 +24,19 @@ PAIR = 2  # neighbouring queries
 class Block:
     """What a thread has of a block of S^T.
 
-    head: query head. first_query: of the request, which column 0 of the thread is. statistics (2, STATISTIC, PAIR):
-    of the queries from there on, in shared memory. columns: the thread's pairs of columns, the first of each. keys: of
-    the request, one for each of the thread's rows. bounds: [first, end) of the queries that see each. element(column,
-    r): which register has the first of a pair in row r; the second is the next. writes_bias: no other CTA
-    has the same dS to write to dbias. started: dP comes less delta. bias_words: of the bias in shared memory
-    (``add_bias_words``). stores_bias: who calls sees to dbias. lse: registers that ``read_lse`` has filled; None
-    where ``weigh`` reads shared memory itself.
+    head: query head. first_query: of the request, which column 0 of the thread is. statistics (2, STATISTIC, PAIR): of
+    the queries from there on, in shared memory. numbers: of the map between S and P. columns: the thread's pairs of
+    columns, the first of each. keys: of the request, one for each of the thread's rows. bounds: [first, end) of the
+    queries that see each. element(column, r): which register has the first of a pair in row r; the second is the next.
+    writes_bias: no other CTA has the same dS to write to dbias. started: dP comes less delta. bias_words: of the bias
+    in shared memory (``add_bias_words``). stores_bias: who calls sees to dbias. lse: registers that ``read_lse`` has
+    filled; None where ``weigh`` reads shared memory itself.
     """
 
     config: object
     operands: object
     tile: object
-    scale_log2: Float32
+    numbers: LogitNumbers
     head: Int32
     first_query: Int32
     statistics: cute.Tensor
@@ -87,14 +89,14 @@ class Block:
 
 @cute.jit
 def weigh(block, scores: cute.Tensor, masked):
-    """S^T becomes P^T = 2 ** (scale_log2 * s + log2(e) * bias - lse'), in place; 0 where a row does not see a key.
+    """S^T becomes P^T = 2 ** (logit - lse'), in place; 0 where a row does not see a key.
 
     masked: some row may not see some key.
     """
     for column, registers in block.pairs:
         lse = block.lse_of(column)
         for i, j in registers:
-            scores[i] = scores[i] * block.scale_log2 - lse[j]
+            scores[i] = map_score(block.config.logits, scores[i], block.numbers, i) - lse[j]
     if cutlass.const_expr(block.bias_words is not None):
         add_bias_words(block, scores)
     elif cutlass.const_expr(block.config.bias is not None):
@@ -130,6 +132,28 @@ def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
             ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
     if cutlass.const_expr(block.config.bias_gradient is not None and not block.stores_bias):
         write_bias(block, ds)
+    if cutlass.const_expr(block.config.logits.softcap):
+        follow_cap(block, [weights[i] for i in range(cute.size(weights))], ds)
+
+
+@cute.jit
+def follow_cap(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutlass.Constexpr = 1.0):
+    """Gradients of capped logits, dS, become those of the logits under the cap, in place. weights: P, times ``factor``,
+    of each element of dS."""
+    numbers = block.numbers
+    biases = cute.make_rmem_tensor(cute.size(ds), Float32)
+    biases.fill(0.0)
+    if cutlass.const_expr(block.bias_words is not None):
+        add_bias_words(block, biases)
+    elif cutlass.const_expr(block.config.bias is not None):
+        add_bias(block, biases)
+    for column, registers in block.pairs:
+        lse = block.lse_of(column)
+        for i, j in registers:
+            offset = lse[j] - biases[i] - Float32(math.log2(factor))
+            slopes = slope(weights[i], offset, numbers)
+            hidden = Boolean(weights[i] == Float32(0.0))
+            ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), ds[i] * slopes))
 
 
 def bias_rows(block, tensor: cute.Tensor) -> cute.Tensor:

@@ -12,11 +12,12 @@ from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.device.bias import TYPES
+from warpspec.fmha.device.logits import LogitNumbers, fake_numbers
 
 
 class BackwardHost:
     """``cute.compile(Backward(config), ...)`` makes one kernel. An architecture's ``Backward`` adds ``launch``, which
-    gets ``BackwardOperands``, (scale_log2, scale), the window and the order."""
+    gets ``BackwardOperands``, (``LogitNumbers``, scale), the window and the order."""
 
     def __init__(self, config: BackwardFeatures):
         self.config = config
@@ -39,7 +40,8 @@ class BackwardHost:
         dbias: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
-        scale_log2: Float32,
+        factor: Float32,
+        cap: Float32 | None,
         scale: Float32,
         window_left: Int32,
         window_right: Int32,
@@ -47,12 +49,13 @@ class BackwardHost:
         section: Int32,
         stream: CUstream,
     ):
-        """scale_log2: scale * log2(e), with its sign. window_left, window_right: not read where unbounded. pieces,
-        section: ``schedule.Order``."""
+        """factor, cap: ``LogitNumbers``, the factor with the scale's sign. window_left, window_right: not read where
+        unbounded. pieces, section: ``schedule.Order``."""
         tensors = (q, k, v, do, statistics, dq_sums, turns, dk, dv)
         others = (kv_lengths, q_start, bias, dbias, cu_seqlens_q, cu_seqlens_k)
         operands = BackwardOperands(*tensors, *others)
-        self.launch(operands, (scale_log2, scale), (window_left, window_right), (pieces, section), stream)
+        scales = (LogitNumbers(factor, cap), scale)
+        self.launch(operands, scales, (window_left, window_right), (pieces, section), stream)
 
 
 def fake_arguments(config: BackwardFeatures) -> tuple:
@@ -86,4 +89,4 @@ def fake_arguments(config: BackwardFeatures) -> tuple:
         cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
     )
-    return (*operands, 1.0, 1.0, 0, 0, 1, 1)
+    return (*operands, *fake_numbers(config.logits), 1.0, 0, 0, 1, 1)

@@ -35,7 +35,8 @@ def has_bias_tiles(features: dict, forward) -> bool:
         features["head_dim"] == BIAS_DIM and not features["deterministic"] and forward.bias_rows == "aligned"
     )
     whole_rows = forward.seq_k % BIAS_VECTOR == 0 or features["bias_gradient"] != "bfloat16"
-    return fits and whole_rows and features["dtype"] == features["bias"] == "bfloat16"
+    fits = fits and not features["logits"].softcap  # dS would go out as dbias when it is no longer that
+    return fits and whole_rows and features["dtype"] == features["logits"].bias == "bfloat16"
 
 
 @dataclass(frozen=True)

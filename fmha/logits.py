@@ -1,0 +1,61 @@
+"""The map between S and P: how a product q.k becomes a logit. Every kernel of attention and of its gradients uses it.
+
+    logit = softcap(scale * q.k) + bias        softcap(x) = cap * tanh(x / cap), or x
+
+``LogitMap`` says at compile time what the map consists of; two numbers come at run time. Kernels apply the map with
+``device.logits``. Masks come after it: a hidden logit is -inf whatever the map made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from warpspec.fmha.problem import AttentionProblem
+
+LOG2_E = math.log2(math.e)
+# A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
+SMALLEST_SCALE = 2.0**-100
+# From so many columns of O on the tensor core takes longer than the exponential unit does with a soft cap.
+WIDE_HEAD = 256
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What the map consists of.
+
+    negate: scores are negated first, for a negative scale. bias: dtype of the bias that is added, or None. softcap:
+    whether there is one. newton_every: of so many capped scores one has its reciprocal computed on the multiply-add
+    units instead of the exponential unit; 0: none.
+    """
+
+    negate: bool = False
+    bias: str | None = None
+    softcap: bool = False
+    newton_every: int = 0
+
+    @property
+    def in_powers(self) -> bool:
+        """Mapped scores are logits in powers of two. Otherwise the map only negates, and the exponential's multiply-add
+        applies the factor, where it costs nothing."""
+        return self.softcap or self.bias is not None
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, bias: str | None, signed: bool = False) -> LogitMap:
+        """The map of a problem. bias: dtype of its bias. signed: whether the factor keeps the scale's sign, so that no
+        score is negated."""
+        if problem.softcap is not None:
+            return cls(bias=bias, softcap=True, newton_every=int(problem.head_dim < WIDE_HEAD))
+        return cls(negate=problem.scale < 0 and not signed, bias=bias)
+
+
+def logit_numbers(problem: AttentionProblem, signed: bool = False) -> tuple[float, float | None]:
+    """``device.logits.LogitNumbers`` of a problem, as a kernel's host function takes them. signed: as in
+    ``LogitMap.of``."""
+    if problem.softcap is not None:
+        return 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap * LOG2_E
+    scale = problem.scale if signed else max(abs(problem.scale), SMALLEST_SCALE)
+    return scale * LOG2_E, None
+
+
+PLAIN = LogitMap()  # nothing but the scale
