@@ -48,11 +48,13 @@ def _copies(w: Warp) -> LaneCopies:
 class AsyncCopy(Op):
     """One warp-wide cp.async: `size` bytes a lane, `wanted` of them from global memory and the rest 0."""
 
-    __slots__ = ("arrivals", "done", "order", "size", "source", "target", "wanted", "warp")
+    __slots__ = ("arrivals", "done", "mask", "order", "size", "source", "target", "wanted", "warp")
 
-    def __init__(self, warp: Warp, size: int, source: np.ndarray, target: np.ndarray, wanted: np.ndarray):
+    def __init__(
+        self, warp: Warp, size: int, source: np.ndarray, target: np.ndarray, wanted: np.ndarray, mask: int
+    ):
         super().__init__(f"cp.async of {size} bytes by {source.size} lanes")
-        self.warp, self.size = warp, size
+        self.warp, self.size, self.mask = warp, size, mask
         self.source, self.target, self.wanted = source, target, wanted  # [lanes]
         self.done = False
         self.arrivals: list[Arrival] = []
@@ -129,9 +131,10 @@ def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             bad = int(address[np.argmax(address % address.dtype.type(size) != 0)])
             raise MemoryFault(f"cp.async {what} {bad:#x} is not a multiple of {size} bytes")
     offsets = np.array([located(w, int(address), True)[1] for address in target.tolist()])
-    copy = AsyncCopy(w, size, source, offsets, wanted)
+    copy = AsyncCopy(w, size, source, offsets, wanted, mask)
     if m.order is not None:
         copy.order = m.order.issue(w, ins, "cp.async", mask)
+        m.order.lane_copies(w, copy.order, offsets, size, mask)
     opened = _copies(w).open
     for lane in chosen.tolist():
         opened[lane].append(copy)
@@ -167,7 +170,7 @@ def cp_async_commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 def _wait(m: Machine, w: Warp, mask: int, newest: int) -> Wait | None:
     copies = _copies(w)
-    last = 0
+    waited: dict[AsyncCopy, None] = {}
     for lane in lanes(mask):
         groups = copies.groups[lane]
         settled = len(groups) - newest
@@ -177,10 +180,12 @@ def _wait(m: Machine, w: Warp, mask: int, newest: int) -> Wait | None:
                     return Wait(on=copy, text=f"cp.async-group {i} of {len(groups)} of lane {lane}")
         if settled > 0:
             if m.order is not None:
-                last = max([last, *(copy.order.queue_count for group in groups[:settled] for copy in group)])
+                waited |= dict.fromkeys(copy for group in groups[:settled] for copy in group)
             del groups[:settled]
-    if last:
-        m.order.passed(w, "cp.async", last)
+    if waited:
+        m.order.passed(w, "cp.async", max(copy.order.queue_count for copy in waited))
+        for copy in waited:
+            m.order.lane_copies_waited(w, copy.order, copy.target, copy.size, copy.mask, mask)
     return None
 
 

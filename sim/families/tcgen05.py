@@ -88,6 +88,8 @@ def alloc(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     if m.order is not None:
         cta, offset = m.cta_at(w, target)
         m.order.shared_range(cta, offset, 4, m.order.generic(w, ins, True, together=True), w.order)
+        if cta_group == 2:
+            m.order.pair_allocated(w, ins)
     m.shared(w, target, 4).view(np.uint32)[0] = address
     return None
 
@@ -126,7 +128,7 @@ def dealloc(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     address, columns = w.scalar(ins.operands[0], mask), w.scalar(ins.operands[1], mask)
     w.cta.tmem.deallocate(address, columns, (w, ins))
     if m.order is not None:
-        m.order.tensor_freed(w, ins, address, columns)
+        m.order.tensor_freed(w, ins, address, columns, peer_of(w.cta) if cta_group == 2 else None)
     for cta in ctas:
         m.notify(cta.tmem)
 

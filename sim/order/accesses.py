@@ -14,17 +14,20 @@ from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.memory import (
     GlobalMemory,
 )
+from warpspec.sim.names import placed
 from warpspec.sim.order import findings, launches
 from warpspec.sim.order.clocks import (
     ASYNC_GLOBAL,
     ASYNC_SHARED,
     BARRIERS,
     BASE,
+    BOTH,
     MAP,
     MAP_RELEASED,
     PUBLISHED,
     TENSOR,
     TENSOR_OWN,
+    WRITES,
     Agent,
     Clock,
     Domain,
@@ -66,6 +69,7 @@ class Accesses:
         self._behind: dict[tuple, object] = {}  # (`Releases`, `Release`) -> the `Releases` with it
         self._orders: dict[int, object] = {}  # instruction -> `Ordered`
         self.suspected: list[dict] = []
+        self.narrow: dict[int, Instr] = {}  # arrivals on other CTAs' mbarriers without .cluster scope
         self._holding = False
         self._tags = 0
         self._forms: dict[int, tuple] = {}
@@ -134,7 +138,7 @@ class Accesses:
         for nbytes in dict.fromkeys(wanted.tolist()):
             if nbytes:
                 self.global_rows(source[wanted == nbytes], nbytes, self.of(op, False, generic=True), op.clock)
-        self.shared_lanes(cta, target, size, self.of(op, True, generic=True), op.clock)
+        self.shared_lanes(cta, target, size, op.written, op.clock)
 
     @staticmethod
     def done_by(op: Operation) -> tuple[np.ndarray, dict]:
@@ -144,7 +148,7 @@ class Accesses:
             component = op.queue.component
             if component >= rows.shape[1]:
                 rows = np.pad(rows, ((0, 0), (0, component + 1 - rows.shape[1])))
-            rows[BASE, component] = max(rows[BASE, component], op.queue_count)
+            np.maximum(rows[BOTH, component], op.queue_count, out=rows[BOTH, component])
             if op.tensor:
                 own = op.clock.rows[TENSOR_OWN]
                 np.maximum(rows[TENSOR, : own.size], own, out=rows[TENSOR, : own.size])
@@ -214,14 +218,21 @@ class Accesses:
             row = ASYNC_SHARED if memory is SHARED else ASYNC_GLOBAL
         else:
             row = BASE
-        if self.known(first, clock, row):
+        known = self.known(first, clock, row)
+        if known and not (first.write and first.generic and row <= ASYNC_GLOBAL):
+            return True
+        if known and self.known(first, clock, WRITES):
             return True
         if findings.morally_strong(first, second):
             return False
         missing = row if row != BASE and self.known(first, clock) else BASE
-        if missing == TENSOR_OWN and self.known(first, clock, TENSOR):
+        if known:
+            missing = WRITES
+        elif missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
         kind, remedy = findings.diagnose(first, second, missing, memory)
+        if missing == WRITES:
+            remedy += self._narrow_arrivals()
         if first.domain is EARLIER:
             kind, remedy = launches.OVERLAP, launches.REMEDY
         self.report(
@@ -234,6 +245,14 @@ class Accesses:
             findings.is_tolerated(first, second, missing),
         )
         return False
+
+    def _narrow_arrivals(self) -> str:
+        """Which arrivals on other CTAs' mbarriers say too narrow a scope, for a remedy."""
+        lines = [
+            f"PTX line {ins.line}" + f" from {placed(ins.source)}" * bool(ins.source)
+            for ins in self.narrow.values()
+        ]
+        return f": {'; '.join(lines)}" if lines else ""
 
     def report(self, kind, place, first, second, remedy, lines, tolerated: bool = False) -> None:
         """Add a finding, once for each pair of instructions."""

@@ -25,6 +25,8 @@ class OrderChecker(TensorAccesses):
         last = Clock(cta.order.domain)
         for w in cta.warps:
             last.join(w.order.rows, w.order.foreign)
+        if cta.order.pair.freed_by_peer is not None:
+            self.pair_exits(cta, last)
         shadow, ledger = cta.order.shared, self.ledger
         accesses = []
         if not all(self.known(ledger.accesses[number], last) for number in shadow.touched):

@@ -8,6 +8,8 @@ bulk stores' reads and their writes, the wgmma groups of a warpgroup, each in or
 A clock has several rows, as one event may be known for one purpose and not for another:
 
 - BASE: causality order (PTX ISA, "Memory Consistency Model").
+- WRITES: BASE but for what an arrival on another CTA's mbarrier without .cluster scope says: that orders no writes of
+  the generic proxy and of cp.async (seen on a B200, github.com/NVIDIA/cutlass/issues/3643).
 - ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses with a fence.proxy.async behind them; only these are ordered
   before accesses of the async proxy.
 - BARRIERS: mbarrier initialisations with a fence.mbarrier_init behind them; CTAs that have started.
@@ -15,8 +17,9 @@ A clock has several rows, as one event may be known for one purpose and not for 
 - MAP_RELEASED: writes of tensor maps with a tensormap proxy release behind them.
 
 These rows travel with every release. Rows of a thread alone: TENSOR_OWN (tcgen05 operations that are ordered before
-its next ones), FENCED (BASE at its last fence: what its relaxed writes release), SEEN (what its relaxed reads have
-seen: BASE from its next fence on), MAP (tensor maps acquired).
+its next ones), FENCED (BASE at its last fence: what its relaxed writes release), CLUSTER_FENCED (WRITES at its last
+fence of cluster scope or wider), SEEN (what its relaxed reads have seen: BASE from its next fence on), MAP (tensor maps
+acquired).
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ import numpy as np
 
 from warpspec.sim.lanes import FULL_MASK
 
-BASE, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED = range(6)
-PUBLISHED = 6  # rows that travel
-TENSOR_OWN, FENCED, SEEN, MAP = range(6, 10)
-ROWS = 10
+BASE, WRITES, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED = range(7)
+PUBLISHED = 7  # rows that travel
+TENSOR_OWN, FENCED, CLUSTER_FENCED, SEEN, MAP = range(7, 12)
+ROWS = 12
+BOTH = slice(BASE, WRITES + 1)  # what is known in BASE is known in WRITES, but for what such an arrival says
 STEP = 32  # components by which a clock grows
 
 MOST_PARTS = 8  # sets of lanes that a warp's accesses are told apart by
@@ -106,6 +110,8 @@ class Clock:
             self.rows = wider(self.rows, component + STEP)
         if self.rows[row, component] < count:
             self.rows[row, component] = count
+        if row == BASE and self.rows[WRITES, component] < count:
+            self.rows[WRITES, component] = count
 
 
 class Snapshot:
@@ -182,7 +188,7 @@ class Agent(Clock):
         """The count of an access that takes place now."""
         if part.epoch != self.epoch:
             part.epoch = self.epoch
-            self.rows[BASE, part.component] += 1
+            self.rows[BOTH, part.component] = self.rows[BASE, part.component] + 1
             self.accesses = {}
             self.frozen = {}
             if part not in self.loose:
@@ -226,9 +232,14 @@ class Agent(Clock):
             np.minimum(column, part.synced, out=column)
         return rows
 
-    def release(self, into: Clock, mask: int, relaxed: bool = False) -> None:
-        """Publish to a synchronisation object what lanes know. relaxed: only what a fence precedes."""
-        into.join(self.published(mask, relaxed), self.foreign)
+    def release(self, into: Clock, mask: int, relaxed: bool = False, narrow: bool = False) -> None:
+        """Publish to a synchronisation object what lanes know. relaxed: only what a fence precedes. narrow: of another
+        CTA, at a scope that does not reach it: writes that only a fence of its scope precedes."""
+        rows = self.published(mask, relaxed)
+        if narrow:
+            rows = rows[:PUBLISHED].copy()
+            np.minimum(rows[WRITES], self.rows[CLUSTER_FENCED], out=rows[WRITES])
+        into.join(rows, self.foreign)
 
     def published(self, mask: int, relaxed: bool = False) -> np.ndarray:
         """The rows that lanes publish now; later accesses are not among them. Of a relaxed publication, accesses since

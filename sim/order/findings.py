@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from warpspec.sim.errors import SimError
 from warpspec.sim.instruction import Instr
 from warpspec.sim.names import placed
-from warpspec.sim.order.clocks import ASYNC_GLOBAL, ASYNC_SHARED, MAP, MAP_RELEASED, TENSOR, TENSOR_OWN
+from warpspec.sim.order.clocks import (
+    ASYNC_GLOBAL,
+    ASYNC_SHARED,
+    MAP,
+    MAP_RELEASED,
+    TENSOR,
+    TENSOR_OWN,
+    WRITES,
+)
 
 NOTHING_ORDERS = "accesses that nothing orders"
 NO_FENCE_AFTER = "no tcgen05.fence::after_thread_sync"
@@ -84,11 +92,18 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
             "a tcgen05.mma that may overtake another",
             f"{wait_for(first)}, and tcgen05.fence::after_thread_sync, before the second is issued",
         )
+    if missing == WRITES:
+        return (
+            "an arrival at CTA scope that releases a write to another CTA",
+            "mbarrier.arrive.release.cluster on the other CTA's mbarrier, or fence.acq_rel.cluster before it (an "
+            "arrival that says no scope has .cta)",
+        )
     if missing in (ASYNC_SHARED, ASYNC_GLOBAL):
         space = "shared::cta" if missing == ASYNC_SHARED else "global"
+        what = "write" if first.write else "read"
         return (
-            "no proxy fence between a generic write and an asynchronous access",
-            f"fence.proxy.async.{space} behind the write, before the barrier that the asynchronous access waits for",
+            f"no proxy fence between a generic {what} and an asynchronous access",
+            f"fence.proxy.async.{space} behind the {what}, before the barrier that the asynchronous access waits for",
         )
     if missing in (MAP, MAP_RELEASED):
         return (
@@ -113,10 +128,12 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
 def is_tolerated(first: Access, second: Access, missing: int, freed: bool = False) -> bool:
     """Whether hardware is known to do without: NVIDIA's own examples read an accumulator behind tcgen05.commit and its
     mbarrier without a fence, free tensor memory behind loads whose registers they have used, not waited for, and issue
-    MMAs that write what those before them, of other accumulators, read."""
+    MMAs that write what those before them, of other accumulators, read. Triton and DeepGEMM let TMA overwrite, behind
+    a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address."""
     name = first.ins.opcode
     return (
         of_one_queue(first, second)
+        or (missing in (ASYNC_SHARED, ASYNC_GLOBAL) and (not first.write or name.startswith("tcgen05.alloc")))
         or (missing == TENSOR and name.startswith(("tcgen05.mma", "tcgen05.cp")))
         or (freed and name.startswith("tcgen05.ld"))
     )

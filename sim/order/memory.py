@@ -37,7 +37,7 @@ from warpspec.sim.order.places import (
 )
 from warpspec.sim.order.shadow import Shadow
 from warpspec.sim.order.shares import Touched, touched
-from warpspec.sim.order.state import GlobalShadow
+from warpspec.sim.order.state import GlobalShadow, Operation
 from warpspec.sim.registry import row_of
 
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
@@ -344,6 +344,22 @@ class MemoryAccesses(Accesses):
         self._shared_units(w.cta, where, access, w.order)
         if not access.strong:
             self._between_lanes(w, access, w.cta, where, executing, together)
+
+    def lane_copies(self, w, op: Operation, offsets: np.ndarray, size: int, mask: int) -> None:
+        """Lanes issue a cp.async of `size` bytes each to these offsets, of its lanes in turn."""
+        op.written = self.of(op, True, generic=True)
+        self.ledger.number(op.written)
+        where, per = self.lane_units(offsets, size)
+        self._between_lanes(w, op.written, w.cta, where, lane_numbers(mask, per), False)
+
+    def lane_copies_waited(
+        self, w, op: Operation, offsets: np.ndarray, size: int, copying: int, mask: int
+    ) -> None:
+        """Lanes have waited for a cp.async that lanes (`copying`) issued: each of them knows of its own copy alone."""
+        agent = w.order
+        agent.count(agent.part(mask))
+        where, per = self.lane_units(offsets, size)
+        self._note_lanes(agent, w.cta, where, op.written, lane_numbers(copying, per), False)
 
     def _between_lanes(
         self, w, access: Access, cta, where: slice | np.ndarray, executing: np.ndarray, together: bool

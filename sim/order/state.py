@@ -20,6 +20,21 @@ from warpspec.sim.order.findings import Access
 from warpspec.sim.order.shadow import Shadow, TensorShadow
 
 
+class PairOrder:
+    """What the checker keeps of a CTA's tensor memory as one of a pair.
+
+    allocated: its tcgen05.alloc. last_uses: what it knew of its tensor memory's uses when it freed it. freed_by_peer: the
+    other CTA's tcgen05.dealloc, and what that knew.
+    """
+
+    __slots__ = ("allocated", "freed_by_peer", "last_uses")
+
+    def __init__(self):
+        self.allocated: Access | None = None
+        self.last_uses: list[Access] = []
+        self.freed_by_peer: tuple[Access, Snapshot] | None = None
+
+
 class CtaOrder:
     """What the checker keeps of a CTA."""
 
@@ -30,6 +45,7 @@ class CtaOrder:
     def begin(self, domain: Domain) -> None:
         """Keep it of a CTA that becomes resident; nothing has touched its memory."""
         self.domain = domain
+        self.pair = PairOrder()
         self.shared.clear()
         if self._tensor is not None:
             self._tensor.clear()
@@ -114,7 +130,7 @@ class GlobalShadow:
 class Operation:
     """An asynchronous operation: its clock at issue, who issued it."""
 
-    __slots__ = ("agent", "clock", "cta", "domain", "ins", "queue", "queue_count", "tensor")
+    __slots__ = ("agent", "clock", "cta", "domain", "ins", "queue", "queue_count", "tensor", "written")
 
     def __init__(
         self, agent: str, cta, domain: Domain, ins: Instr, clock: Snapshot, queue: Queue | None = None
@@ -123,6 +139,7 @@ class Operation:
         self.queue = queue
         self.queue_count = 0
         self.tensor = False  # its completion orders tcgen05 operations
+        self.written: Access | None = None  # of cp.async: what it writes
         if queue is not None:
             queue.count += 1
             self.queue_count = queue.count

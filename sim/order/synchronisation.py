@@ -18,12 +18,14 @@ from warpspec.sim.order.clocks import (
     ASYNC_SHARED,
     BARRIERS,
     BASE,
+    CLUSTER_FENCED,
     FENCED,
     MAP,
     MAP_RELEASED,
     PUBLISHED,
     TENSOR,
     TENSOR_OWN,
+    WRITES,
     Clock,
 )
 from warpspec.sim.order.findings import Access
@@ -138,6 +140,8 @@ class Synchronisation(MemoryAccesses):
             if "acquire" not in parts:
                 agent.fence(BASE, FENCED, mask)
                 agent.fence_scope = next((part for part in parts if part in SCOPES), "gpu")
+                if agent.fence_scope != "cta":
+                    agent.fence(WRITES, CLUSTER_FENCED, mask)
 
     def grid_dependency(self, w, ins: Instr, mask: int) -> None:
         """griddepcontrol.wait and .launch_dependents."""
@@ -248,24 +252,32 @@ class Synchronisation(MemoryAccesses):
         init, clock = barrier.order.init, op.clock
         if not (self.known(init, clock, BARRIERS) or self.known(init, clock, ASYNC_SHARED)):
             remedy = "fence.mbarrier_init or fence.proxy.async behind the initialisation"
-            if not self.known(init, clock):
+            known = self.known(init, clock)
+            if not known:
                 remedy += ", then bar.sync or a cluster barrier"
-            self._early(init, op.ins, op.agent, op.cta, barrier, remedy)
+            # Triton's kernels of one CTA have no such fence, and work.
+            alone = known and len(op.cta.cluster.ctas) == 1
+            self._early(init, op.ins, op.agent, op.cta, barrier, remedy, alone)
 
-    def _early(self, init: Access, ins: Instr, agent: str, cta, barrier, remedy: str) -> None:
+    def _early(
+        self, init: Access, ins: Instr, agent: str, cta, barrier, remedy: str, tolerated: bool = False
+    ) -> None:
         second = Access(init.domain, 0, 0, ins=ins, agent=agent, cta=cta.coords, write=True, generic=True)
         place = f"mbarrier at {shared_place(barrier.cta, barrier.offset, 8)}"
         self.report(
             "mbarrier used before its initialisation is visible", place, init.describe(),
-            second.describe().replace(" writes:", " uses it:"), remedy, (init.ins.line, ins.line),
+            second.describe().replace(" writes:", " uses it:"), remedy, (init.ins.line, ins.line), tolerated,
         )  # fmt: skip
 
     def arrive(self, w, ins: Instr, barrier, mask: int) -> None:
-        """A warp arrives."""
+        """A warp arrives. Without .cluster scope, an arrival on another CTA's mbarrier releases no writes to it."""
         self.barrier_used(w, ins, barrier)
+        narrow = barrier.cta is not w.cta and "cluster" not in ins.parts
+        if narrow:
+            self.narrow[ins.index] = ins
         if barrier.cta is not w.cta:
             self.arrival(barrier, self.generic(w, ins, True, mask=mask))
-        w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts)
+        w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts, narrow)
 
     def arrive_op(self, op: Operation, barrier) -> None:
         """An operation's completion arrives, or completes bytes. That it has arrived is known by the barrier alone: a

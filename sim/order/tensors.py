@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from warpspec.sim.instruction import Instr
+from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.order import findings
-from warpspec.sim.order.clocks import BASE, MAP_RELEASED, TENSOR_OWN
+from warpspec.sim.order.clocks import BASE, MAP_RELEASED, TENSOR_OWN, Clock
 from warpspec.sim.order.findings import Access
 from warpspec.sim.order.places import TENSOR_MAPS, TENSOR_MEMORY, global_place, tensor_place
 from warpspec.sim.order.shadow import distinct
@@ -54,14 +55,50 @@ class TensorAccesses(Synchronisation):
         op.tensor = True
         return op
 
-    def tensor_freed(self, w, ins: Instr, column: int, columns: int) -> None:
-        """tcgen05.dealloc: all accesses to the columns are over."""
+    def pair_allocated(self, w, ins: Instr) -> None:
+        """tcgen05.alloc.cta_group::2 is over."""
+        w.cta.order.pair.allocated = self.generic(w, ins, True, together=True)
+
+    def pair_freed(self, w, ins: Instr, peer) -> None:
+        """tcgen05.dealloc.cta_group::2 needs the other CTA of the pair: its allocation over, and it must not have exited
+        (seen on a B300, github.com/NVIDIA/cutlass/issues/3435 and github.com/sgl-project/sglang/issues/32907)."""
+        other, access = peer.order.pair, self.generic(w, ins, True, together=True)
+        if other.allocated is None or not self.known(other.allocated, w.order):
+            first = "the peer has yet to allocate" if other.allocated is None else other.allocated.describe()
+            self.report(
+                "tensor memory of a pair is freed before the other CTA has allocated", f"CTA {peer.coords}", first,
+                access.describe().replace(" writes:", " frees it:"),
+                "a cluster barrier, or an arrival that the second waits for, behind the first", (ins.line,),
+            )  # fmt: skip
+        other.freed_by_peer = access, w.order.freeze(FULL_MASK)
+        if peer.live_warps == 0:
+            self.pair_exits(peer, None)
+
+    def pair_exits(self, cta, last: Clock | None) -> None:
+        """A CTA of a pair has exited, and its peer has freed tensor memory. last: what the CTA knew. The peer must have
+        freed before, as the CTA knows, or be known to free at about the same time, as in NVIDIA's kernels: behind all
+        that the CTA does with tensor memory."""
+        access, clock = cta.order.pair.freed_by_peer
+        if last is not None and self.known(access, last):
+            return
+        if not all(self.known(use, clock) for use in cta.order.pair.last_uses):
+            self.report(
+                "tensor memory of a pair is freed though the other CTA may have exited", f"CTA {cta.coords}",
+                access.describe().replace(" writes:", " frees it:"), "",
+                "a cluster barrier behind it, or one before it and behind both CTAs' last use", (access.ins.line,),
+            )  # fmt: skip
+
+    def tensor_freed(self, w, ins: Instr, column: int, columns: int, peer=None) -> None:
+        """tcgen05.dealloc: all accesses to the columns are over. peer: the other CTA of a pair."""
         shadow = w.cta.order.tensor
         where = (slice(None), slice(column, column + columns))
         access = self.generic(w, ins, True, together=True)
         firsts = [self.ledger.accesses[number] for number in distinct(shadow.writes[where]) if number]
         for number in distinct(shadow.reads[where]):
             firsts += self.ledger.sets[number]
+        if peer is not None:
+            w.cta.order.pair.last_uses = [first for first in firsts if self.known(first, w.order)]
+            self.pair_freed(w, ins, peer)
         for first in firsts:
             if not self.known(first, w.order):
                 _, remedy = findings.diagnose(first, access, BASE, TENSOR_MEMORY)

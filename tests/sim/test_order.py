@@ -78,6 +78,23 @@ WGMMA = f"""
   wgmma.commit_group.sync.aligned;
 """
 
+PAIR = dict(grid=(2, 1, 1), cluster=(2, 1, 1))
+# %r6 and %r7: the peer's word of each thread and its mbarrier; all barriers are initialised.
+REMOTE = (
+    CLUSTER
+    + "mapa.shared::cluster.u32 %r7, %r11, %r5;"
+    + INIT
+    + "fence.mbarrier_init.release.cluster;\n"
+    + BOTH
+)
+AFTER = wait(0, "A") + "ld.shared::cluster.u32 %r8, [%r12];" + BOTH
+ALLOCATE_PAIR = ALLOCATE.replace("cta_group::1", "cta_group::2")
+FREE_PAIR = FREE.replace("cta_group::1", "cta_group::2")
+STORE_TENSOR = (
+    "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1}; tcgen05.wait::st.sync.aligned;"
+    "tcgen05.fence::before_thread_sync;"
+)
+SCOPE = "an arrival at CTA scope"
 UNORDERED, PROXY = "accesses that nothing orders", "no proxy fence"
 # name: (kind of the finding, launch options, body)
 CASES = {
@@ -278,6 +295,37 @@ CASES = {
     "a warp barrier before a write by all lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
         START + "@%p1 ld.shared.u32 %r4, [%r10]; [[bar.warp.sync -1;]] st.shared.u32 [%r10], 7;"),
     "scope of atomics": (UNORDERED, dict(grid=(2, 1, 1)), START + "red.relaxed.[[gpu||cta]].global.add.u32 [%rd1], 1;"),
+    "mbarrier init fence of a cluster": ("mbarrier used before", dict(grid=(2, 1, 1), cluster=(2, 1, 1)),
+        START + INIT + "[[fence.mbarrier_init.release.cluster;]]" + BOTH + LOAD + wait(0, "A") + BOTH),
+    "cp.async between lanes": ("lanes of a warp", dict(),
+        START + "cp.async.ca.shared.global [%r12], [%rd2], 4; cp.async.wait_all; [[bar.warp.sync -1;]]"
+        + "xor.b32 %r4, %r12, 4; ld.shared.u32 %r5, [%r4];"),
+    "a lane's read before another's cp.async": ("lanes of a warp", dict(),
+        START + "st.shared.u32 [%r12], %r1; bar.warp.sync -1; xor.b32 %r4, %r12, 4; ld.shared.u32 %r5, [%r4];"
+        + "[[bar.warp.sync -1;]] cp.async.ca.shared.global [%r12], [%rd2], 4; cp.async.wait_all;"),
+    "the scope of an arrival": (SCOPE, PAIR,
+        START + REMOTE + "st.shared::cluster.u32 [%r6], %r1; bar.warp.sync -1;"
+        + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + AFTER),
+    "a fence before an arrival": (SCOPE, PAIR,
+        START + REMOTE + "st.shared::cluster.u32 [%r6], %r1; bar.warp.sync -1; [[fence.acq_rel.cluster;]]"
+        + "@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r7];" + AFTER),
+    "the scope of a fence before an arrival": (SCOPE, PAIR,
+        START + REMOTE + "st.shared::cluster.u32 [%r6], %r1; bar.warp.sync -1; fence.acq_rel.[[cluster||cta]];"
+        + "@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r7];" + AFTER),
+    "the scope of an arrival behind a cp.async": (SCOPE, PAIR,
+        START + REMOTE + "cp.async.ca.shared.global [%r12], [%rd2], 4; cp.async.wait_all; bar.warp.sync -1;"
+        + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + AFTER.replace("[%r12]", "[%r6]")),
+    "the scope of an arrival before an MMA's operands": (SCOPE, PAIR,
+        START + REMOTE + "st.shared::cluster.u32 [%r6], %r1; fence.proxy.async; bar.warp.sync -1;"
+        + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + wait(0, "A")
+        + "shl.b32 %r9, %r4, 7; cvt.u64.u32 %rd5, %r9; add.u64 %rd1, %rd1, %rd5;" + STORE + COMMIT
+        + "@%p1 cp.async.bulk.wait_group 0;" + BOTH),
+    "the peer's allocation": ("before the other CTA has allocated", PAIR,
+        START + ALLOCATE_PAIR + "[[" + BOTH + "]]" + FREE_PAIR),
+    "the peer's exit": ("the other CTA may have exited", PAIR,
+        START + ALLOCATE_PAIR + BOTH + STORE_TENSOR + "[[" + BOTH + "]]" + FREE_PAIR),
+    "a barrier behind a pair's dealloc": ("the other CTA may have exited", PAIR,
+        START + ALLOCATE_PAIR + BOTH + STORE_TENSOR + FREE_PAIR + "[[" + BOTH + "]]"),
     "wgmma.fence": ("no wgmma.fence", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA + "wgmma.wait_group.sync.aligned 0;"),
     "a proxy fence before wgmma": (PROXY, dict(block=(128, 1, 1), target="sm_90a"),
@@ -308,6 +356,8 @@ def run(body: str, seed: int = 0, **options):
 
 
 TOLERATED = (  # by hardware: a warning
+    "a proxy fence between a read and a bulk load",
+    "mbarrier init fence",
     "tcgen05.fence::after_thread_sync between MMAs of two accumulators",
     "tcgen05.wait::ld before tensor memory is freed",
     "tcgen05.wait::ld before a use",
