@@ -1,7 +1,9 @@
 """mma.sync: the warp-level matrix multiply of registers. PTX ISA: "Multiply-and-Accumulate Instruction: mma".
 
 Supported: m16n8k8 and m16n8k16 of f16 and bf16, m16n8k4 and m16n8k8 of tf32, m16n8k16 and m16n8k32 of 8-bit
-floats and integers. Products are exact, sums float32 (int32 for integers); an f16 accumulator rounds once.
+floats and integers; of sm_120a m16n8k32 of .kind::f8f6f4 and .kind::mxf8f6f4, m16n8k64 of .kind::mxf4 and
+.kind::mxf4nvf4, with scale factors ("Block Scaling for mma.sync"). Products are exact, sums float32 (int32 for
+integers); an f16 accumulator rounds once.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from warpspec.sim.errors import UnsupportedInstruction
+from warpspec.sim import formats
+from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
 from warpspec.sim.instruction import Instr
 from warpspec.sim.machine import Machine
 from warpspec.sim.registry import Collective, Family, handler
+from warpspec.sim.tcgen05.mma import scaled_matmul
 from warpspec.sim.tcgen05.operands import decode_elements
 from warpspec.sim.warp import Warp
 
@@ -23,13 +27,30 @@ WIDTH = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8":
 DEPTHS = {16: (8, 16), 32: (4, 8), 8: (16, 32)}  # K by width
 ACCUMULATORS = {"f16": ("f16", "f32"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("f16", "f32")}
 ACCUMULATORS |= {"e5m2": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",)}
+NARROW = {
+    "e4m3": 0,
+    "e5m2": 0,
+    "e2m3": 0,
+    "e3m2": 0,
+    "e2m1": 2,
+}  # at which bit of its byte a narrow float begins
+PACKED = ("mxf4", "mxf4nvf4")  # kinds with two e2m1 a byte
+# (kind, scale vector size or "") -> (factors a row, their types)
+SCALINGS = {
+    ("mxf8f6f4", ""): (1, ("ue8m0",)), ("mxf8f6f4", "1X"): (1, ("ue8m0",)),
+    ("mxf4", ""): (2, ("ue8m0",)), ("mxf4", "2X"): (2, ("ue8m0",)),
+    ("mxf4nvf4", "2X"): (2, ("ue8m0",)), ("mxf4nvf4", "4X"): (4, ("ue4m3", "ue8m0")),
+}  # fmt: skip
 THREAD = np.arange(32)
 GROUP, IN_GROUP = THREAD // 4, THREAD % 4
 
 
 @dataclass(frozen=True, slots=True)
 class MmaSyncForm:
-    """What an mma.sync opcode says: K, the types of A, B and D, and the FLOPs of one instruction."""
+    """What an mma.sync opcode says: K, the types of A, B and D, the FLOPs of one instruction, .kind ("" without one).
+
+    scales: scale factors of a row of A and a column of B (0: none); scale_type: theirs.
+    """
 
     k: int
     a: str
@@ -37,6 +58,9 @@ class MmaSyncForm:
     d: str
     saturate: bool
     flops: int
+    kind: str = ""
+    scales: int = 0
+    scale_type: str = ""
 
 
 @lru_cache(maxsize=64)
@@ -44,15 +68,20 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
     """Raises UnsupportedInstruction for shapes and types outside the list above."""
     opcode = ".".join(parts)
     shape = next((p for p in parts if p.startswith("m") and "n" in p and "k" in p), "")
-    types = [p for p in parts if p in WIDTH or p in ("f32", "s32")]
+    kind = next((p.removeprefix("kind::") for p in parts if p.startswith("kind::")), "")
+    types = [p for p in parts if p in WIDTH or p in NARROW or p in ("f32", "s32")]
     if len(types) != 4 or not shape.startswith("m16n8k") or "row" not in parts or "col" not in parts:
         raise UnsupportedInstruction(f"`{opcode}`")
     d, a, b, c = types
     k = int(shape.removeprefix("m16n8k"))
-    sparse_or_scaled = "sp" in parts or "block_scale" in parts or "sp::ordered_metadata" in parts
+    flops = 2 * M * N * k
+    if any(part.startswith("sp") for part in parts[1:]):
+        raise UnsupportedInstruction(f"`{opcode}` (sparse)")
+    if kind:
+        return _of_kind(opcode, parts, kind, k, (d, a, b, c), flops)
     mixed = a != b and not ({a, b} <= {"s8", "u8"} or {a, b} <= {"e4m3", "e5m2"})
     if (
-        sparse_or_scaled
+        "block_scale" in parts
         or mixed
         or a not in WIDTH
         or k not in DEPTHS[WIDTH[a]]
@@ -60,40 +89,97 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
         or c != d
     ):
         raise UnsupportedInstruction(f"`{opcode}`")
-    return MmaSyncForm(k, a, b, d, "satfinite" in parts, 2 * M * N * k)
+    return MmaSyncForm(k, a, b, d, "satfinite" in parts, flops)
+
+
+def _of_kind(
+    opcode: str, parts: tuple[str, ...], kind: str, k: int, types: tuple[str, ...], flops: int
+) -> MmaSyncForm:
+    """The forms with .kind, of sm_120a."""
+    d, a, b, c = types
+    scaled = "block_scale" in parts
+    narrow = ("e2m1",) if kind in PACKED else tuple(NARROW)
+    floats = ("f32",) if scaled else ("f16", "f32")
+    if a not in narrow or b not in narrow or k != (64 if kind in PACKED else 32) or d != c or d not in floats:
+        raise UnsupportedInstruction(f"`{opcode}`")
+    if not scaled:
+        if kind != "f8f6f4":
+            raise UnsupportedInstruction(f"`{opcode}`")
+        return MmaSyncForm(k, a, b, d, False, flops, kind)
+    size = next((p.removeprefix("scale_vec::") for p in parts if p.startswith("scale_vec::")), "")
+    scales, allowed = SCALINGS.get((kind, size), (0, ()))
+    if parts[-1] not in allowed:
+        raise UnsupportedInstruction(f"`{opcode}`")
+    return MmaSyncForm(k, a, b, d, False, flops, kind, scales, parts[-1])
 
 
 @handler("mma.sync", family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP)
 def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """mma.sync computes D = A B + C on fragments, at once."""
+    """mma.sync computes D = A B + C on fragments, at once; with .block_scale D = (A scale_A) (B scale_B) + C."""
     f = form(ins.parts)
     d, a, b, c = ins.operands[:4]
-    left = a_matrix(w.read_vec(a), f.a, f.k)
-    right = b_matrix(w.read_vec(b), f.b, f.k)
+    left = a_matrix(w.read_vec(a), f.a, f.k, f.kind)
+    right = b_matrix(w.read_vec(b), f.b, f.k, f.kind)
     with np.errstate(all="ignore"):
-        total = accumulate(left @ right.T, accumulator(w.read_vec(c), f.d), f)
+        if f.scales:
+            scale_a, ids_a, scale_b, ids_b = ins.operands[4:8]
+            of_a = _scales(w, f, scale_a, ids_a, mask, "A")
+            of_b = _scales(w, f, scale_b, ids_b, mask, "B")
+            product = scaled_matmul(left, of_a, right, of_b)
+        else:
+            product = left @ right.T
+        total = accumulate(product, accumulator(w.read_vec(c), f.d), f)
     w.write_vec(d, accumulator_words(total, f.d), mask)
     m.stats.mma_flops += f.flops
 
 
-def _fragments(words: np.ndarray, fmt: str, row_halves: int) -> np.ndarray:
+def _scales(w: Warp, f: MmaSyncForm, operand, ids, mask: int, matrix: str) -> np.ndarray:
+    """float32[rows, factors a row] of A's 16 rows, or of B's 8 columns.
+
+    ids: {byte-id, thread-id}: which bytes of the register, and which threads of each quad hold them (for A a pair,
+    rows 0 to 7 in its first thread and 8 to 15 in the second; for B one thread).
+    """
+    byte, thread = (w.scalar(item, mask) & 0xFFFF for item in ids.items)
+    if byte not in range(0, 4, f.scales) or thread not in range(2 if matrix == "A" else 4):
+        raise BadDescriptor(
+            f"mma.sync with {f.scales} scale factors a row of {matrix}: byte-id {byte}, thread-id {thread}"
+        )
+    words = np.ascontiguousarray(w.read_vec(operand)).reshape(8, 4)  # [quad, thread]
+    chosen = (
+        words[:, 2 * thread : 2 * thread + 2].T.reshape(-1, 1) if matrix == "A" else words[:, thread, None]
+    )
+    codes = np.ascontiguousarray(chosen).view(np.uint8)[:, byte : byte + f.scales]
+    return formats.table(formats.FORMATS[f.scale_type]).take(codes)
+
+
+def _decoded(words: np.ndarray, fmt: str, kind: str) -> np.ndarray:
+    """float32[registers, 32, elements of a word] of a multiplicand's words [registers, 32, 1]."""
+    if kind in PACKED:
+        return formats.decode(formats.unpack_nibbles(words.view(np.uint8)), formats.E2M1)
+    if kind and fmt not in WIDTH:
+        codes = words.view(np.uint8) >> NARROW[fmt]
+        return formats.decode(codes & ((1 << formats.FORMATS[fmt].bits) - 1), formats.FORMATS[fmt])
+    return decode_elements(words, fmt)
+
+
+def _fragments(words: np.ndarray, fmt: str, row_halves: int, kind: str) -> np.ndarray:
     """float32[row half, column half, 32, elements of a word]; registers run through row halves first."""
-    values = decode_elements(np.ascontiguousarray(words)[:, :, None], fmt)  # [registers, 32, per word]
+    values = _decoded(np.ascontiguousarray(words)[:, :, None], fmt, kind)
     return values.reshape(-1, row_halves, 32, values.shape[-1]).transpose(1, 0, 2, 3)
 
 
-def a_matrix(words: np.ndarray, fmt: str, k: int) -> np.ndarray:
+def a_matrix(words: np.ndarray, fmt: str, k: int, kind: str = "") -> np.ndarray:
     """float32[16, k] of A's registers uint32[n, 32]."""
-    parts = _fragments(words, fmt, 2)
+    parts = _fragments(words, fmt, 2, kind)
     per_word = parts.shape[-1]
     # [row half, column half, group, in group, element] -> row = half * 8 + group
     ordered = parts.reshape(2, -1, 8, 4, per_word).transpose(0, 2, 1, 3, 4)
     return ordered.reshape(M, k)
 
 
-def b_matrix(words: np.ndarray, fmt: str, k: int) -> np.ndarray:
+def b_matrix(words: np.ndarray, fmt: str, k: int, kind: str = "") -> np.ndarray:
     """float32[8, k]: B's columns, of its registers uint32[n, 32]."""
-    parts = _fragments(words, fmt, 1)[0]
+    parts = _fragments(words, fmt, 1, kind)[0]
     ordered = parts.reshape(-1, 8, 4, parts.shape[-1]).transpose(1, 0, 2, 3)
     return ordered.reshape(N, k)
 

@@ -23,8 +23,8 @@ from warpspec.sim.order.shadow import Shadow, TensorShadow
 class PairOrder:
     """What the checker keeps of a CTA's tensor memory as one of a pair.
 
-    allocated: its tcgen05.alloc. last_uses: what it knew of its tensor memory's uses when it freed it. freed_by_peer: the
-    other CTA's tcgen05.dealloc, and what that knew.
+    allocated: its tcgen05.alloc. last_uses: what it knew of its tensor memory's uses when it freed it. freed_by_peer:
+    the other CTA's tcgen05.dealloc, and what that knew.
     """
 
     __slots__ = ("allocated", "freed_by_peer", "last_uses")

@@ -349,11 +349,11 @@ def _scaled_product(
         own_a, own_b = scale_a[own], scale_b[own]
         # partition p of the group makes rows [32 p, 32 p + 32) with the scales of its own lanes
         if _same(own_a) and _same(own_b):
-            product[:, columns] = _scaled_matmul(a, own_a[0], b[columns], own_b[0])
+            product[:, columns] = scaled_matmul(a, own_a[0], b[columns], own_b[0])
             continue
         for p in range(per_group):
             rows = slice(p * PARTITION_LANES, (p + 1) * PARTITION_LANES)
-            product[rows, columns] = _scaled_matmul(a[rows], own_a[p, rows], b[columns], own_b[p])
+            product[rows, columns] = scaled_matmul(a[rows], own_a[p, rows], b[columns], own_b[p])
     return product
 
 
@@ -378,7 +378,7 @@ def _same(copies: np.ndarray) -> bool:
     return bool((bits == bits[:1]).all())
 
 
-def _scaled_matmul(a: np.ndarray, scale_a: np.ndarray, b: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
+def scaled_matmul(a: np.ndarray, scale_a: np.ndarray, b: np.ndarray, scale_b: np.ndarray) -> np.ndarray:
     """a [m, K], scale_a [m, blocks], b [n, K], scale_b [n, blocks] -> [m, n] in float32."""
     wide = not (_in_safe_range(scale_a) and _in_safe_range(scale_b))
     dtype = np.float64 if wide else np.float32
