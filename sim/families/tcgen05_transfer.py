@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.sim.errors import UnsupportedInstruction
-from warpspec.sim.instruction import Imm, Instr, Mem
+from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Vec
 from warpspec.sim.machine import Machine
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import transfer
@@ -18,13 +18,14 @@ from warpspec.sim.tcgen05.transfer import TransferMap
 from warpspec.sim.warp import Warp
 
 POISONED = np.uint32(POISON)
+CANONICAL_NAN = np.uint32(0x7FFFFFFF)
 EARLY = 0.5  # chance that a tcgen05.ld or .st touches tensor memory when issued, not in the wait
 
 
 @dataclass(slots=True)
 class Transfer:
     """A tcgen05.ld or tcgen05.st between its issue and its wait. values: uint32[registers, 32], None if not
-    read."""
+    read. reduced: of tcgen05.ld.red, where the minimum or maximum goes and the opcode's parts."""
 
     registers: object
     lane: int
@@ -33,14 +34,17 @@ class Transfer:
     packed: bool
     mask: int
     values: np.ndarray | None
+    reduced: tuple[Operand, tuple[str, ...]] | None = None
 
 
 @lru_cache(maxsize=512)
 def transfer_form(parts: tuple[str, ...]) -> tuple[str, int, bool]:
     """(shape, repeat, packed)."""
-    if "red" in parts:
-        raise UnsupportedInstruction("tcgen05.ld.red needs sm_101a or sm_103a and is not supported")
     shape = next((p for p in parts if p in transfer.REGISTERS_PER_REPEAT), "")
+    if "red" in parts and (shape != "32x32b" or parts[-1] not in ("f32", "u32", "s32")):
+        raise UnsupportedInstruction(
+            f"`{'.'.join(parts)}`: of tcgen05.ld.red only .32x32b of .f32, .u32 and .s32"
+        )
     repeat = next((int(p[1:]) for p in parts if p[0] == "x" and p[1:].isdigit()), 1)
     return shape, repeat, "pack::16b" in parts or "unpack::16b" in parts
 
@@ -67,8 +71,10 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     When tensor memory is read is open until then or tcgen05.wait::ld: a kernel that lets others overwrite it
     without that wait reads what they wrote.
     """
-    registers, address = ins.operands[:2]
-    split = ins.operands[2] if len(ins.operands) > 2 else None
+    registers, *rest = ins.operands
+    reduced = (rest.pop(0), ins.parts) if "red" in ins.parts else None
+    address = rest[0]
+    split = rest[1] if len(rest) > 1 else None
     tmap, packed, lane, column = place(w, ins, address, split, mask)
     if m.order is not None:
         m.order.tensor_transfer(w, ins, transfer.cells(lane, column, tmap, packed), write=False)
@@ -76,8 +82,17 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     if m.rng.random() < EARLY:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
     w.write_vec(registers, POISONED, mask)
-    load = Transfer(registers, lane, column, tmap, packed, mask, values)
+    load = Transfer(registers, lane, column, tmap, packed, mask, values, reduced)
+    if reduced is not None:
+        w.set_u32(reduced[0], POISONED, mask)
+        registers = _joined(registers, reduced[0])
     w.in_flight(registers, lambda: finish_load(w, load))
+
+
+@lru_cache(maxsize=512)
+def _joined(registers: Operand, target: Operand) -> Vec:
+    """All registers that a tcgen05.ld.red writes."""
+    return Vec((*(registers.items if isinstance(registers, Vec) else (registers,)), target))
 
 
 def finish_load(w: Warp, load: Transfer) -> None:
@@ -86,6 +101,31 @@ def finish_load(w: Warp, load: Transfer) -> None:
     if values is None:
         values = transfer.load(w.cta.tmem, load.lane, load.column, load.map, load.packed)
     w.write_vec(load.registers, values, load.mask)
+    if load.reduced is not None:
+        target, parts = load.reduced
+        w.set_u32(target, reduction(values, parts), load.mask)
+
+
+def reduction(values: np.ndarray, parts: tuple[str, ...]) -> np.ndarray:
+    """tcgen05.ld.red: uint32[32], the minimum or maximum of what each thread loads, uint32[registers, 32].
+
+    .f32: -0 is less than +0. NaNs are left out, unless all values are NaN, or with .NaN one is: then a NaN. .abs takes
+    magnitudes.
+    """
+    is_max = "max" in parts
+    if parts[-1] != "f32":
+        typed = values.view(np.int32) if parts[-1] == "s32" else values
+        return (typed.max(axis=0) if is_max else typed.min(axis=0)).view(np.uint32)
+    bits = values & np.uint32(0x7FFFFFFF) if "abs" in parts else values
+    nan = np.isnan(bits.view(np.float32))
+    # As integers that sort as the floats do: negative ones in reverse.
+    keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+    keys = np.where(nan, np.uint32(0 if is_max else 0xFFFFFFFF), keys)
+    best = keys.max(axis=0) if is_max else keys.min(axis=0)
+    best = np.where(best >> 31, best & np.uint32(0x7FFFFFFF), ~best)
+    return np.where(nan.any(axis=0) if "NaN" in parts else nan.all(axis=0), CANONICAL_NAN, best).astype(
+        np.uint32
+    )
 
 
 @handler("tcgen05.wait::ld", family=Family.TCGEN05, destinations=0, collective=Collective.WARP)

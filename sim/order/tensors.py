@@ -60,8 +60,8 @@ class TensorAccesses(Synchronisation):
         w.cta.order.pair.allocated = self.generic(w, ins, True, together=True)
 
     def pair_freed(self, w, ins: Instr, peer) -> None:
-        """tcgen05.dealloc.cta_group::2 needs the pair's other CTA: its allocation over, and it must not have exited (seen
-        on a B300, github.com/NVIDIA/cutlass/issues/3435 and github.com/sgl-project/sglang/issues/32907)."""
+        """tcgen05.dealloc.cta_group::2 needs the pair's other CTA: its allocation over, and it must not have exited
+        (seen on a B300: github.com/NVIDIA/cutlass/issues/3435, github.com/sgl-project/sglang/issues/32907)."""
         other, access = peer.order.pair, self.generic(w, ins, True, together=True)
         if other.allocated is None or not self.known(other.allocated, w.order):
             first = "the peer has yet to allocate" if other.allocated is None else other.allocated.describe()

@@ -110,17 +110,32 @@ def test_block_scaling(kind, size, per_row, scale_type, types, ids):
 
 
 @pytest.mark.parametrize(
-    ("form", "ids", "error"),
+    ("form", "types", "ids", "error"),
     [
-        ("kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3", (1, 0, 0, 0), "byte-id 1"),
-        ("kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0", (0, 2, 0, 0), "thread-id 2"),
-        ("kind::mxf8f6f4.block_scale.scale_vec::2X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0", (0, 0, 0, 0), "scale_vec::2X"),
-        ("kind::mxf4.block_scale.scale_vec::2X.m16n8k64.row.col.f32.e4m3.e2m1.f32.ue8m0", (0, 0, 0, 0), "e4m3"),
-        ("kind::mxf4nvf4.block_scale.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3", (0, 0, 0, 0), "mxf4nvf4"),
-        ("sp::ordered_metadata.m16n8k32.row.col.f32.f16.f16.f32", (0, 0, 0, 0), "sparse"),
+        (
+            "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64",
+            "e2m1.e2m1.f32.ue4m3",
+            (1, 0, 0, 0),
+            "byte-id 1",
+        ),
+        (
+            "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32",
+            "e4m3.e4m3.f32.ue8m0",
+            (0, 2, 0, 0),
+            "thread-id 2",
+        ),
+        (
+            "kind::mxf8f6f4.block_scale.scale_vec::2X.m16n8k32",
+            "e4m3.e4m3.f32.ue8m0",
+            (0, 0, 0, 0),
+            "scale_vec::2X",
+        ),
+        ("kind::mxf4.block_scale.scale_vec::2X.m16n8k64", "e4m3.e2m1.f32.ue8m0", (0, 0, 0, 0), "e4m3"),
+        ("kind::mxf4nvf4.block_scale.m16n8k64", "e2m1.e2m1.f32.ue4m3", (0, 0, 0, 0), "mxf4nvf4"),
+        ("sp::ordered_metadata.m16n8k32", "f16.f16.f32", (0, 0, 0, 0), "sparse"),
     ],
-)  # fmt: skip
-def test_other_forms_are_refused(form, ids, error):
+)
+def test_other_forms_are_refused(form, types, ids, error):
     words, held = np.zeros((32, 8), np.uint32), np.zeros((32, 4), np.float32)
     with pytest.raises((sim.UnsupportedInstruction, sim.BadDescriptor), match=error):
-        run(f"mma.sync.aligned.{form}", words, held, ids)
+        run(f"mma.sync.aligned.{form}.row.col.f32.{types}", words, held, ids)
