@@ -51,7 +51,7 @@ def check_launch(
     ctas = cluster[0] * cluster[1] * cluster[2]
     for what, shape, limits in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
         if any(not 1 <= size <= limit for size, limit in zip(shape, limits, strict=True)):
-            refuse(f"{what} {shape}: 1 to {limits} are allowed")
+            refuse(f"{what} {shape}: at most {limits} are allowed, and at least 1")
     if min(cluster) < 1:
         refuse(f"cluster {cluster} has no CTA")
     if threads > MAX_THREADS:
