@@ -11,7 +11,7 @@ SPIN = 3000  # clocks that a CTA stays
 
 
 def gaps(case: Case, times: np.ndarray) -> dict[str, float]:
-    """Clocks between the end of one CTA and the start of the next on the same SM; how far apart the first ones start."""
+    """Clocks from the end of one CTA to the start of the next on its SM; how far apart the first CTAs start."""
     found = []
     for sm in np.unique(times[..., SM]):
         on_it = times[times[:, 0, SM] == sm]

@@ -3,7 +3,7 @@
     python scripts/microbench/run.py OUT.json [--only PREFIX] [--repeats 3]
     python scripts/microbench/run.py --list | --ptx FOLDER           # without a GPU
 
-Each kernel is PTX text of a few lines (`arithmetic.py`, `shared.py`, `synchronise.py`, `wgmma.py`, `memory.py`,
+Each kernel is PTX text of a few lines (`arithmetic.py`, `shared_memory.py`, `synchronise.py`, `wgmma.py`, `memory.py`,
 `launches.py`), timed by %clock64 inside. OUT.json: the GPU and, for each kernel, what it measures, every figure
 the median over the repeats (the first run only warms up).
 """
@@ -22,13 +22,13 @@ import arithmetic
 import launches
 import memory
 import numpy as np
-import shared
+import shared_memory
 import synchronise
 import wgmma
 from case import FIELDS, HEADER, Case
 from driver import CLOCK_RATE, L2_BYTES, MEMORY_CLOCK, SM_COUNT, Gpu, TensorMap
 
-SOURCES = (arithmetic, shared, synchronise, wgmma, memory, launches)
+SOURCES = (arithmetic, shared_memory, synchronise, wgmma, memory, launches)
 FLUSH_BYTES = 256 << 20
 EMPTY = HEADER + ".visible .entry empty() { ret; }\n"
 EMPTY_LAUNCHES = 400

@@ -16,7 +16,11 @@ ACCESSES = {
     "st32": ("st.shared.b32 [{a}+{o}], %f{i};", 4),
     "st64": ("st.shared.v2.b32 [{a}+{o}], {{%f{i}, %f{i1}}};", 8),
     "st128": ("st.shared.v4.b32 [{a}+{o}], {{%f{i}, %f{i1}, %f{i2}, %f{i3}}};", 16),
-    "ldmatrix4": ("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%f{i}, %f{i1}, %f{i2}, %f{i3}}}, [{a}+{o}]; xor.b32 %r58, %r58, %f{i};", 16),
+    "ldmatrix4": (
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%f{i}, %f{i1}, %f{i2}, %f{i3}}}, [{a}+{o}];"
+        "xor.b32 %r58, %r58, %f{i};",
+        16,
+    ),
     "stmatrix4": ("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{a}+{o}], {{%f{i}, %f{i1}, %f{i2}, %f{i3}}};", 16),
 }  # fmt: skip
 MIXES = {"ld128_shfl": ("ld128", "shfl"), "st128_ld128": ("st128", "ld128")}
@@ -33,7 +37,8 @@ def _line(access: str, number: int) -> str:
 
 def _setup(width: int) -> str:
     lines = [
-        f"mad.lo.s32 %r1, %lane, {width}, %s; sub.s32 %r3, %n, 1; and.b32 %r2, %warp, 15; mad.lo.s32 %r1, %r2, 2048, %r1;"
+        f"mad.lo.s32 %r1, %lane, {width}, %s; sub.s32 %r3, %n, 1;",
+        "and.b32 %r2, %warp, 15; mad.lo.s32 %r1, %r2, 2048, %r1;",
     ]
     lines += [f"mov.b32 %f{n}, %thread;" for n in (*range(64), *range(200, 208))] + ["mov.b32 %r58, 0;"]
     return "\n".join(lines)
