@@ -37,6 +37,9 @@ class Launch:
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
     starved: Starved | None = None  # what the schedule starves; None: it is uniformly random
     fuse: bool = True  # MMAs that are pending together may be summed together
+    recorder: object = (
+        None  # of a trace that is timed afterwards (clocks/record.py); None: nothing is recorded
+    )
 
     @property
     def threads(self) -> int:
@@ -72,6 +75,10 @@ class ClusterFactory:
         )
         self.capacity = max(1, launch.device.sms * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
+        recorder = launch.recorder
+        self.only = (
+            iter(recorder.order) if recorder is not None and recorder.alone else None
+        )  # clusters that run
         self._free_smem: list[np.ndarray] = []
         self._free_registers: list[RegisterMemory] = []
         self._free_tmem: list[np.ndarray] = []
@@ -86,7 +93,7 @@ class ClusterFactory:
 
     def cancel(self) -> Dim3 | None:
         """Take the next cluster that has not started off the grid (clusterlaunchcontrol); its first CTA's ctaid."""
-        if self.following >= self.total:
+        if self.following >= self.total or self.only is not None:
             return None
         at = unravel(self.following, self.clusters_shape)
         self.following += self.launch.share[1]
@@ -94,6 +101,9 @@ class ClusterFactory:
 
     def next(self, resident: int) -> Cluster | None:
         """The next cluster, or None if none is left or the device holds no more than are resident."""
+        if self.only is not None:
+            number = next(self.only, None) if resident < self.capacity else None
+            return None if number is None else self._make(number)
         if self.following >= self.total or resident >= self.capacity:
             return None
         number = self.following

@@ -78,6 +78,9 @@ class Machine:
         self.watch = SpinWatch(program)
         self.done = 0  # clusters finished
         self.on_cluster_done = None  # called with `done`
+        self.recorder = launch.recorder  # of what is timed afterwards; None: nothing is
+        if self.recorder is not None:
+            self.timeout_chance = 0.0
 
     # ---- services for instruction handlers --------------------------------------------------------------------
 
@@ -88,6 +91,8 @@ class Machine:
             self._unordered += 1
             key = ("unordered", self._unordered)
         op.origin = self.executing
+        if self.recorder is not None:
+            self.recorder.issued(op)
         self.progress += 1
         if op.origin is not None:
             op.origin[0].cta.pending += 1
@@ -191,6 +196,8 @@ class Machine:
         self.resident.append(cluster)
         if self.order is not None:
             self.order.admit(cluster)
+        if self.recorder is not None:
+            self.recorder.admit(cluster)
         for cta in cluster.ctas:
             self.ready.extend(cta.warps)
         return True
@@ -203,12 +210,18 @@ class Machine:
         self.clock += 1
         self.progress += 1
         self.executing = op.origin  # what it defers in turn belongs to the same instruction
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.step, stored = op.step, self.stats.tma_bytes_stored
         try:
             op.execute(self)
         except Exception as error:
             diagnosis.locate(self.program, error, *(op.origin or (None, None)))
             raise
         self.stats.completed(op, self.clock)
+        if recorder is not None:
+            recorder.moved(self.stats.tma_bytes_stored - stored)
+            recorder.step = None
         if not queue:
             del self.queues[key]
             self.queue_keys[position] = self.queue_keys[-1]
@@ -252,12 +265,15 @@ class Machine:
                 continue
             # Lanes that could meet this group on its way are looked for after every block.
             alone = single or w.alone(group)
-            budget = BLOCK_BUDGET if alone and not w.flying else 1
+            budget = BLOCK_BUDGET if alone and not w.flying and w.trace is None else 1
             steps -= 1
             if self._reads_clock:
                 w.ctx[Ctx.CLOCK] = self.clock
+            executed = w.executed[block] if w.trace is not None else 0
             answer = call(context, group.mask | block << START_BIT | budget << BUDGET_BIT)
             why, at = answer >> 32, answer & 0xFFFFFFFF
+            if w.trace is not None and w.executed[block] != executed:
+                self.recorder.native(w, block, group.mask)
             self.clock += 1
             group.block = at
             if self.order is not None and w.context[LOG_COUNT]:
@@ -268,7 +284,7 @@ class Machine:
             elif why == BUDGET:
                 if not single:
                     w.merge()
-                if budget > 1:
+                if budget > 1 or (w.trace is not None and not steps):
                     return True
             elif why == DIVERGED:
                 self.diverge(w, group, at)
@@ -391,6 +407,8 @@ class Machine:
             if ins.guard is not None:
                 allowed = w.pred(ins.guard)
                 mask &= ~allowed if ins.guard_negated else allowed
+            if w.trace is not None:
+                self.recorder.begin(w, group, ins, mask)
             if mask:
                 w.current = group
                 self.executing = (w, ins)
@@ -401,12 +419,18 @@ class Machine:
                 elif not row.no_effect:
                     wait = row.handler(self, w, ins, mask)
                     if wait is not None:
+                        if w.trace is not None and wait.resume_after:
+                            self.recorder.end(w, group)
+                        elif w.trace is not None:
+                            self.recorder.wait(group)
                         self.block(w, group, wait)
                         return False
                 group.timed_out = None
         except Exception as error:
             diagnosis.locate(self.program, error, w, ins, group.mask)
             raise
+        if w.trace is not None:
+            self.recorder.end(w, group)
         if not (mask and hooked):  # native code counts itself
             w.executed[block] += 1
         group.block = block + 1

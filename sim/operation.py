@@ -30,13 +30,14 @@ class Op:
     uses_shared: whether it still reads or writes shared memory, or signals an mbarrier there.
     """
 
-    __slots__ = ("origin", "queue", "text", "uses_shared")
+    __slots__ = ("origin", "queue", "step", "text", "uses_shared")
 
     def __init__(self, text: str = "", queue: Hashable | None = None):
         self.queue = queue
         self.text = text
         self.uses_shared = True
         self.origin = None  # (warp, instruction): who issued it; set by Machine.defer
+        self.step = None  # of the trace that is recorded, to which it belongs
 
     def execute(self, m) -> None:
         raise NotImplementedError

@@ -128,6 +128,9 @@ class LaunchReport:
     events: list[tuple] = field(repr=False, default_factory=list)
     function: str = ""  # what messages call the kernel: its function in the DSL
     findings: list = field(repr=False, default_factory=list)  # of the order checker, those not tolerated
+    trace: object = field(
+        repr=False, default=None
+    )  # what is timed (clocks/record.py); None: nothing was recorded
 
     @property
     def warp_instructions(self) -> int:

@@ -18,6 +18,8 @@ import numpy as np
 
 from warpspec.common.cubin import KernelResources
 from warpspec.sim import codegen, families, ptx
+from warpspec.sim.clocks.record import Recorder, active, chosen_clusters
+from warpspec.sim.clocks.trace import LaunchTrace
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError, SimError
@@ -189,6 +191,17 @@ def execute(
     shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and _independent(program) else 1
 
     registers = resources.registers if resources else None
+    recorder = None
+    if active() is not None:
+        static = program.tables.static_shared_end - SHARED_BASE_OFFSET
+        tensors = sum(a.nbytes for a in gmem.allocations if a is not buffer and a not in tables)
+        trace = LaunchTrace(
+            program, program.name, grid, block, cluster, static + dynamic_smem, registers, tensors, False
+        )
+        alone = _independent(program)
+        recorder = Recorder(trace, chosen_clusters(clusters, active().sample), alone)
+        trace.sampled = alone and len(recorder.clusters) < clusters
+        shares, clusters = 1, len(recorder.clusters) if alone else clusters
 
     def launch(share: int) -> Launch:
         return Launch(
@@ -204,6 +217,7 @@ def execute(
             (share, shares),
             starved(seed),
             fuse,
+            recorder,
         )
 
     try:
@@ -249,6 +263,7 @@ def execute(
         events=stats.events,
         function=program.name,
         findings=errors,
+        trace=None if recorder is None else recorder.trace,
     )
     if errors:
         raise OrderError(errors, program.name, report)

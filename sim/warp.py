@@ -171,6 +171,7 @@ class Warp:
         self.groups = [Group(0, self.alive)]
         self.current = self.groups[0]
         self.ready = True
+        self.trace: list | None = None  # where what it does is recorded (clocks/record.py)
         self.order = None  # its clock, where a checker of memory order keeps one
         self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
         self.diverged_turns = 0  # its last turns in a row in which lanes could run apart

@@ -113,6 +113,8 @@ def arrive(m: Machine, cta: Cta, offset: int, count: int = 1, drop: bool = False
 def _count_down(m: Machine, barrier: Mbarrier, count: int, drop: bool) -> None:
     if count > barrier.pending:
         raise BarrierFault(barrier.describe(f"{count} arrivals are more than are pending at the"))
+    if m.recorder is not None:
+        m.recorder.signal(barrier)
     barrier.pending -= count
     barrier.arrivals += count
     barrier.last = m.executing
@@ -143,6 +145,8 @@ def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int, *, op=None) -> N
     barrier = lookup(cta, offset)
     if op is not None:
         m.order.arrive_op(op, barrier)
+    if m.recorder is not None:
+        m.recorder.signal(barrier, nbytes)
     barrier.tx -= nbytes
     m.progress += 1
     _complete_if_done(m, barrier)

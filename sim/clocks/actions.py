@@ -1,0 +1,167 @@
+"""What a system instruction does in a replay: its kind, how long it holds its warp, what it takes of a unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from warpspec.sim.clocks.constants import Chip
+from warpspec.sim.clocks.costs import memory_bytes
+from warpspec.sim.families.wgmma import K as WGMMA_K
+from warpspec.sim.families.wgmma import M as WGMMA_M
+from warpspec.sim.instruction import Imm, Instr, Vec
+from warpspec.sim.tcgen05 import transfer
+
+WARP = 32
+WIDE_TYPES = ("f16", "bf16")  # of 16 bits; tf32 takes twice their time, 8-bit ones half
+ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+
+
+class Kind(Enum):
+    """How a replay treats an instruction."""
+
+    PLAIN = auto()  # it only takes time
+    SIGNAL = auto()  # contributes to events
+    BARRIER = auto()  # contributes to an event and, unless it only arrives, waits for it
+    WAIT = auto()  # for an mbarrier
+    WGMMA = auto()
+    WGMMA_COMMIT = auto()
+    WGMMA_WAIT = auto()
+    LOAD = auto()  # by TMA
+    STORE = auto()
+    STORE_COMMIT = auto()
+    STORE_WAIT = auto()
+    COPY = auto()  # cp.async
+    COPY_COMMIT = auto()
+    COPY_WAIT = auto()
+    TENSOR_MMA = auto()
+    TENSOR_COMMIT = auto()
+    TENSOR_COPY = auto()
+    TENSOR_TRANSFER = auto()
+    TENSOR_WAIT = auto()
+    MEMORY = auto()  # global memory, by lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """kind; issue: clocks that the warp spends; latency: until others see it; busy: of its unit; shared: clocks of
+    shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes back."""
+
+    kind: Kind
+    issue: float = 1.0
+    latency: float = 0.0
+    busy: float = 0.0
+    shared: float = 0.0
+    count: int = 0
+    reads: bool = False
+
+
+def action_of(ins: Instr, chip: Chip) -> Action:
+    """What an instruction does; PLAIN, with the issue time of any, where nothing else is known."""
+    parts = ins.parts
+    family = parts[0]
+    find = {
+        "mbarrier": _mbarrier,
+        "bar": _barrier,
+        "barrier": _barrier,
+        "wgmma": _wgmma,
+        "cp": _copy,
+        "tcgen05": _tcgen05,
+    }.get(family)
+    if find is not None:
+        return find(ins, chip)
+    if family in ("atom", "red", "ld", "st") and not any(part.startswith("shared") for part in parts):
+        return Action(Kind.MEMORY, 4.0, count=memory_bytes(ins), reads=family in ("atom", "ld"))
+    if family in ("ldmatrix", "stmatrix"):
+        count = next((int(part[1:]) for part in parts if part[0] == "x" and part[1:].isdigit()), 1)
+        clocks = count * WARP * 4 / chip.clocks("shared_bytes")
+        return Action(Kind.PLAIN, 2 * clocks, shared=clocks)
+    if family == "mma":
+        return Action(Kind.PLAIN, chip.clocks("mma_sync"))
+    if family == "fence":
+        return Action(Kind.PLAIN, chip.clocks("fence"))
+    if family == "setmaxnreg":
+        return Action(Kind.PLAIN, chip.clocks("setmaxnreg"))
+    return Action(Kind.PLAIN, 2.0)
+
+
+def _last_number(ins: Instr) -> int:
+    last = ins.operands[-1] if ins.operands else None
+    return last.value if isinstance(last, Imm) else 0
+
+
+def _mbarrier(ins: Instr, chip: Chip) -> Action:
+    what = ins.parts[1]
+    if what in ("try_wait", "test_wait"):
+        return Action(Kind.WAIT, chip.clocks("wait_issue"), chip.clocks("wait_passed"))
+    if what in ("arrive", "arrive_drop", "complete_tx"):
+        return Action(Kind.SIGNAL, chip.clocks("arrive_issue"), chip.clocks("arrive_latency"))
+    return Action(Kind.PLAIN, 2.0)
+
+
+def _barrier(ins: Instr, chip: Chip) -> Action:
+    if "warp" in ins.parts:
+        return Action(Kind.PLAIN, chip.clocks("warp_sync"))
+    latency = chip.clocks("cluster_barrier" if "cluster" in ins.parts else "barrier_latency")
+    return Action(Kind.BARRIER, 2.0, latency)
+
+
+def _wgmma(ins: Instr, chip: Chip) -> Action:
+    parts = ins.parts
+    if "commit_group" in parts:
+        return Action(Kind.WGMMA_COMMIT)
+    if "wait_group" in parts:
+        return Action(Kind.WGMMA_WAIT, count=_last_number(ins))
+    if "mma_async" not in parts:
+        return Action(Kind.PLAIN, chip.clocks("wgmma_fence"))
+    shape = next(part for part in parts if part.startswith("m64n"))
+    n = int(shape.removeprefix("m64n").split("k")[0])
+    kind = next(part for part in reversed(parts) if part in WGMMA_K)
+    registers = isinstance(ins.operands[1], Vec)
+    return Action(Kind.WGMMA, chip.clocks("wgmma_issue"), busy=wgmma_clocks(chip, n, kind, registers))
+
+
+def wgmma_clocks(chip: Chip, n: int, kind: str, registers: bool) -> float:
+    """Clocks between wgmmas in a row: multiplying, or reading operands from shared memory, whichever is longer."""
+    k, nbytes = WGMMA_K[kind], ELEMENT_BYTES[kind]
+    multiplying = 2 * WGMMA_M * n * k / (chip.clocks("mma_flops") * 2 / nbytes)
+    reading = (n + (0 if registers else WGMMA_M)) * k * nbytes / chip.clocks("wgmma_bytes")
+    return max(multiplying, reading, chip.clocks("wgmma_least_registers" if registers else "wgmma_least"))
+
+
+def _copy(ins: Instr, chip: Chip) -> Action:
+    parts = ins.parts
+    if "bulk" in parts:
+        if "commit_group" in parts:
+            return Action(Kind.STORE_COMMIT)
+        if "wait_group" in parts:
+            return Action(Kind.STORE_WAIT, count=_last_number(ins), reads="read" in parts)
+        if "prefetch" in parts:
+            return Action(Kind.PLAIN, chip.clocks("tma_issue"))
+        completes = any(part.startswith("mbarrier::complete_tx") for part in parts)
+        return Action(Kind.LOAD if completes else Kind.STORE, chip.clocks("tma_issue"))
+    if "commit_group" in parts:
+        return Action(Kind.COPY_COMMIT)
+    if "wait_group" in parts or "wait_all" in parts:
+        return Action(Kind.COPY_WAIT, count=_last_number(ins) if "wait_group" in parts else 0)
+    if "mbarrier" in parts:
+        return Action(Kind.SIGNAL, chip.clocks("arrive_issue"), chip.clocks("arrive_latency"))
+    return Action(Kind.COPY, 4.0)
+
+
+def _tcgen05(ins: Instr, chip: Chip) -> Action:
+    what = ins.parts[1]
+    if what == "mma":
+        return Action(Kind.TENSOR_MMA, chip.clocks("mma_issue"))
+    if what == "commit":
+        return Action(Kind.TENSOR_COMMIT, chip.clocks("mma_issue"))
+    if what == "cp":
+        return Action(Kind.TENSOR_COPY, chip.clocks("mma_issue"), count=128)
+    if what in ("ld", "st"):
+        shape = next((part for part in ins.parts if part in transfer.REGISTERS_PER_REPEAT), "")
+        repeat = next((int(part[1:]) for part in ins.parts if part[0] == "x" and part[1:].isdigit()), 1)
+        registers = transfer.REGISTERS_PER_REPEAT.get(shape, 1) * repeat
+        return Action(Kind.TENSOR_TRANSFER, 2.0, count=registers * WARP * 4, reads=what == "ld")
+    if what.startswith("wait"):
+        return Action(Kind.TENSOR_WAIT)
+    return Action(Kind.PLAIN, 2.0)

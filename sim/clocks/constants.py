@@ -1,0 +1,68 @@
+"""Constants of the timing model, a table a chip: value, unit, where it comes from, how sure it is.
+
+Clocks are those of the SM. HIGH: measured directly, by us or by several others. MEDIUM, LOW: by one source, or
+inferred; a prediction is also made with these 20% lower and higher, and the result is the interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+VARIED = 0.2  # by which constants that are not sure are varied
+
+
+class Confidence(StrEnum):
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+HIGH, MEDIUM, LOW = Confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """value in the table's unit; source: who measured it, or how it follows."""
+
+    value: float
+    source: str
+    confidence: Confidence
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU of the model. sms: that kernels run on. ghz: of the SM under load. table: constants by name."""
+
+    name: str
+    target: str
+    sms: int
+    ghz: float
+    l2_bytes: int
+    table: dict[str, Constant]
+
+    def clocks(self, name: str) -> float:
+        """The value of a constant."""
+        return self.table[name].value
+
+    def varied(self, factor: float) -> Chip:
+        """The chip with every constant that is not sure slower (factor above 1) or faster by that factor."""
+        table = {
+            name: c if c.confidence is HIGH else replace(c, value=_slower(name, c.value, factor))
+            for name, c in self.table.items()
+        }
+        return replace(self, table=table)
+
+    def with_constants(self, **values: float) -> Chip:
+        """The chip with other values of some constants, for what-if questions; KeyError for an unknown name."""
+        table = {**self.table}
+        for name, value in values.items():
+            table[name] = replace(table[name], value=value, source="asked for")
+        return replace(self, table=table)
+
+
+RATES = ("shared_bytes", "tma_bytes", "l2_bytes", "hbm_gb", "tmem_load_bytes", "tmem_store_bytes")
+
+
+def _slower(name: str, value: float, factor: float) -> float:
+    return value / factor if name in RATES else value * factor

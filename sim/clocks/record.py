@@ -1,0 +1,216 @@
+"""Records the trace of a functional run, from which `replay` predicts its time.
+
+`with recording():` makes every launch of the runs inside keep a trace of some of its clusters (`sample` of them,
+spread evenly over the grid). Where clusters cannot see each other, the others do not run at all: their results are
+missing, which is the price of predicting a large grid in seconds. `recording(sample=None)` runs and records all.
+
+The machine calls a `Recorder` at every block and system instruction of a recorded warp, when asynchronous work is
+issued and takes effect, and when something arrives at an mbarrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
+from warpspec.sim.instruction import Instr, Mem
+from warpspec.sim.lanes import FULL_MASK
+from warpspec.sim.tcgen05 import instruction_descriptor
+
+SAMPLE = 6  # clusters recorded of a launch
+RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # of a shared::cluster address
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What `recording` asks for."""
+
+    sample: int | None
+
+
+_active: Recording | None = None
+
+
+def active() -> Recording | None:
+    """What runs of now are to record; None: nothing."""
+    return _active
+
+
+@contextmanager
+def recording(sample: int | None = SAMPLE) -> Iterator[None]:
+    """Runs inside keep traces, so that their report has `clocks`.
+
+    sample: how many clusters of each launch are recorded (and, where clusters are independent, executed); None: all.
+    ValueError unless it is None or a positive int.
+    """
+    global _active
+    if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int) or sample < 1):
+        raise ValueError(f"sample is {sample!r}; a positive int or None is needed")
+    before, _active = _active, Recording(sample)
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def chosen_clusters(total: int, sample: int | None) -> list[int]:
+    """Numbers of the clusters to record: the first, the last and others evenly between."""
+    if sample is None or total <= sample:
+        return list(range(total))
+    if sample == 1:
+        return [0]
+    return sorted({round(i * (total - 1) / (sample - 1)) for i in range(sample)})
+
+
+class Recorder:
+    """Traces one launch. alone: whether clusters that are not recorded need not run."""
+
+    def __init__(self, trace: LaunchTrace, clusters: Sequence[int], alone: bool):
+        self.trace = trace
+        self.clusters = frozenset(clusters)
+        self.order = list(clusters)
+        self.alone = alone
+        self.step: Step | None = None  # of the instruction or asynchronous operation that executes now
+        self._open: dict[object, Step] = {}  # steps of lanes that wait
+        self._events: dict[tuple[object, int], int] = {}
+        self._moved: set[tuple] = set()
+
+    # ---- called by the machine ---------------------------------------------------------------------------------
+
+    def admit(self, cluster) -> None:
+        """A cluster becomes resident: its warps get a trace if it is one of those to record."""
+        if cluster.number not in self.clusters:
+            return
+        for cta in cluster.ctas:
+            one = CtaTrace(cta.number, cta.coords, cluster.number, cta.rank)
+            for w in cta.warps:
+                w.trace = []
+                one.warps.append(w.trace)
+            self.trace.ctas.append(one)
+
+    def native(self, w, block: int, mask: int) -> None:
+        """A warp has executed a block of native code."""
+        w.trace.append(block if mask == FULL_MASK else (block, mask))
+
+    def begin(self, w, group, ins: Instr, mask: int) -> None:
+        """A warp is about to execute a system instruction, maybe for another time, after it has waited."""
+        step = self._open.get(group)
+        if step is None:
+            step = Step(ins, mask.bit_count())
+            if mask:
+                self._describe(step, w, ins, mask)
+        self.step = step
+
+    def end(self, w, group) -> None:
+        """It has executed it, or only waits for what comes behind it."""
+        step, self.step = self.step, None
+        self._open.pop(group, None)
+        if step.waits is None and step.lanes:
+            self._find_wait(step, w)
+        w.trace.append(step)
+
+    def wait(self, group) -> None:
+        """The instruction waits and will be executed again."""
+        self._open[group] = self.step
+        self.step = None
+
+    def issued(self, op) -> None:
+        """Asynchronous work was issued, by an instruction or by other such work."""
+        op.step = self.step
+
+    def signal(self, barrier, nbytes: int = 0) -> None:
+        """The instruction or operation that executes now contributes to the current phase of an mbarrier."""
+        if self.step is not None:
+            self._contribute(barrier, barrier.phase)
+            self.step.nbytes += nbytes
+
+    def moved(self, nbytes: int) -> None:
+        """The operation that executes now has written global memory."""
+        if self.step is not None:
+            self.step.nbytes += nbytes
+
+    # ---- what steps are about ----------------------------------------------------------------------------------
+
+    def _contribute(self, what: object, phase: int) -> int:
+        event = self._event(what, phase)
+        self.step.signals.append(event)
+        self.trace.contributions[event] += 1
+        return event
+
+    def _event(self, what: object, phase: int) -> int:
+        event = self._events.get((what, phase))
+        if event is None:
+            event = self._events[what, phase] = len(self.trace.contributions)
+            self.trace.contributions.append(0)
+        return event
+
+    def _describe(self, step: Step, w, ins: Instr, mask: int) -> None:
+        parts = ins.parts
+        self.step = step
+        if parts[0] in ("bar", "barrier"):
+            self._barrier(step, w, ins, mask)
+        elif parts[0] == "cp" and "tensor" in parts:
+            memory = (
+                ins.operands[0]
+                if type(ins.operands[0]) is Mem and ins.operands[0].coords
+                else ins.operands[1]
+            )
+            lane = mask & -mask
+            coords = tuple(w.scalar(item, lane) & 0xFFFFFFFF for item in memory.coords or ())
+            self._touch(step, (w.address_scalar(memory, lane), coords))
+        elif parts[:2] == ("cp", "async") and parts[2] in ("ca", "cg"):
+            lane = mask & -mask
+            self._touch(step, (w.address_scalar(ins.operands[1], lane),))
+            step.nbytes = w.scalar(ins.operands[2], mask) * step.lanes
+        elif parts[:3] == ("cp", "async", "bulk") and len(ins.operands) > 2:
+            lane = mask & -mask
+            self._touch(step, (w.address_scalar(ins.operands[1], lane),))
+        elif parts[:2] == ("tcgen05", "mma"):
+            self._tensor_mma(step, w, ins, mask)
+
+    def _touch(self, step: Step, key: tuple) -> None:
+        step.fresh = key not in self._moved
+        self._moved.add(key)
+
+    def _barrier(self, step: Step, w, ins: Instr, mask: int) -> None:
+        parts = ins.parts
+        if "warp" in parts:
+            return
+        if "cluster" in parts:
+            state = w.cta.cluster
+            phase = 0 if state.barrier is None else state.barrier.phase
+            if "arrive" in parts:
+                self._contribute(state, phase)
+            else:
+                arrived = w.state.get("cluster_arrived")
+                step.waits = None if arrived is None else self._event(state, arrived)
+            return
+        first = 1 if "red" in parts else 0
+        number = w.scalar(ins.operands[first], mask)
+        barrier = w.cta.named_barriers.get(number)
+        event = self._contribute((w.cta, number), 0 if barrier is None else barrier.generation)
+        if "arrive" not in parts:
+            step.waits = event
+
+    def _tensor_mma(self, step: Step, w, ins: Instr, mask: int) -> None:
+        kind = next((part[len("kind::") :] for part in ins.parts if part.startswith("kind::")), "")
+        group = 2 if "cta_group::2" in ins.parts else 1
+        bits = w.scalar(ins.operands[3], mask & -mask) & 0xFFFFFFFF
+        found = instruction_descriptor.decode(bits, kind, group, "ws" in ins.parts)
+        step.about = (found.m, found.n, kind, group, type(ins.operands[1]) is Mem)
+
+    def _find_wait(self, step: Step, w) -> None:
+        """The event that an mbarrier.try_wait or test_wait has waited for: the last phase that is complete."""
+        parts = step.ins.parts
+        if parts[0] != "mbarrier" or parts[1] not in ("try_wait", "test_wait"):
+            return
+        if not w.pred(step.ins.operands[0]):
+            return
+        mask = w.current.mask
+        address = w.address_scalar(step.ins.operands[1], mask & -mask) & 0xFFFFFFFF
+        cta = w.cta.cluster.ctas[address >> RANK_SHIFT & 0xFF]
+        barrier = cta.mbarriers.get(address & OFFSET_MASK)
+        if barrier is not None and barrier.phase:
+            step.waits = self._events.get((barrier, barrier.phase - 1))

@@ -1,0 +1,344 @@
+"""Replays traces on a model of one SM, or of the SMs of a cluster, in clocks.
+
+Warps run their blocks side by side: what runs on one scheduler shares its issue slot and pipes, what runs on one SM
+its shared memory, and everybody slows down where a pipe would be more than full (`pool`). Asynchronous units are
+servers: the tensor core of each scheduler in order of issue, the TMA engine and the SM's share of L2 and HBM. A warp
+waits where its trace says that it waited: for events, for groups of its own asynchronous work, for loads.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from warpspec.sim.clocks.actions import Action, Kind, action_of
+from warpspec.sim.clocks.blocks import BlockCost, block_cost
+from warpspec.sim.clocks.constants import Chip
+from warpspec.sim.clocks.costs import PIPES, Pipe
+from warpspec.sim.clocks.pool import Pool
+from warpspec.sim.clocks.servers import Sm
+from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
+
+WARP = 32
+FLUSH = 12.0  # clocks of native code that may be left to a later wait without moving what is issued between
+LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that what runs beside it is seen
+TAIL = "end"
+
+
+@dataclass(slots=True)
+class Span:
+    """What a warp did from start to end. unit: what it waited for, or "run". cause: who released it.
+
+    cause: (unit that worked, number of the warp that issued its work, time of issue), or None.
+    """
+
+    start: float
+    end: float
+    unit: str
+    cause: tuple[str, int, float] | None = None
+
+
+@dataclass(slots=True)
+class Event:
+    """The end of a barrier's phase: contributions missing, when the last came and whose it was, who waits."""
+
+    missing: int
+    time: float = 0.0
+    cause: tuple[str, int, float] | None = None
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Result:
+    """clocks: until the last warp has ended. ends: when each CTA has. busy: clocks of each unit of the first SM."""
+
+    clocks: float
+    ends: list[float]
+    busy: dict[str, float]
+    spans: list[list[Span]]
+    warps: list[tuple[int, int]]  # (number of the CTA as given, warp) of each list of spans
+    bytes_moved: float
+
+
+class Replay:
+    """CTAs that are resident together. ctas: (trace, SM) of each. fresh_share: of the bytes that come from HBM."""
+
+    def __init__(
+        self,
+        trace: LaunchTrace,
+        ctas: list[tuple[CtaTrace, int]],
+        chip: Chip,
+        *,
+        fresh_share: float = 1.0,
+        keep_spans: bool = True,
+        cold: bool = True,
+        costs: dict[int, BlockCost] | None = None,
+        active_share: float = 1.0,
+    ):
+        self.trace, self.ctas, self.chip = trace, ctas, chip
+        self.costs = {} if costs is None else costs
+        self.actions: dict[int, Action] = {}
+        self.sms = [Sm(chip, fresh_share, cold, active_share) for _ in range(1 + max(sm for _, sm in ctas))]
+        self.pool = Pool(len(self.sms))
+        self.events: dict[tuple[int, int], Event] = {}
+        self.queue: list[tuple[float, int, int, object]] = []
+        self._order = 0
+        self.now = 0.0
+        self.keep_spans = keep_spans
+        self.spans: list[list[Span]] = []
+        self.warps: list[tuple[int, int]] = []
+        self.copies: list[int] = []  # of each CTA: which copy of its cluster's events it sees
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Replay until every warp has ended."""
+        programs: list[Iterator] = []
+        seen: dict[tuple[int, int], int] = {}
+        for number, (cta, sm) in enumerate(self.ctas):
+            copy = seen.setdefault((cta.cluster, cta.rank), 0)
+            seen[cta.cluster, cta.rank] += 1
+            for index, entries in enumerate(cta.warps):
+                warp = len(programs)
+                self.warps.append((number, index))
+                self.spans.append([])
+                programs.append(self._warp(warp, entries, sm, index % 4, copy))
+        ends = [0.0] * len(self.ctas)
+        for warp in range(len(programs)):
+            self._push(0.0, "resume", warp)
+        pool, queue = self.pool, self.queue
+        while True:
+            soonest = pool.next_end()
+            if queue and (soonest is None or queue[0][0] <= soonest):
+                self.now, _, what, argument = heapq.heappop(queue)
+            elif soonest is not None:
+                self.now, what, argument = soonest, "resume", pool.take(soonest)
+            else:
+                break
+            if what == "signal":
+                self._signal(*argument)
+                continue
+            warp = argument
+            request = next(programs[warp], None)
+            if request is None:
+                ends[self.warps[warp][0]] = max(ends[self.warps[warp][0]], self.now)
+            elif type(request) is float:
+                self._push(request, "resume", warp)
+            elif type(request) is Event:
+                request.waiting.append(warp)
+            else:
+                sm, scheduler, alone, demand = request
+                pool.add(self.now, warp, sm, scheduler, alone, demand)
+        stuck = [w for w in range(len(programs)) if programs[w].gi_frame is not None]
+        if stuck:
+            raise RuntimeError(f"{len(stuck)} warps never end in the replay of {self.trace.kernel}")
+        busy = {
+            name: clocks
+            for name, clocks in zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=True)
+        }
+        for name in ("issue", "fma", "alu", "mufu"):
+            busy[name] /= 4
+        busy |= self.sms[0].busy()
+        return Result(max(ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
+
+    def _push(self, time: float, what: str, argument: object) -> None:
+        self._order += 1
+        heapq.heappush(self.queue, (time, self._order, what, argument))
+
+    def _event(self, number: int, copy: int) -> Event:
+        event = self.events.get((number, copy))
+        if event is None:
+            event = self.events[number, copy] = Event(self.trace.contributions[number])
+        return event
+
+    def _signal(self, event: Event, cause: tuple[str, int, float]) -> None:
+        event.missing -= 1
+        if self.now >= event.time:
+            event.time, event.cause = self.now, cause
+        if event.missing == 0:
+            for warp in event.waiting:
+                self._push(self.now, "resume", warp)
+            event.waiting.clear()
+
+    # ---- one warp ----------------------------------------------------------------------------------------------
+
+    def _action(self, step: Step) -> Action:
+        action = self.actions.get(step.ins.index)
+        if action is None:
+            action = self.actions[step.ins.index] = action_of(step.ins, self.chip)
+        return action
+
+    def _cost(self, index: int) -> BlockCost:
+        cost = self.costs.get(index)
+        if cost is None:
+            cost = self.costs[index] = block_cost(self.trace.program, index, self.chip)
+        return cost
+
+    def _warp(self, warp: int, entries: list, sm: int, scheduler: int, copy: int) -> Iterator:
+        """A warp's life: yields a time to sleep until, an event to wait for, or native code to run."""
+        chip, server = self.chip, self.sms[sm]
+        branch = chip.clocks("branch")
+        alone, demand = 0.0, [0.0] * PIPES
+        pending: list[tuple[int, float]] = []  # (registers, when loads fill them)
+        wgmma: list[float] = []  # when committed groups are done
+        opened = 0.0  # when the uncommitted one is
+        bulk: list[tuple[float, float]] = []  # (source read, all done) of committed groups
+        bulk_open = (0.0, 0.0)
+        copies: list[float] = []
+        copies_open = 0.0
+        tensor_memory = 0.0
+        previous = -2
+        for entry in entries:
+            if type(entry) is not Step:
+                index, lanes = (entry, WARP) if type(entry) is int else (entry[0], entry[1].bit_count())
+                cost = self.costs.get(index) or self._cost(index)
+                if index != previous + 1 and previous >= 0:
+                    alone += branch
+                previous = index
+                if pending:
+                    until = max((time for bits, time in pending if bits & cost.uses), default=0.0)
+                    if until > self.now:
+                        if alone:
+                            yield from self._run(warp, sm, scheduler, alone, demand)
+                            alone, demand = 0.0, [0.0] * PIPES
+                        if until > self.now:
+                            yield from self._sleep(warp, until, "memory", ("memory", warp, self.now))
+                        pending = [one for one in pending if one[1] > self.now]
+                done = 0.0
+                for number, part in enumerate(cost.parts):
+                    if number and done > self.now:
+                        if alone:
+                            yield from self._run(warp, sm, scheduler, alone, demand)
+                            alone, demand = 0.0, [0.0] * PIPES
+                        if done > self.now:
+                            yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
+                    if part.loads or part.stores:
+                        if alone > FLUSH:
+                            yield from self._run(warp, sm, scheduler, alone, demand)
+                            alone, demand = 0.0, [0.0] * PIPES
+                        if part.loads:
+                            done = server.load(self.now + alone, part.loads * lanes, part.load_count)
+                        if part.stores:
+                            server.store(self.now + alone, part.stores * lanes)
+                    alone += part.alone
+                    for pipe in range(PIPES):
+                        demand[pipe] += part.demand[pipe]
+                if cost.filled:
+                    pending.append((cost.filled, done))
+                if alone > LONGEST_RUN:
+                    yield from self._run(warp, sm, scheduler, alone, demand)
+                    alone, demand = 0.0, [0.0] * PIPES
+                continue
+            previous = -2 if previous < 0 else previous + 1
+            action = self._action(entry)
+            kind = action.kind
+            alone += action.issue
+            demand[Pipe.ISSUE] += min(action.issue, 1.0)
+            if kind is Kind.PLAIN or not entry.lanes:
+                continue
+            if alone > FLUSH or (kind in WAITS and alone):
+                yield from self._run(warp, sm, scheduler, alone, demand)
+                alone, demand = 0.0, [0.0] * PIPES
+            at = self.now + alone
+            if kind is Kind.SIGNAL or kind is Kind.BARRIER:
+                for number in entry.signals:
+                    event = self._event(number, copy)
+                    self._push(at + action.latency, "signal", (event, ("run", warp, at)))
+                if kind is Kind.BARRIER and entry.waits is not None:
+                    yield from self._wait(warp, self._event(entry.waits, copy), "barrier")
+            elif kind is Kind.WAIT:
+                if entry.waits is not None:
+                    yield from self._wait(warp, self._event(entry.waits, copy), "mbarrier")
+                alone += action.latency
+            elif kind is Kind.WGMMA:
+                opened = server.mma(scheduler, at, action.busy, action.shared)
+            elif kind is Kind.WGMMA_COMMIT:
+                wgmma.append(opened + chip.clocks("wgmma_tail"))
+            elif kind is Kind.WGMMA_WAIT:
+                done = max(wgmma[: len(wgmma) - action.count], default=0.0)
+                del wgmma[: max(0, len(wgmma) - action.count)]
+                if done > self.now:
+                    yield from self._sleep(warp, done, "tensor", ("tensor", warp, self.now))
+            elif kind is Kind.LOAD:
+                done = server.tma_load(at, entry.nbytes, entry.fresh)
+                for number in entry.signals:
+                    self._push(done, "signal", (self._event(number, copy), ("tma", warp, at)))
+            elif kind is Kind.STORE:
+                read, written = server.tma_store(at, entry.nbytes)
+                bulk_open = max(bulk_open[0], read), max(bulk_open[1], written)
+                for number in entry.signals:
+                    self._push(written, "signal", (self._event(number, copy), ("tma", warp, at)))
+            elif kind is Kind.STORE_COMMIT:
+                bulk.append(bulk_open)
+                bulk_open = (0.0, 0.0)
+            elif kind is Kind.STORE_WAIT:
+                which = 0 if action.reads else 1
+                done = max((one[which] for one in bulk[: len(bulk) - action.count]), default=0.0)
+                if done > self.now:
+                    yield from self._sleep(warp, done, "store", ("tma", warp, self.now))
+            elif kind is Kind.COPY:
+                done = server.load(at, entry.nbytes, 1)
+                copies_open = max(copies_open, done)
+                for number in entry.signals:
+                    self._push(done, "signal", (self._event(number, copy), ("memory", warp, at)))
+            elif kind is Kind.COPY_COMMIT:
+                copies.append(copies_open)
+                copies_open = 0.0
+            elif kind is Kind.COPY_WAIT:
+                done = max(copies[: len(copies) - action.count], default=0.0)
+                del copies[: max(0, len(copies) - action.count)]
+                if done > self.now:
+                    yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
+            elif kind is Kind.TENSOR_MMA:
+                server.tensor_mma(at, entry.about, entry.lanes)
+            elif kind is Kind.TENSOR_COMMIT:
+                done = server.tensor_commit(at)
+                for number in entry.signals:
+                    self._push(done, "signal", (self._event(number, copy), ("tensor", warp, at)))
+            elif kind is Kind.TENSOR_COPY:
+                server.tensor_copy(at, action.count)
+            elif kind is Kind.TENSOR_TRANSFER:
+                tensor_memory = max(
+                    tensor_memory, server.tensor_transfer(scheduler, at, action.count, action.reads)
+                )
+            elif kind is Kind.TENSOR_WAIT:
+                if tensor_memory > self.now:
+                    yield from self._sleep(
+                        warp, tensor_memory, "tensor memory", ("tensor memory", warp, self.now)
+                    )
+            elif kind is Kind.MEMORY:
+                done = server.load(at, action.count * entry.lanes, 1)
+                if action.reads and done > self.now:
+                    yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
+        if alone:
+            yield from self._run(warp, sm, scheduler, alone, demand)
+
+    def _run(self, warp: int, sm: int, scheduler: int, alone: float, demand: list[float]) -> Iterator:
+        start = self.now
+        yield sm, scheduler, alone, demand
+        if self.keep_spans:
+            self.spans[warp].append(Span(start, self.now, "run"))
+
+    def _sleep(self, warp: int, until: float, unit: str, cause: tuple[str, int, float]) -> Iterator:
+        start = self.now
+        yield float(until)
+        if self.keep_spans:
+            self.spans[warp].append(Span(start, self.now, unit, cause))
+
+    def _wait(self, warp: int, event: Event, unit: str) -> Iterator:
+        if event.missing > 0:
+            start = self.now
+            yield event
+            if self.keep_spans:
+                self.spans[warp].append(Span(start, self.now, unit, event.cause))
+
+
+WAITS = {
+    Kind.BARRIER,
+    Kind.WAIT,
+    Kind.WGMMA_WAIT,
+    Kind.STORE_WAIT,
+    Kind.COPY_WAIT,
+    Kind.TENSOR_WAIT,
+}

@@ -1,0 +1,140 @@
+"""The asynchronous units of an SM: tensor cores, TMA, its share of L2 and HBM, tensor memory."""
+
+from __future__ import annotations
+
+from warpspec.sim.clocks.constants import Chip
+
+SCHEDULERS = 4
+LINE = 128  # bytes
+MMA_COLUMNS = (64, 128, 256)  # widths of N of which the table has the time of a tcgen05.mma
+
+
+class Sm:
+    """The servers of one SM. Every method takes the time of issue and returns when the work is done.
+
+    fresh_share: of all bytes read, what part comes from HBM. cold: whether data that is new to the trace does so with
+    HBM's latency. active_share: of all SMs, what part runs and shares L2 and HBM.
+    """
+
+    def __init__(self, chip: Chip, fresh_share: float, cold: bool, active_share: float):
+        self.chip = chip
+        sharing = max(1.0, chip.sms * active_share)
+        self.hbm_rate = chip.clocks("hbm_gb") / chip.ghz / sharing
+        self.l2_rate = min(chip.clocks("l2_bytes") / sharing, chip.clocks("tma_bytes"))
+        self.fresh_share, self.cold = fresh_share, cold
+        self.tensor_free = [0.0] * SCHEDULERS
+        self.tensor_used = [0.0] * SCHEDULERS
+        self.tma_free = self.l2_free = self.hbm_free = 0.0
+        self.tma_used = self.l2_used = self.hbm_used = 0.0
+        self.transfer_free = [0.0] * SCHEDULERS
+        self.transfer_used = 0.0
+        self.queue_free = 0.0  # of tcgen05
+        self.queue_used = 0.0
+        self.queue_tail = 0.0
+        self.bytes_moved = 0.0
+
+    def busy(self) -> dict[str, float]:
+        """Clocks that each unit has worked."""
+        return {
+            "tensor": max(max(self.tensor_used), self.queue_used),
+            "tma": self.tma_used,
+            "l2": self.l2_used,
+            "hbm": self.hbm_used,
+            "tensor memory": self.transfer_used,
+        }
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def _move(self, start: float, nbytes: float, share: float) -> float:
+        """When the bytes have passed L2 and HBM, without their latency."""
+        l2, hbm = nbytes / self.l2_rate, share * nbytes / self.hbm_rate
+        self.l2_free = max(self.l2_free, start) + l2
+        self.hbm_free = max(self.hbm_free, start) + hbm
+        self.l2_used += l2
+        self.hbm_used += hbm
+        self.bytes_moved += nbytes
+        return max(self.l2_free, self.hbm_free)
+
+    def load(self, at: float, nbytes: float, count: int) -> float:
+        """Loads by lanes, or cp.async: `count` instructions of a warp, of so many bytes in all."""
+        far = self.cold and self.fresh_share > 0
+        latency = self.chip.clocks("hbm_latency" if far else "l2_latency")
+        return max(self._move(at, nbytes, self.fresh_share), at) + latency
+
+    def store(self, at: float, nbytes: float) -> float:
+        """Stores and reductions by lanes; nobody waits for them."""
+        return self._move(at, nbytes, 1.0)
+
+    def tma_load(self, at: float, nbytes: float, fresh: bool) -> float:
+        chip = self.chip
+        start = max(at, self.tma_free)
+        taken = max(nbytes / chip.clocks("tma_bytes"), chip.clocks("tma_interval"))
+        self.tma_free = start + taken
+        self.tma_used += taken
+        far = fresh and self.cold and self.fresh_share > 0
+        latency = chip.clocks("tma_hbm_latency" if far else "tma_l2_latency")
+        return max(self._move(start, nbytes, self.fresh_share), self.tma_free) + latency
+
+    def tma_store(self, at: float, nbytes: float) -> tuple[float, float]:
+        """(source read, all written)."""
+        chip = self.chip
+        start = max(at, self.tma_free)
+        taken = max(nbytes / chip.clocks("tma_bytes"), chip.clocks("tma_interval"))
+        self.tma_free = start + taken
+        self.tma_used += taken
+        read = self.tma_free + chip.clocks("store_read_latency")
+        return read, max(self._move(start, nbytes, 1.0), read) + chip.clocks("store_latency")
+
+    # ---- wgmma -------------------------------------------------------------------------------------------------
+
+    def mma(self, scheduler: int, at: float, busy: float, shared: float) -> float:
+        """A warp's part of a wgmma on its scheduler's tensor core: when it has been multiplied."""
+        start = max(at, self.tensor_free[scheduler])
+        self.tensor_free[scheduler] = start + busy
+        self.tensor_used[scheduler] += busy
+        return start + busy
+
+    # ---- tcgen05 -----------------------------------------------------------------------------------------------
+
+    def tensor_mma(self, at: float, about: tuple, lanes: int) -> float:
+        m, n, kind, group, from_tensor_memory = about
+        busy = lanes * mma_interval(self.chip, m, n, kind, group, from_tensor_memory)
+        self.queue_free = max(self.queue_free, at) + busy
+        self.queue_used += busy
+        self.queue_tail = mma_tail(self.chip, n, from_tensor_memory)
+        return self.queue_free
+
+    def tensor_commit(self, at: float) -> float:
+        return max(self.queue_free + self.queue_tail, at + self.chip.clocks("commit_latency"))
+
+    def tensor_copy(self, at: float, nbytes: float) -> float:
+        self.queue_free = max(self.queue_free, at) + self.chip.clocks("tensor_copy")
+        return self.queue_free
+
+    def tensor_transfer(self, scheduler: int, at: float, nbytes: float, load: bool) -> float:
+        """tcgen05.ld or .st of a warp through its scheduler's quarter of tensor memory's port."""
+        chip = self.chip
+        taken = nbytes / (chip.clocks("tmem_load_bytes" if load else "tmem_store_bytes") / SCHEDULERS)
+        start = max(at, self.transfer_free[scheduler])
+        self.transfer_free[scheduler] = start + taken
+        self.transfer_used += taken / SCHEDULERS
+        return start + taken + chip.clocks("tmem_latency")
+
+
+MMA_RATES = {"f16": 1.0, "tf32": 2.0, "f8f6f4": 1.0, "i8": 1.0, "mxf8f6f4": 1.0, "mxf4": 1.0, "mxf4nvf4": 1.0}
+
+
+def mma_interval(chip: Chip, m: int, n: int, kind: str, group: int, from_tensor_memory: bool) -> float:
+    """Clocks between tcgen05.mma in a row. Every kind reads 32 bytes of K a row, so that N decides."""
+    rows = m // group
+    clocks = n * chip.clocks("mma_column") * MMA_RATES.get(kind, 1.0)
+    least = chip.clocks("mma_least")
+    if not from_tensor_memory:  # operands from shared memory: A of the CTA, its half of B
+        reading = (rows + n / group) * 32 / chip.clocks("shared_bytes")
+        clocks = max(clocks, reading)
+    return max(clocks, least)
+
+
+def mma_tail(chip: Chip, n: int, from_tensor_memory: bool) -> float:
+    """Clocks from the end of an MMA's interval to its commit's arrival."""
+    return chip.clocks("mma_tail_tensor" if from_tensor_memory else "mma_tail")

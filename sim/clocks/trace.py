@@ -1,0 +1,85 @@
+"""What a recorded run leaves behind: for each warp the blocks it executed and its steps with the world outside.
+
+An *event* is the end of one phase of a barrier (an mbarrier, a named barrier, a cluster's): a number with the count of
+contributions that end it. A warp contributes to events and waits for them; asynchronous operations contribute when
+they complete. Since a kernel's synchronisation does not depend on time, a trace can be timed for any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.instruction import Instr
+
+
+class Step:
+    """One execution of a system instruction by lanes of a warp.
+
+    signals: events that it contributes to, at once or when its asynchronous work completes. waits: the event that it
+    waits for, or None. nbytes: that its asynchronous work moved. lanes: that executed it (0: its guard was false).
+    fresh: whether it moves data that no recorded step moved before. about: what its operands say (of tcgen05.mma).
+    """
+
+    __slots__ = ("about", "fresh", "ins", "lanes", "nbytes", "signals", "waits")
+
+    def __init__(self, ins: Instr, lanes: int):
+        self.ins = ins
+        self.lanes = lanes
+        self.signals: list[int] = []
+        self.waits: int | None = None
+        self.nbytes = 0
+        self.fresh = True
+        self.about: tuple | None = None
+
+    def __repr__(self) -> str:
+        return f"Step({self.ins.opcode}, waits {self.waits}, signals {self.signals}, {self.nbytes} bytes)"
+
+
+Entry = int | tuple[int, int] | Step
+"""A block of native code by its number, with its lanes where they are not all of the warp; or a step."""
+
+
+@dataclass
+class CtaTrace:
+    """One CTA's warps, in order. number: of the CTA in the grid. cluster: its cluster's number."""
+
+    number: int
+    coords: tuple[int, int, int]
+    cluster: int
+    rank: int
+    warps: list[list[Entry]] = field(default_factory=list)
+
+
+@dataclass
+class LaunchTrace:
+    """A launch as recorded.
+
+    contributions: of each event, how many end it. tensor_bytes: of all tensors that the launch may touch. sampled:
+    whether CTAs that are not here did not run at all. registers: a thread, None: not known.
+    """
+
+    program: Program
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    registers: int | None
+    tensor_bytes: int
+    sampled: bool
+    ctas: list[CtaTrace] = field(default_factory=list)
+    contributions: list[int] = field(default_factory=list)
+    tmem_columns: int = 0
+
+    @property
+    def grid_ctas(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def cluster_ctas(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
