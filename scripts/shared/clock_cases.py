@@ -1,0 +1,176 @@
+"""Calls whose time the simulator predicts and a GPU has measured: the held-out families of docs/clocks.md.
+
+`CASES` has a call for each; ``make(device)`` prepares its tensors and returns it. On "cuda" it runs there; on "cpu" the
+simulator executes it (``warpspec.common.launch.simulating``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+
+@dataclass(frozen=True)
+class ClockCase:
+    """family: rows of the error table. name: of the case, unique. make: device -> the call. ours: no peer's."""
+
+    family: str
+    name: str
+    make: Callable[[str], Callable[[], object]]
+    ours: bool = True
+
+
+def _randn(device: str, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def _attention(batch, heads, heads_kv, queries, keys, dim, causal, window=None, device="cuda"):
+    from warpspec.fmha import attention
+
+    q = _randn(device, batch, queries, heads, dim)
+    k, v = (_randn(device, batch, keys, heads_kv, dim) for _ in "kv")
+    options = {"window": (window - 1, 0)} if window else {}
+    return lambda: attention(q, k, v, causal=causal, **options)
+
+
+def _gradients(batch, heads, length, dim, causal, device="cuda"):
+    from warpspec.fmha import attention
+
+    q, k, v = (_randn(device, batch, length, heads, dim).requires_grad_() for _ in "qkv")
+    o = attention(q, k, v, causal=causal)
+    do = _randn(device, *o.shape)
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
+def _softmax(rows, columns, dtype=torch.bfloat16, device="cuda"):
+    from warpspec.softmax import softmax
+
+    x = _randn(device, rows, columns, dtype=dtype)
+    return lambda: softmax(x)
+
+
+def _topk(rows, columns, k, dtype, device="cuda"):
+    from warpspec.softmax import softmax_topk
+
+    x = _randn(device, rows, columns, dtype=dtype)
+    return lambda: softmax_topk(x, k)
+
+
+def _experts(tokens, device="cuda"):
+    from warpspec.cli import cases
+
+    shapes = {**cases.LARGE, "tokens": tokens, "seed": 0, "dtype": "bf16"}
+    case = cases.experts_case(_Options(shapes), device)
+    return lambda: case.run("sim" if device == "cpu" else "auto")
+
+
+class _Options:
+    """Options as the command line would have them."""
+
+    def __init__(self, values: dict[str, object]):
+        self.__dict__.update(values)
+
+
+def _flash(batch, heads, length, dim, causal, device="cuda"):
+    from flash_attn.cute import flash_attn_func
+
+    q, k, v = (_randn(device, batch, length, heads, dim) for _ in "qkv")
+    return lambda: flash_attn_func(q, k, v, causal=causal)
+
+
+def _quack(rows, columns, device="cuda"):
+    from quack.softmax import softmax
+
+    x = _randn(device, rows, columns)
+    return lambda: softmax(x)
+
+
+def _name(what: str, *sizes, causal: bool | None = None) -> str:
+    text = f"{what} {'x'.join(map(str, sizes))}"
+    return text if causal is None else f"{text} {'causal' if causal else 'full'}"
+
+
+PREFILLS = (
+    *((2, 8, 8, 1024, 1024, 128, causal) for causal in (True, False)),
+    *((2, 8, 8, 2048, 2048, 128, causal) for causal in (True, False)),
+    *((1, 16, 16, 4096, 4096, 128, causal) for causal in (True, False)),
+    (2, 32, 32, 8192, 8192, 128, True),
+    (2, 32, 8, 2048, 2048, 128, True),
+    *((2, 8, 8, 2048, 2048, 64, causal) for causal in (True, False)),
+    (1, 16, 16, 4096, 4096, 64, True),
+    *((1, 8, 8, 2048, 2048, 256, causal) for causal in (True, False)),
+    (1, 8, 8, 512, 512, 128, True),
+)
+WINDOWS = ((2, 16, 16, 4096, 4096, 64, True, 128), (2, 16, 16, 4096, 4096, 128, True, 512))
+DECODES = (
+    (32, 64, 8, 1, 8192, 128),
+    (128, 64, 8, 1, 1024, 128),
+    (1, 64, 8, 1, 65536, 128),
+    (32, 64, 8, 1, 2048, 64),
+)
+GRADIENTS = (
+    *((2, 8, 2048, 128, causal) for causal in (True, False)),
+    *((1, 16, 4096, 64, causal) for causal in (True, False)),
+    (1, 8, 2048, 256, True),
+    (1, 8, 1024, 128, True),
+)
+SOFTMAX = (
+    (128, 1024),
+    (2048, 1024),
+    (2048, 4096),
+    (2048, 8192),
+    (4, 262144),
+    (32768, 4096),
+    (8192, 50257),
+    (4, 8388608),
+)
+TOPK = (
+    (64, 129280, 8, torch.float32),
+    (8192, 384, 6, torch.float32),
+    (512, 2048, 8, torch.bfloat16),
+    (8192, 256, 8, torch.bfloat16),
+    (8192, 50257, 10, torch.float32),
+)  # fmt: skip
+EXPERTS = (4, 256, 2048)
+FLASH = ((2, 8, 2048, 128, True), (2, 8, 2048, 128, False), (1, 16, 4096, 128, True), (2, 8, 2048, 64, True))
+QUACK = ((2048, 1024), (2048, 8192), (32768, 4096), (4, 262144))
+
+
+def cases() -> list[ClockCase]:
+    """All of them, in order."""
+    found = [
+        ClockCase("attention", _name("attention", *sizes[:6], causal=sizes[6]), partial(_attention, *sizes))
+        for sizes in PREFILLS
+    ]
+    found += [
+        ClockCase("attention, window", _name(f"window {sizes[7]}", *sizes[:6]), partial(_attention, *sizes))
+        for sizes in WINDOWS
+    ]
+    found += [
+        ClockCase("attention, decoding", _name("decode", *sizes), partial(_attention, *sizes, False))
+        for sizes in DECODES
+    ]
+    found += [
+        ClockCase("gradients", _name("gradients", *sizes[:4], causal=sizes[4]), partial(_gradients, *sizes))
+        for sizes in GRADIENTS
+    ]
+    found += [ClockCase("softmax", _name("softmax", *sizes), partial(_softmax, *sizes)) for sizes in SOFTMAX]
+    found += [
+        ClockCase("top-k", f"{_name('topk', *sizes[:3])} {str(sizes[3])[6:]}", partial(_topk, *sizes))
+        for sizes in TOPK
+    ]
+    found += [ClockCase("experts", _name("experts", tokens), partial(_experts, tokens)) for tokens in EXPERTS]
+    found += [
+        ClockCase(
+            "flash-attn-4", _name("flash-attn-4", *sizes[:4], causal=sizes[4]), partial(_flash, *sizes), False
+        )
+        for sizes in FLASH
+    ]
+    found += [
+        ClockCase("QuACK", _name("quack softmax", *sizes), partial(_quack, *sizes), False) for sizes in QUACK
+    ]
+    return found
