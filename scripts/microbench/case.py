@@ -24,7 +24,7 @@ ENTRY = """.visible .entry {name}(.param .u64 out, .param .u64 data, .param .u64
   .reg .b32 %s, %thread, %warp, %lane, %n, %cta; .reg .b64 %out, %data, %size, %map;
   mov.u32 %thread, %tid.x; shr.u32 %warp, %thread, 5; and.b32 %lane, %thread, 31; mov.u32 %cta, %ctaid.x;
   mov.u32 %s, sm; ld.param.u64 %out, [out]; ld.param.u64 %data, [data]; ld.param.u64 %size, [size];
-  ld.param.u32 %n, [count]; mov.b64 %map, map;
+  ld.param.u32 %n, [count]; mov.b64 %map, map; cvta.param.u64 %map, %map;
 {setup}
   bar.sync 0;
   mov.u64 %t2, %globaltimer; mov.u64 %t0, %clock64;

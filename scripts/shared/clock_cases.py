@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -21,6 +20,11 @@ class ClockCase:
     name: str
     make: Callable[[str], Callable[[], object]]
     ours: bool = True
+
+
+def _call(function: Callable, *arguments) -> Callable[[str], Callable[[], object]]:
+    """Which prepares the function's call on a device."""
+    return lambda device: function(*arguments, device=device)
 
 
 def _randn(device: str, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -143,34 +147,34 @@ QUACK = ((2048, 1024), (2048, 8192), (32768, 4096), (4, 262144))
 def cases() -> list[ClockCase]:
     """All of them, in order."""
     found = [
-        ClockCase("attention", _name("attention", *sizes[:6], causal=sizes[6]), partial(_attention, *sizes))
+        ClockCase("attention", _name("attention", *sizes[:6], causal=sizes[6]), _call(_attention, *sizes))
         for sizes in PREFILLS
     ]
     found += [
-        ClockCase("attention, window", _name(f"window {sizes[7]}", *sizes[:6]), partial(_attention, *sizes))
+        ClockCase("attention, window", _name(f"window {sizes[7]}", *sizes[:6]), _call(_attention, *sizes))
         for sizes in WINDOWS
     ]
     found += [
-        ClockCase("attention, decoding", _name("decode", *sizes), partial(_attention, *sizes, False))
+        ClockCase("attention, decoding", _name("decode", *sizes), _call(_attention, *sizes, False))
         for sizes in DECODES
     ]
     found += [
-        ClockCase("gradients", _name("gradients", *sizes[:4], causal=sizes[4]), partial(_gradients, *sizes))
+        ClockCase("gradients", _name("gradients", *sizes[:4], causal=sizes[4]), _call(_gradients, *sizes))
         for sizes in GRADIENTS
     ]
-    found += [ClockCase("softmax", _name("softmax", *sizes), partial(_softmax, *sizes)) for sizes in SOFTMAX]
+    found += [ClockCase("softmax", _name("softmax", *sizes), _call(_softmax, *sizes)) for sizes in SOFTMAX]
     found += [
-        ClockCase("top-k", f"{_name('topk', *sizes[:3])} {str(sizes[3])[6:]}", partial(_topk, *sizes))
+        ClockCase("top-k", f"{_name('topk', *sizes[:3])} {str(sizes[3])[6:]}", _call(_topk, *sizes))
         for sizes in TOPK
     ]
-    found += [ClockCase("experts", _name("experts", tokens), partial(_experts, tokens)) for tokens in EXPERTS]
+    found += [ClockCase("experts", _name("experts", tokens), _call(_experts, tokens)) for tokens in EXPERTS]
     found += [
         ClockCase(
-            "flash-attn-4", _name("flash-attn-4", *sizes[:4], causal=sizes[4]), partial(_flash, *sizes), False
+            "flash-attn-4", _name("flash-attn-4", *sizes[:4], causal=sizes[4]), _call(_flash, *sizes), False
         )
         for sizes in FLASH
     ]
     found += [
-        ClockCase("QuACK", _name("quack softmax", *sizes), partial(_quack, *sizes), False) for sizes in QUACK
+        ClockCase("QuACK", _name("quack softmax", *sizes), _call(_quack, *sizes), False) for sizes in QUACK
     ]
     return found
