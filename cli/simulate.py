@@ -6,10 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from warpspec.cli import cases
 
 ARCHITECTURES = ("sm_100a", "sm_90a")
+CHIPS = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "b300": "sm_100a"}
 EXAMPLES = """\
 Prints what the kernels executed (instructions, bytes, waits), and the error against the operator's FP32 definition.
 Exit status 1: the error is above the tolerance, or the simulator found a defect (a deadlock; with --check order, a
@@ -18,7 +20,8 @@ race).
 examples:
   python -m warpspec simulate attention --queries 128 --keys 256 --causal --check order
   python -m warpspec simulate attention --arch sm_90a --head-dim 128 --timeline trace.json
-  python -m warpspec simulate softmax --rows 4 --columns 1000"""
+  python -m warpspec simulate softmax --rows 4 --columns 1000
+  python -m warpspec simulate attention --arch sm_90a --queries 4096 --keys 4096 --clocks h200"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +40,19 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeline", metavar="FILE", help="write a trace of the last kernel for Perfetto (ui.perfetto.dev)"
     )
+    parser.add_argument(
+        "--clocks",
+        metavar="CHIP",
+        choices=CHIPS,
+        help="predict the kernels' time on %(choices)s from a few CTAs of each, instead of computing the result; "
+        "--timeline is then in clocks",
+    )
+    parser.add_argument(
+        "--sample",
+        type=cases.positive,
+        default=6,
+        help="clusters of a kernel that --clocks runs (default %(default)s)",
+    )
     cases.add_options(parser, cases.OPERATORS, cases.SMALL)
     return parser
 
@@ -51,18 +67,29 @@ def main(arguments: Sequence[str]) -> int:
         parser().error(f"the simulator cannot be imported ({error}): pip install 'warpspec[sim]'")
     from warpspec.common.launch import simulating
 
+    if options.clocks and options.arch != CHIPS[options.clocks]:
+        parser().error(f"--clocks {options.clocks}: needs --arch {CHIPS[options.clocks]}, got {options.arch}")
+    if options.clocks and options.check:
+        parser().error("--clocks runs a part of each kernel and goes without --check")
     if options.check:
         os.environ[sim.CHECK_VARIABLE] = options.check
     try:
         with simulating(options.arch, seed=options.seed):
             case = cases.OPERATORS[options.operator](options, "cpu")
-            results = case.run("sim")
+            with sim.recording(options.sample) if options.clocks else nullcontext():
+                results = case.run("sim")
     except sim.SimError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except ValueError as error:  # UnsupportedProblem is one
         parser().error(str(error))
     report = sim.last_report()
+    if options.clocks:
+        clocks = report.clocks(options.clocks)
+        print(clocks)
+        if options.timeline:
+            print(f"timeline: {clocks.timeline(options.timeline)}")
+        return 0
     print(report)
     error = case.error(results, case.expected())
     passed = error <= case.tolerance

@@ -11,6 +11,7 @@ import sys
 
 from warpspec.common.simulator import offer
 from warpspec.sim import errors
+from warpspec.sim.clocks.record import recording
 from warpspec.sim.errors import (
     BadDescriptor,
     BarrierFault,
@@ -49,6 +50,7 @@ __all__ = [
     "last_report",
     "launch",
     "one_stream",
+    "recording",
     "remember",
     "run",
     "tensor_map",

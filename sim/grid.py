@@ -75,10 +75,9 @@ class ClusterFactory:
         )
         self.capacity = max(1, launch.device.sms * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
-        recorder = launch.recorder
         self.only = (
-            iter(recorder.order) if recorder is not None and recorder.alone else None
-        )  # clusters that run
+            None if launch.recorder is None else iter(launch.recorder.order)
+        )  # clusters that run; None: all
         self._free_smem: list[np.ndarray] = []
         self._free_registers: list[RegisterMemory] = []
         self._free_tmem: list[np.ndarray] = []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from warpspec.sim.clocks.answer import Clocks, clocks_of
+from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.operation import Op
 from warpspec.sim.registry import Family, find, row_of
@@ -223,6 +225,18 @@ class SimReport:
         for warp in sorted(launch.instructions):
             columns.setdefault("all warps" if many else self.roles.get(warp, f"warp {warp}"), []).append(warp)
         return list(columns.items())
+
+    def clocks(self, chip: str | Chip, *, cold: bool = True) -> Clocks:
+        """Predict the launches' times on a chip: "h100", "h200", "b200", "b300", or a `Chip` with other constants.
+
+        cold: nothing of the tensors is in L2 when a launch begins. The run must have been made inside
+        `sim.recording()`; a prediction is no measurement. ValueError for an unknown chip, one that does not run what
+        the kernels were compiled for, or a run that was not recorded.
+        """
+        traces = [launch.trace for launch in self.launches]
+        if None in traces:
+            raise ValueError("the run was not recorded: make it inside `with warpspec.sim.recording():`")
+        return clocks_of(traces, chip, cold=cold)
 
     def timeline(self, path: str | Path) -> Path:
         """Write a Chrome/Perfetto trace: CTAs as processes, warps as threads, scheduler steps as microseconds."""

@@ -198,10 +198,9 @@ def execute(
         trace = LaunchTrace(
             program, program.name, grid, block, cluster, static + dynamic_smem, registers, tensors, False
         )
-        alone = _independent(program)
-        recorder = Recorder(trace, chosen_clusters(clusters, active().sample), alone)
-        trace.sampled = alone and len(recorder.clusters) < clusters
-        shares, clusters = 1, len(recorder.clusters) if alone else clusters
+        recorder = Recorder(trace, chosen_clusters(clusters, active().sample))
+        trace.sampled = len(recorder.clusters) < clusters
+        shares, clusters = 1, len(recorder.clusters)
 
     def launch(share: int) -> Launch:
         return Launch(
@@ -240,6 +239,8 @@ def execute(
         gmem.free(buffer.address)
         for table in tables:
             gmem.free(table.address)
+    if recorder is not None:
+        recorder.trace.tmem_columns = stats.peak_tmem_columns
     by_warp, by_opcode = count_instructions(program, stats)
     report = LaunchReport(
         kernel=kernel,

@@ -7,14 +7,12 @@ from enum import Enum, auto
 
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.costs import memory_bytes
-from warpspec.sim.families.wgmma import K as WGMMA_K
-from warpspec.sim.families.wgmma import M as WGMMA_M
 from warpspec.sim.instruction import Imm, Instr, Vec
 from warpspec.sim.tcgen05 import transfer
 
 WARP = 32
-WIDE_TYPES = ("f16", "bf16")  # of 16 bits; tf32 takes twice their time, 8-bit ones half
-ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+K_BYTES = 32  # of a row that one wgmma reads, whatever the type
+WGMMA_M = 64
 
 
 class Kind(Enum):
@@ -45,7 +43,8 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Action:
     """kind; issue: clocks that the warp spends; latency: until others see it; busy: of its unit; shared: clocks of
-    shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes back."""
+    shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes back; of a
+    barrier, whether it is one of a CTA's threads."""
 
     kind: Kind
     issue: float = 1.0
@@ -102,8 +101,9 @@ def _mbarrier(ins: Instr, chip: Chip) -> Action:
 def _barrier(ins: Instr, chip: Chip) -> Action:
     if "warp" in ins.parts:
         return Action(Kind.PLAIN, chip.clocks("warp_sync"))
-    latency = chip.clocks("cluster_barrier" if "cluster" in ins.parts else "barrier_latency")
-    return Action(Kind.BARRIER, 2.0, latency)
+    if "cluster" in ins.parts:
+        return Action(Kind.BARRIER, 2.0, chip.clocks("cluster_barrier"))
+    return Action(Kind.BARRIER, 2.0, chip.clocks("barrier_latency"), reads=True)
 
 
 def _wgmma(ins: Instr, chip: Chip) -> Action:
@@ -116,17 +116,18 @@ def _wgmma(ins: Instr, chip: Chip) -> Action:
         return Action(Kind.PLAIN, chip.clocks("wgmma_fence"))
     shape = next(part for part in parts if part.startswith("m64n"))
     n = int(shape.removeprefix("m64n").split("k")[0])
-    kind = next(part for part in reversed(parts) if part in WGMMA_K)
     registers = isinstance(ins.operands[1], Vec)
-    return Action(Kind.WGMMA, chip.clocks("wgmma_issue"), busy=wgmma_clocks(chip, n, kind, registers))
+    latency = chip.clocks("wgmma_registers") if registers else 0.0
+    return Action(Kind.WGMMA, chip.clocks("wgmma_issue"), latency, wgmma_clocks(chip, n, registers))
 
 
-def wgmma_clocks(chip: Chip, n: int, kind: str, registers: bool) -> float:
-    """Clocks between wgmmas in a row: multiplying, or reading operands from shared memory, whichever is longer."""
-    k, nbytes = WGMMA_K[kind], ELEMENT_BYTES[kind]
-    multiplying = 2 * WGMMA_M * n * k / (chip.clocks("mma_flops") * 2 / nbytes)
-    reading = (n + (0 if registers else WGMMA_M)) * k * nbytes / chip.clocks("wgmma_bytes")
-    return max(multiplying, reading, chip.clocks("wgmma_least_registers" if registers else "wgmma_least"))
+def wgmma_clocks(chip: Chip, n: int, registers: bool) -> float:
+    """Clocks between wgmmas in a row: multiplying, or reading A and B from shared memory, whichever is longer."""
+    multiplying = WGMMA_M * n * K_BYTES / chip.clocks("mma_flops")
+    if registers:
+        return max(multiplying, chip.clocks("wgmma_least_registers"))
+    reading = (WGMMA_M + n) * K_BYTES / chip.clocks("shared_bytes")
+    return max(multiplying, reading)
 
 
 def _copy(ins: Instr, chip: Chip) -> Action:

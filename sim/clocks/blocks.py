@@ -119,9 +119,9 @@ def schedule(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> f
             heapq.heappush(ready[costs[i].pipe], (-height[i], i))
         best = None
         for pipe in range(PIPES):
-            if ready[pipe] and (free[pipe] <= now or pipe == Pipe.ISSUE):
-                if best is None or ready[pipe][0] < ready[best][0]:
-                    best = pipe
+            free_now = ready[pipe] and (free[pipe] <= now or pipe == Pipe.ISSUE)
+            if free_now and (best is None or ready[pipe][0] < ready[best][0]):
+                best = pipe
         if best is None:
             times = [free[pipe] for pipe in range(PIPES) if ready[pipe]]
             if waiting:
@@ -132,9 +132,10 @@ def schedule(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> f
         cost = costs[i]
         left -= 1
         if best != Pipe.ISSUE:
-            free[best] = now + (2 * cost.shared if best == Pipe.SHARED else cost.busy)
+            # One scheduler alone reaches half of shared memory's rate, less what each access takes to begin.
+            free[best] = now + (2 * cost.shared + 2 if best == Pipe.SHARED else cost.busy)
         done = now + max(cost.latency, cost.issue)
-        now += cost.issue
+        now += cost.issue + cost.stall
         end = max(end, now)
         for j in users[i]:
             earliest[j] = max(earliest[j], done)

@@ -6,16 +6,19 @@ from warpspec.sim.clocks.constants import HIGH, LOW, MEDIUM, Chip, Constant
 
 OURS = "scripts/microbench"
 SEMI = "SemiAnalysisAI/microbench-blackwell at 9a068d8"
+GB300 = "Antoniomv7/gb300-microbench at 1c36b44"
 GUESS = "as on Hopper"
 
 _COMMON = {
     "fma": (1, OURS, HIGH), "fma_latency": (4, OURS, HIGH), "imad": (2, OURS, HIGH), "packed_fma": (2, SEMI, MEDIUM),
-    "alu": (2, OURS, HIGH), "alu_latency": (5, OURS, HIGH), "pack": (2, OURS, HIGH),
-    "mufu": (8, OURS, HIGH), "mufu_latency": (19, OURS, HIGH), "branch": (8, OURS, MEDIUM),
-    "shared_bytes": (128, OURS, HIGH), "shared_latency": (30, OURS, HIGH), "shuffle_latency": (25, OURS, HIGH),
-    "wait_issue": (4, OURS, MEDIUM), "wait_passed": (20, OURS, MEDIUM), "arrive_issue": (4, OURS, MEDIUM),
-    "arrive_latency": (30, OURS, MEDIUM), "warp_sync": (4, OURS, MEDIUM), "barrier_latency": (20, OURS, MEDIUM),
-    "cluster_barrier": (200, OURS, LOW), "fence": (10, OURS, MEDIUM), "setmaxnreg": (20, OURS, LOW),
+    "alu": (2, OURS, HIGH), "alu_latency": (4, OURS, HIGH), "pack": (2, OURS, HIGH),
+    "mufu": (8, OURS, HIGH), "mufu_latency": (17, OURS, HIGH), "branch": (8, OURS, MEDIUM),
+    "shared_bytes": (128, OURS, HIGH), "shared_latency": (29, OURS, HIGH), "shuffle_latency": (24, OURS, HIGH),
+    "wait_issue": (4, OURS, MEDIUM), "wait_passed": (40, OURS, MEDIUM), 
+    "wait_woken": (20, OURS, MEDIUM), "arrive_issue": (8, OURS, MEDIUM),
+    "arrive_latency": (25, OURS, MEDIUM), "warp_sync": (1, OURS, MEDIUM), "barrier_latency": (4, OURS, HIGH),
+    "barrier_arrival": (2, OURS, HIGH),
+    "cluster_barrier": (200, OURS, LOW), "fence": (23, OURS, MEDIUM), "setmaxnreg": (4, OURS, MEDIUM),
     "mma_sync": (16, OURS, LOW),
     "tma_issue": (10, OURS, MEDIUM), "tma_interval": (20, OURS, MEDIUM), "tma_bytes": (128, OURS, MEDIUM),
     "tma_l2_latency": (600, OURS, MEDIUM), "tma_hbm_latency": (1000, OURS, MEDIUM),
@@ -25,8 +28,9 @@ _COMMON = {
 }  # fmt: skip
 
 _HOPPER = {
-    "wgmma_issue": (2, OURS, MEDIUM), "wgmma_fence": (2, OURS, MEDIUM), "wgmma_tail": (65, OURS, MEDIUM),
-    "wgmma_least": (16, OURS, MEDIUM), "wgmma_least_registers": (16, OURS, MEDIUM), "wgmma_bytes": (128, OURS, MEDIUM),
+    "wgmma_issue": (2, OURS, MEDIUM), "wgmma_fence": (2, OURS, MEDIUM), 
+    "wgmma_tail": (47, OURS, HIGH), "wgmma_registers": (28, OURS, HIGH),
+    "wgmma_least_registers": (13, OURS, HIGH),
     "mma_flops": (4096, OURS, HIGH), "l2_bytes": (5500, OURS, MEDIUM),
 }  # fmt: skip
 
@@ -44,27 +48,22 @@ def _table(*parts: dict) -> dict[str, Constant]:
 
 
 CHIPS = {
-    "h200": Chip(
-        "H200", "sm_90a", 132, 1.9, 60 << 20, _table(_COMMON, _HOPPER, {"hbm_gb": (4280, OURS, HIGH)})
-    ),
-    "h100": Chip(
-        "H100", "sm_90a", 132, 1.9, 50 << 20, _table(_COMMON, _HOPPER, {"hbm_gb": (3030, OURS, HIGH)})
-    ),
-    "b200": Chip(
-        "B200", "sm_100a", 148, 1.9, 126 << 20, _table(_COMMON, _BLACKWELL, {"hbm_gb": (7100, SEMI, HIGH)})
-    ),
-    "b300": Chip(
-        "B300",
-        "sm_103a",
-        148,
-        1.9,
-        126 << 20,
-        _table(
-            _COMMON,
+    name: Chip(model, target, sms, ghz, l2_bytes, _table(_COMMON, own, more))
+    for name, model, target, sms, ghz, l2_bytes, own, more in (
+        ("h100", "H100", "sm_90a", 132, 1.9, 50 << 20, _HOPPER, {"hbm_gb": (3030, OURS, HIGH)}),
+        ("h200", "H200", "sm_90a", 132, 1.9, 60 << 20, _HOPPER, {"hbm_gb": (4280, OURS, HIGH)}),
+        ("b200", "B200", "sm_100a", 148, 1.9, 126 << 20, _BLACKWELL, {"hbm_gb": (7100, SEMI, HIGH)}),
+        (
+            "b300",
+            "B300",
+            "sm_103a",
+            148,
+            1.9,
+            126 << 20,
             _BLACKWELL,
-            {"hbm_gb": (7100, SEMI, HIGH), "mufu": (4, "Antoniomv7/gb300-microbench at 1c36b44", HIGH)},
+            {"hbm_gb": (7100, SEMI, HIGH), "mufu": (4, GB300, HIGH)},
         ),
-    ),
+    )
 }
 
 

@@ -35,7 +35,7 @@ PIPES = len(Pipe)
 class Cost:
     """issue: slots of the scheduler. pipe, busy: what it takes beside, and for how many clocks. latency: until its
     results can be used. shared: clocks of the SM's shared memory. global_bytes: a lane, of a load, store or atomic;
-    load: whether its results come from global memory.
+    load: whether its results come from global memory. stall: clocks for which the warp issues nothing after it.
     """
 
     issue: float = 0.0
@@ -45,14 +45,46 @@ class Cost:
     shared: float = 0.0
     global_bytes: int = 0
     load: bool = False
+    stall: float = 0.0
 
 
 FREE = Cost()
 FMA_NAMES = ("fma", "add", "sub", "mul", "mad")
-ALU_NAMES = ("min", "max", "and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "prmt", "selp", "setp", "set", "slct",
-             "neg", "abs", "bfe", "bfi", "bmsk", "sad", "szext", "testp", "copysign", "cnot", "lea", "vote", "match")  # fmt: skip
+ALU_NAMES = (
+    *(
+        "min",
+        "max",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "shl",
+        "shr",
+        "shf",
+        "lop3",
+        "prmt",
+        "selp",
+        "setp",
+        "set",
+        "slct",
+    ),
+    *(
+        "neg",
+        "abs",
+        "bfe",
+        "bfi",
+        "bmsk",
+        "sad",
+        "szext",
+        "testp",
+        "copysign",
+        "cnot",
+        "lea",
+        "vote",
+        "match",
+    ),
+)
 MUFU_NAMES = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
-MUFU_CONVERSIONS = 4  # bits beyond 32 or between float and integer of other widths go to the slow converter
 FREE_NAMES = (
     "mov",
     "cvta",
@@ -93,6 +125,8 @@ def cost_of(ins: Instr, chip: Chip) -> Cost:
             name == "mov" and not isinstance(ins.operands[-1], (Imm, Vec)) and "%" in ins.text.split(",")[-1]
         )
         return _move(ins, chip) if special else FREE
+    if name == "fence" or name == "membar":
+        return Cost(1, stall=chip.clocks("fence"))
     if name in ("shfl", "ldmatrix", "stmatrix", "movmatrix"):
         return _exchange(ins, chip)
     if name in MUFU_NAMES:

@@ -1,8 +1,9 @@
 """Records the trace of a functional run, from which `replay` predicts its time.
 
-`with recording():` makes every launch of the runs inside keep a trace of some of its clusters (`sample` of them,
-spread evenly over the grid). Where clusters cannot see each other, the others do not run at all: their results are
-missing, which is the price of predicting a large grid in seconds. `recording(sample=None)` runs and records all.
+`with recording():` makes every launch inside run some of its clusters only (`sample` of them, spread evenly over the
+grid) and keep their traces. The results of the others are missing: that is the price of predicting a large grid in
+seconds. `recording(sample=None)` runs and records all. Clusters that wait for others through global
+memory deadlock without them; those that take work from a queue take all of it.
 
 The machine calls a `Recorder` at every block and system instruction of a recorded warp, when asynchronous work is
 issued and takes effect, and when something arrives at an mbarrier.
@@ -65,13 +66,12 @@ def chosen_clusters(total: int, sample: int | None) -> list[int]:
 
 
 class Recorder:
-    """Traces one launch. alone: whether clusters that are not recorded need not run."""
+    """Traces one launch. clusters: numbers of those that run and are recorded, in order."""
 
-    def __init__(self, trace: LaunchTrace, clusters: Sequence[int], alone: bool):
+    def __init__(self, trace: LaunchTrace, clusters: Sequence[int]):
         self.trace = trace
         self.clusters = frozenset(clusters)
         self.order = list(clusters)
-        self.alone = alone
         self.step: Step | None = None  # of the instruction or asynchronous operation that executes now
         self._open: dict[object, Step] = {}  # steps of lanes that wait
         self._events: dict[tuple[object, int], int] = {}

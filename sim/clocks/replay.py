@@ -23,7 +23,6 @@ from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 WARP = 32
 FLUSH = 12.0  # clocks of native code that may be left to a later wait without moving what is issued between
 LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that what runs beside it is seen
-TAIL = "end"
 
 
 @dataclass(slots=True)
@@ -235,6 +234,7 @@ class Replay:
             kind = action.kind
             alone += action.issue
             demand[Pipe.ISSUE] += min(action.issue, 1.0)
+            demand[Pipe.SHARED] += action.shared
             if kind is Kind.PLAIN or not entry.lanes:
                 continue
             if alone > FLUSH or (kind in WAITS and alone):
@@ -243,16 +243,21 @@ class Replay:
             at = self.now + alone
             if kind is Kind.SIGNAL or kind is Kind.BARRIER:
                 for number in entry.signals:
-                    event = self._event(number, copy)
-                    self._push(at + action.latency, "signal", (event, ("run", warp, at)))
+                    latency = action.latency
+                    if action.reads:  # a barrier of threads: warps arrive one after the other
+                        latency += chip.clocks("barrier_arrival") * self.trace.contributions[number]
+                    self._push(at + latency, "signal", (self._event(number, copy), ("run", warp, at)))
                 if kind is Kind.BARRIER and entry.waits is not None:
                     yield from self._wait(warp, self._event(entry.waits, copy), "barrier")
             elif kind is Kind.WAIT:
-                if entry.waits is not None:
-                    yield from self._wait(warp, self._event(entry.waits, copy), "mbarrier")
-                alone += action.latency
+                event = None if entry.waits is None else self._event(entry.waits, copy)
+                if event is not None and event.missing > 0:
+                    yield from self._wait(warp, event, "mbarrier")
+                    alone += chip.clocks("wait_woken")
+                else:
+                    alone += action.latency
             elif kind is Kind.WGMMA:
-                opened = server.mma(scheduler, at, action.busy, action.shared)
+                opened = server.mma(scheduler, at + action.latency, action.busy)
             elif kind is Kind.WGMMA_COMMIT:
                 wgmma.append(opened + chip.clocks("wgmma_tail"))
             elif kind is Kind.WGMMA_WAIT:

@@ -87,7 +87,7 @@ class Sm:
 
     # ---- wgmma -------------------------------------------------------------------------------------------------
 
-    def mma(self, scheduler: int, at: float, busy: float, shared: float) -> float:
+    def mma(self, scheduler: int, at: float, busy: float) -> float:
         """A warp's part of a wgmma on its scheduler's tensor core: when it has been multiplied."""
         start = max(at, self.tensor_free[scheduler])
         self.tensor_free[scheduler] = start + busy

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
@@ -25,7 +26,6 @@ from warpspec.sim.device import (
 
 TMEM_COLUMNS = 512
 WARP = 32
-MOST_REPLAYED = 3  # times that CTAs of different kinds are replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,9 @@ def load_bytes(cta: CtaTrace) -> tuple[int, int]:
     for entries in cta.warps:
         for entry in entries:
             if type(entry) is Step and entry.nbytes:
-                if entry.signals or (entry.ins.parts[:2] == ("cp", "async") and "bulk" not in entry.ins.parts):
+                if entry.signals or (
+                    entry.ins.parts[:2] == ("cp", "async") and "bulk" not in entry.ins.parts
+                ):
                     loaded += entry.nbytes
                 else:
                     stored += entry.nbytes
@@ -170,7 +172,7 @@ def _total(numbers: list[int], values: list[float], clusters: int) -> float:
         return float(sum(values))
     by_number = dict(zip(numbers, map(float, values), strict=True))
     total = 0.0
-    for low, high in zip(numbers, numbers[1:], strict=False):
+    for low, high in pairwise(numbers):
         total += (by_number[low] + by_number[high]) / 2 * (high - low)
     return (
         (total + (by_number[numbers[0]] + by_number[numbers[-1]]) / 2)
