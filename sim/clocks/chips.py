@@ -14,7 +14,7 @@ _COMMON = {
     "alu": (2, OURS, HIGH), "alu_latency": (4, OURS, HIGH), "pack": (2, OURS, HIGH),
     "mufu": (8, OURS, HIGH), "mufu_latency": (17, OURS, HIGH), "branch": (8, OURS, MEDIUM),
     "shared_bytes": (128, OURS, HIGH), "shared_latency": (29, OURS, HIGH), "shuffle_latency": (24, OURS, HIGH),
-    "wait_issue": (4, OURS, MEDIUM), "wait_passed": (40, OURS, MEDIUM), 
+    "wait_issue": (4, OURS, MEDIUM), "wait_passed": (40, OURS, MEDIUM),
     "wait_woken": (20, OURS, MEDIUM), "arrive_issue": (8, OURS, MEDIUM),
     "arrive_latency": (25, OURS, MEDIUM), "warp_sync": (1, OURS, MEDIUM), "barrier_latency": (4, OURS, HIGH),
     "barrier_arrival": (2, OURS, HIGH),
@@ -28,7 +28,7 @@ _COMMON = {
 }  # fmt: skip
 
 _HOPPER = {
-    "wgmma_issue": (2, OURS, MEDIUM), "wgmma_fence": (2, OURS, MEDIUM), 
+    "wgmma_issue": (2, OURS, MEDIUM), "wgmma_fence": (2, OURS, MEDIUM),
     "wgmma_tail": (47, OURS, HIGH), "wgmma_registers": (28, OURS, HIGH),
     "wgmma_least_registers": (13, OURS, HIGH),
     "mma_flops": (4096, OURS, HIGH), "l2_bytes": (5500, OURS, MEDIUM),

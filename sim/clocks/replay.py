@@ -132,10 +132,7 @@ class Replay:
         stuck = [w for w in range(len(programs)) if programs[w].gi_frame is not None]
         if stuck:
             raise RuntimeError(f"{len(stuck)} warps never end in the replay of {self.trace.kernel}")
-        busy = {
-            name: clocks
-            for name, clocks in zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=True)
-        }
+        busy = dict(zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=True))
         for name in ("issue", "fma", "alu", "mufu"):
             busy[name] /= 4
         busy |= self.sms[0].busy()

@@ -15,16 +15,8 @@ from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.replay import Replay, Result
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
-from warpspec.sim.device import (
-    CTAS_PER_SM,
-    REGISTERS_PER_SM,
-    REGISTERS_PER_WARP_STEP,
-    SHARED_PER_SM,
-    SHARED_RESERVED,
-    THREADS_PER_SM,
-)
+from warpspec.sim.device import REGISTERS_PER_SM, REGISTERS_PER_WARP_STEP, SHARED_RESERVED, device_of
 
-TMEM_COLUMNS = 512
 WARP = 32
 
 
@@ -39,16 +31,17 @@ class Residency:
 def residency(trace: LaunchTrace) -> Residency:
     """CTAs of a launch that an SM holds at once: by threads, shared memory, registers, tensor memory."""
     warps = -(-trace.threads // WARP)
+    device = device_of(trace.program.module.target)
     limits = {
-        "CTAs": CTAS_PER_SM,
-        "threads": THREADS_PER_SM // (warps * WARP),
-        "shared memory": SHARED_PER_SM // (trace.shared_bytes + SHARED_RESERVED),
+        "CTAs": device.ctas_per_sm,
+        "threads": device.threads_per_sm // (warps * WARP),
+        "shared memory": device.shared_per_sm // (trace.shared_bytes + SHARED_RESERVED),
     }
     if trace.registers:
         step = REGISTERS_PER_WARP_STEP
         limits["registers"] = REGISTERS_PER_SM // (warps * (-(-trace.registers * WARP // step) * step))
     if trace.tmem_columns:
-        limits["tensor memory"] = TMEM_COLUMNS // trace.tmem_columns
+        limits["tensor memory"] = device.tmem_columns // trace.tmem_columns
     name = min(limits, key=limits.get)
     return Residency(max(1, limits[name]), name)
 
