@@ -24,6 +24,7 @@ from warpspec.sim.errors import (
     UnsupportedInstruction,
 )
 from warpspec.sim.order.findings import Finding, OrderError
+from warpspec.sim.pretend import intercept
 from warpspec.sim.ptx_run import launch
 from warpspec.sim.report import LaunchReport, SimReport
 from warpspec.sim.runs import CHECK_VARIABLE, last_report, one_stream, remember
@@ -47,6 +48,7 @@ __all__ = [
     "TmemFault",
     "UnsupportedInstruction",
     "errors",
+    "intercept",
     "last_report",
     "launch",
     "one_stream",

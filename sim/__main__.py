@@ -15,6 +15,7 @@ import torch
 
 from warpspec import sim
 from warpspec.sim.host import HostModule
+from warpspec.sim.pretend import script
 
 DESCRIPTION = """Run a CuTe DSL kernel in the simulator.
 
@@ -23,7 +24,9 @@ FUNCTION is a @cute.jit host function, whose arguments follow, or a function wit
 
 NAME=VALUE: int, float, True, False or None for parameters that are numbers (compile-time constants among them);
 f32[64,32] for a row-major tensor of random normal numbers (integers: from 0 to 9), or of other contents with
-f32[64,32]:zeros, :ones, :arange, :nan. A stream is left out."""
+f32[64,32]:zeros, :ones, :arange, :nan. A stream is left out.
+
+`python -m warpspec.sim run SCRIPT ARGUMENTS` runs a script that wants a GPU instead: see `run --help`."""
 DTYPES = {  # of torch, and their names in the DSL
     "f64": (torch.float64, "Float64"), "f32": (torch.float32, "Float32"), "f16": (torch.float16, "Float16"),
     "bf16": (torch.bfloat16, "BFloat16"), "i64": (torch.int64, "Int64"), "i32": (torch.int32, "Int32"),
@@ -152,6 +155,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """0: it ran; 1: the simulator found something; 2: the command line is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:
+        return script.main(argv[1:])
     options = parser().parse_args(argv)
     try:
         generator = torch.Generator().manual_seed(options.seed)

@@ -16,6 +16,10 @@ from warpspec.sim.memory import HostRegion
 from warpspec.sim.signature import ELEMENT_BITS, Extent, PointerType, Slot, TensorType
 
 BYTE_BITS = 8
+SOURCE = "_warpspec_source"  # attribute of a CuTe tensor, where it is known: the torch tensor that it was made from
+device_of_memory = (
+    torch._C.TensorBase.device.__get__
+)  # also while a pretended device has tensors say otherwise
 TORCH_ELEMENTS = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -102,8 +106,9 @@ def host_tensor(value: object, name: str) -> HostTensor:
     if type(value) is cute_runtime.TensorAdapter:
         value = value._arg
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.layout != torch.strided:
-            kind = value.device if value.device.type != "cpu" else value.layout
+        device = device_of_memory(value)
+        if device.type != "cpu" or value.layout != torch.strided:
+            kind = device if device.type != "cpu" else value.layout
             raise HostError(f"argument `{name}`: a {kind} tensor; the simulator takes strided CPU tensors")
         if value.dtype not in TORCH_ELEMENTS:
             raise HostError(f"argument `{name}`: tensors of {value.dtype} are not supported")
@@ -127,7 +132,9 @@ def host_tensor(value: object, name: str) -> HostTensor:
         raise HostError(f"argument `{name}`: tensors of {value.element_type} are not supported")
     marks = (tuple(value.dynamic_shapes_mask), tuple(value.dynamic_strides_mask))
     shape, stride = tuple(value.shape), tuple(value.stride)
-    return HostTensor(value.data_ptr, element, shape, stride, None, value, dynamic=marks)
+    source = getattr(value, SOURCE, None)
+    storage = source.untyped_storage().data_ptr() if isinstance(source, torch.Tensor) else None
+    return HostTensor(value.data_ptr, element, shape, stride, storage, value, dynamic=marks)
 
 
 def fit_tensor(tensor: HostTensor, slot: Slot, name: str) -> tuple[HostTensor, TensorType | PointerType]:

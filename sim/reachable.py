@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from warpspec.sim.host_tensor import device_of_memory
 from warpspec.sim.memory import POINTER_BYTES, HostRegion
 
 TABLE_WORDS = 1 << 16  # int64 tensors with more elements are not searched for addresses
@@ -97,7 +98,9 @@ class _Storages:
 
     def __init__(self) -> None:
         self.objects = gc.get_objects()
-        self.tensors = [t for t in self.objects if type(t) in TENSOR_TYPES and t.device.type == "cpu"]
+        self.tensors = [
+            t for t in self.objects if type(t) in TENSOR_TYPES and device_of_memory(t).type == "cpu"
+        ]
         self.arrays: list[np.ndarray] | None = None
 
     def find(self, address: int, source: str) -> HostRegion | None:

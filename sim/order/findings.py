@@ -221,8 +221,8 @@ def grouped(findings: list[Finding]) -> list[Group]:
     """The findings by kind and pair of lines: those that nothing orders first, those by the text alone last."""
     groups: dict[tuple, list[Finding]] = {}
     for finding in findings:
-        groups.setdefault((finding.kind, finding.sources), []).append(finding)
-    found = [Group(kind, where, tuple(members)) for (kind, where), members in groups.items()]
+        groups.setdefault((finding.kind, *sorted(finding.sources)), []).append(finding)
+    found = [Group(members[0].kind, members[0].sources, tuple(members)) for members in groups.values()]
     return sorted(found, key=lambda group: (group.textual, group.kind != NOTHING_ORDERS))
 
 

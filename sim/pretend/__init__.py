@@ -1,0 +1,137 @@
+"""A CUDA device that is not there: other people's scripts with device="cuda" run unchanged on a CPU.
+
+>>> with warpspec.sim.intercept("sm_100a", check="order") as session:
+...     their_module.main()
+>>> print(session.summary())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+import torch
+from cuda.bindings import driver, runtime
+
+from warpspec.sim.device import device_of
+from warpspec.sim.pretend import cuda_bindings, dsl, tensors, torch_cuda, triton_stub
+from warpspec.sim.pretend.patches import Patches
+from warpspec.sim.pretend.scaled_mm import scaled_mm
+from warpspec.sim.pretend.session import Session
+
+REAL_GENERATOR = torch.Generator
+_active: Session | None = None
+
+
+@contextlib.contextmanager
+def intercept(
+    arch: str = "sm_100a",
+    *,
+    seed: int = 0,
+    seeds: int | None = None,
+    check: str | None = None,
+    collect: bool = True,
+) -> Iterator[Session]:
+    """Let torch, CuTe DSL and cuda.bindings believe that there is a GPU, and run kernels in the simulator.
+
+    Tensors "on cuda" are in this machine's memory; torch's operations on them run on the CPU. `cute.compile`, calls of
+    what it returns and plain calls of @cute.jit functions, torch.cuda's streams, events and graphs, device properties,
+    CUTLASS's testing helpers and a part of cuda.bindings work as on the device. Import kernel libraries inside it: some
+    look at the device when they are imported.
+
+    arch: the target to compile for, e.g. "sm_90a"; the device is the one that stands for it (sim/device.py).
+    seed, seeds, check: of each call of a compiled function, as `sim.run` takes them.
+    collect: findings of check="order" are kept in the session and the script goes on; otherwise they are raised.
+
+    Yields a Session with the report of all launches, and the findings. Raises RuntimeError inside another one,
+    HostError for a target that the simulator does not run. What else the simulator finds is raised where the kernel
+    is called.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("warpspec.sim.intercept is active already")
+    device = device_of(arch)
+    session = Session(seed=seed, seeds=seeds, check=check, collect=collect)
+    patches, propagation = Patches(), tensors.Propagation()
+
+    def call(compiled: object, args: tuple, kwargs: dict) -> None:
+        session.call(compiled, args, kwargs)
+        if propagation.capturing is not None:
+            propagation.capturing.append(lambda: session.call(compiled, args, kwargs))
+
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warpspec-"))
+        stack.callback(patches.undo)
+        for name, value in _environment(arch, device, folder).items():
+            patches.item(os.environ, name, value)
+        dsl.patch(patches, device, arch, folder, call)
+        patches.update(torch.Tensor, tensors.ATTRIBUTES)
+        patches.set(torch.storage._StorageBase, "clone", tensors._clone_storage)
+        patches.update(torch.cuda, torch_cuda.attributes(device, propagation))
+        patches.update(torch, {"compile": _undecorated(), "Generator": _Generator})
+        patches.set(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
+        patches.set(torch.compiler, "disable", _undecorated())
+        patches.set(torch.version, "cuda", "13.0")
+        patches.set(torch.library, "custom_op", _on_any_device(torch.library.custom_op))
+        patches.update(driver, cuda_bindings.driver_functions(device))
+        patches.update(runtime, cuda_bindings.runtime_functions(device))
+        stack.callback(triton_stub.remove, triton_stub.install())
+        placement = tensors.Placement()
+        run_backward = tensors.backward_in(placement, torch.autograd.graph._engine_run_backward)
+        patches.set(torch.autograd, "_engine_run_backward", run_backward)
+        patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        stack.enter_context(placement)
+        stack.enter_context(propagation)
+        _active = session
+        try:
+            yield session
+        finally:
+            _active = None
+
+
+def active() -> Session | None:
+    """The session of the `intercept` that is active, or None."""
+    return _active
+
+
+def _environment(arch: str, device, folder: str) -> dict[str, str]:
+    """Environment variables: the compiler's, and those by which kernel libraries learn of the target."""
+    number = f"sm_{device.major}{device.minor}"
+    return dsl.environment(arch, folder) | {
+        "FLASH_ATTENTION_ARCH": number,
+        "FLASH_ATTENTION_NUM_SMS": str(device.sms),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+        "QUACK_ARCH": number,
+        "QUACK_CACHE_ENABLED": "0",
+    }
+
+
+def _undecorated():
+    """torch.compile and torch.compiler.disable, which return the function as it is; another one for each."""
+    return lambda function=None, **_: function if function is not None else lambda inner: inner
+
+
+class _GeneratorType(type):
+    """torch.Generator, whose "cuda" generators are the CPU's."""
+
+    def __call__(cls, device: object = "cpu") -> torch.Generator:
+        return REAL_GENERATOR("cpu" if tensors.names_cuda(device) else device)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, REAL_GENERATOR)
+
+
+class _Generator(metaclass=_GeneratorType):
+    pass
+
+
+def _on_any_device(custom_op):
+    """torch.library.custom_op, whose "cuda" operators run where the tensors are: in this machine's memory."""
+
+    def define(name, function=None, /, **options: object):
+        options.pop("device_types", None)
+        return custom_op(name, function, **options)
+
+    return define

@@ -1,0 +1,52 @@
+"""torch._scaled_mm of block-scaled operands, which torch's CPU build lacks: it is the reference in many tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from warpspec.sim.pretend.tensors import mark
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SCALES = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}  # elements of a row that share a scale
+TILE_ROWS, TILE_COLUMNS, QUARTER = 128, 4, 32  # of cuBLAS's layout of scales ("Block scaling factors layout")
+
+
+def scaled_mm(original: Callable) -> Callable:
+    """torch._scaled_mm, for operands that are scaled by blocks too."""
+
+    def _scaled_mm(a, b, scale_a, scale_b, *args, bias=None, out_dtype=None, **kwargs):
+        if scale_a.numel() < 2 or scale_a.dtype not in SCALES:
+            return original(a, b, scale_a, scale_b, *args, bias=bias, out_dtype=out_dtype, **kwargs)
+        left, right = values(a), values(b.transpose(0, 1))
+        left *= scales(scale_a, *left.shape)
+        right *= scales(scale_b, *right.shape)
+        product = left @ right.T
+        if bias is not None:
+            product += bias
+        return mark(product.to(out_dtype or torch.bfloat16))
+
+    return _scaled_mm
+
+
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix of fp8, or of fp4 packed in pairs along a row, in fp32."""
+    if tensor.dtype is not torch.float4_e2m1fn_x2:
+        return tensor.float()
+    data = tensor.contiguous().view(torch.uint8)
+    codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).long()
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    return table[codes]
+
+
+def scales(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The scale of each element [rows, columns], from cuBLAS's layout of a scale a block."""
+    width = SCALES[packed.dtype]
+    blocks = -(-columns // width)
+    tiles = (-(-rows // TILE_ROWS), -(-blocks // TILE_COLUMNS))
+    flat = packed.contiguous().view(torch.uint8).flatten().view(packed.dtype).float()
+    flat = flat[: tiles[0] * tiles[1] * TILE_ROWS * TILE_COLUMNS]
+    tiled = flat.view(*tiles, QUARTER, TILE_ROWS // QUARTER, TILE_COLUMNS)  # row % 32, row // 32, column
+    plain = tiled.permute(0, 3, 2, 1, 4).reshape(tiles[0] * TILE_ROWS, tiles[1] * TILE_COLUMNS)
+    return plain[:rows, :blocks].repeat_interleave(width, 1)[:, :columns]

@@ -1,0 +1,78 @@
+"""What ran while the device was pretended: every call of a compiled function, its report and its findings."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from warpspec.sim import simulation
+from warpspec.sim.errors import SimError
+from warpspec.sim.order.findings import Finding, OrderError, grouped_text
+from warpspec.sim.report import SimReport
+
+
+@dataclass
+class Session:
+    """Settings of the runs, and what they found.
+
+    seed, seeds, check: as `sim.run` takes them. collect: findings of the order checker are kept and the caller goes on;
+    False: they are raised. report: all launches. errors: what the checker found. calls: of compiled functions. seconds:
+    in the simulator.
+    """
+
+    seed: int = 0
+    seeds: int | None = None
+    check: str | None = None
+    collect: bool = True
+    report: SimReport = field(default_factory=SimReport)
+    errors: list[OrderError] = field(default_factory=list)
+    calls: int = 0
+    seconds: float = 0.0
+    failed: SimError | None = None
+
+    def call(self, compiled: object, args: tuple, kwargs: dict) -> None:
+        """Run a compiled function in the simulator."""
+        self.calls += 1
+        start = time.monotonic()
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                report = simulation.run(
+                    compiled, *args, seed=self.seed, seeds=self.seeds, check=self.check, **kwargs
+                )
+        except OrderError as error:
+            if not isinstance(error.launch, SimReport) or not self.collect:
+                self.failed = error
+                raise
+            self.errors.append(error)
+            report = error.launch
+        except SimError as error:
+            self.failed = error
+            raise
+        finally:
+            self.seconds += time.monotonic() - start
+        self.report = self.report + report
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the order checker found, each once."""
+        return list(dict.fromkeys(finding for error in self.errors for finding in error.findings))
+
+    def summary(self) -> str:
+        """What ran and what was found, in lines."""
+        launches = self.report.launches
+        kernels = dict.fromkeys(launch.function or launch.kernel for launch in launches)
+        plural = "" if len(launches) == 1 else "es"
+        lines = [
+            f"warpspec.sim: {len(launches)} launch{plural} in {self.seconds:.1f} s: {', '.join(kernels) or 'none'}"
+        ]
+        for text in dict.fromkeys(text for launch in launches for text in launch.warnings):
+            lines.append(f"warning: {text}")
+        if self.findings:
+            lines.append(f"memory order: {len(self.findings)} findings")
+            lines += [f"  {row}" for row in grouped_text(self.findings)]
+        elif self.check:
+            lines.append("memory order: nothing found")
+        return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""Test suites of GPU kernels under pytest, without a GPU: `pytest --warpspec-sim` (its options:
+common/pytest_plugin.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import re
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from warpspec.sim.errors import HostError, PtxSyntaxError, SimError, UnsupportedInstruction
+from warpspec.sim.order.findings import grouped_text
+from warpspec.sim.pretend import intercept
+from warpspec.sim.pretend.session import Session
+from warpspec.sim.report import SimReport
+from warpspec.sim.views import sarif
+
+COMPILATION = 8.0  # seconds predicted for compiling a test's kernels
+SECONDS_OF_WORK = 5e-8  # predicted for each unit of `work`, before the test has run once
+SIZES = 3  # of a test's parameters that count for its work
+KEPT = "warpspec/costs"  # in pytest's cache: seconds by test
+CANNOT = (UnsupportedInstruction, PtxSyntaxError, HostError)
+NO_DEVICE = re.compile(  # what other packages raise where they need a real device, or torch its CUDA build
+    r"libcuda|no kernel image|not compiled with CUDA|CUDA driver|not implemented for '\w+'|is not supported on CPU|"
+    r"does not support backward|Could not run '.*' with arguments from the 'CPU'|triton is not installed|nvidia-smi"
+)
+
+
+class OverLimit(BaseException):
+    """A test takes longer than --warpspec-limit; no `except Exception` of the test catches it."""
+
+
+class Suite:
+    """The plug-in of one pytest run."""
+
+    def __init__(self, options: Namespace):
+        self.options = options
+        self.start = time.monotonic()
+        self.results: list[sarif.Result] = []
+        self.seconds: dict[str, float] = {}
+        self.launches = 0
+        self.chosen = ""
+        baseline = options.warpspec_baseline
+        self.accepted = sarif.fingerprints(Path(baseline)) if baseline else set()
+        self._stack = contextlib.ExitStack()
+        self.session: Session = self._stack.enter_context(
+            intercept(
+                options.warpspec_arch,
+                seed=options.warpspec_seed,
+                seeds=options.warpspec_seeds,
+                check=options.warpspec_check,
+            )
+        )
+
+    # Which tests
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_generate_tests(self, metafunc) -> Iterator[None]:
+        yield
+        wanted = self.options.warpspec_sample
+        calls = getattr(metafunc, "_calls", None)
+        if wanted and calls is not None and len(calls) > wanted:  # a function may have 100,000 cases
+            draw = random.Random(f"{self.options.warpspec_seed} {metafunc.definition.nodeid}")
+            calls[:] = draw.sample(calls, wanted)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        sample, budget = self.options.warpspec_sample, self.options.warpspec_budget
+        if not sample and not budget:
+            return
+        cache = getattr(config, "cache", None)  # there is none under -p no:cacheprovider
+        known = cache.get(KEPT, {}) if cache else {}
+        chosen, predicted = [], 0.0
+        for item in in_turn(items, self.options.warpspec_seed):
+            cost = known.get(item.nodeid) or predicted_seconds(item)
+            if sample and len(chosen) == sample:
+                break
+            if budget and predicted + cost > budget:
+                continue
+            chosen.append(item)
+            predicted += cost
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        self.chosen = f"{len(chosen)} of {len(items)} tests chosen, {predicted:.0f} s predicted"
+        items[:] = [item for item in items if item in kept]
+
+    # A test
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        session = self.session
+        session.report, session.errors, session.failed = SimReport(), [], None
+        budget = self.options.warpspec_budget
+        if budget and time.monotonic() - self.start > budget:
+            pytest.skip(f"warpspec: the budget of {budget:.0f} s is spent")
+        start = time.monotonic()
+        with self._limited():
+            outcome = yield
+        self.seconds[item.nodeid] = time.monotonic() - start
+        self.launches += len(session.report.launches)
+        error = outcome.excinfo[1] if outcome.excinfo else None
+        if error is None or isinstance(error, pytest.skip.Exception):
+            self._look_at_findings(outcome)
+            return
+        reason = self._cannot(error)
+        if reason:
+            outcome.force_exception(pytest.skip.Exception(f"warpspec: {reason}"))
+            return
+        for cause in _causes(error):
+            if isinstance(cause, SimError):
+                self.results += sarif.of_error(cause)
+                break
+
+    def _look_at_findings(self, outcome) -> None:
+        """Let a test fail for what the order checker found in it."""
+        found = {finding: sarif.of_finding(finding) for finding in self.session.findings}
+        new = [finding for finding, result in found.items() if result.fingerprint not in self.accepted]
+        self.results += found.values()
+        if new:
+            text = "\n".join([f"memory order: {len(new)} findings", *grouped_text(new)])
+            outcome.force_exception(pytest.fail.Exception(text, pytrace=False))
+
+    def _cannot(self, error: BaseException) -> str:
+        """Why a test cannot run here; "" for one that ran and failed."""
+        if isinstance(error, OverLimit):
+            return f"over {self.options.warpspec_limit:.0f} s"
+        failed = self.session.failed
+        for cause in (*_causes(error), *([failed] if failed is not None else [])):
+            if isinstance(cause, CANNOT):
+                return f"{type(cause).__name__}: {_first_line(cause)}"
+            if isinstance(
+                cause, (RuntimeError, NotImplementedError, ImportError, FileNotFoundError)
+            ) and NO_DEVICE.search(str(cause)):
+                return f"{type(cause).__name__}: {_first_line(cause)}"
+        return ""
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Raise OverLimit in what takes longer than the limit."""
+
+        def stop(*_: object) -> None:
+            raise OverLimit
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, self.options.warpspec_limit)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    # The end
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        options, taken = self.options, time.monotonic() - self.start
+        terminalreporter.section("warpspec.sim")
+        terminalreporter.line(
+            f"{options.warpspec_arch}, {self.launches} launches, {self.session.seconds:.0f} s in the simulator of "
+            f"{taken:.0f} s" + (f"; {self.chosen}" if self.chosen else "")
+        )
+        counts = {kind: len(terminalreporter.getreports(kind)) for kind in ("passed", "failed", "skipped")}
+        total = sum(counts.values()) or 1
+        terminalreporter.line(", ".join(f"{n} {kind} ({n / total:.1%})" for kind, n in counts.items()))
+        reasons: dict[str, int] = {}
+        for report in terminalreporter.getreports("skipped"):
+            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            if "warpspec: " in text:
+                reason = text.partition("warpspec: ")[2]
+                reasons[reason] = reasons.get(reason, 0) + 1
+        for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1]):
+            terminalreporter.line(f"  {count} skipped: {reason}")
+        unique = {result.fingerprint: result for result in self.results}
+        if unique:
+            terminalreporter.line(f"{len(unique)} findings by kind and lines")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.options.warpspec_sarif:
+            sarif.write(Path(self.options.warpspec_sarif), self.results, session.config.rootpath)
+        cache = getattr(session.config, "cache", None)
+        if cache:
+            known = cache.get(KEPT, {})
+            cache.set(KEPT, known | {name: round(s, 1) for name, s in self.seconds.items()})
+
+    def pytest_unconfigure(self) -> None:
+        self._stack.close()
+
+
+def in_turn(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Tests in an order drawn from a seed: one of each function, then another one of each."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    draw = random.Random(seed)
+    names = sorted(functions)
+    draw.shuffle(names)
+    columns = [draw.sample(functions[name], len(functions[name])) for name in names]
+    longest = max((len(column) for column in columns), default=0)
+    return [column[i] for i in range(longest) for column in columns if i < len(column)]
+
+
+def predicted_seconds(item: pytest.Item) -> float:
+    """What a test is expected to cost, from the numbers among its parameters."""
+    return COMPILATION + SECONDS_OF_WORK * work(getattr(getattr(item, "callspec", None), "params", {}))
+
+
+def work(parameters: dict[str, object]) -> float:
+    """The product of the largest numbers among a test's parameters, such as queries x keys x head dimension."""
+    numbers = sorted((float(n) for value in parameters.values() for n in _numbers(value)), reverse=True)
+    return math.prod(numbers[:SIZES]) if numbers else 0.0
+
+
+def _numbers(value: object) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _numbers(item)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

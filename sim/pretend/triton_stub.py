@@ -1,0 +1,108 @@
+"""A `triton` to import where it is not installed: kernel libraries import it for kernels that are not run here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+from torch.utils._triton import has_triton_package
+
+NAME = "triton"
+TORCH_LOOKS = ("torch._dynamo", "torch._inductor.runtime.hints", "torch._inductor.runtime.triton_compat")
+
+
+class _Anything:
+    """Stands for any name of triton: a decorator, a type, a namespace. Running a kernel says that triton is missing."""
+
+    def __init__(self, name: str = NAME):
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(f"{self._name}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if len(args) == 1 and not kwargs and callable(args[0]):  # a decorator
+            return _Anything(getattr(args[0], "__name__", self._name))
+        return _Anything(self._name)
+
+    def __getitem__(self, _: object) -> _Missing:
+        return _Missing(self._name)
+
+    def __mro_entries__(self, _: tuple) -> tuple:
+        return (object,)
+
+
+class _Missing:
+    def __init__(self, name: str):
+        self._name = name
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise ImportError(f"{self._name} is a Triton kernel, and triton is not installed")
+
+
+class _Module(types.ModuleType):
+    __path__: list[str] = []  # noqa: RUF012  (as the import system wants it)
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> _Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(f"{self.__name__}.{name}")
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `triton` and its submodules for everybody but torch, which looks whether it may compile with it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None):
+        if name.partition(".")[0] != NAME or _importer().startswith("torch."):
+            return None
+        if name == NAME:
+            _let_torch_look()
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return _Module(spec.name)
+
+    def exec_module(self, module) -> None:
+        """The module makes its names up."""
+
+
+def _let_torch_look() -> None:
+    """Import what in torch looks for triton, before it can find this one."""
+    has_triton_package()
+    for name in TORCH_LOOKS:
+        importlib.import_module(name)
+
+
+def _importer() -> str:
+    """The module that imports just now."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("importlib") and name != __name__:
+            return name
+        frame = frame.f_back
+    return ""
+
+
+def install() -> Finder | None:
+    """Make `import triton` work; None where triton is installed."""
+    if importlib.util.find_spec(NAME) is not None:
+        return None
+    finder = Finder()
+    sys.meta_path.append(finder)
+    return finder
+
+
+def remove(finder: Finder | None) -> None:
+    """Undo `install`."""
+    if finder is not None:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+            del sys.modules[name]

@@ -1,0 +1,1 @@
+"""What a run said, for programs and people: SARIF, one HTML page."""

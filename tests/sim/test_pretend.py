@@ -1,0 +1,105 @@
+"""Scripts and test suites for a GPU run unchanged in the simulator: `sim run`, `pytest --warpspec-sim`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from warpspec.sim.pretend import script
+
+SCRIPT = Path(__file__).parent / "data/gpu_script.py"
+LINES = SCRIPT.read_text().splitlines()
+SUITE = """
+import pytest, torch, gpu_script
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_right(rows):
+    y = gpu_script.Reverse.apply(torch.ones(rows, 64, device="cuda"))
+    assert y.is_cuda and y.eq(1).all()
+
+
+def test_racy():
+    gpu_script.main("racy")
+
+
+def test_hangs():
+    gpu_script.main("33")
+
+
+def test_needs_another_package():
+    raise ImportError("triton is not installed")
+
+
+@pytest.mark.parametrize("number", range(1000))
+def test_many(number):
+    assert number >= 0
+"""
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(LINES, 1) if text in line)
+
+
+def test_a_script_runs_unchanged(tmp_path, capfd):
+    assert script.main([str(SCRIPT)]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("right\n") and "2 launches" in text, text
+    assert script.main(["--check", "order", "--sarif", str(tmp_path / "s"), str(SCRIPT), "racy"]) == 1
+    text = capfd.readouterr().out
+    assert "memory order: 2 findings" in text and text.count("accesses that nothing orders") == 1, text
+    (result,) = json.loads((tmp_path / "s").read_text())["runs"][0]["results"]
+    assert result["ruleId"] == "accesses-that-nothing-orders"
+    lines = {
+        place["physicalLocation"]["region"]["startLine"]
+        for place in (*result["locations"], *result["relatedLocations"])
+    }
+    assert lines == {line_of("line[thread] ="), line_of("= line[63 - thread]")}
+    assert script.main(["--arch", "sm_90a", str(SCRIPT), "33"]) == 1
+    assert "Deadlock: nothing can make progress" in capfd.readouterr().err
+    assert not torch.cuda.is_available() and not torch.ones(1).is_cuda, "nothing is left behind"
+
+
+def test_a_suite_runs_unchanged(tmp_path):
+    (tmp_path / "test_kernels.py").write_text(SUITE)
+    options = [
+        "--warpspec-sim",
+        "--warpspec-arch",
+        "sm_90a",
+        "--warpspec-check",
+        "order",
+        "--warpspec-sample",
+        "9",
+    ]
+    plugin = ["-p", "no:warpspec", "-p", "warpspec.common.pytest_plugin", "-p", "no:cacheprovider"]
+    done = run(
+        "-m",
+        "pytest",
+        *plugin,
+        *options,
+        "--warpspec-sarif",
+        "s.sarif",
+        "--junitxml",
+        "j.xml",
+        "-q",
+        cwd=tmp_path,
+    )
+    text = done.stdout + done.stderr
+    assert "2 failed, 6 passed, 1 skipped" in text, text
+    assert "9 of 14 tests chosen" in text  # of test_many, nine are left before they become tests
+    assert "1 skipped: ImportError: triton is not installed" in text
+    assert f"gpu_script.py:{line_of('line[thread] =')}" in (tmp_path / "j.xml").read_text()
+    rules = [r["ruleId"] for r in json.loads((tmp_path / "s.sarif").read_text())["runs"][0]["results"]]
+    assert sorted(rules) == ["accesses-that-nothing-orders", "deadlock"]
