@@ -17,7 +17,7 @@ from warpspec.cache.config import (
 )
 from warpspec.cache.formats import FORMATS, SCALE_ROWS, SIXTEEN_BITS, CacheFormat
 from warpspec.cache.operands import Operands, Options
-from warpspec.common.checks import check_eps, check_range, check_tensor
+from warpspec.common.checks import check_number, check_operand, check_range
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.outputs import check_apart, check_elements, has_memory
 
@@ -41,14 +41,14 @@ def check_insert(operands: Operands, options: Options) -> None:
     for name in ("interleaved", "swizzled"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name}: must be a bool, got {getattr(options, name)!r}")
-    check_eps(options.eps)
+    check_number("eps", options.eps)
     if not isinstance(k, torch.Tensor):
         raise TypeError(f"k: must be a torch.Tensor, got {k!r} ({type(k).__name__})")
     device = k.device
-    check_tensor("k", k, DTYPES, (-1, -1, -1), device, aligned=True)
+    check_operand("k", k, DTYPES, (-1, -1, -1), device, aligned=True)
     tokens, heads, dim = k.shape
     check_dim("k", dim)
-    check_tensor("v", v, (k.dtype,), (tokens, heads, -1), device, aligned=True)
+    check_operand("v", v, (k.dtype,), (tokens, heads, -1), device, aligned=True)
     check_dim("v", v.shape[-1])
     if heads < 1:
         raise ValueError(f"k: must have at least one head, got shape {list(k.shape)}")
@@ -63,7 +63,7 @@ def check_insert(operands: Operands, options: Options) -> None:
         )
     check_block_scales(operands, options, fmt)
     check_scales(operands, fmt, heads, device)
-    check_tensor("slots", operands.slots, INDEX_DTYPES, (-1,), device)
+    check_operand("slots", operands.slots, INDEX_DTYPES, (-1,), device)
     if len(operands.slots) > tokens:
         raise ValueError(f"slots: at most one for each of the {tokens} tokens, got {len(operands.slots)}")
     check_queries(operands, tokens, dim, k.dtype, device)
@@ -115,7 +115,7 @@ def check_cache(name: str, cache, fmt: CacheFormat, heads: int, dim: int, device
             f"{name}: must be [slots, H, row] or [pages, page_size, H, row], got shape {list(cache.shape)}"
         )
     dtypes = (torch.uint8, *(dtype for dtype, found in DTYPE_FORMATS.items() if found == fmt.name))
-    check_tensor(name, cache, dtypes, (-1,) * (dims - 2) + (heads, row), device)
+    check_operand(name, cache, dtypes, (-1,) * (dims - 2) + (heads, row), device)
     if cache.shape[:-2].numel() > COUNT_LIMIT:
         raise ValueError(f"{name}: at most {COUNT_LIMIT} slots, got {cache.shape[:-2].numel()}")
     width = min(VECTOR_BYTES, fmt.row_bytes(numbers_per_lane(dim)))
@@ -142,7 +142,7 @@ def check_block_scales(operands: Operands, options: Options, fmt: CacheFormat) -
         if blocks is None:
             raise ValueError(f"{name}: 'nvfp4' needs block scales, got None")
         shape = (*cache.shape[:-1], rows.shape[-1] // fmt.block)
-        check_tensor(name, blocks, BYTE_DTYPES, shape, cache.device)
+        check_operand(name, blocks, BYTE_DTYPES, shape, cache.device)
     if not options.swizzled:
         return
     if not fmt.block:
@@ -172,7 +172,7 @@ def check_scales(operands: Operands, fmt: CacheFormat, heads: int, device) -> No
         shapes = ((), (1,), (heads,))
         if tuple(scale.shape) not in shapes:
             raise ValueError(f"{name}: shape must be [], [1] or [{heads}], got {list(scale.shape)}")
-        check_tensor(name, scale, (torch.float32,), tuple(scale.shape), device)
+        check_operand(name, scale, (torch.float32,), tuple(scale.shape), device)
 
 
 def check_queries(operands: Operands, tokens: int, dim: int, dtype, device) -> None:
@@ -183,9 +183,9 @@ def check_queries(operands: Operands, tokens: int, dim: int, dtype, device) -> N
             if getattr(operands, name) is not None:
                 raise ValueError(f"{name}: there are no queries (q is None)")
         return
-    check_tensor("q", q, (dtype,), (tokens, -1, dim), device, aligned=True)
+    check_operand("q", q, (dtype,), (tokens, -1, dim), device, aligned=True)
     if out is not None:
-        check_tensor("out", out, (dtype,), tuple(q.shape), device, aligned=True)
+        check_operand("out", out, (dtype,), tuple(q.shape), device, aligned=True)
     if operands.positions is None and operands.q_weight is None:
         raise ValueError("q: there is nothing to do with queries without positions and q_weight")
 
@@ -195,13 +195,13 @@ def check_projection(operands: Operands, options: Options, tokens: int, dim: int
     for name in ("q_weight", "k_weight"):
         weight = getattr(operands, name)
         if weight is not None:
-            check_tensor(name, weight, WEIGHT_DTYPES, (dim,), device, aligned=True)
+            check_operand(name, weight, WEIGHT_DTYPES, (dim,), device, aligned=True)
     if (operands.positions is None) != (operands.cos_sin is None):
         missing = "positions" if operands.positions is None else "cos_sin"
         raise ValueError(f"{missing}: positions and cos_sin belong together, got None")
     if operands.positions is not None:
-        check_tensor("positions", operands.positions, INDEX_DTYPES, (tokens,), device)
-        check_tensor("cos_sin", operands.cos_sin, WEIGHT_DTYPES, (-1, -1), device, aligned=True)
+        check_operand("positions", operands.positions, INDEX_DTYPES, (tokens,), device)
+        check_operand("cos_sin", operands.cos_sin, WEIGHT_DTYPES, (-1, -1), device, aligned=True)
         rotated = operands.cos_sin.shape[1]
         step = numbers_per_lane(dim) * (1 if options.interleaved else 2)
         if not 0 < rotated <= dim or rotated % step:

@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 
 from warpspec.common.architecture import ARCHITECTURES, architecture_of, native_backends
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.repeated import BACKEND_VARIABLE
 
 OTHER_BACKENDS = ("sim", "reference")  # besides the native ones
-BACKEND_VARIABLE = "WARPSPEC_BACKEND"
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
@@ -20,10 +20,12 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     backend: one of these, or "auto". "auto" takes the environment variable WARPSPEC_BACKEND if it is set (and not empty
     or "auto" itself), otherwise the device's native backend for CUDA tensors and "sim" for CPU tensors.
 
-    Raises ValueError for any other name, and UnsupportedProblem if the backend does not run on the device. There is no
-    silent fallback.
+    Raises TypeError for anything but a string, ValueError for any other name, and UnsupportedProblem if the backend
+    does not run on the device. There is no silent fallback.
     """
     source = "backend"
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: must be a string, got {backend!r} ({type(backend).__name__})")
     if backend == "auto":
         backend = os.environ.get(BACKEND_VARIABLE, "") or "auto"
         source = BACKEND_VARIABLE

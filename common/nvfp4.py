@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import check_device, check_floating, check_int, check_number, check_tensor
+
 BLOCK = 16  # values along K that share one scale
 CHUNK = (1 << 15) - 1  # values quantised at a time on a CPU: as many as torch gives to one thread
 TO_INTEGER = (
@@ -64,10 +66,7 @@ class NVFP4Tensor:
             ("scale", self.scale, torch.float8_e4m3fn),
             ("global_scale", self.global_scale, torch.float32),
         ):
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-                raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
-            if tensor.device != self.data.device:
-                raise ValueError(f"{name}: device must be data's, {self.data.device}, got {tensor.device}")
+            check_tensor(name, tensor, (dtype,), None, getattr(self.data, "device", None))
         if self.data.dim() < 1 or self.data.shape[-1] * 2 % BLOCK:
             raise ValueError(f"data: must have {BLOCK // 2} bytes a block, got shape {list(self.data.shape)}")
         rows = self.data.shape[:-1]
@@ -96,7 +95,8 @@ class NVFP4Tensor:
         return self.data.device
 
     def to(self, device) -> NVFP4Tensor:
-        """The same tensor on another device."""
+        """The same tensor on another device. Raises TypeError or ValueError for what names none."""
+        device = check_device("device", device)
         return NVFP4Tensor(self.data.to(device), self.scale.to(device), self.global_scale.to(device))
 
 
@@ -121,12 +121,16 @@ def quantize(
     all dimensions of x but the first `global_dims` (0: one for the tensor; 1: one per expert of [E, R, K]; x.dim() - 1:
     one per row). Raises TypeError or ValueError naming the argument.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise TypeError(f"x: must be a floating tensor, got {getattr(x, 'dtype', x)!r}")
+    check_floating("x", x)
     if x.dim() < 1 or x.shape[-1] % BLOCK:
         raise ValueError(f"x: last dimension must be a multiple of {BLOCK}, got shape {list(x.shape)}")
-    if not 0 <= global_dims < x.dim():
-        raise ValueError(f"global_dims: must be within 0..{x.dim() - 1}, got {global_dims}")
+    check_int("global_dims", global_dims, 0, x.dim() - 1)
+    if isinstance(global_scale, torch.Tensor):
+        check_tensor("global_scale", global_scale, (torch.float32,))
+        if global_scale.is_meta != x.is_meta:
+            raise ValueError(f"global_scale: must be on {x.device}, got {global_scale.device}")
+    elif global_scale is not None:
+        check_number("global_scale", global_scale, positive=True)
     if global_scale is None:
         flat = x.flatten(global_dims)
         if flat.shape[-1]:
@@ -261,8 +265,7 @@ def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
     Blocks below that are rounded to e2m1 at the scale 2**-9; the error is at most 2**-19 of the largest scale.
     """
     for name, tensor in (("data", data), ("scale", scale)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
-            raise TypeError(f"{name}: must be a uint8 tensor, got {getattr(tensor, 'dtype', tensor)!r}")
+        check_tensor(name, tensor, (torch.uint8,), None, getattr(data, "device", None))
     if data.dim() not in (2, 3):
         raise ValueError(f"data: must be [R, K/2] or [E, R, K/2], got {list(data.shape)}")
     k = data.shape[-1] * 2

@@ -13,11 +13,11 @@ import torch
 from torch._C import _has_storage
 from torch.autograd import forward_ad
 
-from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.common.hardware import VECTOR_BYTES
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 MOST_REMEMBERED = 4096
+BACKEND_VARIABLE = "WARPSPEC_BACKEND"  # names the backend of calls that do not
 
 # The mapping beneath os.environ, which raises and catches a KeyError for an unset variable: that takes a microsecond.
 _environment = os.environ._data

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
+from warpspec.common.checks import check_kind, check_strided
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.backward import function
-from warpspec.fmha.checks import check_kinds, check_window, kind_of
+from warpspec.fmha.checks import check_kinds, check_window
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 
@@ -178,8 +179,7 @@ def attention_varlen(
     Raises:
         As ``attention`` does.
     """
-    if not isinstance(cu_seqlens_q, torch.Tensor):  # what tells packed queries from a rectangle
-        raise TypeError(f"cu_seqlens_q: must be a torch.Tensor, got {kind_of(cu_seqlens_q)}")
+    check_strided("cu_seqlens_q", cu_seqlens_q)  # what tells packed queries from a rectangle
     operands = Operands(
         q,
         k,
@@ -221,18 +221,35 @@ def _call(operands: Operands, options: Options, backend):
     return (o, stats[0]) if options.return_lse else o
 
 
-def _check_and_run(operands: Operands, options: Options, backend, key):
-    """(o, stats) of a call of which nothing is known. key: under which it may be, from now on; None for not at all."""
+def check(operands: Operands, options: Options, backend: str = "auto") -> None:
+    """Raise what ``attention`` raises for a call, without making it. Arguments that something records or traces are
+    checked only as far as their kinds."""
+    key = ops.key_of(operands, options, backend)
+    if key is not None and ops.recall(key, operands) is not None:
+        return
+    options, records = _check_kinds(operands, options, backend)
+    if ops.unobserved(operands):
+        ops.remember(key, ops.check_call(operands, options, backend, records))
+
+
+def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options, bool]:
+    """Check what can be checked before torch's dispatcher: (options with both sides of the window, whether autograd
+    records the call)."""
     check_kinds(operands, options)
     options = options._replace(window=check_window(options.window))
-    if not isinstance(backend, str):
-        raise TypeError(f"backend: must be a string, got {backend!r}")
+    check_kind("backend", backend, str)
     refuse_tangents(**operands.inputs)
     records = ops.needs_gradient(operands)
     if operands.o is not None and records:
         raise NotImplementedError(
             "out: gradients are not implemented for a call with out; leave it out, or call under torch.no_grad()"
         )
+    return options, records
+
+
+def _check_and_run(operands: Operands, options: Options, backend, key):
+    """(o, stats) of a call of which nothing is known. key: under which it may be, from now on; None for not at all."""
+    options, records = _check_kinds(operands, options, backend)
     if not ops.unobserved(operands):
         return ops.forward_watched(operands, options, backend)
     call = ops.check_call(operands, options, backend, records)

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.outputs import check_apart, check_elements
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.values import POSITION_LIMIT
@@ -32,13 +32,12 @@ def check_kinds(operands: Operands, options: Options) -> None:
             raise TypeError(f"{name}: must be a torch.Tensor, got {kind_of(tensor)}")
     for name in ("causal", "normalize", "return_lse", "deterministic"):
         flag = getattr(options, name)
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: must be a bool, got {kind_of(flag)}")
+        check_bool(name, flag)
     needed = ("key_stride",) if operands.cu_seqlens_q is None else ("key_stride", "max_seqlen_q")
     for name in ("key_stride", "num_splits", "max_seqlen_q", "max_seqlen_k"):
         value = getattr(options, name)
         if value is not None or name in needed:
-            check_is_int(name, value)
+            check_int(name, value)
     for name in ("scale", "softcap"):
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -54,14 +53,8 @@ def check_window(window) -> tuple[int | None, int | None]:
     left, right = window
     for side, reach in (("left", left), ("right", right)):
         if reach is not None:
-            check_is_int(f"window {side}", reach)
-            check_within(f"window {side}", reach, 0, POSITION_LIMIT)
+            check_int(f"window {side}", reach, 0, POSITION_LIMIT)
     return left, right
-
-
-def check_is_int(name, value):
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: must be an int, got {kind_of(value)}")
 
 
 def layout(name: str, operands: Operands) -> tuple[str, ...]:
@@ -79,7 +72,7 @@ def layout(name: str, operands: Operands) -> tuple[str, ...]:
 
 def check_operand(name, tensor, operands, memory):
     """q, k or v: of one dtype and device, rows TMA can address."""
-    check_tensor(name, tensor, DTYPES, None)
+    check_tensor(name, tensor, DTYPES)
     q, dimensions = operands.q, layout(name, operands)
     if tensor.dim() != len(dimensions):
         raise ValueError(
@@ -108,35 +101,6 @@ def check_heads(q, k):
         )
 
 
-def check_rows(name, tensor, memory):
-    """Last dimension contiguous; address and every other stride a multiple of 16 bytes."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name}: last dimension must be contiguous, got strides {tuple(tensor.stride())}")
-    if tensor.numel() == 0:
-        return
-    for dim in range(tensor.dim() - 1):
-        step = tensor.stride(dim) * tensor.element_size()
-        if tensor.shape[dim] > 1 and step % TMA_ALIGNMENT != 0:
-            raise ValueError(
-                f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got a stride of {step} bytes in "
-                f"dimension {dim} (strides {tuple(tensor.stride())})"
-            )
-    if memory and tensor.data_ptr() % TMA_ALIGNMENT != 0:
-        raise ValueError(
-            f"{name}: rows must be aligned to {TMA_ALIGNMENT} bytes, got an address "
-            f"{tensor.data_ptr() % TMA_ALIGNMENT} bytes off (storage offset {tensor.storage_offset()})"
-        )
-
-
-def check_tensor(name, tensor, dtypes, device):
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: must be a strided tensor, got layout {tensor.layout}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: dtype must be one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name}: device must be q's, {device}, got {tensor.device}")
-
-
 def check_scale(scale, head_dim):
     if scale is None:
         return head_dim**-0.5
@@ -156,19 +120,14 @@ def check_softcap(softcap) -> float | None:
     return float(softcap)
 
 
-def check_within(name, value, lowest, highest):
-    if not lowest <= value <= highest:
-        raise ValueError(f"{name}: must be within {lowest}..{highest}, got {value}")
-
-
 def check_sink(sink, heads_q, device):
-    check_tensor("sink", sink, SINK_DTYPES, device)
+    check_tensor("sink", sink, SINK_DTYPES, None, device)
     if tuple(sink.shape) != (heads_q,):
         raise ValueError(f"sink: shape must be [Hq={heads_q}], got {shape_of(sink)}")
 
 
 def check_bias(bias, full, device):
-    check_tensor("bias", bias, BIAS_DTYPES, device)
+    check_tensor("bias", bias, BIAS_DTYPES, None, device)
     batch, heads_q, seq_q, seq_k = full
     shape = tuple(bias.shape)
     if (
@@ -187,14 +146,14 @@ def check_per_request(name, tensor, batch, device):
     """int32 [B] or None: a value for each batch row or request."""
     if tensor is None:
         return
-    check_tensor(name, tensor, (torch.int32,), device)
+    check_tensor(name, tensor, (torch.int32,), None, device)
     if tuple(tensor.shape) != (batch,):
         raise ValueError(f"{name}: shape must be [B={batch}], got {shape_of(tensor)}")
 
 
 def check_starts(name, tensor, device, batch=None) -> int:
     """B of cu_seqlens, int32 [B + 1]. batch: what B must be, where that is known."""
-    check_tensor(name, tensor, (torch.int32,), device)
+    check_tensor(name, tensor, (torch.int32,), None, device)
     if tensor.dim() != 1 or tensor.shape[0] == 0 or batch not in (None, tensor.shape[0] - 1):
         wanted = "[B + 1]" if batch is None else f"[B + 1 = {batch + 1}]"
         raise ValueError(f"{name}: shape must be {wanted}, got {shape_of(tensor)}")
@@ -204,7 +163,7 @@ def check_starts(name, tensor, device, batch=None) -> int:
 def check_table(operands, batch) -> int:
     """The page size of a call with a page table."""
     k, page_table = operands.k, operands.page_table
-    check_tensor("page_table", page_table, (torch.int32,), operands.q.device)
+    check_tensor("page_table", page_table, (torch.int32,), None, operands.q.device)
     if page_table.dim() != 2 or page_table.shape[0] != batch:
         raise ValueError(f"page_table: shape must be [B={batch}, max_pages], got {shape_of(page_table)}")
     if operands.kv_lengths is None:
@@ -217,7 +176,7 @@ def check_table(operands, batch) -> int:
 def check_out(operands, dtype, memory):
     """out: of q's shape and device, no element twice in memory, apart from every input."""
     q, out = operands.q, operands.o
-    check_tensor("out", out, (dtype,), q.device)
+    check_tensor("out", out, (dtype,), None, q.device)
     if out.shape != q.shape:
         dimensions = "[T, Hq, D]" if q.dim() == 3 else "[B, Sq, Hq, D]"
         raise ValueError(f"out: shape must be {dimensions} = {shape_of(q)}, got {shape_of(out)}")
@@ -227,11 +186,3 @@ def check_out(operands, dtype, memory):
     check_elements("out", out)
     if memory:
         check_apart({"out": out}, operands.inputs)
-
-
-def shape_of(tensor):
-    return list(tensor.shape)
-
-
-def kind_of(value):
-    return f"{value!r} ({type(value).__name__})"

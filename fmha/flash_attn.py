@@ -15,13 +15,13 @@ out alone (flash-attn 4 returns a pair of it and None).
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
+from warpspec.common.checks import ANY, check_int, check_number, check_strided, check_tensor, kind_of
 from warpspec.common.outputs import check_output, is_same
-from warpspec.fmha import attention, attention_varlen
-from warpspec.fmha.checks import check_tensor
+from warpspec.fmha import attention, attention_varlen, check
+from warpspec.fmha.checks import SIZE_LIMIT
+from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.values import are_checked
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -164,8 +164,8 @@ def flash_attn_varlen_func(
             v,
             cu_seqlens_q,
             cu_seqlens_k=None if table is not None else cu_seqlens_k,
-            max_seqlen_q=len(q) if max_seqlen_q is None else operator.index(max_seqlen_q),
-            max_seqlen_k=None if max_seqlen_k is None else operator.index(max_seqlen_k),
+            max_seqlen_q=len(q) if max_seqlen_q is None else _hint("max_seqlen_q", max_seqlen_q),
+            max_seqlen_k=None if max_seqlen_k is None else _hint("max_seqlen_k", max_seqlen_k),
             **options,
         )
     return _returned(result, wants, return_attn_probs, sink)
@@ -230,7 +230,12 @@ def flash_attn_with_kvcache(
     options = _options(softmax_scale, causal, window_size, num_splits, softcap)
     table = _one_of(block_table=block_table, page_table=page_table)
     lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_strided(name, tensor)
+    if q.dim() == 0:
+        raise ValueError("q: must have dimensions, got shape []")
     if isinstance(lengths, int):
+        check_int("cache_seqlens", lengths, 0, SIZE_LIMIT)
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     if (k is None) != (v is None):
@@ -241,14 +246,22 @@ def flash_attn_with_kvcache(
         if lengths is None:
             raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
         for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            if cache.device != q.device:
+                raise ValueError(f"{name}_cache: must be on q's {q.device}, got {cache.device}")
             _check_new(name, new, cache, lengths, table)
         read = {"q": q, "k": k, "v": v, "cache_seqlens": lengths, "block_table": table}
         check_output("k_cache", k_cache, read)
         if not (is_same(k, v) and is_same(k_cache, v_cache)):
             check_output("v_cache", v_cache, {**read, "k_cache": k_cache})
+        after = lengths + k.shape[1]
+        arguments = {"o": out, "sink": sink, "kv_lengths": after, "page_table": table}
+        check(
+            Operands(*_plain(q, k_cache, v_cache), **arguments),
+            Options(**options, return_lse=return_softmax_lse or return_lse),
+        )
         for new, cache in ((k, k_cache), (v, v_cache)):
             _append(cache, new, lengths, table)
-        lengths = lengths + k.shape[1]
+        lengths = after
     wants = return_softmax_lse or return_lse
     options |= {"sink": sink, "out": out, "return_lse": wants, "page_table": table, "kv_lengths": lengths}
     q, k_cache, v_cache = _plain(q, k_cache, v_cache)
@@ -257,15 +270,22 @@ def flash_attn_with_kvcache(
     else:
         if table is None:
             raise NotImplementedError("cu_seqlens_q: needs a page table, got block_table=None")
-        most = len(q) if max_seqlen_q is None else operator.index(max_seqlen_q)
+        most = len(q) if max_seqlen_q is None else _hint("max_seqlen_q", max_seqlen_q)
         result = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=most, **options)
     return _returned(result, wants, False, sink)
 
 
 def _check_new(name, new, cache, lengths, table) -> None:
     """Raise TypeError or ValueError, naming the argument, unless new keys or values can be written into a cache."""
-    check_tensor("cache_seqlens", lengths, (torch.int32,), cache.device)
-    check_tensor(name, new, (cache.dtype,), cache.device)
+    if cache.dim() != 4:
+        raise ValueError(
+            f"{name}_cache: must be [B, Sk, Hkv, D] or, with a page table, [pages, page_size, Hkv, D], got "
+            f"{list(cache.shape)}"
+        )
+    check_tensor("cache_seqlens", lengths, (torch.int32,), None, cache.device)
+    check_tensor(name, new, (cache.dtype,), None, cache.device)
+    if table is not None:
+        check_tensor("block_table", table, (torch.int32,), (len(lengths), ANY), cache.device)
     batch = len(lengths) if lengths.dim() == 1 else 0
     if new.dim() != 4 or len(new) != batch or new.shape[2:] != cache.shape[2:]:
         raise ValueError(
@@ -322,8 +342,20 @@ def _one_of(**given):
 def _options(softmax_scale, causal, window_size, num_splits, softcap) -> dict:
     """Arguments of ``attention``."""
     window = None
-    if window_size is not None and tuple(window_size) not in ((-1, -1), (None, None)):
+    if window_size is not None:
+        if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+            raise TypeError(
+                f"window_size: must be (left, right), each None or an int, got {kind_of(window_size)}"
+            )
+        for reach in window_size:
+            if reach is not None:
+                check_int("window_size", reach, -1)
         window = tuple(None if reach == -1 else reach for reach in window_size)
+        window = None if window == (None, None) else window
+    if num_splits is not None:
+        check_int("num_splits", num_splits, 0)
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale, signed=True)
     return {
         "scale": softmax_scale,
         "causal": causal,
@@ -335,7 +367,22 @@ def _options(softmax_scale, causal, window_size, num_splits, softcap) -> dict:
 
 def _plain(*tensors: torch.Tensor) -> list:
     """The tensors with contiguous last dimensions."""
-    return [t.contiguous() if isinstance(t, torch.Tensor) and t.stride(-1) != 1 else t for t in tensors]
+    return [t.contiguous() if _is_spread(t) else t for t in tensors]
+
+
+def _is_spread(tensor) -> bool:
+    """Whether neighbours in a tensor's last dimension do not lie side by side."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return False
+    return tensor.dim() > 0 and tensor.stride(-1) != 1
+
+
+def _hint(name: str, value) -> int:
+    """The most queries or keys of a request, as an int; a tensor is read, which waits for its device."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return int(value)
+    check_int(name, value, 0)
+    return value
 
 
 def _returned(result, wants_lse: bool, probabilities: bool, sink: torch.Tensor | None):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from warpspec.common.checks import check_int, shape_of
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.fmha.checks import (
     SIZE_LIMIT,
@@ -29,8 +30,6 @@ from warpspec.fmha.checks import (
     check_starts,
     check_table,
     check_window,
-    check_within,
-    shape_of,
 )
 from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
@@ -151,9 +150,9 @@ class AttentionProblem:
         batch, seq_q, seq_k = sizes["batch"], sizes["seq_q"], sizes["seq_k"]
 
         scale = check_scale(scale, head_dim)
-        check_within("key_stride", key_stride, 1, POSITION_LIMIT)
+        check_int("key_stride", key_stride, 1, POSITION_LIMIT)
         if num_splits is not None:
-            check_within("num_splits", num_splits, 1, SIZE_LIMIT)
+            check_int("num_splits", num_splits, 1, SIZE_LIMIT)
         window_left, window_right = check_window(window)
         if key_stride != 1 and (window_left is not None or window_right is not None):
             raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={window}")
@@ -269,7 +268,7 @@ def _packed(operands: Operands, options: Options) -> dict:
             raise ValueError(f"{name}: must hold at most {POSITION_LIMIT} rows, got {size}")
     hint_k = most_keys if options.max_seqlen_k is None else options.max_seqlen_k
     for name, hint in (("max_seqlen_q", options.max_seqlen_q), ("max_seqlen_k", hint_k)):
-        check_within(name, hint, 0, SIZE_LIMIT)
+        check_int(name, hint, 0, SIZE_LIMIT)
     return {
         "batch": batch,
         "seq_q": min(max(options.max_seqlen_q, 1), total_q),

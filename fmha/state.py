@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from warpspec.common.checks import check_floating, check_tensor
+
 
 class AttentionState(NamedTuple):
     """Attention over some set of keys before normalisation; all fp32.
@@ -75,16 +77,7 @@ def check_states(states, sink) -> None:
             raise TypeError(f"states: must hold AttentionState, got {type(state).__name__} at index {index}")
         for field, tensor, first in zip(state._fields, state, states[0], strict=True):
             name = f"states: {field} of state {index}"
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-                raise TypeError(
-                    f"{name} must be an fp32 tensor, got {getattr(tensor, 'dtype', type(tensor))}"
-                )
-            if tensor.shape != first.shape:
-                raise ValueError(
-                    f"{name} must have state 0's shape {list(first.shape)}, got {list(tensor.shape)}"
-                )
-            if tensor.device != states[0].o.device:
-                raise ValueError(f"{name} must be on state 0's {states[0].o.device}, got {tensor.device}")
+            check_tensor(name, tensor, (torch.float32,), tuple(first.shape), states[0].o.device)
     o, row_max, row_sum = states[0]
     if (
         o.dim() not in (3, 4)
@@ -97,9 +90,4 @@ def check_states(states, sink) -> None:
         )
     if sink is None:
         return
-    if not isinstance(sink, torch.Tensor) or not sink.is_floating_point():
-        raise TypeError(f"sink: must be a floating tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
-    if sink.shape != (o.shape[-2],):
-        raise ValueError(f"sink: shape must be [Hq={o.shape[-2]}], got {list(sink.shape)}")
-    if sink.device != o.device:
-        raise ValueError(f"sink: device must be the states' {o.device}, got {sink.device}")
+    check_floating("sink", sink, (o.shape[-2],), o.device)

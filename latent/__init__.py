@@ -7,7 +7,7 @@ Each step of a layer has its own package, and all public names can be imported f
 - ``warpspec.latent.gathered``: attention over rows that are found by slot
 - ``warpspec.latent.projection``: the grouped output projection
 
-docs/latent.md shows them together in a layer.
+docs/latent.md has an example of a layer, from insert to output.
 """
 
 from __future__ import annotations

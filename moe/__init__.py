@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
+from warpspec.common.checks import check_bool, check_choice, check_kind, check_strided
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.moe import ops, parallel, streamed_ops
 from warpspec.moe.activations import intermediate_scale_of
 from warpspec.moe.experts import NVFP4Experts
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, prepare_w2, prepare_w13
-from warpspec.moe.problem import check_activation, check_precision
+from warpspec.moe.problem import OUT_FORMATS, check_activation, check_precision
 from warpspec.moe.routing import route
 from warpspec.moe.streamed import StreamedWeights
 
@@ -76,9 +77,9 @@ def grouped_swiglu(
     """
     _check_kinds(tensors={"a": a, "offsets": offsets}, check=check, backend=backend)
     refuse_tangents(a=a)
-    if not isinstance(w13, (PreparedWeights, StreamedWeights)):
-        raise TypeError(f"w13: must be PreparedWeights or StreamedWeights, got {type(w13).__name__}")
+    check_kind("w13", w13, (PreparedWeights, StreamedWeights))
     check_activation(activation, limit)
+    check_choice("out_format", out_format, OUT_FORMATS)
     if isinstance(w13, StreamedWeights):
         if out_format != "bf16" or out_scale is not None:
             raise UnsupportedProblem(
@@ -150,8 +151,7 @@ def moe_ffn(
     tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     _check_kinds(tensors=tensors, check=check, backend=backend)
     refuse_tangents(x=x, topk_weights=topk_weights)
-    if not isinstance(experts, NVFP4Experts):
-        raise TypeError(f"experts: must be NVFP4Experts, got {type(experts).__name__}")
+    check_kind("experts", experts, NVFP4Experts)
     check_activation(activation, limit)
     check_precision(precision)
     limit = None if limit is None else float(limit)
@@ -176,9 +176,6 @@ def moe_ffn(
 def _check_kinds(*, tensors, check, backend) -> None:
     """Raise TypeError for arguments that torch's dispatcher would reject with a less clear message."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: must be a torch.Tensor, got {tensor!r} ({type(tensor).__name__})")
-    if not isinstance(check, bool):
-        raise TypeError(f"check: must be a bool, got {check!r}")
-    if not isinstance(backend, str):
-        raise TypeError(f"backend: must be a string, got {backend!r}")
+        check_strided(name, tensor)
+    check_bool("check", check)
+    check_kind("backend", backend, str)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import check_choice, check_number
 from warpspec.common.nvfp4 import AMAX_TO_GLOBAL
 
 # For activations without a bound: values up to 168 are not cut.
@@ -33,9 +34,8 @@ ACTIVATIONS = {"swiglu": GatedActivation(1.0, 0.0), "swiglu_oai": GatedActivatio
 
 
 def activation_named(name: str) -> GatedActivation:
-    """The activation with this name. Raises ValueError for a name that is not in ``ACTIVATIONS``."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    """The activation with this name. Raises TypeError or ValueError for a name that is not in ``ACTIVATIONS``."""
+    check_choice("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 
@@ -58,8 +58,11 @@ def intermediate_scale_of(activation: str, limit: float | None) -> float:
     """Global scale of the activations as NVFP4: the smallest power of two at which the bound is not cut.
 
     A power of two can be multiplied exactly into the global scale of the next weights. Without a limit it is 2**-4.
-    Raises ValueError for an unknown activation.
+    Raises TypeError or ValueError for an unknown activation, or a limit that is neither None nor a finite number above
+    0.
     """
+    if limit is not None:
+        check_number("limit", limit, positive=True)
     largest = bound(activation, limit)
     if largest is None or largest == 0.0:
         return DEFAULT_INTERMEDIATE_SCALE

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from warpspec.common.checks import check_int, check_kind
 from warpspec.common.nvfp4 import NVFP4Tensor, from_mxfp4, quantize
 from warpspec.moe.experts import NVFP4Experts
 
@@ -40,6 +41,7 @@ class Checkpoint:
     checkpoint."""
 
     def __init__(self, path: str | Path):
+        check_kind("path", path, (str, Path))
         path = Path(path)
         table = path / INDEX
         if path.is_dir() and table.exists():
@@ -49,7 +51,7 @@ class Checkpoint:
             return
         file = path / SINGLE_FILE if path.is_dir() else path
         if not file.exists():
-            raise FileNotFoundError(f"no checkpoint at {file}")
+            raise FileNotFoundError(f"path: there is no checkpoint at {file}")
         with _open(file) as tensors:
             self.files = dict.fromkeys(tensors.keys(), file)
 
@@ -100,8 +102,14 @@ def load_experts(
         intermediate_scale: as in `NVFP4Experts.quantize`; None: the checkpoint's, if it has one for every expert.
 
     Raises:
-        FileNotFoundError, KeyError: there is no such file or tensor. ValueError: tensors that do not fit.
+        FileNotFoundError, KeyError: there is no such file or tensor. ValueError: tensors that do not fit. TypeError,
+        ValueError: naming an argument.
     """
+    check_kind("layer", layer, str)
+    if experts is not None:
+        check_int("experts", experts)
+    if shared is not None:
+        check_kind("shared", shared, str)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if f"{layer}.gate_up_proj_blocks" in checkpoint:
         if shared is not None:

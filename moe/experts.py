@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 
 from warpspec.common.architecture import architecture_of
-from warpspec.common.nvfp4 import NVFP4Tensor
+from warpspec.common.checks import (
+    check_choice,
+    check_device,
+    check_floating,
+    check_int,
+    check_kind,
+    check_number,
+)
+from warpspec.common.nvfp4 import BLOCK, NVFP4Tensor
 from warpspec.moe.activations import DEFAULT_INTERMEDIATE_SCALE
 from warpspec.moe.operands import PreparedWeights, prepare_w2, prepare_w13
 from warpspec.moe.streamed import StreamedWeights, stream
@@ -56,7 +64,8 @@ class NVFP4Experts:
         return self.w13.layout
 
     def to(self, device) -> NVFP4Experts:
-        """The experts on another device."""
+        """The experts on another device. Raises TypeError or ValueError for what names none."""
+        device = check_device("device", device)
         return replace(
             self,
             w13=self.w13.to(device),
@@ -71,13 +80,12 @@ class NVFP4Experts:
         of MXFP4) keep one scale for 32 values. Raises ValueError for any other backend, and for "sm100" if these
         experts are laid out for "sm90": that cannot be undone.
         """
+        check_choice("backend", backend, ("auto", *LAYOUTS))
         if backend == "auto":
             found = None
             if self.device.type == "cuda":
                 found = architecture_of(torch.cuda.get_device_capability(self.device))
             backend = PreparedWeights.layout if found is None else found.backend
-        if backend not in LAYOUTS:
-            raise ValueError(f"backend: must be one of auto, {', '.join(LAYOUTS)}, got {backend!r}")
         if backend == self.layout:
             return self
         if backend == "sm100":
@@ -90,12 +98,13 @@ class NVFP4Experts:
     def shard(self, rank: int, ranks: int) -> NVFP4Experts:
         """A rank's experts for `moe_ffn` with a group: the rank-th of ``ranks`` equal parts, and all shared experts.
 
-        Raises ValueError where the experts cannot be divided equally.
+        Raises TypeError or ValueError for numbers that are no ints or out of range, or if the experts cannot be divided
+        equally.
         """
-        if ranks < 1 or self.experts % ranks:
+        check_int("ranks", ranks, 1)
+        if self.experts % ranks:
             raise ValueError(f"ranks: must divide the {self.experts} experts, got {ranks}")
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank: must be within 0..{ranks - 1}, got {rank}")
+        check_int("rank", rank, 0, ranks - 1)
         each = self.experts // ranks
         shared = range(self.experts, self.experts + self.shared)
         own = torch.tensor([*range(rank * each, (rank + 1) * each), *shared], device=self.device)
@@ -132,17 +141,14 @@ class NVFP4Experts:
         experts, hidden, width = w13.experts, w13.k, w13.width
         if gate.shape[2] != hidden:
             raise ValueError(f"gate: H must be a multiple of 16, got {gate.shape[2]}")
-        columns = down.shape[-1] if isinstance(down, (torch.Tensor, NVFP4Tensor)) else None
-        padded = -(-width // 16) * 16
-        if columns not in (width, padded) or tuple(down.shape[:-1]) != (experts, hidden):
-            raise ValueError(
-                f"down: must be [{experts}, {hidden}, {width}], got {getattr(down, 'shape', type(down).__name__)}"
-            )
-        if isinstance(shared, bool) or not isinstance(shared, int):
-            raise TypeError(f"shared: must be an int, got {shared!r}")
-        if not 0 <= shared <= experts:
-            raise ValueError(f"shared: must be within 0..{experts} (E), got {shared}")
+        check_kind("down", down, (torch.Tensor, NVFP4Tensor))
+        padded = -(-width // BLOCK) * BLOCK
+        if tuple(down.shape) not in ((experts, hidden, width), (experts, hidden, padded)):
+            raise ValueError(f"down: must be [{experts}, {hidden}, {width}], got {list(down.shape)}")
+        check_int("shared", shared, 0, experts)
         scale = _intermediate_scale(intermediate_scale, experts, w13.data.device)
+        if down_bias is not None:
+            check_floating("down_bias", down_bias, (experts, hidden), w13.data.device)
         return cls(w13, prepare_w2(down, input_scale=scale, bias=down_bias), scale, shared)
 
     @classmethod
@@ -158,11 +164,15 @@ def _intermediate_scale(scale, experts: int, device) -> torch.Tensor:
     """The scale as fp32 [E], from a number or a tensor; raises what ``NVFP4Experts.quantize`` does."""
     if scale is None:
         scale = DEFAULT_INTERMEDIATE_SCALE
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.Tensor)):
-        raise TypeError(f"intermediate_scale: must be a float or a tensor, got {scale!r}")
+    if isinstance(scale, torch.Tensor):
+        check_floating("intermediate_scale", scale)
+        if scale.shape not in ((), (experts,)):
+            raise ValueError(f"intermediate_scale: must be () or [E={experts}], got {list(scale.shape)}")
+        if scale.is_meta:
+            raise ValueError("intermediate_scale: must have values, got a tensor on meta")
+    else:
+        check_number("intermediate_scale", scale, positive=True)
     scale = torch.as_tensor(scale, dtype=torch.float32, device=device)
-    if scale.shape not in ((), (experts,)):
-        raise ValueError(f"intermediate_scale: must be () or [E={experts}], got {list(scale.shape)}")
     if not bool((scale > 0).all() & scale.isfinite().all()):
         raise ValueError(f"intermediate_scale: must be positive and finite, got {scale.tolist()}")
     return scale.expand(experts).contiguous()

@@ -12,9 +12,22 @@ from typing import ClassVar
 import torch
 
 from warpspec.common import nvfp4
+from warpspec.common.checks import (
+    ANY,
+    INTEGER_DTYPES,
+    check_bool,
+    check_device,
+    check_floating,
+    check_int,
+    check_kind,
+    check_range,
+    check_tensor,
+    kind_of,
+)
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, BLOCK, NVFP4Tensor
 
+SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 INTERLEAVE = 8  # rows of gate, followed by as many of up: the epilogue's tile along N
 GATE, UP = 0, 1  # columns of w13's global scales
 
@@ -41,6 +54,19 @@ def first_atoms(offsets: torch.Tensor) -> torch.Tensor:
     return (torch.cumsum(atoms, 0) - atoms).int()
 
 
+def check_offsets(offsets, rows) -> None:
+    """Raise ValueError unless offsets are running ends, which never fall and lie within 0..rows.
+
+    Synchronises on CUDA.
+    """
+    ends = offsets.tolist()
+    for e, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if not before <= end <= rows:
+            raise ValueError(
+                f"offsets: must never fall and stay within 0..{rows} (rows), got {end} after {before} at expert {e}"
+            )
+
+
 @dataclass(frozen=True)
 class QuantizedRows:
     """Rows sorted by expert, [R, K] in NVFP4.
@@ -62,7 +88,12 @@ class QuantizedRows:
 
     @classmethod
     def empty(cls, rows: int, k: int, experts: int, device, *, row_scale: bool) -> QuantizedRows:
-        """Uninitialised rows, with room for any distribution over the experts. k is rounded up to a multiple of 16."""
+        """Uninitialised rows, with room for any distribution over the experts. k is rounded up to a multiple of 16.
+        Raises TypeError or ValueError naming the argument."""
+        for name, size in (("rows", rows), ("k", k), ("experts", experts)):
+            check_int(name, size, 0, SIZE_LIMIT)
+        check_bool("row_scale", row_scale)
+        device = check_device("device", device)
         k = -(-k // BLOCK) * BLOCK
         atoms = row_atoms_bound(rows, experts)
         return cls(
@@ -81,8 +112,13 @@ class QuantizedRows:
 
         offsets: int32 [E]. out_scale: fp32 [E], a global scale for each expert's rows (row_scale is then None); None:
         each row gets one from its amax. K is padded with zeros to a multiple of 16. Rows from offsets[-1] on are left
-        0. Synchronises.
+        0. Synchronises. Raises TypeError or ValueError naming the argument.
         """
+        check_floating("rows", rows, (ANY, ANY))
+        check_tensor("offsets", offsets, (torch.int32,), (ANY,), rows.device)
+        check_offsets(offsets, len(rows))
+        if out_scale is not None:
+            check_tensor("out_scale", out_scale, (torch.float32,), (len(offsets),), rows.device)
         used = int(offsets[-1]) if len(offsets) else 0
         result = cls.empty(len(rows), rows.shape[1], len(offsets), rows.device, row_scale=out_scale is None)
         for tensor in (result.data, result.scales, result.row_scale):
@@ -104,7 +140,10 @@ class QuantizedRows:
         return result
 
     def dequantize(self, offsets: torch.Tensor) -> torch.Tensor:
-        """fp32 [offsets[-1], K], including row_scale if there is one. Synchronises."""
+        """fp32 [offsets[-1], K], including row_scale if there is one. offsets: int32 [E]. Synchronises. Raises
+        TypeError or ValueError naming the argument."""
+        check_tensor("offsets", offsets, (torch.int32,), (ANY,), self.data.device)
+        check_offsets(offsets, self.rows)
         columns = self.k // BLOCK
         parts, start = [], 0
         for end, atom in zip(offsets.tolist(), first_atoms(offsets).tolist(), strict=True):
@@ -152,23 +191,29 @@ class PreparedWeights:
         return self.n // 2 if self.gated else self.n
 
     def to(self, device) -> PreparedWeights:
-        """The same weights on another device."""
+        """The same weights on another device. Raises TypeError or ValueError for what names none."""
+        device = check_device("device", device)
         tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
     def pick(self, experts: torch.Tensor) -> PreparedWeights:
-        """The weights of some experts, by number."""
+        """The weights of some experts, by number: int32 or int64 [N]. Raises TypeError or ValueError naming the
+        argument."""
+        check_tensor("experts", experts, INTEGER_DTYPES, (ANY,), self.data.device)
+        check_range("experts", experts, 0, self.experts - 1, "experts")
         tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
-        """fp32 [E, N, K] of some experts; gate and up stay interleaved."""
+        """fp32 [E, N, K] of some experts; gate and up stay interleaved. Raises TypeError unless experts is a slice."""
+        check_kind("experts", experts, slice)
         scale = nvfp4.unswizzle_scales(self.scales[experts], self.n, self.k // BLOCK)
         data, rows = self.data[experts, :, : self.k // 2], self.row_scales()[experts]
         return nvfp4.dequantize(NVFP4Tensor(data.contiguous(), scale, rows))
 
     def row_bias(self, e: int) -> torch.Tensor:
-        """fp32 [N]: the bias of expert e."""
+        """fp32 [N]: the bias of expert e. Raises TypeError or ValueError for what is no expert."""
+        check_int("e", e, 0, self.experts - 1)
         return self.bias[e]
 
     def row_scales(self) -> torch.Tensor:
@@ -251,8 +296,7 @@ def prepare_w2(
     experts, n, k = down.shape
     global_scale = down.global_scale[:, None]
     if input_scale is not None:
-        if input_scale.shape != (experts,):
-            raise ValueError(f"input_scale: must be [E={experts}], got {list(input_scale.shape)}")
+        check_floating("input_scale", input_scale, (experts,), down.device)
         global_scale = global_scale * input_scale.to(global_scale)[:, None]
     return PreparedWeights(
         data=pad_columns(down.data, TMA_ALIGNMENT).contiguous(),
@@ -267,10 +311,11 @@ def prepare_w2(
 def _experts_of(name: str, weights) -> NVFP4Tensor:
     """weights [E, N, K] as NVFP4, with K padded to a multiple of 16 and one global scale an expert."""
     if not isinstance(weights, NVFP4Tensor):
-        if not isinstance(weights, torch.Tensor) or weights.dtype not in (torch.bfloat16, torch.float32):
+        if not isinstance(weights, torch.Tensor):
             raise TypeError(
-                f"{name}: must be an NVFP4Tensor or a bf16 or fp32 tensor, got {getattr(weights, 'dtype', weights)!r}"
+                f"{name}: must be an NVFP4Tensor or a bf16 or fp32 tensor, got {kind_of(weights)}"
             )
+        check_tensor(name, weights, (torch.bfloat16, torch.float32))
         if weights.dim() != 3 or weights.shape[0] == 0:
             raise ValueError(f"{name}: must be [experts, rows, columns], got shape {list(weights.shape)}")
         # Expert by expert, because quantising takes several times the memory of its input.
@@ -291,10 +336,5 @@ def _experts_of(name: str, weights) -> NVFP4Tensor:
 
 def _bias_of(name: str, bias: torch.Tensor, weights: NVFP4Tensor) -> torch.Tensor:
     """The bias [E, N] in fp32; raises if it does not fit the weights."""
-    if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-        raise TypeError(f"{name}: must be a floating tensor, got {getattr(bias, 'dtype', bias)!r}")
-    if bias.shape != weights.shape[:2] or bias.device != weights.device:
-        raise ValueError(
-            f"{name}: must be {list(weights.shape[:2])} on {weights.device}, got {list(bias.shape)} on {bias.device}"
-        )
+    check_floating(name, bias, tuple(weights.shape[:2]), weights.device)
     return bias.detach().float()

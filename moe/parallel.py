@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from warpspec.common.backend import resolve_backend
+from warpspec.common.checks import check_int
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Target, target_of
 from warpspec.moe import reference
@@ -41,10 +42,7 @@ def check_capacity(capacity, group) -> None:
     """Raise TypeError or ValueError unless capacity is None, or a positive int together with a group."""
     if capacity is None:
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int):
-        raise TypeError(f"capacity: must be an int or None, got {capacity!r}")
-    if capacity < 1:
-        raise ValueError(f"capacity: must be positive, got {capacity}")
+    check_int("capacity", capacity, 1)
     if group is None:
         raise ValueError(f"capacity: needs a group, got {capacity} without one")
 

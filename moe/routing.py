@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.checks import ANY, check_bool, check_choice, check_floating, check_int, check_number
+
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 MIN_SUM = 1e-20  # added to the sum of weights, which may be 0
 
@@ -33,7 +35,7 @@ def route(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    _check(logits, k, scoring, bias, scale)
+    _check(logits, k, scoring, bias, normalize, scale)
     logits = logits.float()
     scores = _scores(logits, scoring)
     steered = scores if bias is None else scores + bias.float()
@@ -46,7 +48,7 @@ def route(
         weights = scores.gather(1, ids)
         if normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + MIN_SUM)
-    return ids.int(), weights * scale
+    return ids.int(), weights * float(scale)
 
 
 def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
@@ -57,25 +59,14 @@ def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     return torch.nn.functional.softplus(logits).sqrt()
 
 
-def _check(logits, k, scoring, bias, scale) -> None:
-    if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
-        raise TypeError(f"logits: must be a floating tensor, got {getattr(logits, 'dtype', logits)!r}")
-    if logits.dim() != 2:
-        raise ValueError(f"logits: must be [T, E], got shape {list(logits.shape)}")
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: must be an int, got {k!r}")
-    if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k: must be within 1..{logits.shape[1]} (E), got {k}")
-    if scoring not in SCORINGS:
-        raise ValueError(f"scoring: must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+def _check(logits, k, scoring, bias, normalize, scale) -> None:
+    check_floating("logits", logits, (ANY, ANY))
+    experts = logits.shape[1]
+    if experts == 0:
+        raise ValueError(f"logits: must be [T, E] with E of at least 1, got {list(logits.shape)}")
+    check_int("k", k, 1, experts)
+    check_choice("scoring", scoring, SCORINGS)
     if bias is not None:
-        if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-            raise TypeError(f"bias: must be a floating tensor, got {getattr(bias, 'dtype', bias)!r}")
-        if bias.shape != logits.shape[1:] or bias.device != logits.device:
-            raise ValueError(
-                f"bias: must be [E={logits.shape[1]}] on {logits.device}, got {list(bias.shape)} on {bias.device}"
-            )
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: must be a float, got {scale!r}")
-    if not abs(scale) < float("inf"):
-        raise ValueError(f"scale: must be finite, got {scale}")
+        check_floating("bias", bias, (experts,), logits.device)
+    check_bool("normalize", normalize)
+    check_number("scale", scale, signed=True)

@@ -21,6 +21,15 @@ from typing import ClassVar
 import torch
 
 from warpspec.common import nvfp4
+from warpspec.common.checks import (
+    ANY,
+    INTEGER_DTYPES,
+    check_device,
+    check_int,
+    check_kind,
+    check_range,
+    check_tensor,
+)
 from warpspec.common.hardware import (
     QUAD,
     ROW_DISTANCE,
@@ -107,17 +116,23 @@ class StreamedWeights:
         return self.data.shape[1]
 
     def to(self, device) -> StreamedWeights:
-        """The same weights on another device."""
+        """The same weights on another device. Raises TypeError or ValueError for what names none."""
+        device = check_device("device", device)
         tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
     def pick(self, experts: torch.Tensor) -> StreamedWeights:
-        """The weights of some experts, by number."""
+        """The weights of some experts, by number: int32 or int64 [N]. Raises TypeError or ValueError naming the
+        argument."""
+        check_tensor("experts", experts, INTEGER_DTYPES, (ANY,), self.data.device)
+        check_range("experts", experts, 0, self.experts - 1, "experts")
         tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
-        """fp32 [E, N, K] of some experts: the numbers of ``PreparedWeights``, in its order."""
+        """fp32 [E, N, K] of some experts: the numbers of ``PreparedWeights``, in its order. Raises TypeError unless
+        experts is a slice."""
+        check_kind("experts", experts, slice)
         data, scale = self.data[experts], self.row_scales()[experts]
         chunks = chunks_of(self.k)
         codes, scales = split_steps(data, chunks, self.block)
@@ -126,7 +141,9 @@ class StreamedWeights:
         return self.in_order(values.flatten(-2)[..., : self.k]) * scale[..., None]
 
     def row_bias(self, e: int) -> torch.Tensor:
-        """fp32 [N]: the bias of expert e in the order of ``PreparedWeights``."""
+        """fp32 [N]: the bias of expert e in the order of ``PreparedWeights``. Raises TypeError or ValueError for
+        what is no expert."""
+        check_int("e", e, 0, self.experts - 1)
         return self.in_order(self.bias[e : e + 1])[0]
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:

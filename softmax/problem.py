@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import check_strided, check_tensor
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.outputs import check_apart
 
@@ -58,12 +59,7 @@ class SoftmaxProblem:
 
 def check_input(x) -> None:
     """Raise TypeError or ValueError for an x that ``softmax`` does not take."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: must be a torch.Tensor, got {x!r} ({type(x).__name__})")
-    if x.layout != torch.strided:
-        raise TypeError(f"x: must be a strided tensor, got layout {x.layout}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: dtype must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+    check_tensor("x", x, DTYPES)
     if x.dim() == 0:
         raise ValueError("x: must have at least one dimension, got none")
     if not 1 <= x.shape[-1] <= MOST_ELEMENTS:
@@ -74,8 +70,7 @@ def check_input(x) -> None:
 
 def check_output(out, x: torch.Tensor) -> None:
     """Raise TypeError or ValueError for an ``out`` that cannot hold the result for x."""
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out: must be a torch.Tensor, got {out!r} ({type(out).__name__})")
+    check_strided("out", out)
     if out.dtype != x.dtype:
         raise TypeError(f"out: dtype must be x's, {x.dtype}, got {out.dtype}")
     if out.shape != x.shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
+from warpspec.common.checks import check_bool
 from warpspec.common.repeated import recorded
 from warpspec.swap import ops
 from warpspec.swap.problem import SwapProblem
@@ -55,6 +56,7 @@ def swap_ffn_decode(
 
     Raises TypeError or ValueError naming a bad argument, before anything is launched or written.
     """
+    check_bool("in_place", in_place)
     SwapProblem.check(
         x, state, weights, events=events, k_ffn=k_ffn, residual=residual, values=False, memory=False
     )

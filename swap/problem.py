@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import ANY, check_bool, check_int, check_kind, check_tensor
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.outputs import check_apart
 from warpspec.swap.reference import lanes
-from warpspec.swap.weights import BANKS, SwapFFNWeights, SwapState
+from warpspec.swap.weights import BANKS, MOST_ROWS, SwapFFNWeights, SwapState
 
-MOST_ROWS = 1 << 20  # B * C; keeps row number * d_model in 32 bits
+MOST_STEPS = 1 << 16  # events of a token, or FFN steps of an event
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,13 @@ class SwapProblem:
         values: also check that CPU maps are permutations (for a GPU the host would have to wait; any map is safe
         there). memory: False for tensors without storage.
         """
-        if not isinstance(weights, SwapFFNWeights):
-            raise TypeError(f"weights: must be SwapFFNWeights, got {type(weights).__name__}")
-        if not isinstance(state, SwapState):
-            raise TypeError(f"state: must be a SwapState, got {type(state).__name__}")
+        check_kind("weights", weights, SwapFFNWeights)
+        check_kind("state", state, SwapState)
         for name, number in (("events", events), ("k_ffn", k_ffn)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name}: must be an int, got {number!r}")
-            if number < 1:
-                raise ValueError(f"{name}: must be at least 1, got {number}")
-        if not isinstance(residual, bool):
-            raise TypeError(f"residual: must be a bool, got {residual!r}")
+            check_int(name, number, 1, MOST_STEPS)
+        check_bool("residual", residual)
         cores, d_model = weights.cores, weights.d_model
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
-            raise TypeError(f"x: must be a bf16 tensor, got {getattr(x, 'dtype', x)!r}")
-        if x.dim() != 2 or x.shape[1] != d_model:
-            raise ValueError(f"x: shape must be [B, {d_model}], got {list(x.shape)}")
+        check_tensor("x", x, (torch.bfloat16,), (ANY, d_model))
         batch = x.shape[0]
         if batch * cores > MOST_ROWS:
             raise ValueError(f"x: B times cores must be at most {MOST_ROWS}, got {batch} times {cores}")
@@ -88,10 +80,7 @@ class SwapProblem:
             ("state.ram", state.ram, torch.bfloat16, (batch, cores, BANKS, d_model)),
             ("state.map", state.map, torch.uint8, (batch, cores)),
         ):
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-                raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
-            if tensor.shape != shape:
-                raise ValueError(f"{name}: shape must be {list(shape)}, got {list(tensor.shape)}")
+            check_tensor(name, tensor, (dtype,), shape)
             if not tensor.is_contiguous():
                 raise ValueError(f"{name}: must be contiguous, got strides {tensor.stride()}")
         for name, tensor in (("state.ram", state.ram), ("state.map", state.map), ("weights", weights)):

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from warpspec.common.autocast import without_autocast
+from warpspec.common.checks import check_floating, check_int, check_kind, check_number
 
 BANKS = 4  # a stream map has four lanes of two bits
 LANE_BITS = 2
@@ -42,6 +43,7 @@ SHAPES = {
 }
 
 INTERLEAVE = 8  # 8 rows of w1, then 8 of w3: gate and up of a feature come to the same thread
+MOST_ROWS = 1 << 20  # requests times cores; keeps row number * d_model in 32 bits
 FEATURE_TILE = 256  # d_ff is padded to a multiple of this
 
 
@@ -59,21 +61,18 @@ class SwapFFNWeights:
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, eps: float = 1e-6) -> SwapFFNWeights:
         """Take a block's weights by name; floating tensors of any dtype are converted to bf16. Shapes: ``SHAPES``.
 
-        Raises KeyError for a missing or unknown name, TypeError for anything but a floating tensor, and ValueError for
-        a wrong shape, a device other than core_embed's, or an eps that is not positive.
+        Raises KeyError for a missing or unknown name, TypeError for anything but a mapping of floating tensors, and
+        ValueError for a wrong shape, a device other than core_embed's, or an eps that is not positive.
         """
+        check_kind("tensors", tensors, Mapping)
         missing, unknown = SHAPES.keys() - tensors.keys(), tensors.keys() - SHAPES.keys()
         if missing or unknown:
             raise KeyError(f"tensors: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        if not eps > 0:
-            raise ValueError(f"eps: must be positive, got {eps}")
+        check_number("eps", eps, positive=True)
         sizes, found = {"1": 1, "4": BANKS}, {}
         for name, dimensions in SHAPES.items():
             tensor = tensors[name]
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-                raise TypeError(
-                    f"{name}: must be a floating tensor, got {getattr(tensor, 'dtype', tensor)!r}"
-                )
+            check_floating(name, tensor)
             wanted = [sizes.get(d, d) for d in dimensions]
             fits = tensor.dim() == len(wanted) and all(
                 size > 0 and (isinstance(want, str) or want == size)
@@ -86,7 +85,7 @@ class SwapFFNWeights:
                 raise ValueError(f"{name}: must be on core_embed's device, {device}, got {tensor.device}")
             sizes |= zip(dimensions, tensor.shape, strict=True)
             found[name] = tensor.detach().to(torch.bfloat16).contiguous()
-        return cls(found, eps)
+        return cls(found, float(eps))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -196,7 +195,10 @@ class SwapState:
 
     @classmethod
     def initial(cls, batch: int, weights: SwapFFNWeights) -> SwapState:
-        """Banks of zeros, with the identity map."""
+        """Banks of zeros, with the identity map, for ``batch`` requests. Raises TypeError or ValueError naming the
+        argument."""
+        check_kind("weights", weights, SwapFFNWeights)
+        check_int("batch", batch, 0, MOST_ROWS // weights.cores)
         shape, device = (batch, weights.cores), weights.device
         ram = torch.zeros(*shape, BANKS, weights.d_model, dtype=torch.bfloat16, device=device)
         return cls(ram, torch.full(shape, IDENTITY_MAP, dtype=torch.uint8, device=device))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpspec.common.checks import check_choice
+
 BF16_BYTES = 2
 VALUE_BITS = {"e4m3": 8, "e2m1": 4, "bf16": 16}
 SCALE_BYTES = {"ue8m0": 1, "fp32": 4}
@@ -127,10 +129,7 @@ INDEX_FORMATS = {
 }
 
 
-def format_named(formats: dict[str, RowFormat], name) -> RowFormat:
-    """The record of ``formats`` with this name. Raises TypeError or ValueError naming the argument ``format``."""
-    if not isinstance(name, str):
-        raise TypeError(f"format: must be a str, got {name!r} ({type(name).__name__})")
-    if name not in formats:
-        raise ValueError(f"format: must be one of {', '.join(map(repr, formats))}, got {name!r}")
+def format_named(formats: dict[str, RowFormat], name, argument: str = "format") -> RowFormat:
+    """The record of ``formats`` with this name. Raises TypeError or ValueError naming the argument."""
+    check_choice(argument, name, formats)
     return formats[name]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from warpspec.common.checks import check_choice, check_int, check_kind, kind_of
 from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, format_named
 
 KINDS = ("window", "csa", "hca")
 OVERLAP = 2  # windows that a CSA entry is pooled from: its own and the one before
 FP32_BYTES = 4
+POSITION_LIMIT = 2**30
 CONTENT_AND_GATE = 2  # the compressor's two projections, C and Z
+SIZES = ("dim", "rope_dim", "window", "csa_stride", "hca_stride", "index_dim", "index_heads", "top_k")
 ONLINE_NUMBERS = 3  # numbers a channel of an unfinished HCA window: largest gate, sum, weighted sum
 
 
@@ -24,7 +27,7 @@ class CacheConfig:
 
     layers: how many of each kind. dim: numbers of a latent row, of which the last rope_dim are rotated. window: plain
     keys that a token sees, its own included. index_dim, index_heads, top_k: the indexer's. latent, index: names of
-    formats.
+    formats. Raises TypeError or ValueError naming the field.
     """
 
     layers: tuple[tuple[str, int], ...]
@@ -40,12 +43,22 @@ class CacheConfig:
     index: str = "mxfp4"
 
     def __post_init__(self):
-        format_named(LATENT_FORMATS, self.latent)
-        format_named(INDEX_FORMATS, self.index)
-        assert all(kind in KINDS and count >= 0 for kind, count in self.layers)
+        format_named(LATENT_FORMATS, self.latent, "latent")
+        format_named(INDEX_FORMATS, self.index, "index")
+        check_kind("layers", self.layers, tuple)
+        for number, layer in enumerate(self.layers):
+            if not isinstance(layer, tuple) or len(layer) != 2:
+                raise TypeError(
+                    f"layers: must be pairs (kind, count), got {kind_of(layer)} at index {number}"
+                )
+            check_choice(f"layers: kind {number}", layer[0], KINDS)
+            check_int(f"layers: count {number}", layer[1], 0)
+        for name in SIZES:
+            check_int(name, getattr(self, name), 1)
 
     def stride(self, kind: str) -> int:
         """Tokens of an entry; 0 for layers without entries."""
+        check_choice("kind", kind, KINDS)
         return {"window": 0, "csa": self.csa_stride, "hca": self.hca_stride}[kind]
 
     def bytes_per_token(self) -> float:
@@ -57,6 +70,8 @@ class CacheConfig:
 
     def state_bytes(self, kind: str, max_draft: int = 0) -> int:
         """Bytes of a request's state in one layer (``StateCache``); they do not depend on its length."""
+        check_choice("kind", kind, KINDS)
+        check_int("max_draft", max_draft, 0)
         ring = LATENT_FORMATS[self.latent].page_stride(self.window + max_draft)
         if kind == "csa":
             rows = OVERLAP * self.csa_stride + max_draft
@@ -67,6 +82,7 @@ class CacheConfig:
 
     def bytes_per_request(self, max_draft: int = 0) -> int:
         """Bytes of a request's states in all layers."""
+        check_int("max_draft", max_draft, 0)
         return sum(count * self.state_bytes(kind, max_draft) for kind, count in self.layers)
 
 
@@ -78,8 +94,9 @@ MODELS = {"deepseek-v4-flash": DEEPSEEK_V4_FLASH, "deepseek-v4-pro": DEEPSEEK_V4
 def bytes_per_token(model: str, **formats: str) -> float:
     """Bytes of cache that a token adds in all layers of a model of ``MODELS``; a request's fixed states come on top.
 
-    formats: ``latent=`` and ``index=`` replace the model's own. Raises ValueError for an unknown model or format.
+    formats: ``latent=`` and ``index=`` replace the model's own. Raises TypeError or ValueError naming the argument.
     """
-    if model not in MODELS:
-        raise ValueError(f"model: must be one of {', '.join(MODELS)}, got {model!r}")
+    check_choice("model", model, MODELS)
+    for name in formats.keys() - {"latent", "index"}:
+        raise TypeError(f"{name}: is not an argument of bytes_per_token, which takes latent and index")
     return replace(MODELS[model], **formats).bytes_per_token()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from warpspec.common.checks import ANY, INTEGER_DTYPES, check_device, check_int, check_tensor, shape_of
 from warpspec.common.outputs import has_memory
 from warpspec.latent.cache.formats import (
     INDEX_FORMATS,
@@ -19,7 +20,9 @@ from warpspec.latent.cache.formats import (
 )
 from warpspec.latent.cache.quantize import dequantize_rows, quantize_rows
 
+MOST_PADDING = 2**20  # of which the distance between pages may be a multiple, in bytes
 SLOT_LIMIT = 2**31  # slots are int32
+ROW_DTYPES = (torch.bfloat16, torch.float32)  # what a pool quantises
 NO_SLOT = NO_PAGE = -1
 
 
@@ -42,10 +45,7 @@ class Pool:
         fmt = format_named(self.formats, self.format)
         check_page_size(self.page_size)
         data = self.data
-        if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
-            raise TypeError(
-                f"data: must be a uint8 tensor, got {getattr(data, 'dtype', type(data).__name__)}"
-            )
+        check_tensor("data", data, (torch.uint8,))
         needed = fmt.page_bytes(self.page_size)
         if data.dim() != 2 or data.shape[1] < needed:
             raise ValueError(
@@ -70,14 +70,16 @@ class Pool:
     def empty(cls, pages: int, page_size: int, format: str, *, device="cpu", multiple: int = PAGE_ALIGNMENT):
         """A pool of zeros.
 
-        multiple: the distance between pages is a multiple of this many bytes (FlashMLA on sm100: 576).
+        pages, page_size: ints. multiple: the distance between pages is a multiple of this many bytes (FlashMLA on
+        sm100: 576). Raises TypeError or ValueError naming the argument.
         """
         fmt = format_named(cls.formats, format)
         check_page_size(page_size)
-        if type(multiple) is not int or multiple <= 0 or multiple % PAGE_ALIGNMENT:
-            raise ValueError(f"multiple: must be a positive multiple of {PAGE_ALIGNMENT}, got {multiple!r}")
-        if type(pages) is not int or pages < 0:
-            raise ValueError(f"pages: must be an int of at least 0, got {pages!r}")
+        check_int("multiple", multiple, 1, MOST_PADDING)
+        if multiple % PAGE_ALIGNMENT:
+            raise ValueError(f"multiple: must be a positive multiple of {PAGE_ALIGNMENT}, got {multiple}")
+        check_int("pages", pages, 0, (SLOT_LIMIT - 1) // page_size)
+        device = check_device("device", device)
         stride = fmt.page_stride(page_size, multiple)
         data = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
         return cls(data, page_size, format)
@@ -102,7 +104,8 @@ class Pool:
         return self.data[:, :needed].view(torch.uint32)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """fp32 [..., dim]: the rows at ``slots`` [...], an integer tensor; zeros where a slot belongs to no row."""
+        """fp32 [..., dim]: the rows at ``slots`` [...], int32 or int64; zeros where a slot belongs to no row."""
+        check_tensor("slots", slots, INTEGER_DTYPES, None, self.device)
         seen = (slots >= 0) & (slots < self.capacity)
         flat = torch.where(seen, slots, 0).reshape(-1).long()
         fmt = self.row_format
@@ -113,7 +116,10 @@ class Pool:
         return torch.where(seen.reshape(-1, 1), rows, 0.0).reshape(*slots.shape, fmt.dim)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store rows [T, dim] at ``slots`` [T], skipping slots of no row. If a slot is given twice, one row stays."""
+        """Store rows [T, dim], bf16 or fp32, at ``slots`` [T], int32 or int64, skipping slots of no row. If a slot is
+        given twice, one row stays."""
+        check_tensor("slots", slots, INTEGER_DTYPES, (ANY,), self.device)
+        check_tensor("rows", rows, ROW_DTYPES, (len(slots), self.row_format.dim), self.device)
         seen = (slots >= 0) & (slots < self.capacity)
         page, data_at, scale_at = self._bytes_of(slots[seen].long())
         data, scales = quantize_rows(rows[seen], self.row_format)
@@ -146,23 +152,28 @@ class IndexPool(Pool):
 
 def check_page_size(page_size) -> None:
     """Raise TypeError or ValueError for a page_size that no pool can have."""
-    if type(page_size) is not int:
-        raise TypeError(f"page_size: must be an int, got {page_size!r} ({type(page_size).__name__})")
-    if page_size < 1:
-        raise ValueError(f"page_size: must be at least 1, got {page_size}")
+    check_int("page_size", page_size, 1, SLOT_LIMIT - 1)
 
 
 def table_slots(page_table: torch.Tensor, rows: torch.Tensor, page_size: int) -> torch.Tensor:
     """int32 slots of requests' rows, looked up in the page table.
 
-    page_table: integer [R, pages]. rows: integer [R, ...], each the number of a row counted from the request's first.
-    Rows below 0 or past the request's pages get NO_SLOT, and so do rows of pages below 0 or beyond all slots.
+    page_table: int32 or int64 [R, pages]. rows: int32 or int64 [R, ...], each the number of a row counted from the
+    request's first. Rows below 0 or past the request's pages get NO_SLOT, and so do rows of pages below 0 or beyond all
+    slots. Raises TypeError or ValueError naming the argument.
     """
-    pages = page_table.shape[1]
-    flat = rows.reshape(len(rows), -1).long()
-    inside = (flat >= 0) & (flat < pages * page_size)
-    if pages == 0:
+    check_tensor("page_table", page_table, INTEGER_DTYPES, (ANY, ANY))
+    check_tensor("rows", rows, INTEGER_DTYPES, None, page_table.device)
+    if rows.dim() == 0 or len(rows) != len(page_table):
+        raise ValueError(
+            f"rows: shape must be [{len(page_table)}, ...] as page_table's, got {shape_of(rows)}"
+        )
+    check_page_size(page_size)
+    requests, pages = page_table.shape
+    if pages == 0 or rows.numel() == 0:
         return torch.full(rows.shape, NO_SLOT, dtype=torch.int32, device=rows.device)
+    flat = rows.reshape(requests, -1).long()
+    inside = (flat >= 0) & (flat < pages * page_size)
     safe = torch.where(inside, flat, 0)
     page = page_table.long().gather(1, safe // page_size)
     known = (page >= 0) & (page < (SLOT_LIMIT - 1) // page_size)

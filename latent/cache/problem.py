@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.checks import check_eps, check_range, check_tensor
+from warpspec.common.checks import (
+    check_bool,
+    check_kind,
+    check_number,
+    check_operand,
+    check_range,
+)
 from warpspec.common.outputs import check_apart, check_elements
-from warpspec.latent.cache.models import CONTENT_AND_GATE
+from warpspec.latent.cache.models import CONTENT_AND_GATE, POSITION_LIMIT
 from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool
 from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 ROPE_DIM = 64  # rotated numbers of a row
-POSITION_LIMIT = 2**30
 ROW_LIMIT = 2**31 - 2**10  # kernels count rows in int32, including rows of idle warps
 
 
 def check_pool(pool, kinds: tuple[type, ...], device=None) -> None:
     """Check that a pool is of one of these kinds and on the device."""
-    if not isinstance(pool, kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"pool: must be a {names}, got {type(pool).__name__}")
+    check_kind("pool", pool, kinds)
     if device is not None and pool.device != device:
         raise ValueError(f"pool: must be on {device}, got {pool.device}")
 
@@ -33,9 +36,9 @@ def check_pool(pool, kinds: tuple[type, ...], device=None) -> None:
 def check_store(rows, pool: Pool, slots) -> None:
     """Check the arguments of ``store_rows``."""
     check_pool(pool, (LatentPool, IndexPool))
-    check_tensor("rows", rows, (torch.bfloat16,), (-1, pool.row_format.dim), pool.device, aligned=True)
+    check_operand("rows", rows, (torch.bfloat16,), (-1, pool.row_format.dim), pool.device, aligned=True)
     check_count("rows", len(rows))
-    check_tensor("slots", slots, (torch.int32,), (len(rows),), pool.device)
+    check_operand("slots", slots, (torch.int32,), (len(rows),), pool.device)
     check_insert_outputs(None, rows, None, None, None, pool.data, slots, None)
 
 
@@ -48,21 +51,21 @@ def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> No
         )
     device, bf16 = pool.device, (torch.bfloat16,)
     dim = pool.row_format.dim
-    check_tensor("kv", kv, bf16, (-1, dim), device, aligned=True)
+    check_operand("kv", kv, bf16, (-1, dim), device, aligned=True)
     tokens = len(kv)
     rows = tokens
     if q is not None:
-        check_tensor("q", q, bf16, (tokens, -1, dim), device, aligned=True)
+        check_operand("q", q, bf16, (tokens, -1, dim), device, aligned=True)
         rows += q.shape[0] * q.shape[1]
     if out is not None:
         if q is None:
             raise ValueError("out: there are no queries (q is None)")
-        check_tensor("out", out, bf16, tuple(q.shape), device, aligned=True)
+        check_operand("out", out, bf16, tuple(q.shape), device, aligned=True)
     check_count("kv", rows)
     check_projection(cos_sin, weight, dim, device)
-    check_tensor("positions", positions, (torch.int32,), (tokens,), device)
-    check_tensor("slots", slots, (torch.int32,), (tokens,), device)
-    check_eps(eps)
+    check_operand("positions", positions, (torch.int32,), (tokens,), device)
+    check_operand("slots", slots, (torch.int32,), (tokens,), device)
+    check_number("eps", eps)
     check_insert_outputs(q, kv, cos_sin, positions, weight, pool.data, slots, out)
 
 
@@ -90,8 +93,7 @@ def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
 
 def check_positions(name, positions, cos_sin) -> None:
     """Check on the CPU that the table has all positions."""
-    if positions.device.type == "cpu":
-        check_range(name, positions, 0, len(cos_sin) - 1, "rows of cos_sin")
+    check_range(name, positions, 0, len(cos_sin) - 1, "rows of cos_sin")
 
 
 def check_once(slots, capacity: int) -> None:
@@ -103,23 +105,21 @@ def check_once(slots, capacity: int) -> None:
 
 def check_projection(cos_sin, weight, dim, device) -> None:
     """Check the table of angles and the norm's weight."""
-    check_tensor("cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
-    check_tensor("weight", weight, WEIGHT_DTYPES, (dim,), device, aligned=True)
+    check_operand("cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
+    check_operand("weight", weight, WEIGHT_DTYPES, (dim,), device, aligned=True)
 
 
 def check_compress(
     content_gate, ape, weight, cos_sin, *, tail, requests, starts, cu_seqlens, pool, slots, eps, hadamard
 ) -> None:
     """Check the arguments of ``compress``."""
-    if not isinstance(tail, Tail):
-        raise TypeError(f"tail: must be a Tail, of a StateCache, got {type(tail).__name__}")
+    check_kind("tail", tail, Tail)
     check_pool(pool, (LatentPool, IndexPool))
     if pool.row_format.dim != tail.dim:
         raise ValueError(
             f"pool: rows must have the tail's {tail.dim} numbers, got {pool.row_format.dim} ({pool.format!r})"
         )
-    if not isinstance(hadamard, bool):
-        raise TypeError(f"hadamard: must be a bool, got {hadamard!r}")
+    check_bool("hadamard", hadamard)
     if hadamard and not isinstance(pool, IndexPool):
         raise ValueError("hadamard: only index keys go through the Hadamard transform, got a LatentPool")
     device = pool.device
@@ -127,17 +127,17 @@ def check_compress(
         raise ValueError(f"tail: must be on the pool's {device}, got {tail.rows.device}")
     width = tail.series * tail.dim
     shape = (-1, CONTENT_AND_GATE, width)
-    check_tensor("content_gate", content_gate, (torch.float32,), shape, device, aligned=True)
+    check_operand("content_gate", content_gate, (torch.float32,), shape, device, aligned=True)
     tokens = len(content_gate)
     check_count("content_gate", tokens)
-    check_tensor("ape", ape, WEIGHT_DTYPES, (tail.stride, width), device, aligned=True)
+    check_operand("ape", ape, WEIGHT_DTYPES, (tail.stride, width), device, aligned=True)
     check_projection(cos_sin, weight, tail.dim, device)
-    check_tensor("requests", requests, (torch.int32,), (-1,), device)
+    check_operand("requests", requests, (torch.int32,), (-1,), device)
     count = len(requests)
-    check_tensor("starts", starts, (torch.int32,), (count,), device)
-    check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), (count + 1,), device)
-    check_tensor("slots", slots, (torch.int32,), (tokens,), device)
-    check_eps(eps)
+    check_operand("starts", starts, (torch.int32,), (count,), device)
+    check_operand("cu_seqlens", cu_seqlens, (torch.int32,), (count + 1,), device)
+    check_operand("slots", slots, (torch.int32,), (tokens,), device)
+    check_number("eps", eps)
     check_compress_outputs(
         content_gate, ape, weight, cos_sin, tail, requests, starts, cu_seqlens, pool.data, slots
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.checks import ANY, check_floating, check_int
+from warpspec.latent.cache.models import POSITION_LIMIT
 from warpspec.latent.cache.state import SETTLED, WRITTEN, Tail
 
 
@@ -19,7 +21,13 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tor
 
 
 def rope_table(inv_freq: torch.Tensor, length: int) -> torch.Tensor:
-    """fp32 [length, 2 F]: for positions 0, 1, ... the cosines, then the sines. inv_freq: [F], radians a token."""
+    """fp32 [length, 2 F]: for positions 0, 1, ... the cosines, then the sines.
+
+    inv_freq: floating [F], radians a token. length: positions, 0 to 2**30. Raises TypeError or ValueError naming the
+    argument.
+    """
+    check_floating("inv_freq", inv_freq, (ANY,))
+    check_int("length", length, 0, POSITION_LIMIT)
     angles = torch.arange(length, device=inv_freq.device)[:, None].float() * inv_freq.float()
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 

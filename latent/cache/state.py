@@ -15,10 +15,33 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.latent.cache.models import CONTENT_AND_GATE, KINDS, ONLINE_NUMBERS, OVERLAP, CacheConfig
-from warpspec.latent.cache.pools import LatentPool
+from warpspec.common.checks import (
+    ANY,
+    INTEGER_DTYPES,
+    check_choice,
+    check_device,
+    check_int,
+    check_kind,
+    check_range,
+    check_tensor,
+    shape_of,
+)
+from warpspec.common.outputs import check_elements, has_memory
+from warpspec.latent.cache.models import (
+    CONTENT_AND_GATE,
+    KINDS,
+    ONLINE_NUMBERS,
+    OVERLAP,
+    POSITION_LIMIT,
+    CacheConfig,
+)
+from warpspec.latent.cache.pools import NO_SLOT, LatentPool
 
 WRITTEN, SETTLED = range(2)  # columns of ``Tail.progress``
+TAIL_KINDS = ("csa", "hca")
+DRAFT_LIMIT = 2**16  # most draft tokens of a call
+REQUEST_LIMIT = 2**20
+NO_REQUEST = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +53,8 @@ class Tail:
     positional bias) of tokens; position p is in row p % ring, and c is 2 for CSA. online: HCA's fold, fp32 [requests,
     3, dim], over the settled tokens of the last window: largest Z, sum of exp(Z - largest), sum of exp(Z - largest) C;
     None for CSA. progress: int32 [requests, 2]: how many tokens are written (where the last call ended), and how many
-    are settled and can no longer be taken back. The next call starts between the two, or at 0.
+    are settled and can no longer be taken back. The next call starts between the two, or at 0. Raises TypeError or
+    ValueError naming the field.
     """
 
     kind: str
@@ -41,14 +65,29 @@ class Tail:
     online: torch.Tensor | None
     progress: torch.Tensor
 
+    def __post_init__(self):
+        check_sizes(kind=self.kind, stride=self.stride, dim=self.dim, max_draft=self.max_draft)
+        check_tensor("progress", self.progress, (torch.int32,), (ANY, 2))
+        requests, device = len(self.progress), self.progress.device
+        numbers = (requests, self.ring, CONTENT_AND_GATE, self.series * self.dim)
+        check_tensor("rows", self.rows, (torch.float32,), numbers, device)
+        if self.kind == "csa" and self.online is not None:
+            raise ValueError("online: must be None for kind 'csa', got a tensor")
+        if self.kind == "hca":
+            numbers = (requests, ONLINE_NUMBERS, self.dim)
+            check_tensor("online", self.online, (torch.float32,), numbers, device)
+
     @classmethod
     def empty(cls, kind: str, stride: int, dim: int, requests: int, max_draft: int, device="cpu") -> Tail:
+        """The tail of requests without tokens. Raises TypeError or ValueError naming the argument."""
+        check_sizes(kind=kind, stride=stride, dim=dim, max_draft=max_draft)
+        check_int("requests", requests, 0, REQUEST_LIMIT)
+        device = check_device("device", device)
         numbers = {"dtype": torch.float32, "device": device}
         online = None
-        if kind == "csa":
-            ring, width = OVERLAP * stride + max_draft, OVERLAP * dim
-        else:
-            ring, width = max_draft, dim
+        ring, width = ring_rows(kind, stride, max_draft), OVERLAP * dim
+        if kind == "hca":
+            width = dim
             online = torch.zeros(requests, ONLINE_NUMBERS, dim, **numbers)
         rows = torch.zeros(requests, ring, CONTENT_AND_GATE, width, **numbers)
         progress = torch.zeros(requests, 2, dtype=torch.int32, device=device)
@@ -62,6 +101,24 @@ class Tail:
     def series(self) -> int:
         """c: how many times ``dim`` channels C and Z of a token have."""
         return OVERLAP if self.kind == "csa" else 1
+
+    @property
+    def ring(self) -> int:
+        """Rows of a request's ring."""
+        return ring_rows(self.kind, self.stride, self.max_draft)
+
+
+def ring_rows(kind: str, stride: int, max_draft: int) -> int:
+    """Rows of a request's ring: the tokens that may be taken back, and for CSA those of two windows."""
+    return max_draft + (OVERLAP * stride if kind == "csa" else 0)
+
+
+def check_sizes(*, kind, stride, dim, max_draft) -> None:
+    """Raise TypeError or ValueError for sizes that no ``Tail`` has."""
+    check_choice("kind", kind, TAIL_KINDS)
+    check_int("stride", stride, 1, POSITION_LIMIT)
+    check_int("dim", dim, 1, POSITION_LIMIT)
+    check_int("max_draft", max_draft, 0, DRAFT_LIMIT)
 
 
 class StateCache:
@@ -87,21 +144,15 @@ class StateCache:
         lengths: torch.Tensor | None = None,
         device="cpu",
     ):
-        if not isinstance(config, CacheConfig):
-            raise TypeError(f"config: must be a CacheConfig, got {type(config).__name__}")
-        if kind not in KINDS:
-            raise ValueError(f"kind: must be one of {', '.join(KINDS)}, got {kind!r}")
-        for name, value, least in (("requests", requests, 1), ("max_draft", max_draft, 0)):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}: must be an int of at least {least}, got {value!r}")
+        check_kind("config", config, CacheConfig)
+        check_choice("kind", kind, KINDS)
+        check_int("requests", requests, 1, REQUEST_LIMIT)
+        check_int("max_draft", max_draft, 0, DRAFT_LIMIT)
+        device = check_device("device", device)
         if lengths is None:
             lengths = torch.zeros(requests, dtype=torch.int32, device=device)
-        elif not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
-            raise TypeError(
-                f"lengths: must be an int32 tensor, got {getattr(lengths, 'dtype', type(lengths).__name__)}"
-            )
-        elif lengths.shape != (requests,):
-            raise ValueError(f"lengths: shape must be [{requests}], got {list(lengths.shape)}")
+        check_tensor("lengths", lengths, (torch.int32,), (requests,))
+        check_elements("lengths", lengths)
         self.config, self.kind, self.requests, self.max_draft = config, kind, requests, max_draft
         self.lengths = lengths
         device = lengths.device
@@ -116,35 +167,89 @@ class StateCache:
     def commit(self, accepted: torch.Tensor | int, requests: torch.Tensor | None = None) -> None:
         """Accept the first ``accepted`` of the tokens just written and take the others back. No synchronisation.
 
-        accepted: an int, or int32 on the state's device with one number a request. requests: int [R], the requests to
-        update; None: all. ``compress`` says which tokens can be taken back.
+        accepted: an int of at least 0, or int32 on the state's device: one number, or one for each of the requests.
+        requests: int32 or int64 [R], the requests to update, no two alike; None: all. ``compress`` says which tokens
+        can be taken back. Raises TypeError or ValueError naming the argument, before anything is written. Values in
+        tensors are checked on the CPU only; on a GPU, requests that are out of range are skipped.
         """
+        count = self.requests
+        if requests is not None:
+            self._check_requests(requests)
+            count = len(requests)
+        if isinstance(accepted, torch.Tensor):
+            shape = () if accepted.dim() == 0 else (count,)
+            check_tensor("accepted", accepted, (torch.int32,), shape, self.lengths.device)
+            check_range("accepted", accepted, 0, POSITION_LIMIT, "tokens")
+        else:
+            check_int("accepted", accepted, 0, POSITION_LIMIT)
         if requests is None:
             self.lengths += accepted
-        else:
-            new = torch.as_tensor(accepted, dtype=torch.int32, device=self.lengths.device)
-            self.lengths.index_add_(0, requests.long(), new.expand(len(requests)))
+            return
+        known = (requests >= 0) & (requests < self.requests)
+        new = torch.where(known, accepted, 0).to(torch.int32)
+        self.lengths.index_add_(0, torch.where(known, requests, 0), new)
 
     def release(self, requests: torch.Tensor | None = None) -> None:
-        """Make requests empty, ready for new ones. requests: int [R]; None: all."""
+        """Make requests empty, ready for new ones. requests: as in ``commit``, which says what is raised."""
         if requests is None:
             self.lengths.zero_()
-        else:
-            self.lengths.index_fill_(0, requests.long(), 0)
+            return
+        self._check_requests(requests)
+        known = (requests >= 0) & (requests < self.requests)
+        rows = torch.arange(self.requests, device=requests.device)
+        released = (torch.where(known, requests, NO_REQUEST)[:, None] == rows).any(0)
+        self.lengths.masked_fill_(released, 0)
 
     def window_slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int32 slots in ``window`` of tokens, given the request and position of each (any shape); -1 where one is
-        negative."""
-        size = self.window.page_size
-        slots = requests.to(torch.int32) * size + positions.to(torch.int32) % size
-        return torch.where(positions >= 0, slots, -1).to(torch.int32)
+        """int32 slots in ``window`` of tokens; -1 where the position is negative.
+
+        requests, positions: int32 or int64, the request and position of each token, of shapes that broadcast. For a
+        request out of range a GPU gives -1; the CPU raises ValueError. Raises TypeError or ValueError naming the
+        argument.
+        """
+        self._check_tokens(requests, positions)
+        try:
+            torch.broadcast_shapes(requests.shape, positions.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"positions: shape must broadcast with requests' {shape_of(requests)}, got {shape_of(positions)}"
+            ) from error
+        return self._slots(requests, positions)
 
     def window_keys(
         self, requests: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(slots int32 [T, window], lengths int32 [T]): the keys that tokens at ``positions`` [T] see, oldest first."""
+        """(slots int32 [T, window], lengths int32 [T]): the keys that tokens at ``positions`` see, oldest first.
+
+        requests, positions: int32 or int64 [T]. Slots and errors are those of ``window_slots``.
+        """
+        self._check_tokens(requests, positions, (ANY,))
+        if len(requests) != len(positions):
+            raise ValueError(
+                f"positions: shape must be requests' [{len(requests)}], got {shape_of(positions)}"
+            )
         lengths = (positions + 1).clamp(0, self.config.window).to(torch.int32)
         steps = torch.arange(self.config.window, device=positions.device)
         seen = positions[:, None] + 1 - lengths[:, None] + steps
-        slots = self.window_slots(requests[:, None], seen)
-        return torch.where(steps < lengths[:, None], slots, -1), lengths
+        slots = self._slots(requests[:, None], seen)
+        return torch.where(steps < lengths[:, None], slots, NO_SLOT), lengths
+
+    def _slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``window_slots`` of checked arguments."""
+        size = self.window.page_size
+        slots = requests.to(torch.int32) * size + positions.to(torch.int32) % size
+        known = (positions >= 0) & (requests >= 0) & (requests < self.requests)
+        return torch.where(known, slots, NO_SLOT)
+
+    def _check_requests(self, requests) -> None:
+        """Check a list of requests: each in range, no two alike."""
+        check_tensor("requests", requests, INTEGER_DTYPES, (ANY,), self.lengths.device)
+        check_range("requests", requests, 0, self.requests - 1, "the cache's requests")
+        if requests.device.type == "cpu" and has_memory(requests) and len(requests.unique()) != len(requests):
+            raise ValueError(f"requests: each may be given once, got {requests.tolist()}")
+
+    def _check_tokens(self, requests, positions, shape: tuple[int, ...] | None = None) -> None:
+        """Check the request and position of tokens."""
+        check_tensor("requests", requests, INTEGER_DTYPES, shape, self.lengths.device)
+        check_tensor("positions", positions, INTEGER_DTYPES, shape, self.lengths.device)
+        check_range("requests", requests, 0, self.requests - 1, "the cache's requests")

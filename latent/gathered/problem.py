@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from warpspec.common.checks import check_range, check_tensor
-from warpspec.common.outputs import check_output, has_memory
+from warpspec.common.checks import (
+    INTEGER_DTYPES,
+    check_bool,
+    check_choice,
+    check_int,
+    check_kind,
+    check_number,
+    check_operand,
+    check_range,
+)
+from warpspec.common.outputs import check_output
 from warpspec.fmha.checks import SINK_DTYPES
 from warpspec.latent.cache.pools import LatentPool, table_slots
 from warpspec.latent.cache.problem import ROPE_DIM, check_pool
@@ -34,14 +42,12 @@ class KeySet:
     lengths: torch.Tensor | None = None
 
     def __post_init__(self):
-        if not isinstance(self.pool, LatentPool):
-            raise TypeError(f"pool: must be a LatentPool, got {type(self.pool).__name__}")
+        check_kind("pool", self.pool, LatentPool)
         device = self.pool.device
-        check_tensor("slots", self.slots, (torch.int32,), (-1, -1), device)
+        check_operand("slots", self.slots, (torch.int32,), (-1, -1), device)
         if self.lengths is not None:
-            check_tensor("lengths", self.lengths, (torch.int32,), (len(self.slots),), device)
-            if device.type == "cpu" and has_memory(self.lengths):
-                check_range("lengths", self.lengths, 0, self.slots.shape[1], "slots of a query")
+            check_operand("lengths", self.lengths, (torch.int32,), (len(self.slots),), device)
+            check_range("lengths", self.lengths, 0, self.slots.shape[1], "slots of a query")
 
     @classmethod
     def from_table(
@@ -55,11 +61,10 @@ class KeySet:
         """
         check_pool(pool, (LatentPool,))
         device = pool.device
-        check_tensor("page_table", page_table, (torch.int32,), (-1, -1), device)
-        check_tensor("requests", requests, (torch.int32, torch.int64), (-1,), device)
-        check_tensor("lengths", lengths, (torch.int32,), (len(requests),), device)
-        if device.type == "cpu" and has_memory(requests):
-            check_range("requests", requests, 0, len(page_table) - 1, "rows of page_table")
+        check_operand("page_table", page_table, (torch.int32,), (-1, -1), device)
+        check_operand("requests", requests, INTEGER_DTYPES, (-1,), device)
+        check_operand("lengths", lengths, (torch.int32,), (len(requests),), device)
+        check_range("requests", requests, 0, len(page_table) - 1, "rows of page_table")
         count = page_table.shape[1] * pool.page_size
         rows = torch.arange(count, device=device).expand(len(page_table), -1)
         slots = table_slots(page_table, rows, pool.page_size)
@@ -106,7 +111,7 @@ class GatheredProblem:
         check_key_sets(key_sets)
         pool = key_sets[0].pool
         fmt, device = pool.row_format, pool.device
-        check_tensor("q", q, (torch.bfloat16,), (-1, -1, fmt.dim), device, aligned=True)
+        check_operand("q", q, (torch.bfloat16,), (-1, -1, fmt.dim), device, aligned=True)
         tokens, heads = q.shape[:2]
         if not 1 <= heads <= HEAD_LIMIT:
             raise ValueError(f"q: must have 1 to {HEAD_LIMIT} heads, got {heads}")
@@ -116,24 +121,21 @@ class GatheredProblem:
                     f"key_sets: slots of set {number} must be of q's {tokens} queries, got {len(each.slots)}"
                 )
         for name, flag in (("normalize", normalize), ("return_lse", return_lse)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: must be a bool, got {flag!r}")
+            check_bool(name, flag)
         if not normalize and (sink is not None or return_lse or out is not None):
             raise ValueError("normalize: an un-normalised state has no sink, lse or out")
         if scale is None:
             scale = VALUE_DIM**-0.5
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-            raise ValueError(f"scale: must be a finite number above 0, got {scale!r}")
+        check_number("scale", scale, positive=True)
         if sink is not None:
-            check_tensor("sink", sink, SINK_DTYPES, (heads,), device)
-        if out_format not in OUT_FORMATS:
-            raise ValueError(f"out_format: must be one of {', '.join(OUT_FORMATS)}, got {out_format!r}")
+            check_operand("sink", sink, SINK_DTYPES, (heads,), device)
+        check_choice("out_format", out_format, OUT_FORMATS)
         if out_format == "fp8" and not normalize:
             raise ValueError("out_format: an un-normalised state is fp32")
         if out is not None:
             check_out(out, out_format, (tokens, heads, VALUE_DIM), device)
-        if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
-            raise ValueError(f"num_splits: must be None or an int of at least 1, got {num_splits!r}")
+        if num_splits is not None:
+            check_int("num_splits", num_splits, 1)
         if rotate_back is not None:
             check_rotation(rotate_back, tokens, fmt, device)
         if out is not None:
@@ -182,12 +184,11 @@ def check_key_sets(key_sets) -> None:
 def check_out(out, out_format: str, shape: tuple, device) -> None:
     """Check that out is a tensor, or in FP8 a ``Float8Tensor``, of the result's shape."""
     if out_format == "bf16":
-        check_tensor("out", out, (torch.bfloat16,), shape, device, aligned=True)
+        check_operand("out", out, (torch.bfloat16,), shape, device, aligned=True)
         return
-    if not isinstance(out, Float8Tensor):
-        raise TypeError(f"out: must be a Float8Tensor, got {type(out).__name__}")
-    check_tensor("out data", out.data, (torch.float8_e4m3fn,), shape, device, aligned=True)
-    check_tensor("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // BLOCK), device)
+    check_kind("out", out, Float8Tensor)
+    check_operand("out data", out.data, (torch.float8_e4m3fn,), shape, device, aligned=True)
+    check_operand("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // BLOCK), device)
 
 
 def check_apart_out(out: torch.Tensor | Float8Tensor, q, key_sets, sink, rotate_back) -> None:
@@ -212,7 +213,6 @@ def check_rotation(rotate_back, tokens, fmt, device) -> None:
     if fmt.dim != VALUE_DIM:
         raise ValueError(f"rotate_back: values of {fmt.name!r} rows are not rotated")
     cos_sin, positions = rotate_back
-    check_tensor("rotate_back cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
-    check_tensor("rotate_back positions", positions, (torch.int32,), (tokens,), device)
-    if device.type == "cpu" and has_memory(positions):
-        check_range("rotate_back positions", positions, 0, len(cos_sin) - 1, "rows of cos_sin")
+    check_operand("rotate_back cos_sin", cos_sin, (torch.float32,), (-1, ROPE_DIM), device, aligned=True)
+    check_operand("rotate_back positions", positions, (torch.int32,), (tokens,), device)
+    check_range("rotate_back positions", positions, 0, len(cos_sin) - 1, "rows of cos_sin")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents, resolve_backend
-from warpspec.common.checks import refuse_gradients
+from warpspec.common.checks import check_int, refuse_gradients
 from warpspec.latent.cache.formats import INDEX_FORMATS, format_named
 from warpspec.latent.cache.pools import IndexPool
 from warpspec.latent.indexer import ops
@@ -109,10 +109,8 @@ def select_entries(
     """
     check_scores(queries, pool, page_table, requests, lengths)
     check_table(len(requests), page_table, requests, page_table.device)
-    if type(workspace_bytes) is not int or workspace_bytes < 0:
-        raise ValueError(f"workspace_bytes: must be an int of at least 0, got {workspace_bytes!r}")
-    if type(k) is not int or not 1 <= k <= K_LIMIT:
-        raise ValueError(f"k: must be an int within 1..{K_LIMIT}, got {k!r}")
+    check_int("workspace_bytes", workspace_bytes, 0)
+    check_int("k", k, 1, K_LIMIT)
     if workspace_bytes == 0 and resolve_backend(backend, page_table.device) != "reference":
         return ops.stream_entries(queries, pool, page_table, requests, lengths, k)
     columns = max(1, page_table.shape[1] * pool.page_size)

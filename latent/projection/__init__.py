@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
-from warpspec.common.checks import check_tensor
+from warpspec.common.checks import check_operand
 from warpspec.latent.projection import ops
 from warpspec.latent.projection.float8 import Float8Tensor
 from warpspec.latent.projection.problem import ProjectionProblem
@@ -53,7 +53,7 @@ def quantize_output(o: torch.Tensor, *, backend: str = "auto") -> Float8Tensor:
     run it. Forward only.
     """
     refuse_tangents(o=o)
-    check_tensor("o", o, (torch.bfloat16,), (-1, -1, 512), getattr(o, "device", None), aligned=True)
+    check_operand("o", o, (torch.bfloat16,), (-1, -1, 512), getattr(o, "device", None), aligned=True)
     if o.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("o: gradients are not implemented (forward only)")
     return ops.quantize(o, backend)

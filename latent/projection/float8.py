@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.common.checks import check_tensor
+from warpspec.common.checks import check_floating, check_int, check_operand, check_tensor
 from warpspec.latent.cache.quantize import E4M3_NAN, scale_exponents
 
 BLOCK = 128  # numbers of a row that share a scale
@@ -27,10 +27,7 @@ class Float8Tensor:
 
     def __post_init__(self):
         data, scales = self.data, self.scales
-        if not isinstance(data, torch.Tensor) or data.dtype != torch.float8_e4m3fn:
-            raise TypeError(
-                f"data: must be a float8_e4m3fn tensor, got {getattr(data, 'dtype', type(data).__name__)}"
-            )
+        check_tensor("data", data, (torch.float8_e4m3fn,))
         if data.dim() < 2 or data.shape[-1] % BLOCK:
             raise ValueError(
                 f"data: must be [..., R, C], C a multiple of {BLOCK}, got shape {list(data.shape)}"
@@ -40,7 +37,7 @@ class Float8Tensor:
         if isinstance(scales, torch.Tensor) and tuple(scales.shape) not in shapes:
             allowed = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(f"scales: shape must be {allowed}, got {list(scales.shape)}")
-        check_tensor("scales", scales, (torch.float32,), (-1,) * data.dim(), data.device)
+        check_operand("scales", scales, (torch.float32,), (-1,) * data.dim(), data.device)
 
     @property
     def rows(self) -> int:
@@ -54,10 +51,12 @@ class Float8Tensor:
         The scale is the least power of two under which the block's amax (at least 1e-4) is at most 448. Numbers are
         rounded to nearest, ties to even. A block with NaN or Inf gets the scale NaN and all its numbers become NaN.
         """
+        check_int("rows", rows)
         if rows not in (1, BLOCK):
-            raise ValueError(f"rows: must be 1 or {BLOCK}, got {rows!r}")
-        if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[-1] % BLOCK:
-            raise ValueError(f"x: must be [..., R, C], C a multiple of {BLOCK}, got {getattr(x, 'shape', x)}")
+            raise ValueError(f"rows: must be 1 or {BLOCK}, got {rows}")
+        check_floating("x", x)
+        if x.dim() < 2 or x.shape[-1] % BLOCK:
+            raise ValueError(f"x: must be [..., R, C], C a multiple of {BLOCK}, got shape {list(x.shape)}")
         amax = x.float().abs().unflatten(-1, (-1, BLOCK)).amax(-1)
         if rows > 1:
             padding = -x.shape[-2] % rows

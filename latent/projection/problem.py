@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.common.checks import check_tensor
+from warpspec.common.checks import check_operand, kind_of
 from warpspec.common.outputs import check_output
 from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
 
@@ -35,14 +35,12 @@ class ProjectionProblem:
             )
         numbers, weights = (o.data, weight.data) if float8 else (o, weight)
         if not isinstance(numbers, torch.Tensor):
-            raise TypeError(
-                f"o: must be a bf16 tensor or a Float8Tensor, got {numbers!r} ({type(numbers).__name__})"
-            )
+            raise TypeError(f"o: must be a bf16 tensor or a Float8Tensor, got {kind_of(numbers)}")
         if numbers.dim() not in (2, 3):
             raise ValueError(f"o: must be [T, H, D] or [T, H D], got shape {list(numbers.shape)}")
         dtype, device = torch.float8_e4m3fn if float8 else torch.bfloat16, numbers.device
-        check_tensor("o", numbers, (dtype,), (-1,) * numbers.dim(), device, aligned=True)
-        check_tensor("weight", weights, (dtype,), (-1, -1, -1), device, aligned=True)
+        check_operand("o", numbers, (dtype,), (-1,) * numbers.dim(), device, aligned=True)
+        check_operand("weight", weights, (dtype,), (-1, -1, -1), device, aligned=True)
         tokens, (groups, columns, depth) = len(numbers), weights.shape
         width = math.prod(numbers.shape[1:])
         if min(groups, columns, depth) == 0 or groups * depth != width:
@@ -63,7 +61,7 @@ class ProjectionProblem:
             if depth % BLOCK:
                 raise ValueError(f"weight: K must be a multiple of {BLOCK} in FP8, got {depth}")
         if out is not None:
-            check_tensor("out", out, (torch.bfloat16,), (tokens, groups, columns), device, aligned=True)
+            check_operand("out", out, (torch.bfloat16,), (tokens, groups, columns), device, aligned=True)
             check_apart_out(out, *parts_of(o), *parts_of(weight))
         return cls(tokens, groups, columns, depth, float8)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.checks import ANY, check_tensor
 from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
@@ -161,13 +162,13 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
         raise ValueError(f"w: n must be a positive multiple of {multiple}, got {w.n}")
     shapes = [
         ("offsets", offsets, torch.int32, (w.experts,)),
-        ("a.scales", a.scales, torch.uint8, (None, scale_atoms(a.k), ATOM_BYTES)),
+        ("a.scales", a.scales, torch.uint8, (ANY, scale_atoms(a.k), ATOM_BYTES)),
         ("a.row_scale", a.row_scale, torch.float32, (a.rows,)),
         ("w.scales", w.scales, torch.uint8, (w.experts, -(-w.n // ATOM_ROWS), scale_atoms(w.k), ATOM_BYTES)),
         ("w.global_scale", w.global_scale, torch.float32, (w.experts, 2 if gated else 1)),
         ("w.bias", w.bias, torch.float32, (w.experts, w.n)),
-        ("a.data", a.data, torch.uint8, (a.rows, None)),
-        ("w.data", w.data, torch.uint8, (w.experts, w.n, None)),
+        ("a.data", a.data, torch.uint8, (a.rows, ANY)),
+        ("w.data", w.data, torch.uint8, (w.experts, w.n, ANY)),
     ]
     width = w.n // 2 if gated else w.n
     if isinstance(out, QuantizedRows):
@@ -180,8 +181,8 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
         if out_scale is None:
             raise ValueError("out_scale: quantised results need their global scales, got None")
         shapes += [
-            ("out.data", out.data, torch.uint8, (a.rows, None)),
-            ("out.scales", out.scales, torch.uint8, (None, scale_atoms(out.k), ATOM_BYTES)),
+            ("out.data", out.data, torch.uint8, (a.rows, ANY)),
+            ("out.scales", out.scales, torch.uint8, (ANY, scale_atoms(out.k), ATOM_BYTES)),
             ("out_scale", out_scale, torch.float32, (w.experts,)),
         ]
         if out.data.shape[-1] * 2 < out.k:
@@ -193,7 +194,7 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
         shapes.append(("out", out, torch.bfloat16, (a.rows, width)))
     for name, tensor, dtype, shape in shapes:
         if tensor is not None:
-            check_tensor(name, tensor, dtype, shape, offsets.device)
+            check_operand(name, tensor, dtype, shape, offsets.device)
     check_atoms("a.scales", a.scales, a.rows, w.experts)
     for name, tensor in (("a.data", a.data), ("w.data", w.data)):
         if tensor.shape[-1] * 2 < a.k:
@@ -207,18 +208,9 @@ def check_atoms(name: str, scales: torch.Tensor, rows: int, experts: int) -> Non
         raise ValueError(f"{name}: {needed} atoms of rows needed for {rows} rows, got {scales.shape[0]}")
 
 
-def check_tensor(name, tensor, dtype, shape, device) -> None:
-    """Raise TypeError for another dtype, and ValueError for another shape (None: any extent) or device, for a tensor
-    that is not contiguous, and for rows that are not aligned for TMA and 16-byte stores."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-        raise TypeError(f"{name}: must be a {dtype} tensor, got {getattr(tensor, 'dtype', tensor)!r}")
-    if tensor.dim() != len(shape) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ["any" if want is None else want for want in shape]
-        raise ValueError(f"{name}: shape must be {wanted}, got {list(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name}: must be on offsets' device, {device}, got {tensor.device}")
+def check_operand(name, tensor, dtype, shape, device) -> None:
+    """``check_tensor``, and that the tensor is contiguous with rows that are aligned for TMA and 16-byte stores."""
+    check_tensor(name, tensor, (dtype,), shape, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: must be contiguous, got strides {list(tensor.stride())}")
     if alignment(tensor) == TMA_ALIGNMENT:

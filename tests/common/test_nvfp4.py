@@ -208,7 +208,7 @@ class TestMXFP4:
         (TypeError, "^data", lambda: NVFP4Tensor(torch.zeros(4, 8), None, None)),
         (
             TypeError,
-            "^scale: must be a uint8",
+            "^scale: must be a torch.Tensor, got None",
             lambda: nvfp4.from_mxfp4(torch.zeros(2, 16, dtype=torch.uint8), None),
         ),
         (

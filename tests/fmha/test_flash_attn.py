@@ -231,7 +231,7 @@ class TestBadInput:
             flash_attn_func(*rectangle(), 0.125)
 
     def test_windows(self):
-        with pytest.raises(ValueError, match=r"window left: .*got -2"):
+        with pytest.raises(ValueError, match=r"window_size: .*got -2"):
             flash_attn_func(*rectangle(), window_size=(-2, 0))
 
     def test_packed_keys_with_lengths(self):
@@ -264,6 +264,11 @@ class TestBadInput:
         ({"cache_seqlens": int32(3, 18)}, r"cache_seqlens: values must be 0\.\.17, .* got 3 to 18"),
         ({"cache_seqlens": int32(-1, 3)}, r"cache_seqlens: .* got -1 to 3"),
         ({"cache_seqlens": int32(1, 3).long()}, "cache_seqlens: dtype must be"),
+        ({"softmax_scale": "1"}, "softmax_scale: must be a float, got '1'"),
+        ({"causal": 1}, "causal: must be a bool, got 1"),
+        ({"window_size": 3}, r"window_size: must be \(left, right\), .* got 3"),
+        ({"out": normal(2, 9, 4, 32)}, "out: shape must be"),
+        ({"learnable_sink": normal(3)}, r"sink: shape must be \[Hq=4\]"),
     ])  # fmt: skip
     def test_new_keys_that_do_not_fit_leave_the_cache_alone(self, changes, words):
         q, k, v = rectangle()
@@ -273,6 +278,17 @@ class TestBadInput:
             flash_attn_with_kvcache(q, k, v, **{**good, **changes})
         assert torch.equal(k, before[0]) and torch.equal(v, before[1])
         flash_attn_with_kvcache(q, k, v, **good)
+
+    @pytest.mark.parametrize(
+        "wrong", [None, normal(2, 9, 4, 64).float(), normal(2, 9, 3, 64), normal(2, 9, 4, 96)]
+    )
+    def test_wrong_queries_leave_the_cache_alone(self, wrong):
+        _, k, v = rectangle()
+        before = k.clone(), v.clone()
+        new = {"k": normal(2, 3, 2, 64), "v": normal(2, 3, 2, 64), "cache_seqlens": int32(2, 17)}
+        with pytest.raises((TypeError, ValueError), match=r"^[qk]: "):
+            flash_attn_with_kvcache(wrong, k, v, **new)
+        assert torch.equal(k, before[0]) and torch.equal(v, before[1])
 
     def test_gradients(self):
         q, k, v = rectangle()

@@ -6,7 +6,16 @@ import pytest
 import torch
 from helpers.moe_cases import make_experts, randn
 
-from warpspec.moe import NVFP4Experts, UnsupportedProblem, grouped_swiglu, moe_ffn
+from warpspec.moe import (
+    NVFP4Experts,
+    QuantizedRows,
+    UnsupportedProblem,
+    grouped_swiglu,
+    intermediate_scale_of,
+    moe_ffn,
+    prepare_w2,
+    route,
+)
 
 LAYER, WEIGHTS = make_experts(4, 32, 24)
 OTHER, _ = make_experts(4, 48, 24)
@@ -54,7 +63,7 @@ def misaligned(rows):
         (ValueError, r"^x: last dimension", dict(x=randn(32, 3).bfloat16().T)),
         (ValueError, r"^x: rows must be aligned.*address", dict(x=misaligned(3))),
         (ValueError, r"^x: rows must be aligned.*strides", dict(x=randn(3, 36).bfloat16()[:, :32])),
-        (TypeError, r"^experts: must be NVFP4Experts", dict(experts=LAYER.w13)),
+        (TypeError, r"^experts: must be an NVFP4Experts", dict(experts=LAYER.w13)),
         (ValueError, r"^experts.w2: must be 4 experts of \[48", dict(x=WIDE, experts=replace(OTHER, w2=LAYER.w2))),
         (ValueError, r"^experts.w13: must be what prepare_w13", dict(experts=replace(LAYER, w13=LAYER.w2))),
         (ValueError, r"^experts.shared", dict(experts=replace(LAYER, shared=5))),
@@ -93,7 +102,7 @@ def ends(*values):
     [
         (TypeError, r"^a: must be", dict(a=None)),
         (ValueError, r"^a: shape", dict(a=randn(6, 48).bfloat16())),
-        (TypeError, r"^w13: must be PreparedWeights", dict(w13=WEIGHTS[0])),
+        (TypeError, r"^w13: must be a PreparedWeights", dict(w13=WEIGHTS[0])),
         (ValueError, r"^w13: must be what prepare_w13", dict(a=randn(6, 32).bfloat16(), w13=LAYER.w2)),
         (ValueError, r"^offsets: shape must be \[4\]", dict(offsets=ends(1, 2, 3))),
         (TypeError, r"^offsets: dtype", dict(offsets=ends(1, 2, 3, 4).long())),
@@ -116,13 +125,13 @@ def test_rows(error, match, changes):
     [
         (ValueError, r"^gate: H must be a multiple of 16", dict(gate=randn(2, 8, 24), up=randn(2, 8, 24))),
         (ValueError, r"^down: must be \[2, 16, 8\]", dict(down=randn(2, 8, 16))),
-        (ValueError, r"^down", dict(down=None)),
+        (TypeError, r"^down: must be a Tensor or NVFP4Tensor, got None", dict(down=None)),
         (ValueError, r"^intermediate_scale", dict(intermediate_scale=torch.ones(3))),
         (ValueError, r"^intermediate_scale", dict(intermediate_scale=0.0)),
         (TypeError, r"^intermediate_scale", dict(intermediate_scale="1")),
         (ValueError, r"^shared", dict(shared=3)),
         (TypeError, r"^shared", dict(shared=1.0)),
-        (ValueError, r"^bias", dict(down_bias=torch.ones(2, 8))),
+        (ValueError, r"^down_bias: shape", dict(down_bias=torch.ones(2, 8))),
     ],
 )
 def test_experts(error, match, changes):
@@ -134,3 +143,37 @@ def test_experts(error, match, changes):
 def test_arguments_as_they_stand_are_fine():
     assert moe_ffn(**layer_arguments()).shape == (3, 32)
     assert grouped_swiglu(**rows_arguments()).shape == (6, 24)
+
+
+ROWS = QuantizedRows.from_rows(randn(6, 32), ends(1, 1, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: LAYER.shard(0, 0), ValueError, r"ranks: must be at least 1, got 0"),
+        (lambda: LAYER.shard(0, 3), ValueError, r"ranks: must divide the 4 experts, got 3"),
+        (lambda: LAYER.shard(0, 2.0), TypeError, r"ranks: must be an int, got 2\.0"),
+        (lambda: LAYER.shard(2, 2), ValueError, r"rank: must be within 0\.\.1, got 2"),
+        (lambda: LAYER.to("gpu"), ValueError, r"device: must be a torch\.device or its name, got 'gpu'"),
+        (lambda: LAYER.for_backend(90), TypeError, r"backend: must be a string, got 90"),
+        (lambda: LAYER.w13.pick(torch.tensor([0, 4])), ValueError,
+         r"experts: must be within 0\.\.3 .*got 4 at index 1"),
+        (lambda: LAYER.w13.dequantize(0), TypeError, r"experts: must be a slice, got 0"),
+        (lambda: ROWS.dequantize(ends(1, 1, 4, 7)), ValueError, r"offsets: .* got 7 after 4 at expert 3"),
+        (lambda: QuantizedRows.empty(-1, 32, 4, "cpu", row_scale=True), ValueError,
+         r"rows: must be within 0\.\."),
+        (lambda: QuantizedRows.from_rows(randn(6, 32), ends(7)), ValueError,
+         r"offsets: .* got 7 after 0 at expert 0"),
+        (lambda: prepare_w2(randn(2, 16, 8), input_scale=1.0), TypeError,
+         r"input_scale: must be a torch\.Tensor, got 1\.0"),
+        (lambda: intermediate_scale_of("swiglu", torch.nan), ValueError,
+         r"limit: must be a finite number above 0, got nan"),
+        (lambda: route(randn(2, 4), 2, normalize=1), TypeError, r"normalize: must be a bool, got 1"),
+        (lambda: route(randn(2, 4), 2, scale=torch.inf), ValueError,
+         r"scale: must be a finite number, got inf"),
+    ],
+)  # fmt: skip
+def test_methods(call, error, match):
+    with pytest.raises(error, match="^" + match):
+        call()

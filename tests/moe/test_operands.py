@@ -108,7 +108,7 @@ def test_w2_of_half_a_block():
 @pytest.mark.parametrize(
     ("error", "match", "change"),
     [
-        (TypeError, "^gate: must be", dict(gate=torch.zeros(2, 8, 16, dtype=torch.int32))),
+        (TypeError, "^gate: dtype must be", dict(gate=torch.zeros(2, 8, 16, dtype=torch.int32))),
         (ValueError, "^gate: must be", dict(gate=torch.zeros(8, 16))),
         (ValueError, "^gate: I must", dict(gate=torch.zeros(2, 12, 16), up=torch.zeros(2, 12, 16))),
         (ValueError, "^up: shape", dict(up=torch.zeros(2, 16, 16))),

@@ -5,7 +5,7 @@ import torch
 from helpers.swap_cases import make_plan, run, simulated, small
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.swap import SwapState, launch, swap_ffn_decode
+from warpspec.swap import SwapFFNWeights, SwapState, launch, swap_ffn_decode
 
 CALL = dict(events=1, k_ffn=1, backend="reference")
 
@@ -45,6 +45,7 @@ def test_tensors(change, kind, name):
         (dict(k_ffn=0), ValueError, "k_ffn"),
         (dict(k_ffn=True), TypeError, "k_ffn"),
         (dict(residual=1), TypeError, "residual"),
+        (dict(in_place=1), TypeError, "in_place"),
         (dict(backend="gpu"), ValueError, "backend"),
     ],
 )
@@ -102,3 +103,26 @@ def test_a_refused_cooperative_launch_says_so(monkeypatch, words):
     words = "error code: 719"
     with pytest.raises(RuntimeError, match=r"^error code: 719$"):
         run(x, state, w, call, plan, simulated("sm_90a"))
+
+
+def test_weights_and_states():
+    _, _, w = small(1, cores=4, d_model=32, d_ff=16)
+    for call, kind, message in (
+        (lambda: SwapState.initial(-1, w), ValueError, r"batch: must be within 0\.\.262144, got -1"),
+        (lambda: SwapState.initial(True, w), TypeError, r"batch: must be an int, got True \(bool\)"),
+        (lambda: SwapState.initial(2, w.tensors), TypeError, "weights: must be a SwapFFNWeights"),
+        (lambda: SwapFFNWeights.from_tensors(None), TypeError, r"tensors: must be a Mapping, got None"),
+        (lambda: SwapFFNWeights.from_tensors(w.tensors, eps="0"), TypeError, "eps: must be a float, got '0'"),
+        (
+            lambda: SwapFFNWeights.from_tensors(w.tensors, eps=torch.nan),
+            ValueError,
+            "eps: must be a finite number",
+        ),
+        (
+            lambda: SwapFFNWeights.from_tensors({**w.tensors, "w1": w["w1"].int()}),
+            TypeError,
+            r"w1: must be a floating tensor, got torch\.int32",
+        ),
+    ):
+        with pytest.raises(kind, match=f"^{message}"):
+            call()

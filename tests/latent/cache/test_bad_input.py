@@ -34,7 +34,7 @@ def wide(shape):
     [
         ({"q": wide((3, 512))}, ValueError, r"q: shape must be \[3, any, 512\]"),
         ({"q": wide((3, 2, 512)).half()}, TypeError, "q: dtype"),
-        ({"q": wide((3, 2, 1024))[..., ::2]}, ValueError, "q: the last dimension must be contiguous"),
+        ({"q": wide((3, 2, 1024))[..., ::2]}, ValueError, "q: last dimension must be contiguous"),
         ({"kv": wide((3, 516))[:, :512]}, ValueError, "kv: rows must be aligned to 16 bytes"),
         ({"kv": None}, TypeError, "kv: must be a torch.Tensor"),
         ({"cos_sin": TABLE[:, :32].contiguous()}, ValueError, r"cos_sin: shape must be \[any, 64\]"),

@@ -44,12 +44,12 @@ def test_bad_pools():
     LatentPool(good, 64, "v4-fp8")
     for data, size, name, error, message in [
         (good, 64, "v5", ValueError, "format: must be one of"),
-        (good, 64, 3, TypeError, "format: must be a str"),
+        (good, 64, 3, TypeError, "format: must be a string"),
         (good, 64, "mxfp4", ValueError, "format: must be one of"),
-        (good, 0, "v4-fp8", ValueError, "page_size: must be at least 1"),
+        (good, 0, "v4-fp8", ValueError, "page_size: must be within 1"),
         (good, 64.0, "v4-fp8", TypeError, "page_size: must be an int"),
         (good, 65, "v4-fp8", ValueError, "at least 37960 bytes"),
-        (good.int(), 64, "v4-fp8", TypeError, "data: must be a uint8"),
+        (good.int(), 64, "v4-fp8", TypeError, "data: dtype must be one of torch.uint8"),
         (good[0], 64, "v4-fp8", ValueError, r"data: must be \[pages, bytes\]"),
         (torch.zeros(64 * 584, 2, dtype=torch.uint8).T, 64, "v4-fp8", ValueError, "contiguous"),
         (
@@ -107,9 +107,9 @@ def test_commit():
     [
         ({"kind": "mla"}, ValueError, "kind: must be one of"),
         ({"config": "v4"}, TypeError, "config: must be a CacheConfig"),
-        ({"requests": 0}, ValueError, "requests: must be an int of at least 1"),
-        ({"max_draft": -1}, ValueError, "max_draft: must be an int of at least 0"),
-        ({"lengths": torch.zeros(3)}, TypeError, "lengths: must be an int32"),
+        ({"requests": 0}, ValueError, "requests: must be within 1"),
+        ({"max_draft": -1}, ValueError, "max_draft: must be within 0"),
+        ({"lengths": torch.zeros(3)}, TypeError, "lengths: dtype must be"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, r"lengths: shape must be \[2\]"),
     ],
 )

@@ -284,17 +284,17 @@ def test_bad_arguments():
         index_scores(queries(heads=12), pool, table, requests, lengths, backend="sim")
     with pytest.raises(ValueError, match=r"lengths: .* got 25"):
         index_scores(asked, pool, table, requests, lengths + 1, backend="reference")
-    with pytest.raises(TypeError, match="queries: must be IndexQueries"):
+    with pytest.raises(TypeError, match="queries: must be an IndexQueries"):
         index_scores(None, pool, table, requests, lengths)
     few = IndexPool.empty(2, 8, "mxfp4")
-    for wrong, error, message in [
-        (IndexQueries(few, asked.weights), ValueError, r"queries: the pool .* \[3, 8\], got 2 pages of 8"),
-        (IndexQueries(asked.pool, asked.weights[:, :4]), ValueError, r"queries: the pool .* \[3, 4\]"),
-        (IndexQueries(asked.pool, asked.weights.double()), TypeError, "queries: weights: dtype"),
-        (IndexQueries(asked.pool.data, asked.weights), TypeError, "queries: pool must be an IndexPool"),
+    for fields, error, message in [
+        ((few, asked.weights), ValueError, r"pool: must have a page .* \[3, 8\], got 2 pages of 8"),
+        ((asked.pool, asked.weights[:, :4].contiguous()), ValueError, r"pool: must have a page .* \[3, 4\]"),
+        ((asked.pool, asked.weights.double()), TypeError, "weights: dtype"),
+        ((asked.pool.data, asked.weights), TypeError, "pool: must be an IndexPool"),
     ]:
         with pytest.raises(error, match=message):
-            index_scores(wrong, pool, table, requests, lengths)
+            IndexQueries(*fields)
     with pytest.raises(ValueError, match=r"requests: .* got 2 at index 0"):
         select_entries(asked, pool, table, requests + 2, lengths, 5, workspace_bytes=0)
     with pytest.raises(NotImplementedError, match="q: gradients"):
