@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.moe.permute import DROPPED, WORK_COLUMNS, head_rows
 
@@ -213,10 +214,7 @@ def scan(config: cutlass.Constexpr, values, size: cutlass.Constexpr, totals, thr
 def sum_before(config: cutlass.Constexpr, own: Int32, totals, thread) -> Int32:
     """Sum of ``own`` over all earlier threads. totals (WARP): shared memory. Synchronises the CTA."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
-    inclusive = own
-    for bit in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
-        got = Int32(cute.arch.shuffle_sync_up(inclusive, 1 << bit))
-        inclusive += Int32(cutlass.select_(Boolean(lane >= 1 << bit), got, Int32(0)))
+    inclusive = running_sum(own, lane)
     if lane == WARP_THREADS - 1:
         totals[warp] = inclusive
     cute.arch.sync_threads()

@@ -19,6 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.grid import grid_of, requests_of
 from warpspec.fmha.device.tile import INTEGERS, Piece, bounds_of, request_at, tile_of
@@ -132,11 +133,8 @@ def length_of(config: cutlass.Constexpr, operands, line, request, end) -> Int64:
 
 @cute.jit
 def scan(own) -> Scan:
-    """Of every lane's length. By a whole warp."""
-    lane, upto = cute.arch.lane_idx(), own
-    for bit in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
-        other = cute.arch.shuffle_sync_up(upto, 1 << bit, mask_and_clamp=0)
-        upto += Int64(cutlass.select_(Boolean(lane >= 1 << bit), other, Int64(0)))
+    """The ``Scan`` of every lane's length. By a whole warp."""
+    upto = running_sum(own, cute.arch.lane_idx())
     return Scan(upto - own, cute.arch.shuffle_sync(upto, LAST_LANE))
 
 

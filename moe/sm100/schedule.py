@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_ROWS
 from warpspec.moe.sm100.config import RECORD_FIELDS, RECORDS
@@ -71,17 +72,6 @@ class Records:
 
 
 @cute.jit
-def prefix_sum(value, lane) -> Int32:
-    """Inclusive prefix sum over the lanes."""
-    total = Int32(value)
-    for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
-        before = cute.arch.shuffle_sync_up(total, 1 << step)
-        if lane >= 1 << step:
-            total += before
-    return total
-
-
-@cute.jit
 def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features, rows, group, groups):
     """Write this CTA's tile records, and a last one that ends them.
 
@@ -95,7 +85,7 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
     chunk = Int32(0)  # first of the experts that the lanes hold
     tiles_before, atoms_before = Int32(0), Int32(0)  # of all experts before those
     begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
-    tile_ends, atom_ends = prefix_sum(tiles, lane), prefix_sum(atoms, lane)
+    tile_ends, atom_ends = running_sum(tiles, lane), running_sum(atoms, lane)
     use, number = Int32(0), Int32(group)
     while chunk < experts:
         here = cute.arch.shuffle_sync(tile_ends, LAST_LANE)
@@ -124,7 +114,7 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
             atoms_before += cute.arch.shuffle_sync(atom_ends, LAST_LANE)
             chunk += WARP_THREADS
             begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
-            tile_ends, atom_ends = prefix_sum(tiles, lane), prefix_sum(atoms, lane)
+            tile_ends, atom_ends = running_sum(tiles, lane), running_sum(atoms, lane)
     zero = Int32(0)
     records.write(
         use, zero, zero, zero, zero, zero, zero

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import exponential
 from warpspec.softmax.problem import WIDTHS
@@ -38,7 +39,6 @@ from warpspec.softmax.vectors import (
 )
 
 WORD_BITS = 32
-CLAMP_BITS = 8  # position of a shuffle's segment mask in its mask_and_clamp
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,7 @@ def hold(config: cutlass.Constexpr, group: Group):
     if cutlass.const_expr(config.edges):
         chosen_edge = edge.present & reaches(at_edge, threshold)
     place = Int32(cute.arch.popc(bits)) + Int32(chosen_edge)
-    count = place
-    for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
-        below = cute.arch.shuffle_sync_up(
-            count, 1 << step, mask_and_clamp=(WARP_THREADS - config.lanes) << CLAMP_BITS
-        )
-        count = Int32(cutlass.select_(Boolean(group.lane >= 1 << step), count + below, count))
+    count = running_sum(place, group.lane, config.lanes)
     place = count - place
     count = cute.arch.shuffle_sync(count, group.first + config.lanes - 1)
 

@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.latent.indexer.config import BINS, HISTOGRAMS, K_LIMIT, SelectConfig
 
@@ -327,11 +328,11 @@ def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
                 shared.equal[thread * config.own_words + i],
             )
         mine += (Int32(cute.arch.popc(above[i])) << HALF_BITS) + Int32(cute.arch.popc(equal[i]))
-    before = running(mine, lane)
+    before = running_sum(mine, lane)
     if lane == WARP_THREADS - 1:
         shared.sums[warp] = Uint32(before)
     meet(config)
-    warps = running(Int32(shared.sums[lane]), lane)
+    warps = running_sum(Int32(shared.sums[lane]), lane)
     everything = Int32(cute.arch.shuffle_sync(warps, WARP_THREADS - 1))
     lower = Int32(cute.arch.shuffle_sync(warps, cutlass.max(warp - 1, 0)))
     before += Int32(cutlass.select_(Boolean(warp > 0), lower, Int32(0))) - mine
@@ -361,11 +362,3 @@ def copy_kept(shared, place, first, turn, to):
     else:
         key, index = shared.keys[place - K_LIMIT], first + place - K_LIMIT
     shared.kept_keys[to, 1 - turn], shared.kept[to, 1 - turn] = key, index
-
-
-def running(value: Int32, lane) -> Int32:
-    """Sum of the values of this lane and all lower lanes."""
-    for distance in (1, 2, 4, 8, 16):
-        other = cute.arch.shuffle_sync_up(value, distance, mask_and_clamp=0)
-        value += Int32(cutlass.select_(Boolean(lane >= distance), other, Int32(0)))
-    return value

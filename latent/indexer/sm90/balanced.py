@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.latent.indexer.device.entries import Entries, request_of
 from warpspec.latent.indexer.device.scores_host import LogitsRow
@@ -66,10 +67,7 @@ def deal(config: cutlass.Constexpr, plan, page_table, requests, lengths, columns
         request, length = request_of(config, page_table, requests, lengths, thread)
         plan.requests[thread], plan.lengths[thread] = request, length
         count = cute.ceil_div(cutlass.min(length, columns), TILE_KEYS)
-    until = count
-    for i in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
-        other = Int32(cute.arch.shuffle_sync_up(until, 1 << i, mask_and_clamp=0))
-        until += Int32(cutlass.select_(lane >= 1 << i, other, Int32(0)))
+    until = running_sum(count, lane)
     if lane == WARP_THREADS - 1:
         plan.sums[warp] = until
     cute.arch.sync_threads()
