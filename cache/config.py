@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.cache.formats import FORMATS, CacheFormat
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS
 
-HALF_BYTES = 2  # of a 16-bit number
 MAX_DIM = 512
 WARPS = 4  # of a CTA
 MOST_HEADS = 4  # rows whose loads a thread has under way
@@ -15,7 +14,7 @@ MOST_HEADS = 4  # rows whose loads a thread has under way
 
 def numbers_per_lane(dim: int) -> int:
     """Numbers of a row that a lane holds: one 16-byte access, or as many as 32 lanes need to hold the row."""
-    one = VECTOR_BYTES // HALF_BYTES
+    one = VECTOR_BYTES // BF16_BYTES
     return one if dim <= one * WARP_THREADS else 2 * one
 
 
@@ -44,7 +43,7 @@ class RowLayout:
     @property
     def words(self) -> int:
         """32-bit words of a lane's numbers."""
-        return self.numbers * HALF_BYTES // 4
+        return self.numbers * BF16_BYTES // 4
 
     @property
     def used_lanes(self) -> int:

@@ -37,6 +37,11 @@ THREAD_ROWS = 2  # rows of a thread
 ROW_DISTANCE = 8  # rows from a thread's first to its second
 QUAD = 4  # threads that share a row
 
+# Sizes of numbers, in bytes.
+WORD_BYTES = 4  # of a register
+FP32_BYTES = 4
+BF16_BYTES = 2  # fp16 too
+
 # Accesses to memory.
 VECTOR_BYTES = 16  # the widest load or store of one thread that all kernels may use
 TMA_ALIGNMENT = 16  # in bytes, of a tensor's address and strides

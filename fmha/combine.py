@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.fmha.checks import DTYPES, HEAD_DIMS
-from warpspec.fmha.features import FP32_BYTES, dtype_name
+from warpspec.fmha.features import dtype_name
 
 THREADS = 256
 VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split

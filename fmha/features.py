@@ -13,14 +13,12 @@ import torch
 
 from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 
 ELEMENT_BYTES = 2  # bf16 and fp16
-FP32_BYTES = 4
-WORD_BYTES = 4  # of a register
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
 # Keys: a page holds a multiple of the first up to the second, or a multiple of the second, the most of a KV tile. So

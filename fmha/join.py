@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT
 from warpspec.common.launch import Kernel
 from warpspec.fmha.combine import CHUNK, VECTOR
-from warpspec.fmha.features import FP32_BYTES, JOIN_WORDS, PIECE_STATISTICS
+from warpspec.fmha.features import JOIN_WORDS, PIECE_STATISTICS
 
 THREADS = 256
 PART_CTAS = 4, 16  # CTAs that share a tile's rows: of one row group, of more

@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.problem import AttentionProblem
 
-LOG2_E = math.log2(math.e)
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
 # From so many columns of O on the tensor core takes longer than the exponential unit does with a soft cap.

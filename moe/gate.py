@@ -5,14 +5,11 @@ NaN passes through the clamps, as in torch.
 
 from __future__ import annotations
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32
 
+from warpspec.common.logarithms import LOG2_E
 from warpspec.moe.activations import activation_named
-
-LOG2_E = math.log2(math.e)
 
 
 def gated(config, gate, up, limit) -> Float32:

@@ -19,14 +19,13 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from warpspec.common.compile import fake_rows
 from warpspec.common.device import nvfp4 as nvfp4_device
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
 from warpspec.moe.operands import QuantizedRows, scale_atoms
 
 MAX_WARPS = 8
 BLOCKS_PER_THREAD = 2  # at most, as long as a CTA may have more warps; a block takes 8 registers
-WORD_BYTES = 4
 TARGET_ALIGNMENT = 16  # bytes: targets of two choices
 VALUE_WORDS = BLOCK // 2  # of a block in bf16
 DATA_WORDS = BLOCK // 8  # of a block in NVFP4

@@ -17,13 +17,12 @@ from cutlass import Int32, Uint32
 
 from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, QUAD, VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, QUAD, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.moe.counting import BATCH, allocate, sort
 from warpspec.moe.permute import WORK_COLUMNS, SortedTokens, head_rows
 from warpspec.moe.streamed import CHUNK, padded_k
 
-INT32_BYTES, WORD_BYTES = 4, 4
 COPY_THREADS = 1024  # of an SM, at most, for CTAs that write activations
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16 columns of a vector
@@ -107,7 +106,7 @@ class SortConfig:
     @property
     def smem_bytes(self) -> int:
         of_cluster = 3 * self.bins if self.shape.ctas > 1 else 0
-        return (self.counters + 2 * self.shape.warps + of_cluster) * INT32_BYTES
+        return (self.counters + 2 * self.shape.warps + of_cluster) * WORD_BYTES
 
 
 class SortChoices:

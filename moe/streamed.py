@@ -45,7 +45,6 @@ CHUNK = 64  # along K: four of wgmma's
 STEP_CHUNKS = 2
 STEP = CHUNK * STEP_CHUNKS
 WORD_CODES = 8  # codes of a 32-bit word
-WORD_BYTES = 4
 VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a thread, in a chunk
 CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
 

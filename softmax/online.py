@@ -10,17 +10,15 @@ Exponentials are powers of two: exp(x) = 2**(x log2 e), where the power takes on
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.logarithms import LN_2, LOG2_E
 from warpspec.softmax.vectors import PAIRS, TYPES, as_float, unpack
 
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 # Mean relative error by which an H200's power of two is too small, for exponents below -1.
 EXP2_BIAS = 5e-8
 # Adding TO_WHOLE to a number leaves an integer in the lowest bits. FP32_ONE has the bits of 1.0.

@@ -13,13 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.softmax.online import exponential, join, reference_of
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8
-FP32_BYTES = 4
 MOST_UNROLLED = (
     8 * WARP_THREADS
 )  # states that a warp joins without a loop; with more, kernels of large clusters spill

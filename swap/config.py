@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
+    BF16_BYTES,
+    FP32_BYTES,
     MAX_SMEM_PER_CTA,
     REGISTERS_PER_SM,
     TMEM_COLUMNS,
@@ -14,9 +16,6 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-
-ELEMENT_BYTES = 2  # bf16
-FP32_BYTES = 4
 
 # Phases. A rows phase comes before every FFN step and after the last. It makes the vectors x from the token ("first")
 # or from the partial sums of the previous step, exchanges them with banks ("first" and "swap", not "rows"), and writes
@@ -27,7 +26,7 @@ COLLAPSE_PHASES = ("pool", "basis", "decode")
 PHASES = (*ROWS_PHASES, *GEMM_PHASES, *COLLAPSE_PHASES, "fused")
 
 TILE_M = 128  # rows of a tile, and of the counters on which phases wait
-K_TILE = memory.ROW_BYTES // ELEMENT_BYTES  # K of a stage: one span of the 128-byte swizzle
+K_TILE = memory.ROW_BYTES // BF16_BYTES  # K of a stage: one span of the 128-byte swizzle
 TILE_NS = (128, 256)  # columns of a tile
 A_BYTES = TILE_M * memory.ROW_BYTES  # bytes of activations of a stage
 
@@ -195,7 +194,7 @@ class SwapConfig:
     @property
     def router_bytes(self) -> int:
         """Bytes of the router's weights in the fused kernel's ring."""
-        return ROUTER_WIDTH * self.d_model * ELEMENT_BYTES if self.fused else 0
+        return ROUTER_WIDTH * self.d_model * BF16_BYTES if self.fused else 0
 
     @property
     def group_k(self) -> int:
@@ -235,7 +234,7 @@ class SwapConfig:
     def other_regions(self) -> tuple[tuple[str, int, str], ...]:
         """All of ``smem_regions`` except the ring."""
         rows = GROUP_ROWS * TERMS
-        terms = rows * self.term_pitch * ELEMENT_BYTES if self.routes else 0
+        terms = rows * self.term_pitch * BF16_BYTES if self.routes else 0
         z = GROUP_ROWS * ROUTER_WIDTH * FP32_BYTES if self.routes else 0
         return (
             ("barriers", BARRIER_BYTES if self.multiplies else 0, "mbarriers and the TMEM address"),

@@ -13,11 +13,18 @@ from cutlass import Boolean, Float32, Int32, Uint8
 
 from warpspec.cache.config import InsertConfig, RowLayout
 from warpspec.cache.device.quantize import float8_words, nvfp4_words
-from warpspec.cache.device.rows import DTYPES, load_angles, load_row, load_weights, normalize, unpack
+from warpspec.cache.device.rows import (
+    DTYPES,
+    load_angles,
+    load_row,
+    load_weights,
+    normalize,
+    unpack,
+)
 from warpspec.cache.formats import swizzled_place
 from warpspec.common.compile import fake_rows
-from warpspec.common.device.words import WORD_BYTES, store_words
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.device.words import store_words
+from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 from warpspec.common.launch import Kernel
 
 

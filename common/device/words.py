@@ -5,9 +5,8 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int64, Uint32
 
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 
-WORD_BYTES = 4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 
 

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.launch import Target
 from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import ELEMENT_BYTES, FP32_BYTES
+from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.mask import position_range
 
 # Microseconds on an H200.

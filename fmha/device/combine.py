@@ -15,9 +15,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.hardware import FP32_BYTES
+from warpspec.common.logarithms import LN_2, LOG2_E
 from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig
-from warpspec.fmha.device.softmax import LN_2, LOG2_E
-from warpspec.fmha.features import FP32_BYTES
 
 SMEM_CARVEOUT_PERCENT = 25  # of an SM's L1 and shared memory: room for the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: threads waiting for loads are what hides their latency

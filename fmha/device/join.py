@@ -15,13 +15,13 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
+from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.combine import VECTOR
 from warpspec.fmha.device.combine import finite, write_row
 from warpspec.fmha.device.line import Join as Record
 from warpspec.fmha.device.line import slot_of
-from warpspec.fmha.device.softmax import LOG2_E
-from warpspec.fmha.features import FP32_BYTES, JOIN_WORDS
+from warpspec.fmha.features import JOIN_WORDS
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig
 
 

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.fmha.device.softmax import LOG2_E
+from warpspec.common.logarithms import LOG2_E
 
 # RECIPROCAL_BITS minus the bits of x are those of 1 / x, but for 6%; each step y (c - x y) squares the error. The
 # constants make the largest error smallest: 1.5e-3 after one step, 1.3e-6 after two.

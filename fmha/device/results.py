@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from warpspec.fmha.device.softmax import LN_2, log_sum, sink_term
+from warpspec.common.logarithms import LN_2
+from warpspec.fmha.device.softmax import log_sum, sink_term
 
 
 def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:

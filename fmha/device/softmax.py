@@ -9,15 +9,11 @@ threshold, and only then must O be rescaled. Before any score is seen both are -
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.fmha.logits import LOG2_E
-
-LN_2 = math.log(2.0)
+from warpspec.common.logarithms import LN_2, LOG2_E
 
 FP32_MANTISSA_BITS = 23
 FP32_EXPONENT_BIAS = 127

@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device import tma
+from warpspec.common.hardware import WORD_BYTES
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.logits import add_bias, map_score, unit
 from warpspec.fmha.device.pages import address_of
-from warpspec.fmha.features import WORD_BYTES
 
 
 class RowColumns(NamedTuple):

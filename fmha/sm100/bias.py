@@ -14,9 +14,9 @@ from cutlass import Boolean, Float32
 
 from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.device.bias import TYPES, row_of
 from warpspec.fmha.device.logits import map_score
-from warpspec.fmha.device.softmax import LOG2_E
 
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 

@@ -13,6 +13,7 @@ from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
+    FP32_BYTES,
     MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
     REGISTER_STEP,
@@ -22,14 +23,13 @@ from warpspec.common.hardware import (
     TMA_ALIGNMENT,
     TMEM_COLUMNS,
     WARP_THREADS,
+    WORD_BYTES,
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.features import (
     BIAS_BYTES,
     BLOCK,
     ELEMENT_BYTES,
-    FP32_BYTES,
-    WORD_BYTES,
     KernelFeatures,
     Schedule,
     check_page_size,

@@ -13,13 +13,14 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.hardware import WORD_BYTES
 from warpspec.fmha.device.grid import Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import read_tile, records_of, write_end, write_tile
 from warpspec.fmha.device.tiles import each_found, each_tile
-from warpspec.fmha.features import WORD_BYTES, Schedule
+from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import drain, load, rings

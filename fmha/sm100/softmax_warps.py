@@ -9,12 +9,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from warpspec.common.device import tma, tmem
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import map_scores, unit
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.device.softmax import exponentiate, maximum, move_reference, scale_by
-from warpspec.fmha.features import WORD_BYTES
 from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import QUARTER_LANES
 

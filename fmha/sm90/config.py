@@ -12,6 +12,7 @@ from typing import ClassVar
 from warpspec.common.barriers import Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
+    FP32_BYTES,
     MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
     REGISTER_STEP,
@@ -25,7 +26,6 @@ from warpspec.common.launch import Target
 from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
-    FP32_BYTES,
     KernelFeatures,
     Schedule,
     check_page_size,
@@ -35,7 +35,13 @@ from warpspec.fmha.features import (
 )
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import DECODE_LOADS, PREFILL, WARPGROUP_ROWS, Shape, choose_shape
+from warpspec.fmha.sm90.shapes import (
+    DECODE_LOADS,
+    PREFILL,
+    WARPGROUP_ROWS,
+    Shape,
+    choose_shape,
+)
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import FP32_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
@@ -22,9 +22,16 @@ from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import records_of
 from warpspec.fmha.device.tiles import each_tile, schedule
-from warpspec.fmha.features import FP32_BYTES, WORD_BYTES, Schedule
+from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
-from warpspec.fmha.sm90.consumer import Products, Work, attend, attend_idle, pass_turn, products
+from warpspec.fmha.sm90.consumer import (
+    Products,
+    Work,
+    attend,
+    attend_idle,
+    pass_turn,
+    products,
+)
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load

@@ -9,8 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
-from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.features import WORD_BYTES
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.fmha.sm90.fragment import ROW_DISTANCE, THREAD_ROWS, WARP_ROWS
 
 CHUNK_BYTES = 16  # what the swizzle moves as one

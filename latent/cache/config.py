@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, MAX_THREADS_PER_CTA, WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, MAX_SMEM_PER_CTA, MAX_THREADS_PER_CTA, WARP_THREADS
 from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, RowFormat
 from warpspec.latent.cache.models import OVERLAP
 
-FP32_BYTES = 4
 VECTOR = 4  # fp32 numbers of one 16-byte access
 STORED_BY_KERNELS = ("v4-fp8", "bf16", "mxfp4", "fp8")  # formats that kernels can write
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.checks import check_choice
+from warpspec.common.hardware import BF16_BYTES
 
-BF16_BYTES = 2
 VALUE_BITS = {"e4m3": 8, "e2m1": 4, "bf16": 16}
 SCALE_BYTES = {"ue8m0": 1, "fp32": 4}
 PAGE_ALIGNMENT = 16  # alignment in bytes of the first page and of the distance between pages

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from warpspec.common.checks import check_choice, check_int, check_kind, kind_of
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, format_named
 
 KINDS = ("window", "csa", "hca")
 OVERLAP = 2  # windows that a CSA entry is pooled from: its own and the one before
-FP32_BYTES = 4
 POSITION_LIMIT = 2**30
 CONTENT_AND_GATE = 2  # the compressor's two projections, C and Z
 SIZES = ("dim", "rope_dim", "window", "csa_stride", "hca_stride", "index_dim", "index_heads", "top_k")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from warpspec.common import nvfp4
-from warpspec.latent.cache.formats import BF16_BYTES, RowFormat
+from warpspec.common.hardware import BF16_BYTES
+from warpspec.latent.cache.formats import RowFormat
 
 E4M3_NAN = nvfp4.E4M3_NAN
 UE8M0_BIAS, UE8M0_NAN = nvfp4.UE8M0_BIAS, nvfp4.UE8M0_NAN

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
@@ -29,7 +29,7 @@ from warpspec.latent.gathered.rows import (
     rows_of_groups,
     store_group,
 )
-from warpspec.latent.gathered.task import WORD_BYTES, place_of, task_at
+from warpspec.latent.gathered.task import place_of, task_at
 
 NO_SLOT = -1
 LINE_BYTES = 128  # bytes that one prefetch brings

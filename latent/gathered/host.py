@@ -9,12 +9,12 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 
 from warpspec.common.compile import fake_rows
 from warpspec.common.device import tma
-from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
 from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.config import MAX_KEY_SETS, ROPE_DIM
-from warpspec.latent.gathered.task import WORD_BYTES, DeviceKeySet, Gathered, Units
+from warpspec.latent.gathered.task import DeviceKeySet, Gathered, Units
 
 
 class GatheredHost:

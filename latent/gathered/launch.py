@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
+from warpspec.common.logarithms import LOG2_E
 from warpspec.common.simulator import joined
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.launch import partial_results
@@ -20,8 +20,6 @@ from warpspec.latent.gathered.config import (
     Sm100GatheredConfig,
 )
 from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
-
-LOG2_E = math.log2(math.e)
 
 
 class GatheredKernels(NamedTuple):

@@ -14,11 +14,10 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.words import permute, shuffle_address
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.fmha.features import BLOCK
-from warpspec.latent.cache.formats import BF16_BYTES
 from warpspec.latent.gathered.convert import some_large, to_bf16
-from warpspec.latent.gathered.task import WORD_BYTES, Gathered
+from warpspec.latent.gathered.task import Gathered
 
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 MEMBERS = 4  # lanes that copy a key together: each has 16 bytes, which are 16 of a block's 64 e4m3 values

@@ -21,8 +21,7 @@ from warpspec.common.device.wgmma import (
     elements,
     flat,
 )
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.features import FP32_BYTES
+from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import Work, products
 from warpspec.fmha.sm90.epilogue import epilogue

@@ -12,10 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from warpspec.common.hardware import WORD_BYTES
 from warpspec.fmha.device.tile import Place, Row
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
-
-WORD_BYTES = 4
 
 
 class DeviceKeySet(NamedTuple):

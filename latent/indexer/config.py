@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, WARP_THREADS, WORD_BYTES
 from warpspec.latent.indexer.scores_config import ScoresConfig
 from warpspec.latent.indexer.sm100.config import SCORE_BARRIER, Sm100ScoresConfig
 
-WORD_BYTES = 4
 K_LIMIT = 2048
 BINS, HISTOGRAMS = 256, 3  # bins of a search's histogram; histograms that take turns
 TILE_ROOM = 1024  # bytes left for aligning the query in shared memory to as many

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
 from warpspec.moe.activations import ACTIVATIONS
 
 CODES_PER_BYTE = 2
-INT32_BYTES = 4
 
 MMA_ROWS = 128  # M of one CTA, the lanes of tensor memory
 MMA_K = 64  # K of one tcgen05.mma of kind mxf4nvf4
@@ -91,7 +90,7 @@ class GemmConfig:
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert self.tmem_columns <= TMEM_COLUMNS
         assert barrier_count(self.barriers) <= self.barrier_slots
-        assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + INT32_BYTES <= memory.TILE_ALIGNMENT
+        assert self.barrier_slots * MBARRIER_BYTES + self.records_bytes + WORD_BYTES <= memory.TILE_ALIGNMENT
         assert self.tile_n % (MMA_N_UNIT * self.ctas) == 0
         assert self.shape.features % ATOM_ROWS == 0
         assert self.overlap <= self.tile_n // 2 and not (self.swapped and self.overlap)
@@ -183,7 +182,7 @@ class GemmConfig:
     @property
     def scale_words(self) -> int:
         """Number of Int32 in a scale atom."""
-        return ATOM_BYTES // INT32_BYTES
+        return ATOM_BYTES // WORD_BYTES
 
     @property
     def token_scale_box(self) -> tuple[int, int, int]:
@@ -275,7 +274,7 @@ class GemmConfig:
 
     @property
     def record_bytes(self) -> int:
-        return RECORD_FIELDS * INT32_BYTES
+        return RECORD_FIELDS * WORD_BYTES
 
     @property
     def records_bytes(self) -> int:
@@ -322,17 +321,17 @@ class GemmConfig:
     @property
     def step_words(self) -> int:
         """Int32 words of a step's outputs in the result."""
-        return self.step_outputs * self.output_bits // (8 * INT32_BYTES)
+        return self.step_outputs * self.output_bits // (8 * WORD_BYTES)
 
     @property
     def piece_words(self) -> int:
         """Int32 words of a piece, which is what one store writes to global memory."""
-        return min(VECTOR_BYTES, self.segment_bytes) // INT32_BYTES
+        return min(VECTOR_BYTES, self.segment_bytes) // WORD_BYTES
 
     @property
     def segment_pieces(self) -> int:
         """Pieces of a segment."""
-        return self.segment_bytes // (self.piece_words * INT32_BYTES)
+        return self.segment_bytes // (self.piece_words * WORD_BYTES)
 
     @property
     def piece_columns(self) -> int:

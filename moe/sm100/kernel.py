@@ -12,7 +12,8 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.moe.sm100.config import INT32_BYTES, GemmConfig
+from warpspec.common.hardware import WORD_BYTES
+from warpspec.moe.sm100.config import GemmConfig
 from warpspec.moe.sm100.epilogue import Operands, epilogue
 from warpspec.moe.sm100.load import load, make_sources, make_stages
 from warpspec.moe.sm100.mma import fragments, mma
@@ -85,7 +86,7 @@ class GroupedGemm:
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
             records: cute.struct.Align[
-                cute.struct.MemRange[Int32, config.records_bytes // INT32_BYTES], config.record_bytes
+                cute.struct.MemRange[Int32, config.records_bytes // WORD_BYTES], config.record_bytes
             ]
             tmem_address: Int32
             tokens: cute.struct.Align[

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
+from warpspec.common.hardware import WORD_BYTES
 from warpspec.common.nvfp4 import ATOM_ROWS
-from warpspec.moe.sm100.config import INT32_BYTES
 
 
 class Source(NamedTuple):
@@ -97,7 +97,7 @@ def make_stages(config, tokens, weights, token_scales, weight_scales) -> Stages:
     """Make the stages in regions of shared memory that are given by their first byte."""
 
     def plain(base, box):
-        stride = config.scale_bytes // INT32_BYTES
+        stride = config.scale_bytes // WORD_BYTES
         layout = cute.append(cute.make_layout(box), cute.make_layout(config.stages, stride=stride))
         return cute.make_tensor(cute.recast_ptr(base, dtype=Int32), layout)
 

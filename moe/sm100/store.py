@@ -13,9 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint8, Uint32
 
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
-from warpspec.moe.sm100.config import INT32_BYTES
 
 CODE_BITS = 8  # bits of an e4m3 scale
 
@@ -44,14 +43,14 @@ def make_result(config, data: cute.Tensor, scales, columns) -> Result:
         cute.make_layout(
             (
                 config.piece_words,
-                data.shape[1] * data.element_type.width // (8 * INT32_BYTES * config.piece_words),
+                data.shape[1] * data.element_type.width // (8 * WORD_BYTES * config.piece_words),
                 data.shape[0],
             ),
             stride=(
                 1,
                 config.piece_words,
                 cute.assume(
-                    data.stride[0] * data.element_type.width // (8 * INT32_BYTES), divby=config.piece_words
+                    data.stride[0] * data.element_type.width // (8 * WORD_BYTES), divby=config.piece_words
                 ),
             ),
         ),
@@ -61,16 +60,16 @@ def make_result(config, data: cute.Tensor, scales, columns) -> Result:
 
 def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
     """This warp's staging as Int32 (WORD, GROUP, TOKEN), with ``words`` words a group."""
-    pitch = config.staging_pitch // INT32_BYTES
+    pitch = config.staging_pitch // WORD_BYTES
     base = cute.recast_ptr(base, dtype=Int32)
     layout = cute.make_layout(
         (
             words,
-            config.staging_pitch // INT32_BYTES // words,
+            config.staging_pitch // WORD_BYTES // words,
             config.staging_tokens,
             len(config.epilogue_warps),
         ),
-        stride=(1, words, pitch, config.staging_warp_bytes // INT32_BYTES),
+        stride=(1, words, pitch, config.staging_warp_bytes // WORD_BYTES),
     )
     return cute.make_tensor(base, layout)[None, None, None, warp]
 
@@ -127,4 +126,4 @@ def write_scale_word(result, valid, atom, atom_row, column, codes):
         mask = (Int32(1) << inside * CODE_BITS) - 1
         codes = Int32(cutlass.select_(inside < ATOM_COLUMNS, codes & mask, codes))
         words = cute.recast_tensor(result.scales, Int32)
-        words[atom, k_atom, byte // INT32_BYTES] = codes
+        words[atom, k_atom, byte // WORD_BYTES] = codes

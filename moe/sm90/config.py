@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
+    BF16_BYTES,
+    FP32_BYTES,
     MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
     REGISTER_STEP,
@@ -21,14 +23,12 @@ from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
 from warpspec.moe.permute import Routing
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
-ELEMENT_BYTES = 2  # bf16
-FP32_BYTES = 4
 EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
 LOAD_REGISTERS = 56
 WEIGHT_REGISTERS = 16  # registers of a chunk's weights
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # warps of a consumer
-STEP_ROW_BYTES = STEP * ELEMENT_BYTES  # bytes of a token in a step
+STEP_ROW_BYTES = STEP * BF16_BYTES  # bytes of a token in a step
 MOST_STAGES = 24  # as many as there is room for barriers
 TOKENS_MULTIPLE = 8  # N is a multiple of it
 # Tiles of at least MANY_TOKENS have classes of entries, whose widths are CLASS_TOKENS apart.

@@ -7,15 +7,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
-from warpspec.common.hardware import QUAD, VECTOR_BYTES, WARP_THREADS
-from warpspec.moe.sm90.config import ELEMENT_BYTES, STEP_ROW_BYTES
+from warpspec.common.hardware import BF16_BYTES, QUAD, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
+from warpspec.moe.sm90.config import STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
 from warpspec.moe.streamed import CHUNK_BYTES, STEP_CHUNKS
 
 CHUNK_VECTORS = tma.ROW_BYTES // VECTOR_BYTES  # 16-byte vectors of a token in a chunk: a span of the swizzle
 SWIZZLE_ROWS = 8  # after which the swizzle repeats
-WORD_BYTES = 4
-WORD_ELEMENTS = WORD_BYTES // ELEMENT_BYTES
+WORD_ELEMENTS = WORD_BYTES // BF16_BYTES
 
 
 @cute.jit
@@ -84,7 +83,7 @@ def find_rows(config: cutlass.Constexpr, ops, tile, warp, lane) -> cute.Tensor:
     They are counted in vectors, so that 32 bits are enough for large tensors.
     """
     found = cute.make_rmem_tensor(config.shape.tokens // rows_of_all(config), Uint32)
-    pitch = Uint32(ops.tokens.stride[0]) // (VECTOR_BYTES // ELEMENT_BYTES)
+    pitch = Uint32(ops.tokens.stride[0]) // (VECTOR_BYTES // BF16_BYTES)
     for i in cutlass.range_constexpr(cute.size(found)):
         row = tile.first + cutlass.min(
             first_row(config, warp, lane) + i * rows_of_all(config), tile.count - 1
@@ -178,4 +177,4 @@ def copy_vector(target, vectors: Uint32, address) -> None:
     )
 
 
-assert BFloat16.width // 8 == ELEMENT_BYTES and STEP_ROW_BYTES == STEP_CHUNKS * tma.ROW_BYTES
+assert BFloat16.width // 8 == BF16_BYTES and STEP_ROW_BYTES == STEP_CHUNKS * tma.ROW_BYTES

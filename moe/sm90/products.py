@@ -11,11 +11,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device.wgmma import flat, multiply
-from warpspec.common.hardware import QUAD, WARPGROUP_ROWS
+from warpspec.common.hardware import QUAD, WARPGROUP_ROWS, WORD_BYTES
 from warpspec.common.nvfp4 import BLOCK
 from warpspec.moe.sm90.decode import decode_chunk
 from warpspec.moe.sm90.tiles import stage_count
-from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, VECTOR_WORDS, WORD_BYTES
+from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, VECTOR_WORDS
 
 ONE_WARPGROUP = (1, 1, 1)
 

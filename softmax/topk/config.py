@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.hardware import (
+    FP32_BYTES,
     MAX_CTAS_PER_SM,
     MAX_THREADS_PER_SM,
     REGISTERS_PER_SM,
@@ -21,7 +22,6 @@ from warpspec.common.hardware import (
 from warpspec.softmax.problem import WIDTHS
 
 CANDIDATE_BYTES = 8
-FP32_BYTES = 4
 REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # of a thread; with fewer, it spills
 MORE_REGISTERS = 8  # of a thread, if rows have edges and warps or CTAs wait for each other
 # Registers of a thread if candidates are fetched again, by vectors in flight from 1 on.

@@ -6,7 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.softmax.online import EXP2_BIAS, LN_2, LOG2_E_HIGH, LOG2_E_LOW, exponential, reference_of
+from warpspec.common.logarithms import LN_2
+from warpspec.softmax.online import (
+    EXP2_BIAS,
+    LOG2_E_HIGH,
+    LOG2_E_LOW,
+    exponential,
+    reference_of,
+)
 from warpspec.softmax.vectors import PAIRS, WORDS, unpack
 
 # The rounding of a maximum below this, times log2(e), is so small that its effect is linear (to 1e-9).

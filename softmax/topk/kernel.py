@@ -14,9 +14,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint64
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.topk.again_rows import again_rows
-from warpspec.softmax.topk.config import FP32_BYTES, TopkConfig
+from warpspec.softmax.topk.config import TopkConfig
 from warpspec.softmax.topk.held import Group, hold, write_ranked
 from warpspec.softmax.topk.sorted import row_sorted
 from warpspec.softmax.topk.states import state_of_parts

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint64
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.softmax.topk.config import CHUNKS, FP32_BYTES, SAMPLES, TopkConfig
+from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.topk.config import CHUNKS, SAMPLES, TopkConfig
 from warpspec.softmax.vectors import PLAIN, RowSpan, load_vector
 
 

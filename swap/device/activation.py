@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32
 
-LOG2_E = math.log2(math.e)
+from warpspec.common.logarithms import LOG2_E
 
 
 def silu(x) -> Float32:

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.swap.config import (
-    FP32_BYTES,
     GROUP_ROWS,
     ROUTER_WIDTH,
     ROWS_PHASES,

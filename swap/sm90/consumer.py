@@ -22,13 +22,13 @@ from warpspec.common.device.wgmma import (
     multiply,
     transpose,
 )
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.swap.config import A_BYTES, ELEMENT_BYTES, GROUP_TILES, K_TILE, THREADS, TILE_M
+from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.swap.config import A_BYTES, GROUP_TILES, K_TILE, THREADS, TILE_M
 from warpspec.swap.device.activation import swiglu
 from warpspec.swap.device.flow import TURN_BARRIER, count
 
 ONE_WARPGROUP = (1, 1, 1)
-VECTOR = VECTOR_BYTES // ELEMENT_BYTES
+VECTOR = VECTOR_BYTES // BF16_BYTES
 
 
 def make_mma(columns: int) -> cute.TiledMma:
@@ -46,7 +46,7 @@ def operands_of(config, phase: str, base, consumer) -> tuple:
         at = at.align(tma.TILE_ALIGNMENT)
         first = cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
         first = first[None, None, 0]
-        ring = cute.make_layout(stages, stride=stage_bytes // ELEMENT_BYTES)
+        ring = cute.make_layout(stages, stride=stage_bytes // BF16_BYTES)
         return cute.make_tensor(first.iterator, cute.append(first.layout, ring))
 
     a_base, b_base = base + consumer * WARPGROUP_ROWS * tma.ROW_BYTES, base + stages * A_BYTES

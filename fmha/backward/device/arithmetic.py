@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.device.bias import TYPES
 from warpspec.fmha.device.logits import LogitNumbers, map_score, slope
-from warpspec.fmha.device.softmax import LOG2_E
 
 PAIR = 2  # neighbouring queries
 

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.backward.device.tile import slot_of
-from warpspec.fmha.features import BLOCK, FP32_BYTES
+from warpspec.fmha.features import BLOCK
 
 
 def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:

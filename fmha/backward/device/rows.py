@@ -11,9 +11,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.backward.operands import RowOperands
 from warpspec.fmha.device.packed import extent_of, query_tiles, request_of
-from warpspec.fmha.device.softmax import LOG2_E
 
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes

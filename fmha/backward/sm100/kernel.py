@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import TMEM_COLUMNS
+from warpspec.common.hardware import FP32_BYTES, TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import load
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
@@ -19,7 +19,7 @@ from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
-from warpspec.fmha.features import BLOCK, FP32_BYTES
+from warpspec.fmha.features import BLOCK
 
 
 class Shared(NamedTuple):

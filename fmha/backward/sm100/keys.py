@@ -10,13 +10,19 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device import tma, tmem
 from warpspec.common.device.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECTOR, WARP_ROWS
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.backward.device.arithmetic import Block, derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
-from warpspec.fmha.backward.features import PART_ELEMENTS, PART_ROWS, STATISTICS, WARP_ELEMENTS, WARPS
-from warpspec.fmha.features import BLOCK, WORD_BYTES
+from warpspec.fmha.backward.features import (
+    PART_ELEMENTS,
+    PART_ROWS,
+    STATISTICS,
+    WARP_ELEMENTS,
+    WARPS,
+)
+from warpspec.fmha.features import BLOCK
 
 CHUNK_BYTES = 16  # what the swizzle moves as one
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES

@@ -8,13 +8,20 @@ from cutlass import Int32, Int64
 
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import flat
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
-from warpspec.fmha.features import FP32_BYTES
-from warpspec.fmha.sm90.staging import CHUNKS, LOADS, TILE_WORDS, chunk_read, load_chunk, row_read, store_rows
+from warpspec.fmha.sm90.staging import (
+    CHUNKS,
+    LOADS,
+    TILE_WORDS,
+    chunk_read,
+    load_chunk,
+    row_read,
+    store_rows,
+)
 
 CHUNK = 8  # 16-bit numbers of a 16-byte store
 VECTOR = 4  # fp32 numbers of one 16-byte store

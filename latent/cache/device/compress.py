@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel
+from warpspec.common.logarithms import LOG2_E
 from warpspec.latent.cache.config import VECTOR, CompressConfig
 from warpspec.latent.cache.device.insert import DTYPES, ROPE_DIM, load_weights
 from warpspec.latent.cache.device.rows import (
@@ -36,7 +37,6 @@ from warpspec.latent.cache.device.rows import (
 from warpspec.latent.cache.models import CONTENT_AND_GATE, ONLINE_NUMBERS
 from warpspec.latent.cache.state import SETTLED, WRITTEN
 
-LOG2_E = 1.4426950408889634
 FOLD_BATCH = 8  # tokens whose loads are in flight together
 CONTENT, GATE = range(CONTENT_AND_GATE)
 

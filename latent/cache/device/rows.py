@@ -13,9 +13,15 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 
 from warpspec.common.device.narrow import MAGNITUDE, e2m1_codes, to_float8
-from warpspec.common.device.words import WORD_BYTES, store_words
-from warpspec.common.hardware import WARP_THREADS
-from warpspec.latent.cache.quantize import E2M1_NAN_CODE, E4M3_NAN, FP32_MANTISSA, LARGEST, UE8M0_NAN
+from warpspec.common.device.words import store_words
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
+from warpspec.latent.cache.quantize import (
+    E2M1_NAN_CODE,
+    E4M3_NAN,
+    FP32_MANTISSA,
+    LARGEST,
+    UE8M0_NAN,
+)
 
 HALF_BITS, HIGH_HALF = 16, 0xFFFF0000
 INFINITY_BITS = 0x7F800000

@@ -8,9 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from warpspec.common.hardware import WORD_BYTES
 from warpspec.latent.cache.pools import NO_PAGE
-
-WORD_BYTES = 4
 
 
 class Entries(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
+    FP32_BYTES,
     MAX_SMEM_PER_CTA,
     TMEM_COLUMNS,
     VECTOR_BYTES,
@@ -19,7 +20,6 @@ COLUMNS_STEP = 16  # N of tcgen05.mma is a multiple of this if M is 128
 ATOM_COLUMNS = 4  # columns of tensor memory that the scales of 128 rows take
 ATOM_BYTES = 512  # bytes of shared memory that they take
 PRODUCT_BYTES = 32  # bytes of a row that one product takes along K, in every format
-FP32_BYTES = 4
 SPARE_ACCUMULATORS = 1  # accumulators beside one for each warpgroup, where the launch also selects
 SCORE_BARRIER = 1  # named barrier of the threads that score
 

@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from warpspec.common.device.words import shuffle_address
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.latent.indexer.device.entries import WORD_BYTES, find_page, locate
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WORD_BYTES
+from warpspec.latent.indexer.device.entries import find_page, locate
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, Sm100ScoresConfig
 
 SPAN_BYTES = 128  # bytes of rows that the swizzle treats alike

@@ -16,8 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.latent.indexer.device.entries import WORD_BYTES, divided, find_page, load_global
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WORD_BYTES
+from warpspec.latent.indexer.device.entries import divided, find_page, load_global
 from warpspec.latent.indexer.scores_config import (
     BLOCKS,
     E4M3_SHIFT,

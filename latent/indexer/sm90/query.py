@@ -17,11 +17,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.latent.indexer.device.entries import WORD_BYTES
-from warpspec.latent.indexer.device.scores_host import (
-    WarpgroupScorer,
-)
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.latent.indexer.device.scores_host import WarpgroupScorer
 from warpspec.latent.indexer.scores_config import BLOCKS, TILE_KEYS, WARP_ROWS, ScoresConfig
 from warpspec.latent.indexer.sm90.keys import (
     ROW_DISTANCE,

@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.latent.indexer.device.entries import WORD_BYTES, divided, find_page, locate
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.latent.indexer.device.entries import divided, find_page, locate
 from warpspec.latent.indexer.scores_config import BLOCKS, WARP_ROWS, ScoresConfig
 from warpspec.latent.indexer.sm90.keys import ROW_DISTANCE, THREAD_ROWS, VECTOR_WORDS
 
