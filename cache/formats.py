@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4 import NVFP4_BLOCK
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 SCALE_ROWS = 4  # rows of a page whose swizzled block scales lie together
@@ -40,7 +40,7 @@ FORMATS = {
         *(CacheFormat(name, 16) for name in SIXTEEN_BITS),
         CacheFormat("e4m3", 8, largest=448.0),
         CacheFormat("e5m2", 8, largest=57344.0),
-        CacheFormat("nvfp4", 4, block=BLOCK),
+        CacheFormat("nvfp4", 4, block=NVFP4_BLOCK),
     )
 }
 

@@ -35,12 +35,12 @@ def quantize_nvfp4(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     *lead, dim = x.shape
     scales = scale.expand(lead).reshape(-1)
     data, blocks = nvfp4.quantize_rows(x.reshape(-1, dim), scales)
-    return data.view(*lead, dim // 2), blocks.view(*lead, dim // nvfp4.BLOCK)
+    return data.view(*lead, dim // 2), blocks.view(*lead, dim // nvfp4.NVFP4_BLOCK)
 
 
 def dequantize_nvfp4(data: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """fp32 [..., D]: codes times block scales times scale. Arguments as ``quantize_nvfp4`` returns and takes them."""
-    values = nvfp4.packed_values(data).unflatten(-1, (-1, nvfp4.BLOCK))
+    values = nvfp4.packed_values(data).unflatten(-1, (-1, nvfp4.NVFP4_BLOCK))
     factors = blocks.view(torch.float8_e4m3fn).float()[..., None]
     return (values * factors).flatten(-2) * scale[..., None]
 

@@ -23,7 +23,7 @@ import torch
 
 from warpspec.common.checks import check_device, check_floating, check_int, check_number, check_tensor
 
-BLOCK = 16  # values along K that share one scale
+NVFP4_BLOCK = 16  # values along K that share one scale
 CHUNK = (1 << 15) - 1  # values quantised at a time on a CPU: as many as torch gives to one thread
 TO_INTEGER = (
     1.5 * 2.0**23
@@ -41,7 +41,7 @@ ATOM_ROWS, ATOM_COLUMNS = 128, 4  # scales that lie together, as tcgen05 reads t
 ATOM_BYTES = ATOM_ROWS * ATOM_COLUMNS
 ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 share one 16-byte line of an atom
 
-MX_BLOCK = 32  # values that share one scale in MXFP4
+MXFP4_BLOCK = 32  # values that share one scale in MXFP4
 UE8M0_BIAS = 127
 UE8M0_NAN = 255
 E4M3_MIN_EXPONENT, E4M3_MAX_EXPONENT = -9, 8  # of the powers of two in e4m3, including subnormal ones
@@ -67,12 +67,14 @@ class NVFP4Tensor:
             ("global_scale", self.global_scale, torch.float32),
         ):
             check_tensor(name, tensor, (dtype,), None, getattr(self.data, "device", None))
-        if self.data.dim() < 1 or self.data.shape[-1] * 2 % BLOCK:
-            raise ValueError(f"data: must have {BLOCK // 2} bytes a block, got shape {list(self.data.shape)}")
-        rows = self.data.shape[:-1]
-        if self.scale.shape != (*rows, self.k // BLOCK):
+        if self.data.dim() < 1 or self.data.shape[-1] * 2 % NVFP4_BLOCK:
             raise ValueError(
-                f"scale: must be {[*rows, self.k // BLOCK]} for data {list(self.data.shape)}, "
+                f"data: must have {NVFP4_BLOCK // 2} bytes a block, got shape {list(self.data.shape)}"
+            )
+        rows = self.data.shape[:-1]
+        if self.scale.shape != (*rows, self.k // NVFP4_BLOCK):
+            raise ValueError(
+                f"scale: must be {[*rows, self.k // NVFP4_BLOCK]} for data {list(self.data.shape)}, "
                 f"got {list(self.scale.shape)}"
             )
         if self.global_scale.shape != rows[: self.global_scale.dim()]:
@@ -122,8 +124,8 @@ def quantize(
     one per row). Raises TypeError or ValueError naming the argument.
     """
     check_floating("x", x)
-    if x.dim() < 1 or x.shape[-1] % BLOCK:
-        raise ValueError(f"x: last dimension must be a multiple of {BLOCK}, got shape {list(x.shape)}")
+    if x.dim() < 1 or x.shape[-1] % NVFP4_BLOCK:
+        raise ValueError(f"x: last dimension must be a multiple of {NVFP4_BLOCK}, got shape {list(x.shape)}")
     check_int("global_dims", global_dims, 0, x.dim() - 1)
     if isinstance(global_scale, torch.Tensor):
         check_tensor("global_scale", global_scale, (torch.float32,))
@@ -157,14 +159,14 @@ def quantize(
     shape = x.shape[:-1]
     return NVFP4Tensor(
         data.view(*shape, x.shape[-1] // 2),
-        scale.view(*shape, x.shape[-1] // BLOCK).view(torch.float8_e4m3fn),
+        scale.view(*shape, x.shape[-1] // NVFP4_BLOCK).view(torch.float8_e4m3fn),
         global_scale,
     )
 
 
 def quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(data [R, K/2], scale [R, K/16], both uint8) of rows [R, K], each with its own global scale."""
-    blocks = rows.float().unflatten(-1, (-1, BLOCK))  # [R, K/16, 16]
+    blocks = rows.float().unflatten(-1, (-1, NVFP4_BLOCK))  # [R, K/16, 16]
     scale = block_scale(blocks.abs().amax(-1), global_scale[:, None])
     divisor = (scale.float() * global_scale[:, None])[..., None]
     quotient = blocks / divisor
@@ -184,7 +186,7 @@ def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.T
 
 def dequantize(t: NVFP4Tensor) -> torch.Tensor:
     """x [..., K] fp32: fl(fl(value * block_scale) * global_scale); the first product is exact."""
-    values = packed_values(t.data).unflatten(-1, (-1, BLOCK))  # [..., K/16, 16]
+    values = packed_values(t.data).unflatten(-1, (-1, NVFP4_BLOCK))  # [..., K/16, 16]
     scaled = (values * t.scale.float()[..., None]).flatten(-2)
     return scaled * spread_over(t.global_scale, scaled.dim())
 
@@ -269,9 +271,10 @@ def from_mxfp4(data: torch.Tensor, scale: torch.Tensor) -> NVFP4Tensor:
     if data.dim() not in (2, 3):
         raise ValueError(f"data: must be [R, K/2] or [E, R, K/2], got {list(data.shape)}")
     k = data.shape[-1] * 2
-    if k % MX_BLOCK or scale.shape != (*data.shape[:-1], k // MX_BLOCK):
+    wanted = (*data.shape[:-1], k // MXFP4_BLOCK)
+    if k % MXFP4_BLOCK or scale.shape != wanted:
         raise ValueError(
-            f"scale: must be {[*data.shape[:-1], k // MX_BLOCK]} for data {list(data.shape)}, got {list(scale.shape)}"
+            f"scale: must be {list(wanted)} for data {list(data.shape)}, got {list(scale.shape)}"
         )
     if data.dim() == 3:  # one at a time, because intermediate results are several times as large
         parts = [_matrix_from_mxfp4(*pair) for pair in zip(data, scale, strict=True)]
@@ -286,7 +289,9 @@ def _matrix_from_mxfp4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(data, scale as uint8, global scale) of one matrix."""
     exponent = scale.int() - UE8M0_BIAS
-    matters = (unpack(data) & ~SIGN & 0xF).unflatten(-1, (-1, MX_BLOCK)).bool().any(-1) & (scale != UE8M0_NAN)
+    matters = (unpack(data) & ~SIGN & 0xF).unflatten(-1, (-1, MXFP4_BLOCK)).bool().any(-1) & (
+        scale != UE8M0_NAN
+    )
     lowest = math.floor(math.log2(MIN_GLOBAL_SCALE)) + E4M3_MAX_EXPONENT
     largest = torch.where(matters, exponent, lowest).amax().clamp(min=lowest)
     shift = largest - E4M3_MAX_EXPONENT  # global scale: 2**shift
@@ -295,9 +300,11 @@ def _matrix_from_mxfp4(
     below = (E4M3_MIN_EXPONENT - relative).clamp(min=0)
     codes = unpack(data)
     if bool((below * matters).any()):
-        halved = e2m1_values(codes).unflatten(-1, (-1, MX_BLOCK)) * torch.exp2(-below.float())[..., None]
+        halved = e2m1_values(codes).unflatten(-1, (-1, MXFP4_BLOCK)) * torch.exp2(-below.float())[..., None]
         codes = e2m1_codes(halved.flatten(-2))
     power = torch.exp2((relative + below).clamp(max=E4M3_MAX_EXPONENT).float()) * matters
     power = torch.where(scale == UE8M0_NAN, torch.nan, power)
-    narrow = power.to(torch.float8_e4m3fn).view(torch.uint8).repeat_interleave(MX_BLOCK // BLOCK, dim=-1)
+    narrow = (
+        power.to(torch.float8_e4m3fn).view(torch.uint8).repeat_interleave(MXFP4_BLOCK // NVFP4_BLOCK, dim=-1)
+    )
     return pack(codes), narrow, torch.exp2(shift.float())

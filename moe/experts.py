@@ -16,7 +16,7 @@ from warpspec.common.checks import (
     check_kind,
     check_number,
 )
-from warpspec.common.nvfp4 import BLOCK, NVFP4Tensor
+from warpspec.common.nvfp4 import NVFP4_BLOCK, NVFP4Tensor
 from warpspec.moe.activations import DEFAULT_INTERMEDIATE_SCALE
 from warpspec.moe.operands import PreparedWeights, prepare_w2, prepare_w13
 from warpspec.moe.streamed import StreamedWeights, stream
@@ -142,7 +142,7 @@ class NVFP4Experts:
         if gate.shape[2] != hidden:
             raise ValueError(f"gate: H must be a multiple of 16, got {gate.shape[2]}")
         check_kind("down", down, (torch.Tensor, NVFP4Tensor))
-        padded = -(-width // BLOCK) * BLOCK
+        padded = -(-width // NVFP4_BLOCK) * NVFP4_BLOCK
         if tuple(down.shape) not in ((experts, hidden, width), (experts, hidden, padded)):
             raise ValueError(f"down: must be [{experts}, {hidden}, {width}], got {list(down.shape)}")
         check_int("shared", shared, 0, experts)

@@ -25,7 +25,7 @@ from warpspec.common.checks import (
     kind_of,
 )
 from warpspec.common.hardware import TMA_ALIGNMENT
-from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, BLOCK, NVFP4Tensor
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, NVFP4_BLOCK, NVFP4Tensor
 
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 INTERLEAVE = 8  # rows of gate, followed by as many of up: the epilogue's tile along N
@@ -39,7 +39,7 @@ def pitch_of(k: int) -> int:
 
 def scale_atoms(k: int) -> int:
     """Number of scale atoms along K."""
-    return -(-k // (BLOCK * ATOM_COLUMNS))
+    return -(-k // (NVFP4_BLOCK * ATOM_COLUMNS))
 
 
 def row_atoms_bound(rows: int, experts: int) -> int:
@@ -94,7 +94,7 @@ class QuantizedRows:
             check_int(name, size, 0, SIZE_LIMIT)
         check_bool("row_scale", row_scale)
         device = check_device("device", device)
-        k = -(-k // BLOCK) * BLOCK
+        k = -(-k // NVFP4_BLOCK) * NVFP4_BLOCK
         atoms = row_atoms_bound(rows, experts)
         return cls(
             torch.empty(rows, pitch_of(k), dtype=torch.uint8, device=device),
@@ -124,7 +124,7 @@ class QuantizedRows:
         for tensor in (result.data, result.scales, result.row_scale):
             if tensor is not None:
                 tensor.zero_()
-        rows = pad_columns(rows[:used].float(), BLOCK)
+        rows = pad_columns(rows[:used].float(), NVFP4_BLOCK)
         if out_scale is None:
             t = nvfp4.quantize(rows, global_dims=1)
             result.row_scale[:used] = t.global_scale
@@ -144,7 +144,7 @@ class QuantizedRows:
         TypeError or ValueError naming the argument."""
         check_tensor("offsets", offsets, (torch.int32,), (ANY,), self.data.device)
         check_offsets(offsets, self.rows)
-        columns = self.k // BLOCK
+        columns = self.k // NVFP4_BLOCK
         parts, start = [], 0
         for end, atom in zip(offsets.tolist(), first_atoms(offsets).tolist(), strict=True):
             atoms = -(-(end - start) // ATOM_ROWS)
@@ -207,7 +207,7 @@ class PreparedWeights:
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
         """fp32 [E, N, K] of some experts; gate and up stay interleaved. Raises TypeError unless experts is a slice."""
         check_kind("experts", experts, slice)
-        scale = nvfp4.unswizzle_scales(self.scales[experts], self.n, self.k // BLOCK)
+        scale = nvfp4.unswizzle_scales(self.scales[experts], self.n, self.k // NVFP4_BLOCK)
         data, rows = self.data[experts, :, : self.k // 2], self.row_scales()[experts]
         return nvfp4.dequantize(NVFP4Tensor(data.contiguous(), scale, rows))
 
@@ -319,7 +319,7 @@ def _experts_of(name: str, weights) -> NVFP4Tensor:
         if weights.dim() != 3 or weights.shape[0] == 0:
             raise ValueError(f"{name}: must be [experts, rows, columns], got shape {list(weights.shape)}")
         # Expert by expert, because quantising takes several times the memory of its input.
-        parts = [nvfp4.quantize(pad_columns(matrix.detach(), BLOCK)) for matrix in weights]
+        parts = [nvfp4.quantize(pad_columns(matrix.detach(), NVFP4_BLOCK)) for matrix in weights]
         return NVFP4Tensor(
             torch.stack([part.data for part in parts]),
             torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),

@@ -20,7 +20,7 @@ from warpspec.common.checks import (
     check_rows,
     check_tensor,
 )
-from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.activations import activation_named
 from warpspec.moe.operands import INTERLEAVE, SIZE_LIMIT, PreparedWeights, check_offsets
 from warpspec.moe.streamed import StreamedWeights
@@ -106,7 +106,7 @@ class LayerProblem:
         check_tokens("x", x, w13.k, memory)
         check_weights("experts.w13", w13, x.device, gated=True)
         check_weights("experts.w2", w2, x.device, gated=False)
-        if w2.experts != w13.experts or w2.n != w13.k or w2.k != -(-w13.width // BLOCK) * BLOCK:
+        if w2.experts != w13.experts or w2.n != w13.k or w2.k != -(-w13.width // NVFP4_BLOCK) * NVFP4_BLOCK:
             raise ValueError(
                 f"experts.w2: must be {w13.experts} experts of [{w13.k}, {w13.width}], got {w2.experts} of "
                 f"[{w2.n}, {w2.k}]"

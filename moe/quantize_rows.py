@@ -21,14 +21,14 @@ from warpspec.common.device import nvfp4 as nvfp4_device
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, BLOCK
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROWS, NVFP4_BLOCK
 from warpspec.moe.operands import QuantizedRows, scale_atoms
 
 MAX_WARPS = 8
 BLOCKS_PER_THREAD = 2  # at most, as long as a CTA may have more warps; a block takes 8 registers
 TARGET_ALIGNMENT = 16  # bytes: targets of two choices
-VALUE_WORDS = BLOCK // 2  # of a block in bf16
-DATA_WORDS = BLOCK // 8  # of a block in NVFP4
+VALUE_WORDS = NVFP4_BLOCK // 2  # of a block in bf16
+DATA_WORDS = NVFP4_BLOCK // 8  # of a block in NVFP4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES  # of one load
 LINE_WORDS = (
     ATOM_BYTES // ATOM_LANES // WORD_BYTES
@@ -121,7 +121,7 @@ class QuantizeRows:
             scale, low, high = nvfp4_device.quantize_block(
                 values, amaxes[i].bitcast(Float32), global_scale, bounded=True
             )
-            scale = Uint32(cutlass.select_(Boolean(block < config.k // BLOCK), scale, Uint32(0)))
+            scale = Uint32(cutlass.select_(Boolean(block < config.k // NVFP4_BLOCK), scale, Uint32(0)))
             quad = gather_quad(scale, thread)
             for choice in cutlass.range_constexpr(config.choices):
                 if rows[choice] >= 0:
@@ -140,7 +140,7 @@ def load_row(config: cutlass.Constexpr, row: cute.Tensor, thread) -> cute.Tensor
     words.fill(0)
     for i in cutlass.range_constexpr(config.passes):
         block = i * config.threads + thread
-        if block < config.k // BLOCK:
+        if block < config.k // NVFP4_BLOCK:
             for part in cutlass.range_constexpr(VALUE_WORDS // VECTOR_WORDS):
                 vector = block * (VALUE_WORDS // VECTOR_WORDS) + part
                 source = cute.local_tile(row, (VECTOR_WORDS,), (vector,))
@@ -163,7 +163,7 @@ def block_magnitude(words: cute.Tensor) -> Uint32:
 
 def unpack_bf16(words: cute.Tensor) -> cute.Tensor:
     """(16) fp32 of words (VALUE_WORDS) of two bf16."""
-    values = cute.make_rmem_tensor(BLOCK, Float32)
+    values = cute.make_rmem_tensor(NVFP4_BLOCK, Float32)
     for i in range(VALUE_WORDS):
         values[2 * i] = (words[i] << HALF_BITS).bitcast(Float32)
         values[2 * i + 1] = (words[i] & Uint32(HIGH_HALF)).bitcast(Float32)
@@ -218,7 +218,7 @@ def gather_quad(scale: Uint32, thread) -> Uint32:
 @cute.jit
 def store_block(config: cutlass.Constexpr, data, scales, row, scale_row, block, low, high, quad):
     """Store a block: every thread its codes, every fourth thread the scales of four blocks."""
-    if block < config.k // BLOCK:
+    if block < config.k // NVFP4_BLOCK:
         codes = cute.make_rmem_tensor(DATA_WORDS, Uint32)
         codes[0], codes[1] = low, high
         cute.autovec_copy(codes, cute.local_tile(data[row, None], (DATA_WORDS,), (block,)))

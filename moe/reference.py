@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.autocast import without_autocast
-from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.activations import activate
 from warpspec.moe.operands import PreparedWeights, QuantizedRows, deinterleave, pad_columns
 from warpspec.moe.permute import SortedTokens
@@ -77,7 +77,7 @@ def layer(
             h = h * of_rows(intermediate_scale, offsets, len(h))
     else:
         h = grouped_gemm(rows.float(), w13, offsets, activation=activation, limit=limit).bfloat16().float()
-        h = pad_columns(h, BLOCK)
+        h = pad_columns(h, NVFP4_BLOCK)
         if holds_scale:
             h = h / of_rows(intermediate_scale, offsets, len(h))
     rows = grouped_gemm(h, w2, offsets, activation=None, limit=None)

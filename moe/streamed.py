@@ -38,7 +38,7 @@ from warpspec.common.hardware import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.nvfp4 import BLOCK, E4M3_NAN, MX_BLOCK, SIGN
+from warpspec.common.nvfp4 import E4M3_NAN, MXFP4_BLOCK, NVFP4_BLOCK, SIGN
 from warpspec.moe.operands import GATE, INTERLEAVE, UP, PreparedWeights, interleave
 
 CHUNK = 64  # along K: four of wgmma's
@@ -189,9 +189,9 @@ def column_order(k: int, device=None) -> torch.Tensor:
     columns 4 s to 4 s + 3 of the thread's 16, where s is the number of the 16 places in the chunk.
     """
     place = torch.arange(padded_k(k), device=device)
-    chunk, s, rest = place // CHUNK, place % CHUNK // BLOCK, place % BLOCK
+    chunk, s, rest = place // CHUNK, place % CHUNK // NVFP4_BLOCK, place % NVFP4_BLOCK
     high, q, low = rest // 8, rest % 8 // 2, rest % 2
-    return chunk * CHUNK + q * BLOCK + s * QUAD + high * 2 + low
+    return chunk * CHUNK + q * NVFP4_BLOCK + s * QUAD + high * 2 + low
 
 
 def row_order(n: int, gated: bool, device=None) -> torch.Tensor:
@@ -229,11 +229,11 @@ def stream(w: PreparedWeights, *, unscale: torch.Tensor | None = None) -> Stream
     scale if the scales of all pairs of blocks are equal powers of two, as MXFP4's are. Raises ValueError for negative
     block scales, which NVFP4 does not have.
     """
-    columns = w.k // BLOCK
-    block = MX_BLOCK
+    columns = w.k // NVFP4_BLOCK
+    block = MXFP4_BLOCK
     for e in range(w.experts):
         if not pairs_alike(nvfp4.unswizzle_scales(w.scales[e], w.n, columns)):
-            block = BLOCK
+            block = NVFP4_BLOCK
             break
     parts, order = [], row_order(w.n, w.gated, w.data.device)
     for e in range(w.experts):  # one at a time: unpacked codes take eight times the memory
@@ -270,11 +270,11 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
     """
     k = codes.shape[1]
     chunks = chunks_of(k)
-    value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(BLOCK, 1)
+    value = scale.view(torch.float8_e4m3fn).float().repeat_interleave(NVFP4_BLOCK, 1)
     codes = codes.masked_fill((value == 0) | value.isnan(), 0)
     codes = torch.nn.functional.pad(codes, (0, chunks * CHUNK - k))
     columns = chunks * CHUNK // block
-    scale = scale_codes(scale)[:, :: block // BLOCK]
+    scale = scale_codes(scale)[:, :: block // NVFP4_BLOCK]
     scale = torch.nn.functional.pad(scale, (0, columns - scale.shape[1]))
     words = pack_codes(codes)  # [tile, chunk, bytes]
     scales = pack_scales(scale, block)  # [tile, step, bytes]
@@ -310,7 +310,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes uint8 [N, K], both padded, to uint8 [tile, chunk, CHUNK_BYTES]."""
     # [tile, warp, r, g, chunk, q, column]: row 16 warp + 8 r + g, column 16 q + column of a chunk
     view = codes.view(-1, WARPGROUP_ROWS // WARP_ROWS, THREAD_ROWS, ROW_DISTANCE, codes.shape[1])
-    view = view.unflatten(4, (-1, QUAD, BLOCK)).int()
+    view = view.unflatten(4, (-1, QUAD, NVFP4_BLOCK)).int()
     words = view.new_zeros(*view.shape[:-1], 2)
     for column, bit, word, at in code_bits():
         words[..., word] |= (view[..., column] >> bit & 1) << at
@@ -324,7 +324,7 @@ def unpack_codes(data: torch.Tensor) -> torch.Tensor:
     shape = (WARPGROUP_ROWS // WARP_ROWS, ROW_DISTANCE, QUAD, THREAD_ROWS, 2)
     words = data.contiguous().view(torch.int32).unflatten(-1, shape)  # [E, tile, chunk, warp, g, q, r, word]
     words = words.permute(0, 1, 3, 6, 4, 2, 5, 7)  # [E, tile, warp, r, g, chunk, q, word]
-    codes = torch.zeros(*words.shape[:-1], BLOCK, dtype=torch.uint8, device=data.device)
+    codes = torch.zeros(*words.shape[:-1], NVFP4_BLOCK, dtype=torch.uint8, device=data.device)
     for column, bit, word, at in code_bits():
         codes[..., column] |= ((words[..., word] >> at & 1) << bit).to(torch.uint8)
     return codes.flatten(5, 7).flatten(1, 4)

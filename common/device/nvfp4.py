@@ -11,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Uint32
 
-from warpspec.common.nvfp4 import AMAX_TO_GLOBAL, BLOCK, E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE
+from warpspec.common.nvfp4 import AMAX_TO_GLOBAL, E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE, NVFP4_BLOCK
 
 CODES_PER_WORD = 8
-BLOCK_WORDS = BLOCK // CODES_PER_WORD
+BLOCK_WORDS = NVFP4_BLOCK // CODES_PER_WORD
 BEYOND_MAX = 8.0  # where quotients may be larger, they are clamped to it; any value above E2M1_MAX would do
 
 

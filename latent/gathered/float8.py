@@ -23,7 +23,7 @@ from warpspec.fmha.features import BLOCK as COLUMNS
 from warpspec.fmha.sm90.epilogue import finish_row
 from warpspec.fmha.sm100 import epilogue as sm100
 from warpspec.latent.cache.device.rows import to_bf16
-from warpspec.latent.projection.float8 import BLOCK
+from warpspec.latent.projection.float8 import FP8_BLOCK
 from warpspec.latent.projection.quantize import quantize_block
 
 CODES = 4  # of a word
@@ -37,7 +37,7 @@ LOW_HALF = 0xFFFF
 def write_pair(work, state, operands):
     """FP8 counterpart of ``sm90.epilogue.epilogue``: both rows of a thread, the consumer's columns."""
     config, o = work.config, flat(work.mma.o)
-    blocks = config.o_columns // BLOCK
+    blocks = config.o_columns // FP8_BLOCK
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row = work.rows[r]
         place, factor, empty = finish_row(work, r, state, operands)
@@ -54,7 +54,7 @@ def write_pair(work, state, operands):
             if place.in_range:
                 number = work.part * blocks + block
                 for i in cutlass.range_constexpr(len(vectors)):
-                    at = number * (BLOCK // CODES) + (i * QUAD + row.member) * QUAD
+                    at = number * (FP8_BLOCK // CODES) + (i * QUAD + row.member) * QUAD
                     store_words(operands.o[index], at, vectors[i])
                 if row.member == 0:
                     operands.scales[(*index[:-1], number)] = scale
@@ -94,19 +94,19 @@ def write_row(
 ):
     """FP8 counterpart of ``sm100.epilogue.epilogue``: a thread's columns of a row."""
     factor, empty = sm100.finish_row(config, channels, row, place, task, state, operands, numbers)
-    blocks = config.o_columns // BLOCK
+    blocks = config.o_columns // FP8_BLOCK
     index = (place.batch, place.query, place.head, None)
     for block in cutlass.range_constexpr(blocks):
-        values = cute.make_rmem_tensor(BLOCK, Float32)
+        values = cute.make_rmem_tensor(FP8_BLOCK, Float32)
         if task.span.count > 0:
-            tmem.load_row(columns.o + block * BLOCK, values, columns.thread)
+            tmem.load_row(columns.o + block * FP8_BLOCK, values, columns.thread)
             tmem.wait_loads()
-        for half in cutlass.range_constexpr(BLOCK // COLUMNS):
+        for half in cutlass.range_constexpr(FP8_BLOCK // COLUMNS):
             part = cute.local_tile(values, (COLUMNS,), (half,))
-            columns.finish(config, row, block * (BLOCK // COLUMNS) + half, part)
+            columns.finish(config, row, block * (FP8_BLOCK // COLUMNS) + half, part)
         if place.in_range:
             sm100.scale_or_zero(values, factor, empty)
-            codes, scale = quantize_block(to_bf16([values[i] for i in range(BLOCK)]), 1)
+            codes, scale = quantize_block(to_bf16([values[i] for i in range(FP8_BLOCK)]), 1)
             number = row.member * blocks + block
             store_words(operands.o[index], number * len(codes), codes)
             operands.scales[(*index[:-1], number)] = scale
@@ -120,7 +120,7 @@ class CombineFloat8:
 
     def __init__(self, config: CombineConfig):
         self.config = config
-        assert config.lanes == WARP_THREADS and config.chunk == BLOCK and config.normalize
+        assert config.lanes == WARP_THREADS and config.chunk == FP8_BLOCK and config.normalize
 
     @cute.jit
     def __call__(

@@ -20,7 +20,7 @@ from warpspec.common.outputs import check_output
 from warpspec.fmha.checks import SINK_DTYPES
 from warpspec.latent.cache.pools import LatentPool, table_slots
 from warpspec.latent.cache.problem import ROPE_DIM, check_pool
-from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
+from warpspec.latent.projection.float8 import FP8_BLOCK, Float8Tensor
 
 VALUE_DIM = 512  # the first numbers of a row, of which O is made
 MAX_KEY_SETS = 3
@@ -188,7 +188,7 @@ def check_out(out, out_format: str, shape: tuple, device) -> None:
         return
     check_kind("out", out, Float8Tensor)
     check_operand("out data", out.data, (torch.float8_e4m3fn,), shape, device, aligned=True)
-    check_operand("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // BLOCK), device)
+    check_operand("out scales", out.scales, (torch.float32,), (*shape[:-1], shape[-1] // FP8_BLOCK), device)
 
 
 def check_apart_out(out: torch.Tensor | Float8Tensor, q, key_sets, sink, rotate_back) -> None:

@@ -9,7 +9,7 @@ import torch
 from warpspec.common.checks import check_floating, check_int, check_operand, check_tensor
 from warpspec.latent.cache.quantize import E4M3_NAN, scale_exponents
 
-BLOCK = 128  # numbers of a row that share a scale
+FP8_BLOCK = 128  # numbers of a row that share a scale
 MIN_AMAX = 1e-4  # lower bound of a block's amax when its scale is chosen
 
 
@@ -28,12 +28,14 @@ class Float8Tensor:
     def __post_init__(self):
         data, scales = self.data, self.scales
         check_tensor("data", data, (torch.float8_e4m3fn,))
-        if data.dim() < 2 or data.shape[-1] % BLOCK:
+        if data.dim() < 2 or data.shape[-1] % FP8_BLOCK:
             raise ValueError(
-                f"data: must be [..., R, C], C a multiple of {BLOCK}, got shape {list(data.shape)}"
+                f"data: must be [..., R, C], C a multiple of {FP8_BLOCK}, got shape {list(data.shape)}"
             )
         *lead, rows, columns = data.shape
-        shapes = {(*lead, -(-rows // of), columns // BLOCK): of for of in (BLOCK, 1)}  # one row: rows of 1
+        shapes = {
+            (*lead, -(-rows // of), columns // FP8_BLOCK): of for of in (FP8_BLOCK, 1)
+        }  # one row: rows of 1
         if isinstance(scales, torch.Tensor) and tuple(scales.shape) not in shapes:
             allowed = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(f"scales: shape must be {allowed}, got {list(scales.shape)}")
@@ -42,7 +44,7 @@ class Float8Tensor:
     @property
     def rows(self) -> int:
         """Rows that share a scale: 1 or 128."""
-        return 1 if self.scales.shape[-2] == self.data.shape[-2] else BLOCK
+        return 1 if self.scales.shape[-2] == self.data.shape[-2] else FP8_BLOCK
 
     @classmethod
     def quantize(cls, x: torch.Tensor, rows: int = 1) -> Float8Tensor:
@@ -52,12 +54,14 @@ class Float8Tensor:
         rounded to nearest, ties to even. A block with NaN or Inf gets the scale NaN and all its numbers become NaN.
         """
         check_int("rows", rows)
-        if rows not in (1, BLOCK):
-            raise ValueError(f"rows: must be 1 or {BLOCK}, got {rows}")
+        if rows not in (1, FP8_BLOCK):
+            raise ValueError(f"rows: must be 1 or {FP8_BLOCK}, got {rows}")
         check_floating("x", x)
-        if x.dim() < 2 or x.shape[-1] % BLOCK:
-            raise ValueError(f"x: must be [..., R, C], C a multiple of {BLOCK}, got shape {list(x.shape)}")
-        amax = x.float().abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+        if x.dim() < 2 or x.shape[-1] % FP8_BLOCK:
+            raise ValueError(
+                f"x: must be [..., R, C], C a multiple of {FP8_BLOCK}, got shape {list(x.shape)}"
+            )
+        amax = x.float().abs().unflatten(-1, (-1, FP8_BLOCK)).amax(-1)
         if rows > 1:
             padding = -x.shape[-2] % rows
             amax = torch.nn.functional.pad(amax, (0, 0, 0, padding)).unflatten(-2, (-1, rows)).amax(-2)
@@ -78,5 +82,5 @@ class Float8Tensor:
 def expand(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Expand scales to one for each number of [..., R, C]."""
     if scales.shape[-2] != shape[-2]:
-        scales = scales.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
-    return scales.repeat_interleave(BLOCK, -1)
+        scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : shape[-2], :]
+    return scales.repeat_interleave(FP8_BLOCK, -1)

@@ -13,7 +13,7 @@ from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.repeated import watched
 from warpspec.latent.projection import reference
 from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, Sm100Config, choose
-from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
+from warpspec.latent.projection.float8 import FP8_BLOCK, Float8Tensor
 from warpspec.latent.projection.problem import ProjectionProblem, check_apart_out, parts_of
 
 COLUMN_STEP = 64  # kernels require N to be a multiple of this
@@ -75,10 +75,10 @@ def compute(o, o_scales, weight, weight_scales, out, backend) -> None:
 
 def check_kernels(problem: ProjectionProblem) -> None:
     """Raise UnsupportedProblem for sizes that no kernel computes."""
-    step = BLOCK if problem.float8 else COLUMN_STEP
-    if problem.depth % BLOCK or problem.columns % step:
+    step = FP8_BLOCK if problem.float8 else COLUMN_STEP
+    if problem.depth % FP8_BLOCK or problem.columns % step:
         raise UnsupportedProblem(
-            f"output_projection: kernels take K a multiple of {BLOCK} and N of {step}, got K {problem.depth} and N "
+            f"output_projection: kernels take K a multiple of {FP8_BLOCK} and N of {step}, got K {problem.depth} and N "
             f"{problem.columns} (backend 'reference' takes all)"
         )
 
@@ -93,7 +93,7 @@ def launch(problem: ProjectionProblem, target: Target, o, o_scales, weight, weig
     weight = weight.detach()
     if problem.float8:
         a, weight = a.view(torch.uint8), weight.view(torch.uint8)
-        o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // BLOCK)
+        o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // FP8_BLOCK)
     return kernel.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count)
 
 
@@ -121,7 +121,7 @@ def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised (data, scales)."""
-    scales = torch.empty(*o.shape[:-1], o.shape[-1] // BLOCK, device=o.device)
+    scales = torch.empty(*o.shape[:-1], o.shape[-1] // FP8_BLOCK, device=o.device)
     return torch.empty(o.shape, dtype=torch.float8_e4m3fn, device=o.device), scales
 
 

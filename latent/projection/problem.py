@@ -9,7 +9,7 @@ import torch
 
 from warpspec.common.checks import check_operand, kind_of
 from warpspec.common.outputs import check_output
-from warpspec.latent.projection.float8 import BLOCK, Float8Tensor
+from warpspec.latent.projection.float8 import FP8_BLOCK, Float8Tensor
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class ProjectionProblem:
         if float8:
             if o.rows != 1:
                 raise ValueError(
-                    f"o: must have a scale for {BLOCK} numbers of a row, got one for {o.rows} rows"
+                    f"o: must have a scale for {FP8_BLOCK} numbers of a row, got one for {o.rows} rows"
                 )
-            if weight.rows != BLOCK:
+            if weight.rows != FP8_BLOCK:
                 raise ValueError(
-                    f"weight: must have a scale for {BLOCK} x {BLOCK} numbers, got one for a row"
+                    f"weight: must have a scale for {FP8_BLOCK} x {FP8_BLOCK} numbers, got one for a row"
                 )
-            if depth % BLOCK:
-                raise ValueError(f"weight: K must be a multiple of {BLOCK} in FP8, got {depth}")
+            if depth % FP8_BLOCK:
+                raise ValueError(f"weight: K must be a multiple of {FP8_BLOCK} in FP8, got {depth}")
         if out is not None:
             check_operand("out", out, (torch.bfloat16,), (tokens, groups, columns), device, aligned=True)
             check_apart_out(out, *parts_of(o), *parts_of(weight))

@@ -18,13 +18,13 @@ from warpspec.common.launch import Kernel
 from warpspec.latent.cache.device.rows import block_scale, unpack
 from warpspec.latent.cache.formats import INDEX_FORMATS
 from warpspec.latent.cache.quantize import E4M3_NAN, FP32_BIAS, FP32_EXPONENT_BIT
-from warpspec.latent.projection.float8 import BLOCK
+from warpspec.latent.projection.float8 import FP8_BLOCK
 
 WARPS = 8  # warps of a CTA, each with a row
 COLUMNS = 512  # of a row
 LANE_NUMBERS = COLUMNS // WARP_THREADS
-BLOCK_LANES = BLOCK // LANE_NUMBERS
-FORMAT = INDEX_FORMATS["fp8"]  # e4m3 in blocks of BLOCK with fp32 scales, like the index keys'
+BLOCK_LANES = FP8_BLOCK // LANE_NUMBERS
+FORMAT = INDEX_FORMATS["fp8"]  # e4m3 in blocks of FP8_BLOCK with fp32 scales, like the index keys'
 FP32_NAN = 0x7FC00000
 
 

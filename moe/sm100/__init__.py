@@ -9,7 +9,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, NVFP4_BLOCK
 from warpspec.moe.operands import (
     PreparedWeights,
     QuantizedRows,
@@ -155,8 +155,8 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
         raise ValueError(f"limit: must not be negative, got {limit}")
     if a.k != w.k:
         raise ValueError(f"a: k must be that of w, {w.k}, got {a.k}")
-    if a.k % BLOCK or a.k <= 0:
-        raise ValueError(f"a: k must be a positive multiple of {BLOCK}, got {a.k}")
+    if a.k % NVFP4_BLOCK or a.k <= 0:
+        raise ValueError(f"a: k must be a positive multiple of {NVFP4_BLOCK}, got {a.k}")
     multiple = 2 * FEATURE_MULTIPLE if gated else FEATURE_MULTIPLE
     if w.n % multiple or w.n <= 0:
         raise ValueError(f"w: n must be a positive multiple of {multiple}, got {w.n}")
@@ -176,8 +176,8 @@ def check(a, w, offsets, out, epilogue, limit, out_scale) -> None:
             raise ValueError("out: linear writes bf16, got QuantizedRows")
         if out.row_scale is not None:
             raise ValueError("out: row_scale must be None, its global scales are out_scale")
-        if out.k != -(-width // BLOCK) * BLOCK:
-            raise ValueError(f"out: k must be {width} in whole blocks of {BLOCK}, got {out.k}")
+        if out.k != -(-width // NVFP4_BLOCK) * NVFP4_BLOCK:
+            raise ValueError(f"out: k must be {width} in whole blocks of {NVFP4_BLOCK}, got {out.k}")
         if out_scale is None:
             raise ValueError("out_scale: quantised results need their global scales, got None")
         shapes += [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
-from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, BLOCK
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, NVFP4_BLOCK
 from warpspec.moe.activations import ACTIVATIONS
 
 CODES_PER_BYTE = 2
@@ -19,7 +19,9 @@ MMA_ROWS = 128  # M of one CTA, the lanes of tensor memory
 MMA_K = 64  # K of one tcgen05.mma of kind mxf4nvf4
 MMA_N_UNIT = 8  # N is a multiple of it in each CTA
 K_TILE = CODES_PER_BYTE * memory.ROW_BYTES  # values along K of a stage: one span of the 128-byte swizzle
-K_STEPS = K_TILE // MMA_K  # MMAs of a stage; each takes one scale atom along K: ATOM_COLUMNS * BLOCK = MMA_K
+K_STEPS = (
+    K_TILE // MMA_K
+)  # MMAs of a stage; each takes one scale atom along K: ATOM_COLUMNS * NVFP4_BLOCK = MMA_K
 SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // memory.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
 ACCUMULATORS = 2
 RECORDS = 4  # tiles that the scheduler may be ahead
@@ -28,7 +30,7 @@ MIN_ACCUMULATOR_COLUMNS = 32
 
 # Accumulator columns (or lanes) of one block of outputs: 8 gate, 8 up, 8 gate, 8 up. If tokens are lanes, an epilogue
 # step has this many columns. If tokens are columns, a step has the number of tokens below, or all of a smaller tile.
-SWIGLU_COLUMNS = 2 * BLOCK
+SWIGLU_COLUMNS = 2 * NVFP4_BLOCK
 STEP_TOKENS = 16
 
 EPILOGUES = ("linear", *ACTIVATIONS)
@@ -316,7 +318,7 @@ class GemmConfig:
     @property
     def step_outputs(self) -> int:
         """Outputs of a token that a thread makes of 32 columns (if tokens are lanes)."""
-        return BLOCK if self.gated else SWIGLU_COLUMNS
+        return NVFP4_BLOCK if self.gated else SWIGLU_COLUMNS
 
     @property
     def step_words(self) -> int:

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from warpspec.common.device import tmem
 from warpspec.common.device.nvfp4 import largest_magnitude, quantize_block
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.nvfp4 import ATOM_COLUMNS, BLOCK
+from warpspec.common.nvfp4 import ATOM_COLUMNS, NVFP4_BLOCK
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
@@ -128,8 +128,8 @@ def activate(config, values, limit) -> cute.Tensor:
     """Outputs of 32 columns: 16 if they are 8 gate, 8 up, 8 gate, 8 up; otherwise the columns themselves."""
     if not config.gated:
         return values
-    outputs = cute.make_rmem_tensor(BLOCK, Float32)
-    for i in range(BLOCK):
+    outputs = cute.make_rmem_tensor(NVFP4_BLOCK, Float32)
+    for i in range(NVFP4_BLOCK):
         gate = i // INTERLEAVE * 2 * INTERLEAVE + i % INTERLEAVE
         outputs[i] = gated(config, values[gate], values[gate + INTERLEAVE], limit)
     return outputs

@@ -16,7 +16,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Uint8
 from warpspec.common.device import tmem
 from warpspec.common.device.nvfp4 import absolute, block_scale, quantize_lane
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
@@ -128,7 +128,7 @@ def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged,
         if feature.place % 2 == 0:
             staged[feature.place // 2, own] = Uint8(both)
         valid = Boolean(feature.place == 0) & (own < tile.rows)
-        write_scale(result, valid, tile.atom, tile.atom_row + own, feature.column // BLOCK, code)
+        write_scale(result, valid, tile.atom, tile.atom_row + own, feature.column // NVFP4_BLOCK, code)
 
 
 def staged_values(config, staging, warp) -> cute.Tensor:

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tmem
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.common.nvfp4 import ATOM_BYTES, BLOCK
+from warpspec.common.nvfp4 import ATOM_BYTES, NVFP4_BLOCK
 from warpspec.moe.sm100.config import ACCUMULATORS, K_STEPS, MMA_K, SCALE_COLUMNS
 
 
@@ -24,7 +24,7 @@ def make_tiled_mma(config) -> cute.TiledMma:
         OperandMajorMode.K,
         OperandMajorMode.K,
         Float8E4M3FN,
-        BLOCK,
+        NVFP4_BLOCK,
         tcgen05.CtaGroup.TWO if config.pair else tcgen05.CtaGroup.ONE,
         config.mma_tiler[:2],
     )

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint8, Uint32
 
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
-from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, BLOCK
+from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, NVFP4_BLOCK
 
 CODE_BITS = 8  # bits of an e4m3 scale
 
@@ -113,7 +113,7 @@ def write_scale(result, valid, atom, atom_row, column, code):
     """Write one e4m3 code; in the padding after the last block write 0, after the padding nothing."""
     if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
-        inside = column < cute.ceil_div(result.columns, BLOCK)
+        inside = column < cute.ceil_div(result.columns, NVFP4_BLOCK)
         result.scales[atom, k_atom, byte] = Uint8(cutlass.select_(inside, code, Uint32(0)))
 
 
@@ -122,7 +122,7 @@ def write_scale_word(result, valid, atom, atom_row, column, codes):
     """``write_scale`` for four columns from ``column`` on, a multiple of four. codes: the first in the low byte."""
     if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
-        inside = cute.ceil_div(result.columns, BLOCK) - column
+        inside = cute.ceil_div(result.columns, NVFP4_BLOCK) - column
         mask = (Int32(1) << inside * CODE_BITS) - 1
         codes = Int32(cutlass.select_(inside < ATOM_COLUMNS, codes & mask, codes))
         words = cute.recast_tensor(result.scales, Int32)

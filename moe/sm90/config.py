@@ -19,7 +19,7 @@ from warpspec.common.hardware import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
 )
-from warpspec.common.nvfp4 import BLOCK, MX_BLOCK
+from warpspec.common.nvfp4 import MXFP4_BLOCK, NVFP4_BLOCK
 from warpspec.moe.permute import Routing
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
@@ -77,7 +77,7 @@ class StreamConfig:
     """
 
     shape: Shape = Shape()
-    block: int = BLOCK
+    block: int = NVFP4_BLOCK
     epilogue: str = "linear"
     has_limit: bool = False
     has_bias: bool = False
@@ -88,7 +88,7 @@ class StreamConfig:
 
     def __post_init__(self):
         shape = self.shape
-        assert self.epilogue in EPILOGUES and self.block in (BLOCK, MX_BLOCK)
+        assert self.epilogue in EPILOGUES and self.block in (NVFP4_BLOCK, MXFP4_BLOCK)
         assert shape.tokens % TOKENS_MULTIPLE == 0 and shape.row_groups in (1, 2, 4)
         assert self.routing is None or not self.rounds
         assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)

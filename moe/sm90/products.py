@@ -12,7 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device.wgmma import flat, multiply
 from warpspec.common.hardware import QUAD, WARPGROUP_ROWS, WORD_BYTES
-from warpspec.common.nvfp4 import BLOCK
+from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.sm90.decode import decode_chunk
 from warpspec.moe.sm90.tiles import stage_count
 from warpspec.moe.streamed import CHUNK, CHUNK_BYTES, STEP_CHUNKS, VECTOR_WORDS
@@ -120,7 +120,7 @@ def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, 
         cute.recast_ptr(base, dtype=Uint32), cute.make_layout(config.weight_bytes // WORD_BYTES)
     )
     vectors = cute.zipped_divide(words, (VECTOR_WORDS,))
-    scale_word = thread if config.block == BLOCK else thread // (config.block // BLOCK)
+    scale_word = thread if config.block == NVFP4_BLOCK else thread // (config.block // NVFP4_BLOCK)
     step_words = config.step_bytes // WORD_BYTES
     first = config.scale_bytes // WORD_BYTES // VECTOR_WORDS
     scales = [words[step * step_words + scale_word] for step in range(-(-chunks // STEP_CHUNKS))]
@@ -134,4 +134,4 @@ def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, 
     return codes, scales
 
 
-assert BLOCK == CHUNK // QUAD
+assert NVFP4_BLOCK == CHUNK // QUAD

@@ -19,7 +19,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.device.nvfp4 import absolute, divide_any, from_e4m3, largest_magnitude, to_e4m3
 from warpspec.common.hardware import QUAD, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
-from warpspec.common.nvfp4 import AMAX_TO_GLOBAL, BLOCK, E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE
+from warpspec.common.nvfp4 import AMAX_TO_GLOBAL, E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE, NVFP4_BLOCK
 from warpspec.moe.streamed import CHUNK, padded_k
 
 THREADS = 128
@@ -65,7 +65,7 @@ class RoundRows:
         row, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         largest = smem.allocate_tensor(Uint32, cute.make_layout(THREADS // WARP_THREADS), byte_alignment=4)
-        blocks = out.shape[1] // BLOCK
+        blocks = out.shape[1] // NVFP4_BLOCK
         if cutlass.const_expr(config.tokens):
             amax = Float32(0.0)
             for block in cutlass.range(thread, blocks, THREADS, unroll=1):
@@ -112,12 +112,12 @@ def round_row(config: cutlass.Constexpr, row, out, global_scale: Float32, blocks
         divisor = block_scale * global_scale
         empty = Boolean(divisor == 0.0)
         limit = Float32(BEYOND_MAX) * divisor
-        pairs = cute.make_rmem_tensor(BLOCK, BFloat16)
-        for i in cutlass.range_constexpr(BLOCK):
+        pairs = cute.make_rmem_tensor(NVFP4_BLOCK, BFloat16)
+        for i in cutlass.range_constexpr(NVFP4_BLOCK):
             cut = cute.arch.fmax(cute.arch.fmin(values[i], limit), -limit)
             value = to_e2m1_value(divide_any(cut, divisor)) * block_scale
             pairs[i] = Float32(cutlass.select_(empty, Float32(0.0), value)).to(BFloat16)
-        for pair in cutlass.range_constexpr(BLOCK // PAIR):
+        for pair in cutlass.range_constexpr(NVFP4_BLOCK // PAIR):
             source = cute.local_tile(pairs, (PAIR,), (pair,))
             cute.autovec_copy(source, cute.local_tile(out, (PAIR,), (place(block, pair),)))
 
@@ -125,15 +125,15 @@ def round_row(config: cutlass.Constexpr, row, out, global_scale: Float32, blocks
 @cute.jit
 def load_block(config: cutlass.Constexpr, row: cute.Tensor, block) -> cute.Tensor:
     """(16) fp32 of a block of the row's columns; 0 past the last."""
-    values = cute.make_rmem_tensor(BLOCK, Float32)
+    values = cute.make_rmem_tensor(NVFP4_BLOCK, Float32)
     if cutlass.const_expr(config.tokens):
         values.fill(0.0)
-        if block * BLOCK < row.shape[0]:
-            loaded = cute.make_rmem_tensor(BLOCK, BFloat16)
-            cute.autovec_copy(cute.local_tile(row, (BLOCK,), (block,)), loaded)
+        if block * NVFP4_BLOCK < row.shape[0]:
+            loaded = cute.make_rmem_tensor(NVFP4_BLOCK, BFloat16)
+            cute.autovec_copy(cute.local_tile(row, (NVFP4_BLOCK,), (block,)), loaded)
             values.store(loaded.load().to(Float32))
     else:
-        for pair in cutlass.range_constexpr(BLOCK // PAIR):
+        for pair in cutlass.range_constexpr(NVFP4_BLOCK // PAIR):
             target = cute.local_tile(values, (PAIR,), (pair,))
             cute.autovec_copy(cute.local_tile(row, (PAIR,), (place(block, pair),)), target)
     return values

@@ -192,7 +192,7 @@ def eager_layer(inputs: LayerInputs, stages: Stages) -> torch.Tensor:
 
     def rounded(gate_up):
         h = apply_gate(gate_up)
-        padded = torch.nn.functional.pad(h, (0, -h.shape[-1] % nvfp4.BLOCK))
+        padded = torch.nn.functional.pad(h, (0, -h.shape[-1] % nvfp4.NVFP4_BLOCK))
         return nvfp4.dequantize(nvfp4.quantize(padded, scale))[..., : h.shape[-1]]
 
     module._apply_gate = rounded

@@ -22,7 +22,7 @@ from warpspec.common import nvfp4
 from warpspec.moe.permute import sort_tokens
 
 FOLDER_VARIABLE = "WARPSPEC_MOE_PEERS"
-MX_BLOCK = 32
+MXFP4_BLOCK = 32
 E8M0_ONE = 127
 SCALE_POWER = -7  # of the random weights: results are of the tokens' size
 TOLERANCE = 2e-2
@@ -86,7 +86,9 @@ def triton_kernels(model, num_warps: int) -> Callable | None:
 
     def weights(n, k):
         codes, values = random_codes(n, k)
-        scales = torch.full((1, n, k // MX_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device=DEVICE)
+        scales = torch.full(
+            (1, n, k // MXFP4_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device=DEVICE
+        )
         w = convert_layout(wrap_torch_tensor(codes[None].mT, dtype=FP4), HopperMXValueLayout, mx_axis=1)
         s = convert_layout(wrap_torch_tensor(scales.mT), HopperMXScaleLayout, mx_axis=1, num_warps=num_warps)
         bias = torch.zeros(model.experts, n, device=DEVICE) if model.biases else None
@@ -186,7 +188,7 @@ def marlin(model) -> Callable | None:
     import tvm_ffi
 
     module = tvm_ffi.load_module(str(Path(os.environ[FOLDER_VARIABLE]) / "marlin" / "marlin.so"))
-    nvfp4_blocks = model.block == nvfp4.BLOCK
+    nvfp4_blocks = model.block == nvfp4.NVFP4_BLOCK
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     multiple = 128 if model.hidden % 128 else 64
     width = -(-model.width // multiple) * multiple

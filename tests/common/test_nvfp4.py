@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpspec.common import nvfp4
-from warpspec.common.nvfp4 import BLOCK, NVFP4Tensor, dequantize, quantize
+from warpspec.common.nvfp4 import NVFP4_BLOCK, NVFP4Tensor, dequantize, quantize
 
 E2M1 = [Fraction(value) for value in nvfp4.E2M1_VALUES]
 E4M3 = sorted(
@@ -30,7 +30,7 @@ def exact_block(x: torch.Tensor, global_scale: torch.Tensor) -> tuple[Fraction, 
     quotient = min(Fraction((amax / 6 / global_scale).item()), Fraction(448))
     scale = E4M3[nearest_even(quotient, E4M3)]
     if scale == 0:
-        return scale, [0] * BLOCK
+        return scale, [0] * NVFP4_BLOCK
     divisor = torch.tensor(float(scale)) * global_scale
     codes = []
     for value in x.float():
@@ -44,10 +44,10 @@ def check_exact(x, t):
     codes, scale = nvfp4.unpack(t.data).flatten(0, -2), t.scale.float().flatten(0, -2)
     spread = nvfp4.spread_over(t.global_scale, x.dim() - 1).expand(x.shape[:-1]).flatten()
     for r, row in enumerate(rows):
-        for b, block in enumerate(row.split(BLOCK)):
+        for b, block in enumerate(row.split(NVFP4_BLOCK)):
             expected_scale, expected_codes = exact_block(block, spread[r])
             assert Fraction(scale[r, b].item()) == expected_scale
-            assert codes[r, b * BLOCK : (b + 1) * BLOCK].tolist() == expected_codes
+            assert codes[r, b * NVFP4_BLOCK : (b + 1) * NVFP4_BLOCK].tolist() == expected_codes
 
 
 @pytest.mark.parametrize("magnitude", [1e-37, 1e-30, 1e-24, 1e-6, 1.0, 1e5, 5e35])
@@ -92,7 +92,7 @@ def test_values_of_the_format_survive():
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, (5, 64), generator=generator, dtype=torch.uint8)
     codes[codes == 8] = 0  # -0 does not
-    codes[:, ::BLOCK] = 7  # a largest value in every block, so that the scale is found again
+    codes[:, ::NVFP4_BLOCK] = 7  # a largest value in every block, so that the scale is found again
     scale = torch.randint(0x30, 0x7F, (5, 4), generator=generator, dtype=torch.uint8)
     scale[:, 0] = 0x7E  # 448
     t = NVFP4Tensor(nvfp4.pack(codes), scale.view(torch.float8_e4m3fn), torch.tensor(2.0**-12))
@@ -132,7 +132,7 @@ def test_nan_and_inf_stay_in_row_or_block(poison):
     t = quantize(dirty, torch.tensor(0.01))
     assert (t.scale.view(torch.uint8)[2, 1] == nvfp4.E4M3_NAN) and t.scale.float().isnan().sum() == 1
     assert (nvfp4.unpack(t.data)[2, 16:32] == 7).all()
-    assert dequantize(t).isnan().sum() == BLOCK
+    assert dequantize(t).isnan().sum() == NVFP4_BLOCK
 
 
 def test_zeros():

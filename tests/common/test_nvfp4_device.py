@@ -22,7 +22,7 @@ def kernel(x: cute.Tensor, scale: cute.Tensor, out: cute.Tensor, bounded: cutlas
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     i = block * THREADS + thread
-    values = cute.make_rmem_tensor(nvfp4.BLOCK, Float32)
+    values = cute.make_rmem_tensor(nvfp4.NVFP4_BLOCK, Float32)
     cute.autovec_copy(x[i, None], values)
     amax = nvfp4_device.largest_magnitude(values)
     global_scale = nvfp4_device.global_scale_of(scale[i]) if cutlass.const_expr(bounded) else scale[i]

@@ -156,7 +156,7 @@ def check_quantized(case, inputs, out: QuantizedRows, wanted) -> float:
     """Codes and scales against the reference quantiser's on the FP32 result; padding; untouched places."""
     used = len(wanted)
     assert (out.data[used:] == POISON).all(), "dropped rows were written"
-    assert case.width > out.k - nvfp4.BLOCK
+    assert case.width > out.k - nvfp4.NVFP4_BLOCK
     columns = out.scales.shape[1] * nvfp4.ATOM_COLUMNS
     reference = QuantizedRows.from_rows(wanted, inputs.offsets, out_scale=inputs.out_scale)
     worst, start = 0.0, 0
@@ -172,7 +172,7 @@ def check_quantized(case, inputs, out: QuantizedRows, wanted) -> float:
             for r in (out, reference)
         )
         assert (mine[count:] == POISON).all(), "scales of rows that do not exist were written"
-        assert (mine[:count, out.k // nvfp4.BLOCK :] == 0).all(), "padding of the scales is not 0"
+        assert (mine[:count, out.k // nvfp4.NVFP4_BLOCK :] == 0).all(), "padding of the scales is not 0"
         codes = [nvfp4.unpack(r.data[start : start + count, : out.k // 2]) for r in (out, reference)]
         wrong = (codes[0] != codes[1]).float().mean() + (mine[:count] != theirs[:count]).float().mean()
         assert wrong <= CODE_MISMATCHES, float(wrong)

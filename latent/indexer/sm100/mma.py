@@ -13,9 +13,9 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tmem
+from warpspec.common.nvfp4 import MXFP4_BLOCK
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, ATOM_COLUMNS, Sm100ScoresConfig
 
-BLOCK = 32  # numbers that share a scale
 STEP_SCALES = 2  # scales of a row that one product takes
 
 
@@ -29,7 +29,7 @@ def make_mma(config: Sm100ScoresConfig) -> cute.TiledMma:
     shape, group = (config.tile_keys, config.columns), tcgen05.CtaGroup.ONE
     if config.scaled:
         return blackwell.make_blockscaled_trivial_tiled_mma(
-            dtype, dtype, major, major, Float8E8M0FNU, BLOCK, group, shape
+            dtype, dtype, major, major, Float8E8M0FNU, MXFP4_BLOCK, group, shape
         )
     return blackwell.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, group, shape)
 
