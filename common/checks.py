@@ -7,7 +7,7 @@ argument's name, what is allowed and what was given. Checks write nothing. Value
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -18,6 +18,7 @@ from warpspec.common.outputs import has_memory
 
 ANY = -1  # in a shape: any extent
 VOWELS = "AEION"  # how class names sound: "an NVFP4Experts"
+LARGEST = sys.float_info.max
 LONGEST = 200  # characters of a value in a message
 INTEGER_DTYPES = (torch.int32, torch.int64)
 
@@ -69,10 +70,7 @@ def check_number(name: str, value, *, positive: bool = False, signed: bool = Fal
     must not be 0 either. signed: any finite number will do."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: must be a float, got {kind_of(value)}")
-    try:
-        fits = math.isfinite(value) and (signed or value > 0 or (value == 0 and not positive))
-    except OverflowError:  # an int beyond all floats
-        fits = False
+    fits = -LARGEST <= value <= LARGEST and (signed or value > 0 or (value == 0 and not positive))
     if not fits:
         bound = "" if signed else " above 0" if positive else " of at least 0"
         raise ValueError(f"{name}: must be a finite number{bound}, got {value}")

@@ -24,6 +24,7 @@ from warpspec.common.hardware import (
     TMEM_COLUMNS,
 )
 from warpspec.common.launch import SIMULATED
+from warpspec.common.memory import budget_rows
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
@@ -54,7 +55,7 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
     smem = table(
         ("shared memory", "bytes", "holds"),
         [
-            *(region for region in config.smem_regions if region[1]),
+            *budget_rows(config.smem_regions),
             ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}"),
             (
                 f"{config.ctas_per_sm} CTAs an SM",
@@ -291,7 +292,7 @@ def hopper() -> str:
     parts = [table(head, rows)]
     for title, c in kernels:
         smem = [
-            *(region for region in c.smem_regions if region[1]),
+            *budget_rows(c.smem_regions),
             ("a CTA", c.smem_bytes, f"of {c.smem_limit}"),
         ]
         barriers = [

@@ -116,3 +116,19 @@ def _init(table: cutlass.Constexpr, channels: cutlass.Constexpr):
             for stage in cutlass.range_constexpr(barrier.stages):
                 cute.arch.mbarrier_init(channels[barrier.name].base + stage, barrier.arrivals)
         cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def drain(rings: cutlass.Constexpr, fills, parts: cutlass.Constexpr = 1, part=0):
+    """Wait until every buffer of some rings has been released, after ``fills`` fills of each.
+
+    Needed before other data take the memory, here and in CTAs that this one loads for, and at the end, so that no
+    arrival is still on its way to a barrier of a CTA that has ended.
+
+    rings: the channels on which buffers come back, all with equally many. parts: uses of a channel in a fill, of which
+    this role waits for number ``part``.
+    """
+    stages = rings[0].stages // parts
+    for fill in cutlass.range(cutlass.max(fills - stages, 0), fills, unroll=1):
+        for ring in rings:
+            ring.wait(fill * parts + part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Float32, Int64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
@@ -18,12 +18,36 @@ from cutlass.cutlass_dsl import dsl_user_op
 from warpspec.common.memory import TMEM_LANES
 
 LANE_STRIDE = 1 << 16
+ALLOCATION_ALIGNMENT = 16  # of a pointer to the first column
 
 SCALE_LINE_BYTES = 16  # bytes of a scale atom that one lane gets
 # Shared memory descriptor of a scale atom, all but its address: lines of 16 bytes, eight of them 128 bytes, no swizzle
 # (PTX ISA, "Shared memory descriptor": address and offsets in units of 16 bytes, version 1 at bit 46).
 SCALE_DESCRIPTOR = 1 << 46 | (8 * SCALE_LINE_BYTES >> 4) << 32 | (SCALE_LINE_BYTES >> 4) << 16
 DESCRIPTOR_ADDRESS_MASK = 0x3FFFF
+
+
+@cute.jit
+def allocate(warp, columns: cutlass.Constexpr, address, pair: cutlass.Constexpr = False):
+    """Warp 0 allocates ``columns`` columns, whose address appears at ``address`` in shared memory.
+
+    The caller synchronises the CTA before anyone reads it (``base``). pair: both CTAs of a pair allocate.
+    """
+    if warp == 0:
+        cute.arch.alloc_tmem(columns, address, is_two_cta=pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
+
+
+def base(address) -> cute.Pointer:
+    """Pointer to lane 0 of the first allocated column, Float32."""
+    return cute.arch.retrieve_tmem_ptr(Float32, ALLOCATION_ALIGNMENT, address)
+
+
+@cute.jit
+def free(warp, columns: cute.Pointer, count: cutlass.Constexpr, pair: cutlass.Constexpr = False):
+    """Warp 0 frees what it allocated. No thread may use it any more."""
+    if warp == 0:
+        cute.arch.dealloc_tmem(columns, count, is_two_cta=pair)
 
 
 @dsl_user_op

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common import memory
+from warpspec.common.hardware import FP32_BYTES, WARPGROUP_THREADS
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features, logits_of
 
@@ -110,24 +111,23 @@ class BackwardFeatures(KernelFeatures):
         return self.tile_m // BLOCK
 
     @property
-    def operand_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """What loads fill: (region, bytes, what stands in it), in order."""
+    def operand_regions(self) -> tuple[memory.Region, ...]:
+        """What loads fill, in order."""
         keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
+        q_stages, do_stages, tile = self.q_stages, self.do_stages, self.query_tile_bytes
+        numbers = q_stages * self.statistics_bytes // FP32_BYTES
+        rows = f"{q_stages} x lse' and -delta of rows"
         return (
-            (
-                "statistics",
-                self.q_stages * self.statistics_bytes,
-                f"{self.q_stages} x lse' and -delta of rows",
-            ),
-            ("K", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
-            ("V", self.key_tile_bytes, f"{keys}, 128-byte swizzle"),
-            ("Q", self.q_stages * self.query_tile_bytes, f"{self.q_stages} x {queries}, 128-byte swizzle"),
-            ("dO", self.do_stages * self.query_tile_bytes, f"{self.do_stages} x {queries}, 128-byte swizzle"),
+            memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", rows),
+            memory.tile_region("k", self.key_tile_bytes, "K", keys),
+            memory.tile_region("v", self.key_tile_bytes, "V", keys),
+            memory.tile_region("q", q_stages * tile, "Q", f"{q_stages} x {queries}"),
+            memory.tile_region("do", do_stages * tile, "dO", f"{do_stages} x {queries}"),
         )
 
     @property
     def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)
+        return memory.smem_bytes(self.smem_regions)
 
 
 def backward_features(problem: BackwardProblem) -> dict:

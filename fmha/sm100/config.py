@@ -346,36 +346,34 @@ class AttentionConfig(KernelFeatures):
         return WORD_BYTES + self.cursor_bytes + self.record_bytes
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it), in order."""
-        stages = self.kv_stages
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
+        stages, keys = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}, {self.head_dim}]"
         return (
-            (
-                "barriers, TMEM address"
-                + (", ends of chunks, records" if self.schedule is Schedule.LINE else ""),
-                memory.TILE_ALIGNMENT,
-                f"{barrier_count(self.barriers)} mbarriers, {self.word_bytes} bytes",
+            *self.control_regions,
+            memory.tile_region("q", self.q_bytes, "Q", f"[{self.tile_m}, {self.head_dim}]"),
+            memory.tile_region("k", stages * self.kv_tile_bytes, "K and V" if self.shared_kv else "K", keys),
+            memory.tile_region("v", self.v_bytes, "V", keys),
+            memory.tile_region("p", self.p_bytes, "P", f"[{self.tile_m}, {self.tile_n}]"),
+            memory.tile_region(
+                "bias", self.bias_ring_bytes, "bias",
+                f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.bias}",
             ),
-            ("Q", self.q_bytes, f"[{self.tile_m}, {self.head_dim}], 128-byte swizzle"),
-            (
-                "K and V" if self.shared_kv else "K",
-                stages * self.kv_tile_bytes,
-                f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle",
-            ),
-            ("V", self.v_bytes, f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle"),
-            ("P", self.p_bytes, f"[{self.tile_m}, {self.tile_n}], 128-byte swizzle"),
-            *self._bias_region(),
-        )
+        )  # fmt: skip
 
-    def _bias_region(self) -> tuple[tuple[str, int, str], ...]:
-        if not self.bias_stages:
-            return ()
-        tile = f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.bias}, 128-byte swizzle"
-        return (("bias", self.bias_ring_bytes, tile),)
+    @property
+    def control_regions(self) -> tuple[memory.Region, ...]:
+        """Barriers, the address of tensor memory, ends of chunks and records of tiles."""
+        return (
+            memory.barrier_region(self.barriers, self.barrier_slots),
+            memory.TMEM_ADDRESS,
+            memory.Region("cursors", self.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
+            memory.Region("records", self.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
+        )
 
     @property
     def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)  # every region is a multiple of the alignment
+        return memory.smem_bytes(self.smem_regions)
 
     # Barriers.
 

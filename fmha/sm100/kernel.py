@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from warpspec.common.device import tma
+from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import WORD_BYTES
+from warpspec.common.device.storage import allocate
 from warpspec.fmha.device.grid import Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
@@ -23,7 +23,7 @@ from warpspec.fmha.device.tiles import each_found, each_tile
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.epilogue import epilogue
-from warpspec.fmha.sm100.load import drain, load, rings
+from warpspec.fmha.sm100.load import drain_all, load, rings
 from warpspec.fmha.sm100.mma import Fragments, fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
 
@@ -68,30 +68,11 @@ class Attention(AttentionHost):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # 1. Shared memory: barriers, the TMEM address, ends of chunks, records, Q, K and V.
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
-            tmem_address: Int32
-            cursors: cute.struct.MemRange[Int32, config.cursor_bytes // WORD_BYTES]
-            records: cute.struct.MemRange[Int32, config.record_bytes // WORD_BYTES]
-            q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
-            k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            v: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.v_bytes], tma.TILE_ALIGNMENT]
-            p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
-            bias: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.bias_ring_bytes], tma.TILE_ALIGNMENT
-            ]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
 
         # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
-        if warp == 0:
-            cute.arch.alloc_tmem(config.tmem_allocation, storage.tmem_address)
-            cute.arch.relinquish_tmem_alloc_permit()
+        tmem.allocate(warp, config.tmem_allocation, storage.tmem_address.data_ptr())
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
@@ -99,7 +80,7 @@ class Attention(AttentionHost):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        columns = tmem.base(storage.tmem_address.data_ptr())
         if cutlass.const_expr(config.splits or config.schedule is Schedule.LINE):
             cute.arch.griddepcontrol_launch_dependents()  # the second launch comes up meanwhile, and waits
 
@@ -125,8 +106,7 @@ class Attention(AttentionHost):
             rows = Rows(config, channels, operands, found, places, storage.bias.data_ptr(), numbers, dtype)
             each_tile(config, operands, found, finish_rows, rows, NO_USES, keeps=True)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
-            if warp == 0:
-                cute.arch.dealloc_tmem(columns, config.tmem_allocation)
+            tmem.free(warp, columns, config.tmem_allocation)
         else:
             if cutlass.const_expr(config.ctas_per_sm > 1):
                 cute.arch.setmaxregister_decrease(config.other_registers)
@@ -137,7 +117,7 @@ class Attention(AttentionHost):
                 number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
                 if cutlass.const_expr(config.scheduled):
                     write_end(loader, number)
-                drain(config, channels, uses)
+                drain_all(config, channels, uses)
             if warp == config.mma_warp:
                 if cutlass.const_expr(config.schedule is Schedule.LINE):
                     write_join(config, operands, where.line, where.cursors)

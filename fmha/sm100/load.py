@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
@@ -69,16 +70,12 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
 
 
 @cute.jit
-def drain(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
-    """Wait until every stage has been released, so that no arrival is still on its way to a barrier of a CTA that has
-    ended. uses: of all that was loaded."""
+def drain_all(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
+    """``drain`` of all rings. uses: of all that was loaded."""
     tile_use, end = uses
-    for use in cutlass.range(cutlass.max(end - config.kv_stages, 0), end, unroll=1):
-        for name in config.rings:
-            channels[name + "_empty"].wait(use)
+    drain(tuple(channels[name + "_empty"] for name in config.rings), end)
     if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
         if tile_use > 0:
             channels["q_empty"].wait(tile_use - 1)
     if cutlass.const_expr(config.bias_stages > 0):
-        for use in cutlass.range(cutlass.max(end - config.bias_stages, 0), end, unroll=1):
-            channels["bias_empty"].wait(use)
+        drain((channels["bias_empty"],), end)

@@ -9,7 +9,8 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from warpspec.common.barriers import Barrier, barrier_count
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     FP32_BYTES,
@@ -21,6 +22,7 @@ from warpspec.common.hardware import (
     SMEM_RESERVED_PER_CTA,
     WARP_THREADS,
     WARPGROUP_THREADS,
+    WORD_BYTES,
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.features import (
@@ -245,30 +247,30 @@ class AttentionConfig(KernelFeatures):
         return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it), in order."""
-        stages = self.kv_stages
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
+        stages, keys = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}, {self.head_dim}]"
+        p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}]; O leaves through it"
+        room = (BARRIER_BYTES - self.cursor_bytes - self.record_bytes) // MBARRIER_BYTES
         return (
-            ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
-            (
-                "Q",
-                self.row_groups * self.q_bytes,
-                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}], 128-byte swizzle",
+            memory.barrier_region(self.barriers, room),
+            memory.Region("cursors", self.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
+            memory.Region("records", self.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
+            memory.tile_region(
+                "q", self.row_groups * self.q_bytes, "Q",
+                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}]",
             ),
-            (
-                "K and V" if self.shared_kv else "K",
-                stages * self.kv_tile_bytes,
-                f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle",
+            memory.tile_region("k", stages * self.kv_tile_bytes, "K and V" if self.shared_kv else "K", keys),
+            memory.tile_region("v", self.v_bytes, "V", keys),
+            memory.tile_region("p", WEIGHT_STAGES * self.p_bytes, "P", p),
+            memory.Region(
+                "statistics", self.statistics_bytes // FP32_BYTES, "float32", 0, "", "of the rows of each P"
             ),
-            ("V", self.v_bytes, f"{stages} x [{self.tile_n}, {self.head_dim}], 128-byte swizzle"),
-            (
-                "P",
-                WEIGHT_STAGES * self.p_bytes,
-                f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}], 128-byte swizzle; O leaves through it",
+            memory.Region(
+                "sums", self.sums_bytes // FP32_BYTES, "float32", 0, "",
+                "row sums that paired consumers add up, of two tiles",
             ),
-            ("statistics", self.statistics_bytes, "of the rows of each P"),
-            ("sums", self.sums_bytes, "row sums that paired consumers add up, of two tiles"),
-        )
+        )  # fmt: skip
 
     @property
     def p_bytes(self) -> int:
@@ -286,7 +288,7 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)
+        return memory.smem_bytes(self.smem_regions)
 
     @property
     def smem_limit(self) -> int:

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import FP32_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.common.device.storage import allocate
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
@@ -23,7 +24,6 @@ from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import records_of
 from warpspec.fmha.device.tiles import each_tile, schedule
 from warpspec.fmha.features import Schedule
-from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     Products,
     Work,
@@ -83,29 +83,7 @@ class Attention(AttentionHost):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[
-                cutlass.Int64, (BARRIER_BYTES - config.cursor_bytes - config.record_bytes) // 8
-            ]
-            cursors: cute.struct.MemRange[Int32, config.cursor_bytes // WORD_BYTES]
-            records: cute.struct.MemRange[Int32, config.record_bytes // WORD_BYTES]
-            q: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.row_groups * config.q_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            v: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.v_bytes], tma.TILE_ALIGNMENT]
-            p: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, WEIGHT_STAGES * config.p_bytes], tma.TILE_ALIGNMENT
-            ]
-            statistics: cute.struct.MemRange[Float32, config.statistics_bytes // FP32_BYTES]
-            sums: cute.struct.MemRange[Float32, config.sums_bytes // FP32_BYTES]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if warp == config.load_warp:
             for atom in atoms:

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
@@ -36,9 +37,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     """
     role = Loader(config, channels, source, where)
     _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
-    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        for name in config.rings:
-            channels[name + "_empty"].wait(last * config.parts + source.part)
+    drain(tuple(channels[name + "_empty"] for name in config.rings), use, config.parts, source.part)
 
 
 @cute.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.sm90.config import AttentionConfig
@@ -112,14 +113,14 @@ class Gathers:
         return self.kv_stages * self.tile_n // (8 * MASK_BYTES)
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        masks = ("masks", self.mask_words * MASK_BYTES, "which keys of each KV tile are there")
-        raw = (
-            "FP8 keys",
-            self.raw_bytes_of_cta,
-            "of each producer warp the next tile's first eight, as they are",
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order: what attention has, then what gathering needs."""
+        raw = "of each producer warp the next tile's first eight, as they are"
+        return (
+            *super().smem_regions,
+            memory.Region("masks", self.mask_words, "uint32", 0, "", "which keys of each KV tile are there"),
+            memory.Region("raw", self.raw_bytes_of_cta, "uint8", VECTOR_BYTES, "FP8 keys", raw),
         )
-        return (*super().smem_regions, masks, *([] if self.copies else [raw]))
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

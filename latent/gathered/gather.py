@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.rows import (
@@ -57,8 +58,7 @@ def gather(
             bring(loader, channels, shared, task, use, ((atom, coordinates), task_use))
             use += task.span.count
             task_use += 1
-    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        channels["k_empty"].wait(loader.ring_use(last))
+    drain((channels["k_empty"],), use, config.barrier_parts, loader.ring_use(0))
 
 
 @cute.jit

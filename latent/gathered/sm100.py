@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 
-from warpspec.common.device import tma
+from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.device.storage import allocate
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.mma import fragments, mma
@@ -96,28 +96,13 @@ class GatheredAttention(GatheredHost):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
-            tmem_address: Int32
-            q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
-            k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
-            masks: cute.struct.MemRange[Uint32, config.mask_words]
-            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.raw_bytes_of_cta], VECTOR_BYTES]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
-        if warp == 0:
-            cute.arch.alloc_tmem(config.tmem_allocation, storage.tmem_address)
-            cute.arch.relinquish_tmem_alloc_permit()
+        tmem.allocate(warp, config.tmem_allocation, storage.tmem_address.data_ptr())
         if warp == config.load_warp:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        columns = tmem.base(storage.tmem_address.data_ptr())
         if cutlass.const_expr(config.splits):
             cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
 
@@ -141,8 +126,7 @@ class GatheredAttention(GatheredHost):
             )
             attend(config, channels, task, places, operands, numbers, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
-            if warp == 0:
-                cute.arch.dealloc_tmem(columns, config.tmem_allocation)
+            tmem.free(warp, columns, config.tmem_allocation)
         elif warp < config.mma_warp:
             cute.arch.setmaxregister_increase(config.producer_registers)
             gather(config, channels, shared, operands, units, atom, coordinates)

@@ -11,6 +11,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import (
     PAIR,
     QUAD,
@@ -21,8 +22,7 @@ from warpspec.common.device.wgmma import (
     elements,
     flat,
 )
-from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.sm90.config import BARRIER_BYTES, WEIGHT_STAGES
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.sm90.consumer import Work, products
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
@@ -84,23 +84,7 @@ class GatheredAttention(GatheredHost):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
-            q: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.q_bytes], tma.TILE_ALIGNMENT]
-            k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.kv_stages * config.kv_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            p: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, WEIGHT_STAGES * config.p_bytes], tma.TILE_ALIGNMENT
-            ]
-            statistics: cute.struct.MemRange[Float32, config.statistics_bytes // FP32_BYTES]
-            sums: cute.struct.MemRange[Float32, config.sums_bytes // FP32_BYTES]
-            masks: cute.struct.MemRange[Uint32, config.mask_words]
-            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.raw_bytes_of_cta], VECTOR_BYTES]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if warp == config.load_warp:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)

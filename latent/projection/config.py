@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from warpspec.common import memory
-from warpspec.common.barriers import Barrier
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
     REGISTERS_PER_SM,
@@ -19,9 +19,11 @@ from warpspec.common.hardware import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
 )
+from warpspec.common.memory import TMEM_ADDRESS, Region, barrier_region, smem_bytes, tile_region
 
 PRODUCER_REGISTERS = 40
-BARRIER_BYTES = 1024  # room for the mbarriers, and on sm_100a the TMEM address
+CONTROL_BYTES = memory.TILE_ALIGNMENT  # of the mbarriers, and on sm_100a the TMEM address
+BARRIERS = CONTROL_BYTES // MBARRIER_BYTES - 1  # room for so many mbarriers, and for the address
 MOST_STAGES = 8
 COLUMN_TILES = (64, 128, 256)  # tile_n, the N of a tile
 MOST_FLOAT8_COLUMNS = 128  # most columns of a tile in FP8: one scale for all of them
@@ -73,11 +75,28 @@ class ProjectionConfig:
 
     @property
     def stages(self) -> int:
-        return min(MOST_STAGES, (MAX_SMEM_PER_CTA - BARRIER_BYTES) // self.stage_bytes)
+        return min(MOST_STAGES, (MAX_SMEM_PER_CTA - CONTROL_BYTES) // self.stage_bytes)
+
+    @property
+    def smem_regions(self) -> tuple[Region, ...]:
+        """Shared memory, in order."""
+        stages, boxes, depth = self.stages, self.row_boxes, self.stage_depth
+        return (
+            *self.control_regions,
+            tile_region(
+                "a", stages * boxes * self.a_bytes, "A", f"{stages} x {boxes} x [{self.box_rows}, {depth}]"
+            ),
+            tile_region("b", stages * self.b_bytes, "B", f"{stages} x [{self.tile_n}, {depth}]"),
+        )
+
+    @property
+    def control_regions(self) -> tuple[Region, ...]:
+        """What stands in front of the stages."""
+        return (barrier_region(self.barriers, BARRIERS),)
 
     @property
     def smem_bytes(self) -> int:
-        return BARRIER_BYTES + self.stages * self.stage_bytes
+        return smem_bytes(self.smem_regions)
 
 
 @dataclass(frozen=True)
@@ -125,6 +144,10 @@ class Sm100Config(ProjectionConfig):
     def __post_init__(self):
         super().__post_init__()
         assert self.tmem_columns <= TMEM_COLUMNS
+
+    @property
+    def control_regions(self) -> tuple[Region, ...]:
+        return (*super().control_regions, TMEM_ADDRESS)
 
     @property
     def box_rows(self) -> int:

@@ -15,6 +15,7 @@ from cutlass import BFloat16, Float32, Int32
 
 from warpspec.common.compile import fake_rows
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.latent.projection.config import ProjectionConfig
 
@@ -123,8 +124,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, bases, atoms, c
             for ring in rings:
                 ring.load(block, stage, channels["full"].barrier(use + block))
         use += work.blocks
-    for last in cutlass.range(cutlass.max(use - config.stages, 0), use, unroll=1):
-        channels["empty"].wait(last)
+    drain((channels["empty"],), use)
 
 
 def ring_of(config, atom, coordinates, base, dtype, box, at, number) -> tma.TileRing:

@@ -13,9 +13,10 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from warpspec.common.device import tma, tmem
+from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.latent.projection.config import ACCUMULATORS, BARRIER_BYTES, Sm100Config
+from warpspec.common.device.storage import allocate
+from warpspec.latent.projection.config import ACCUMULATORS, Sm100Config
 from warpspec.latent.projection.device import (
     SCALE_COLUMNS,
     ProjectionHost,
@@ -25,7 +26,6 @@ from warpspec.latent.projection.device import (
     tile_at,
 )
 
-BARRIER_SLOTS = BARRIER_BYTES // 8 - 1  # the last 8 bytes hold the TMEM address
 VECTOR = 8  # bf16 numbers of one 16-byte store
 READ_COLUMNS = 32  # columns of an accumulator read at a time
 
@@ -39,27 +39,14 @@ class Projection(ProjectionHost):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_SLOTS]
-            tmem_address: Int32
-            a: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.a_bytes], tma.TILE_ALIGNMENT
-            ]
-            b: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.b_bytes], tma.TILE_ALIGNMENT
-            ]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
-        if warp == 0:
-            cute.arch.alloc_tmem(config.tmem_columns, storage.tmem_address)
-            cute.arch.relinquish_tmem_alloc_permit()
+        tmem.allocate(warp, config.tmem_columns, storage.tmem_address.data_ptr())
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        columns = tmem.base(storage.tmem_address.data_ptr())
         bases = (storage.a.data_ptr(), storage.b.data_ptr())
         if warp == config.load_warp:
             load(config, channels, bases, atoms, coordinates, out, work)
@@ -68,8 +55,7 @@ class Projection(ProjectionHost):
         else:
             finish_tiles(config, channels, columns, (a_scales, b_scales), out, work, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.epilogue_threads)
-            if warp == 0:
-                cute.arch.dealloc_tmem(columns, config.tmem_columns)
+            tmem.free(warp, columns, config.tmem_columns)
 
 
 def make_mma(config: Sm100Config) -> cute.TiledMma:

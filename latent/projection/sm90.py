@@ -15,6 +15,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import (
     COLUMNS,
     PAIR,
@@ -27,7 +28,7 @@ from warpspec.common.device.wgmma import (
     transpose,
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.latent.projection.config import BARRIER_BYTES, PRODUCER_REGISTERS, Sm90Config
+from warpspec.latent.projection.config import PRODUCER_REGISTERS, Sm90Config
 from warpspec.latent.projection.device import (
     SCALE_COLUMNS,
     ProjectionHost,
@@ -48,18 +49,7 @@ class Projection(ProjectionHost):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
-            a: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.consumers * config.stages * config.a_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            b: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.b_bytes], tma.TILE_ALIGNMENT
-            ]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         load_warp = config.consumers * WARPGROUP_THREADS // WARP_THREADS
         if warp == load_warp:

@@ -367,38 +367,31 @@ class GemmConfig:
         return memory.TILE_ALIGNMENT + self.staging_bytes
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, contents) of shared memory, in order."""
-        stages, swizzle = self.stages, "128-byte swizzle"
-        barriers = f"{barrier_count(self.barriers)} mbarriers, {RECORDS} tile records, 4 bytes"
-        atoms = f"{K_STEPS} x 512"
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
+        stages, words = self.stages, self.records_bytes // WORD_BYTES
+        scales = f"{stages} x (tokens' 1, weights' {self.weight_atoms}) x {K_STEPS} x 512, as in memory"
+        staging = (
+            f"{len(self.epilogue_warps)} x {self.staging_tokens} tokens x {self.segment_columns} outputs"
+        )
+        aligned = ("uint8", memory.TILE_ALIGNMENT)
         return (
-            ("barriers, records, TMEM address", memory.TILE_ALIGNMENT, barriers),
-            (
-                "tokens",
-                stages * self.token_bytes,
-                f"{stages} x [{self.token_rows}, {K_TILE}] e2m1, {swizzle}",
+            memory.barrier_region(self.barriers, self.barrier_slots),
+            memory.Region("records", words, "int32", self.record_bytes, "", f"{RECORDS} tile records"),
+            memory.TMEM_ADDRESS,
+            memory.tile_region(
+                "tokens", stages * self.token_bytes, "", f"{stages} x [{self.token_rows}, {K_TILE}] e2m1"
             ),
-            (
-                "weights",
-                stages * self.weight_bytes,
-                f"{stages} x [{self.weight_rows}, {K_TILE}] e2m1, {swizzle}",
+            memory.tile_region(
+                "weights", stages * self.weight_bytes, "", f"{stages} x [{self.weight_rows}, {K_TILE}] e2m1"
             ),
-            (
-                "scales",
-                stages * self.scale_bytes,
-                f"{stages} x (tokens' 1, weights' {self.weight_atoms}) x {atoms}, as in memory",
-            ),
-            (
-                "staging",
-                self.staging_bytes,
-                f"{len(self.epilogue_warps)} x {self.staging_tokens} tokens x {self.segment_columns} outputs",
-            ),
+            memory.Region("scales", stages * self.scale_bytes, *aligned, "", scales),
+            memory.Region("staging", self.staging_bytes, *aligned, "", staging),
         )
 
     @property
     def smem_bytes(self) -> int:
-        return sum(size for _, size, _ in self.smem_regions)
+        return memory.smem_bytes(self.smem_regions)
 
     # Barriers.
 

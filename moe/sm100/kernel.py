@@ -10,9 +10,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from warpspec.common.device import tma
+from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import WORD_BYTES
+from warpspec.common.device.storage import allocate
 from warpspec.moe.sm100.config import GemmConfig
 from warpspec.moe.sm100.epilogue import Operands, epilogue
 from warpspec.moe.sm100.load import load, make_sources, make_stages
@@ -82,39 +82,17 @@ class GroupedGemm:
         rank = block % config.ctas  # in the pair
 
         # 1. Shared memory: barriers, tile records, the TMEM address, stages, staging of the result.
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, config.barrier_slots]
-            records: cute.struct.Align[
-                cute.struct.MemRange[Int32, config.records_bytes // WORD_BYTES], config.record_bytes
-            ]
-            tmem_address: Int32
-            tokens: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.token_bytes], tma.TILE_ALIGNMENT
-            ]
-            weights: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.weight_bytes], tma.TILE_ALIGNMENT
-            ]
-            scales: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.stages * config.scale_bytes], tma.TILE_ALIGNMENT
-            ]
-            staging: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.staging_bytes], tma.TILE_ALIGNMENT
-            ]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         records = Records.make(channels, storage.records.data_ptr())
 
         # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
-        if warp == 0:
-            cute.arch.alloc_tmem(config.tmem_allocation, storage.tmem_address, is_two_cta=config.pair)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=config.pair)
+        tmem.allocate(warp, config.tmem_allocation, storage.tmem_address.data_ptr(), config.pair)
         if warp == config.load_warp:
             for source in sources:
                 cute.nvgpu.cpasync.prefetch_descriptor(source.atom)
         synchronize(config)  # also waits until the pair's other CTA has initialised its barriers
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        columns = tmem.base(storage.tmem_address.data_ptr())
 
         # 3. Roles.
         regions = (
@@ -139,8 +117,7 @@ class GroupedGemm:
 
         # 4. All accumulators have been read; no CTA of a pair may leave while the other may arrive at its barriers.
         synchronize(config)
-        if warp == 0:
-            cute.arch.dealloc_tmem(columns, config.tmem_allocation, is_two_cta=config.pair)
+        tmem.free(warp, columns, config.tmem_allocation, config.pair)
 
 
 @cute.jit

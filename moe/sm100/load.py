@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import WORD_BYTES
 from warpspec.common.nvfp4 import ATOM_ROWS
 
@@ -147,9 +148,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, records, source
             fill += 1
         use += 1
         tile = records.read(use)
-    # A CTA must not end while arrivals at its barriers are outstanding.
-    for behind in cutlass.range(cutlass.max(fill - config.stages, 0), fill, unroll=1):
-        empty.wait(behind)
+    drain((empty,), fill)
 
 
 def ring(source: Source, box, first, shared) -> tma.TileRing:

@@ -15,6 +15,7 @@ from warpspec.common.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
+    VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
@@ -194,24 +195,24 @@ class StreamConfig:
         return min(shape.splits - 1, 1) * shape.row_groups * WARPGROUP_ROWS * shape.tokens * FP32_BYTES
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, contents) of shared memory."""
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
         shape = self.shape
         weights = f"{shape.stages} x {shape.row_groups} x {shape.steps} steps of 64 features: scales, codes"
-        tokens = (
-            f"{shape.stages} x [{self.stage_chunks}, {shape.tokens}, 64] of activations, 128-byte swizzle"
-        )
+        tokens = f"{shape.stages} x [{self.stage_chunks}, {shape.tokens}, 64] of activations"
+        ring = shape.stages * shape.row_groups * self.weight_bytes
         return (
-            ("barriers", BARRIER_BYTES, "mbarriers"),
-            ("weights", shape.stages * shape.row_groups * self.weight_bytes, weights),
-            ("tokens", shape.stages * self.token_bytes, tokens),
-            ("sums", self.sums_bytes, "between the turns of consumers, in fp32"),
+            memory.barrier_region(self.barriers, BARRIER_BYTES // MBARRIER_BYTES),
+            memory.tile_region("tokens", shape.stages * self.token_bytes, "", tokens),
+            memory.Region("weights", ring, "uint8", memory.ROW_BYTES, "", weights),
+            memory.Region(
+                "sums", self.sums_bytes, "uint8", VECTOR_BYTES, "", "between the turns of consumers, in fp32"
+            ),
         )
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory, including what alignment may take."""
-        return sum(size for _, size, _ in self.smem_regions) + memory.TILE_ALIGNMENT
+        return memory.smem_bytes(self.smem_regions)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

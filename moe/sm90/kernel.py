@@ -12,10 +12,10 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
-from warpspec.moe.sm90.config import BARRIER_BYTES, WARPS, StreamConfig
+from warpspec.common.device.storage import allocate
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.moe.sm90.config import WARPS, StreamConfig
 from warpspec.moe.sm90.consumer import consume
 from warpspec.moe.sm90.load import load
 from warpspec.moe.sm90.tiles import Operands
@@ -72,18 +72,14 @@ class StreamedGemm:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sizes = {name: size for name, size, _ in config.smem_regions}
 
         # 1. Shared memory: barriers and the ring.
-        smem = cutlass.memory.SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, BARRIER_BYTES // 8)
-        tokens = smem.allocate(sizes["tokens"], byte_alignment=tma.TILE_ALIGNMENT)
-        weights = smem.allocate(sizes["weights"], byte_alignment=tma.ROW_BYTES)
+        storage = allocate(config.smem_regions)
         sums = None
-        if cutlass.const_expr(sizes["sums"] > 0):
-            sums = smem.allocate(sizes["sums"], byte_alignment=VECTOR_BYTES)
-        shared = Shared(weights, tokens, sums)
-        channels = init_barriers(config.barriers, barriers)
+        if cutlass.const_expr(config.sums_bytes > 0):
+            sums = storage.sums.data_ptr()
+        shared = Shared(storage.weights.data_ptr(), storage.tokens.data_ptr(), sums)
+        channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         cute.arch.sync_threads()
         if cutlass.const_expr(not config.early):
             cute.arch.griddepcontrol_wait()

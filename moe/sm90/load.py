@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import BF16_BYTES, QUAD, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.moe.sm90.config import STEP_ROW_BYTES
 from warpspec.moe.sm90.tiles import has_rows, stage_count, tile_at, tile_count
@@ -51,8 +52,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, ops, wa
                 load_tokens(config, shared, ops, tile, number, use, warp, lane, rows)
             cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
             use += 1
-    for last in cutlass.range(cutlass.max(use - config.shape.stages, 0), use, unroll=1):
-        channels["empty"].wait(last)
+    drain((channels["empty"],), use)
 
 
 @cute.jit

@@ -33,7 +33,7 @@ def configs(module) -> list:
 def kernel(name: str, found: list, extra: list[tuple]) -> str:
     """Tables of an architecture's kernels. extra: rows about what only it has."""
     regions = zip(*(config.smem_regions for config in found), strict=True)
-    rows = [(row[0][0], *(size for _, size, _ in row), row[1][2]) for row in regions]
+    rows = [(row[0].title or row[0].name, *(each.bytes for each in row), row[1].holds) for row in regions]
     rows.append(("a CTA", *(config.smem_bytes for config in found), f"of {MAX_SMEM_PER_CTA}"))
     smem = table(("shared memory, bytes", *(f"D {d}" for d in HEAD_DIMS), "holds, at D 128"), [*rows, *extra])
     barriers = [

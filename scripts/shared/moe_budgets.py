@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from warpspec.common.hardware import MAX_SMEM_PER_CTA
+from warpspec.common.memory import budget_rows
 from warpspec.moe.sm90 import plan as sm90_plan
 from warpspec.moe.sm90.config import StreamConfig
 from warpspec.moe.sm100.config import ACCUMULATORS, PAIR, SINGLE, SWAPPED, GemmConfig
@@ -31,7 +32,7 @@ def overview_rows():
 
 def memory_rows(config: GemmConfig):
     """(SMEM rows, TMEM rows) of one kernel."""
-    smem = [*config.smem_regions, ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}")]
+    smem = [*budget_rows(config.smem_regions), ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}")]
     rows = "tokens" if not config.swapped else "features"
     columns = "features" if not config.swapped else "tokens"
     tmem = []
@@ -73,8 +74,8 @@ def streamed_markdown() -> list[str]:
     ]
     rows_head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
     smem = [
-        *config.smem_regions,
-        ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}, with room for alignment"),
+        *budget_rows(config.smem_regions),
+        ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}"),
     ]
     return [
         "sm_90a (features x tokens):",

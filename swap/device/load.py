@@ -191,14 +191,3 @@ def awaited(config, phase, ops, flow, piece, step, k_tile) -> tuple:
     group = (piece.first + k_tile) // config.group_k
     tiles = cutlass.min(column_tiles - group * GROUP_TILES, GROUP_TILES)
     return flow.tile("up", row_tile, group), Int32(tiles * (step + 1))
-
-
-@cute.jit
-def drain(channel: cutlass.Constexpr, use):
-    """Wait until every stage of a ring has been released, after ``use`` fills. channel: the ring's empty.
-
-    Needed before another ring takes the memory, here and in the CTAs that this one loads for. Also needed at the end,
-    so that no arrival at a barrier of an exited CTA is outstanding.
-    """
-    for last in cutlass.range(cutlass.max(use - channel.stages, 0), use, unroll=1):
-        channel.wait(last)

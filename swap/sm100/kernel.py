@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Int32
 
-from warpspec.common.device import tma
-from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device import tma, tmem
+from warpspec.common.device.pipeline import drain, init_barriers
 from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.flow import Flow
 from warpspec.swap.device.host import SwapHost
-from warpspec.swap.device.load import Loads, drain, load_phase, make_sources
+from warpspec.swap.device.load import Loads, load_phase, make_sources
 from warpspec.swap.device.work import Work
 from warpspec.swap.sm100.epilogue import epilogue
 from warpspec.swap.sm100.mma import fragments, mma
@@ -49,14 +49,12 @@ class Products(SwapHost):
         channels = init_barriers(config.barriers, barriers)
 
         # 2. Tensor memory: warp 0 allocates and, after the epilogue, frees.
-        if warp == 0:
-            cute.arch.alloc_tmem(config.accumulator_columns, tmem_address)
-            cute.arch.relinquish_tmem_alloc_permit()
+        tmem.allocate(warp, config.accumulator_columns, tmem_address)
         if warp == config.load_warp:
             for source in sources[0]:
                 cute.nvgpu.cpasync.prefetch_descriptor(source.atom)
         cute.arch.sync_threads()
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
+        columns = tmem.base(tmem_address)
         cute.arch.griddepcontrol_launch_dependents()
 
         # 3. Roles.
@@ -71,9 +69,8 @@ class Products(SwapHost):
             loads = Loads.make(config, config.phase, sources[0], base, BFloat16, work)
             flow = Flow.of(config, ops)
             use = load_phase(config, config.phase, channels, loads, work, ops, flow, Int32(0), Int32(0))
-            drain(channels[f"{config.phase}_empty"], use)
+            drain((channels[f"{config.phase}_empty"],), use)
 
         # 4. The accumulator has been read.
         cute.arch.sync_threads()
-        if warp == 0:
-            cute.arch.dealloc_tmem(columns, config.accumulator_columns)
+        tmem.free(warp, columns, config.accumulator_columns)

@@ -10,12 +10,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32
 
 from warpspec.common.device import tma
-from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.pipeline import drain, init_barriers
 from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
-from warpspec.swap.device.load import Loads, drain, load_phase, load_router, make_sources, router_ring
+from warpspec.swap.device.load import Loads, load_phase, load_router, make_sources, router_ring
 from warpspec.swap.device.phase import make_scratch
 from warpspec.swap.device.router import RouterTile
 from warpspec.swap.device.rows import rows_phase
@@ -107,17 +107,17 @@ def load(
         up, down, router = Int32(0), Int32(0), Int32(0)
         router = load_router(config, channels, loads["router"], router)
         for step in cutlass.range(steps, unroll=1):
-            drain(channels["router_empty"], router)
+            drain((channels["router_empty"],), router)
             up = load_phase(config, "up", channels, loads["up"], works["up"], ops, flow, step, up)
-            drain(channels["up_empty"], up)
+            drain((channels["up_empty"],), up)
             down = load_phase(config, "down", channels, loads["down"], works["down"], ops, flow, step, down)
-            drain(channels["down_empty"], down)
+            drain((channels["down_empty"],), down)
             if swaps_after(step, steps, k_ffn):
                 router = load_router(config, channels, loads["router"], router)
     else:
         phase = config.phase
         use = load_phase(config, phase, channels, loads[phase], works[phase], ops, flow, Int32(0), Int32(0))
-        drain(channels[f"{phase}_empty"], use)
+        drain((channels[f"{phase}_empty"],), use)
 
 
 @cute.jit

@@ -136,8 +136,8 @@ def test_arguments():
     with pytest.raises(TypeError, match=r"^group: must be a torch.distributed.ProcessGroup"):
         moe_ffn(x, layer, ids, weights, group=2, backend="reference")
     for capacity, error, says in (
-        (True, TypeError, "must be an int or None, got True"),
-        (0, ValueError, "must be positive, got 0"),
+        (True, TypeError, "must be an int, got True"),
+        (0, ValueError, "must be at least 1, got 0"),
         (4, ValueError, "needs a group, got 4 without one"),
     ):
         with pytest.raises(error, match=rf"^capacity: {says}"):

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.features import BLOCK
@@ -40,15 +41,9 @@ def load(
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
             head, query_tile = tile.following(head, query_tile)
-        for name, stages in released(config, channels):
-            for last in cutlass.range(cutlass.max(tile.steps - stages, 0), tile.steps, unroll=1):
-                channels[name + "_empty"].wait(last)
-
-
-def released(config, channels) -> list:
-    """(name, stages) of the rings that are handed back."""
-    rings = (("q", config.q_stages), ("do", config.do_stages))
-    return [(name, stages) for name, stages in rings if name + "_empty" in channels]
+        for name in ("q_empty", "do_empty"):  # dO's buffers may come back with Q's
+            if cutlass.const_expr(name in channels):
+                drain((channels[name],), tile.steps)
 
 
 def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:

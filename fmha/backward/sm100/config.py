@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.barriers import Barrier, barrier_count
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.features import BackwardFeatures, backward_features
@@ -93,12 +94,13 @@ class BackwardConfig(BackwardFeatures):
         return self.tmem_dk + self.width
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it), in order."""
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
         return (
-            ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
+            memory.barrier_region(self.barriers, BARRIER_BYTES // MBARRIER_BYTES - 1),
+            memory.TMEM_ADDRESS,
             *self.operand_regions,
-            ("dS", self.ds_bytes, f"transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle"),
+            memory.tile_region("ds", self.ds_bytes, "dS", f"transposed [{self.tile_n}, {self.tile_m}]"),
         )
 
     @property

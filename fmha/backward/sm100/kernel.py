@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 
-from warpspec.common.device import tma
+from warpspec.common.device import tma, tmem
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import FP32_BYTES, TMEM_COLUMNS
+from warpspec.common.device.storage import allocate
+from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import load
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
-from warpspec.fmha.backward.sm100.config import BARRIER_BYTES
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 from warpspec.fmha.device.grid import requests_of
@@ -71,41 +69,16 @@ class Backward(BackwardHost):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # 1. Shared memory.
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8 - 1]
-            tmem_address: Int32
-            statistics: cute.struct.Align[
-                cute.struct.MemRange[Float32, config.q_stages * config.statistics_bytes // FP32_BYTES], 1024
-            ]
-            k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
-            ]
-            v: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
-            ]
-            q: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.q_stages * config.query_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            do: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.do_stages * config.query_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            ds: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.ds_bytes], tma.TILE_ALIGNMENT]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
 
         # 2. Tensor memory: warp 0 allocates and, after the results are written, frees.
-        if warp == 0:
-            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address)
-            cute.arch.relinquish_tmem_alloc_permit()
+        tmem.allocate(warp, TMEM_COLUMNS, storage.tmem_address.data_ptr())
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        columns = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        columns = tmem.base(storage.tmem_address.data_ptr())
 
         # 3. Roles.
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
@@ -115,8 +88,7 @@ class Backward(BackwardHost):
         if warp < config.mma_warp:
             work_on_keys(config, channels, shared, operands, scales, tile, part, columns, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.mma_warp * 32)
-            if warp == 0:
-                cute.arch.dealloc_tmem(columns, TMEM_COLUMNS)
+            tmem.free(warp, columns, TMEM_COLUMNS)
         elif warp == config.mma_warp:
             mma(config, channels, shared, operands.q.element_type, tile, part, columns)
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.barriers import Barrier, barrier_count
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
@@ -176,23 +177,21 @@ class BackwardConfig(BackwardFeatures):
         return self.tile_m * self.tile_n * ELEMENT_BYTES if self.paired else 0
 
     @property
-    def smem_regions(self) -> tuple[tuple[str, int, str], ...]:
-        """(region, bytes, what stands in it), in order."""
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
+        ds = f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}]"
         return (
-            ("barriers", BARRIER_BYTES, f"{barrier_count(self.barriers)} mbarriers"),
+            memory.barrier_region(self.barriers, BARRIER_BYTES // MBARRIER_BYTES),
             *self.operand_regions,
-            (
-                "dS",
-                self.ds_stages * self.ds_bytes,
-                f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}], 128-byte swizzle",
+            memory.tile_region("ds", self.ds_stages * self.ds_bytes, "dS", ds),
+            memory.tile_region(
+                "bias", BIAS_STAGES * self.bias_bytes, "", f"{BIAS_STAGES} x [{self.tile_m}, 64] a consumer"
             ),
-            (
-                "bias",
-                BIAS_STAGES * self.bias_bytes,
-                f"{BIAS_STAGES} x [{self.tile_m}, 64] a consumer, 128-byte swizzle",
+            memory.Region(
+                "p", self.p_bytes, "uint8", memory.TILE_ALIGNMENT, "P",
+                "for dS, fp16, in the order of wgmma's registers",
             ),
-            ("P", self.p_bytes, "for dS, fp16, in the order of wgmma's registers"),
-        )
+        )  # fmt: skip
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

@@ -6,17 +6,15 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import FP32_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.device.storage import allocate
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import load
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm90.config import (
-    BARRIER_BYTES,
-    BIAS_STAGES,
     CONSUMER_REGISTERS,
     CONSUMERS,
     PRODUCER_REGISTERS,
@@ -91,33 +89,7 @@ class Backward(BackwardHost):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # 1. Shared memory.
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, BARRIER_BYTES // 8]
-            statistics: cute.struct.MemRange[Float32, config.q_stages * config.statistics_bytes // FP32_BYTES]
-            k: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
-            ]
-            v: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.key_tile_bytes], tma.TILE_ALIGNMENT
-            ]
-            q: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.q_stages * config.query_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            do: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.do_stages * config.query_tile_bytes],
-                tma.TILE_ALIGNMENT,
-            ]
-            ds: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, config.ds_stages * config.ds_bytes], tma.TILE_ALIGNMENT
-            ]
-            bias: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Uint8, BIAS_STAGES * config.bias_bytes], tma.TILE_ALIGNMENT
-            ]
-            p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.p_bytes], tma.TILE_ALIGNMENT]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if warp == config.load_warp:
             for atom in atoms:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import (
-    FP32_BYTES,
     MAX_SMEM_PER_CTA,
     TMEM_COLUMNS,
     VECTOR_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
+from warpspec.common.memory import TMEM_ADDRESS, Region, barrier_region, smem_bytes, tile_region
 from warpspec.latent.cache.formats import INDEX_FORMATS, RowFormat
 from warpspec.latent.indexer.scores_config import BEGIN_TILES, FORMATS, MAX_HEADS, MOST_PARTS
 
 COLUMNS_STEP = 16  # N of tcgen05.mma is a multiple of this if M is 128
 ATOM_COLUMNS = 4  # columns of tensor memory that the scales of 128 rows take
 ATOM_BYTES = 512  # bytes of shared memory that they take
+ATOM_ALIGNMENT = 128
 PRODUCT_BYTES = 32  # bytes of a row that one product takes along K, in every format
 SPARE_ACCUMULATORS = 1  # accumulators beside one for each warpgroup, where the launch also selects
 SCORE_BARRIER = 1  # named barrier of the threads that score
@@ -127,9 +128,23 @@ class Sm100ScoresConfig:
         return (self.stages + 1) * ATOM_BYTES if self.scaled else 0
 
     @property
+    def smem_regions(self) -> tuple[Region, ...]:
+        """Shared memory, in order."""
+        tile = f"[{self.tile_keys}, {self.fmt.data_bytes} bytes]"
+        return (
+            barrier_region(self.barriers),
+            TMEM_ADDRESS,
+            Region("weights", self.columns, "float32", VECTOR_BYTES, "", "of the heads"),
+            tile_region("keys", self.stages * self.key_bytes, "", f"{self.stages} x {tile}"),
+            tile_region("query", self.query_bytes, "", f"[{self.columns}, {self.fmt.data_bytes} bytes]"),
+            Region(
+                "scales", self.scale_bytes, "uint8", ATOM_ALIGNMENT, "", "of each stage's keys, of the query"
+            ),
+        )
+
+    @property
     def smem_bytes(self) -> int:
-        rows = self.stages * self.key_bytes + self.query_bytes + self.scale_bytes
-        return rows + self.columns * FP32_BYTES + (barrier_count(self.barriers) + 1) * MBARRIER_BYTES
+        return smem_bytes(self.smem_regions)
 
     # Tensor memory, in columns: accumulators, the scales of each stage's keys, the query's scales.
 

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from warpspec.common.device.pipeline import drain
 from warpspec.common.device.words import shuffle_address
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.latent.indexer.device.entries import find_page, locate
@@ -129,5 +130,4 @@ def load_tiles(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, e
             copy(target, scales, WORD_BYTES, row != 0)
         cute.arch.cp_async_mbarrier_arrive_noinc(channels["full"].barrier(use))
         use += 1
-    for last in cutlass.range(cutlass.max(use - config.stages, 0), use, unroll=1):
-        channels["empty"].wait(last)
+    drain((channels["empty"],), use)

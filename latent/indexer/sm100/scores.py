@@ -12,10 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.barriers import barrier_count
 from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
+from warpspec.common.device.storage import allocate
+from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.memory import tmem_allocation
 from warpspec.latent.indexer.device.entries import entries_of, find_page, load_global, locate
 from warpspec.latent.indexer.device.scores_host import (
@@ -108,21 +108,9 @@ def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
 
     Executed by all threads; ends with a barrier.
     """
-
-    @cute.struct
-    class Storage:
-        barriers: cute.struct.MemRange[cutlass.Int64, barrier_count(config.barriers)]
-        tmem_address: Int32
-        weights: cute.struct.Align[cute.struct.MemRange[Float32, config.columns], VECTOR_BYTES]
-        keys: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.stages * config.key_bytes], 1024]
-        query: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.query_bytes], 1024]
-        scales: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.scale_bytes], 128]
-
-    storage = cutlass.memory.SmemAllocator().allocate(Storage)
+    storage = allocate(config.smem_regions)
     channels = init_barriers(config.barriers, storage.barriers.data_ptr())
-    if warp == 0:
-        cute.arch.alloc_tmem(tmem_allocation(config.tmem_columns), storage.tmem_address)
-        cute.arch.relinquish_tmem_alloc_permit()
+    tmem.allocate(warp, tmem_allocation(config.tmem_columns), storage.tmem_address.data_ptr())
     key_scales, query_scales = None, None
     if cutlass.const_expr(config.scaled):
         key_scales = storage.scales.data_ptr()
@@ -137,7 +125,7 @@ def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
     stage_query(config, shared, query, weights, thread)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_threads()
-    return channels, shared, cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+    return channels, shared, tmem.base(storage.tmem_address.data_ptr())
 
 
 def scorer(config: Sm100ScoresConfig, channels, shared: Shared, columns, work: Work, thread) -> Scorer:
@@ -153,8 +141,7 @@ def scorer(config: Sm100ScoresConfig, channels, shared: Shared, columns, work: W
 def release(config: cutlass.Constexpr, columns, warp):
     """Free tensor memory once all threads that score have read theirs; they wait here."""
     cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=config.score_threads)
-    if warp == 0:
-        cute.arch.dealloc_tmem(columns, tmem_allocation(config.tmem_columns))
+    tmem.free(warp, columns, tmem_allocation(config.tmem_columns))
 
 
 class Scores(ScoresHost):
