@@ -24,6 +24,7 @@ from warpspec.sim.views import sarif
 
 COMPILATION = 8.0  # seconds predicted for compiling a test's kernels
 SECONDS_OF_WORK = 5e-8  # predicted for each unit of `work`, before the test has run once
+REMINDER = 2.0  # seconds until OverLimit is raised again: Python drops what is raised in a finalizer
 SIZES = 3  # of a test's parameters that count for its work
 KEPT = "warpspec/costs"  # in pytest's cache: seconds by test
 CANNOT = (UnsupportedInstruction, PtxSyntaxError, HostError)
@@ -152,7 +153,7 @@ class Suite:
             raise OverLimit
 
         before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, self.options.warpspec_limit)
+        signal.setitimer(signal.ITIMER_REAL, self.options.warpspec_limit, REMINDER)
         try:
             yield
         finally:
