@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from warpspec.sim.codegen.layout import Ctx, Fault, guard_text
@@ -20,6 +21,8 @@ from warpspec.sim.names import placed
 from warpspec.sim.registry import row_of
 from warpspec.sim.warp import Cluster, Group, Warp
 
+MOST_CTAS = 6  # CTAs that a row of a deadlock report names besides its own
+LAST_ARRIVAL = re.compile(r"last arrival by warp \d+")
 MOST_ROWS = 64  # lines of a deadlock report; what is left out is counted
 
 
@@ -70,10 +73,7 @@ def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headli
                         stuck_text(program, warp, group),
                     )
                     alike.setdefault(key, []).append(warp.index)
-    rows = []
-    for (coords, lane_text, what), warps in alike.items():
-        plural = "s" if len(warps) > 1 else ""
-        rows.append(f"CTA {coords} warp{plural} {format_lanes(tuple(warps))} lanes {lane_text}: {what}")
+    rows = _one_row_for_alike(alike)
     if len(rows) > MOST_ROWS:
         rows[MOST_ROWS:] = [f"and {len(rows) - MOST_ROWS} lines more"]
     if not any(ins.source for ins in program.kernel.instrs):
@@ -81,6 +81,28 @@ def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headli
     if pending:
         rows.append(f"{pending} asynchronous operations pending")
     return Deadlock("\n  ".join([f"{headline}:", *rows]), where(program))
+
+
+def _one_row_for_alike(stuck: dict[tuple, list[int]]) -> list[str]:
+    """Rows of a deadlock report: what the first CTA's warps wait for, and which other CTAs' warps wait alike.
+
+    stuck: the warps of a CTA that wait alike, by the CTA's coordinates, the lanes and what they wait for.
+    """
+    groups: dict[tuple, list[tuple]] = {}
+    for (coords, lane_text, what), warps in stuck.items():
+        anyone = LAST_ARRIVAL.sub("", what.replace(f"CTA {coords}", "own CTA"))
+        groups.setdefault((lane_text, tuple(warps), anyone), []).append((coords, what))
+    rows = []
+    for (lane_text, warps, _), members in groups.items():
+        (coords, what), *others = members
+        plural = "s" if len(warps) > 1 else ""
+        row = f"CTA {coords} warp{plural} {format_lanes(warps)} lanes {lane_text}: {what}"
+        if others:
+            shown = ", ".join(str(other) for other, _ in others[:MOST_CTAS])
+            more = f" and {len(others) - MOST_CTAS} more" if len(others) > MOST_CTAS else ""
+            row += f"; alike in CTA{'s' if len(others) > 1 else ''} {shown}{more}"
+        rows.append(row)
+    return rows
 
 
 def stuck_text(program: Program, w: Warp, group: Group) -> str:

@@ -379,6 +379,10 @@ class Machine:
                     f"{cta.tmem.describe()}",
                     Where(self.program.name, cta.coords),
                 )
+        for barrier in cta.mbarriers.values():
+            text = barrier.at_exit()
+            if text:
+                self.stats.warn(text)
         cluster = cta.cluster
         cluster.live_ctas -= 1
         if cluster.live_ctas == 0:

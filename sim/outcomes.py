@@ -14,14 +14,22 @@ class Outcomes:
 
     def __init__(self, arguments: dict[str, object]):
         self._tensors = dict(_tensors(arguments))
-        self._before = {name: _bytes(tensor) for name, tensor in self._tensors.items()}
+        self._before = self.now()
         self._first: dict[str, torch.Tensor] | None = None
         self._first_seed = 0
 
     def restore(self) -> None:
         """Make the tensors what they were before the first run."""
+        self.put(self._before)
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """The tensors' storages as they are."""
+        return {name: _bytes(tensor) for name, tensor in self._tensors.items()}
+
+    def put(self, contents: dict[str, torch.Tensor]) -> None:
+        """Make the tensors what `now` returned."""
         for name, tensor in self._tensors.items():
-            _bytes_of_storage(tensor)[:] = self._before[name]
+            _bytes_of_storage(tensor)[:] = contents[name]
 
     def compare(self, seed: int) -> None:
         """Raises ScheduleDependence if the tensors are not what the first run that was compared left.

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 
-from warpspec.sim.errors import SimError
+from warpspec.sim.errors import ScheduleDependence, SimError
+from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.launches import Stream
 from warpspec.sim.outcomes import Outcomes
 from warpspec.sim.report import SimReport
@@ -57,8 +58,32 @@ def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> Sim
         except SimError as error:
             error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
             raise
-        outcomes.compare(seed)
+        try:
+            outcomes.compare(seed)
+        except ScheduleDependence as error:
+            for text in dict.fromkeys(text for launch in report.launches for text in launch.warnings):
+                error.add_note(f"warning: {text}")
+            if check is None:
+                _say_what_races(error, once, outcomes, seed)
+            raise
     return report
+
+
+def _say_what_races(error: ScheduleDependence, once, outcomes: Outcomes, seed: int) -> None:
+    """Add to an error what the order checker finds in a run of the seed, and leave the tensors as they were."""
+    results = outcomes.now()
+    outcomes.restore()
+    try:
+        once(seed, "order", False)
+        error.add_note(
+            'check="order" finds nothing: not a missing barrier, perhaps a wrong phase or byte count'
+        )
+    except OrderError as order:
+        error.add_note(f'check="order" finds: {order}')
+    except SimError as other:
+        error.add_note(f'check="order" stops with {type(other).__name__}: {other}')
+    finally:
+        outcomes.put(results)
 
 
 def stream_of_run() -> Stream:

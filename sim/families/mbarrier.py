@@ -40,6 +40,7 @@ class Mbarrier:
     count: int
     pending: int
     tx: int = 0
+    expected: int = 0  # bytes, by expect_tx of all phases
     phase: int = 0
     arrivals: int = 0  # in all phases, for reports
     last: tuple | None = field(default=None, repr=False)  # (warp, instruction) of the last arrival
@@ -49,9 +50,22 @@ class Mbarrier:
     def describe(self, text: str) -> str:
         return (
             f"{text} mbarrier {place(self.cta, self.offset)}: phase {self.phase} "
-            f"(parity {self.phase & 1}), {self.pending} of {self.count} arrivals pending, {self.tx} bytes pending"
+            f"(parity {self.phase & 1}), {self.pending} of {self.count} arrivals pending, {self._bytes()}"
             f"; {self._history()}"
         )
+
+    def _bytes(self) -> str:
+        return f"{self.tx} bytes pending" if self.tx >= 0 else self._surplus()
+
+    def _surplus(self) -> str:
+        return f"{self.expected} bytes expected, {self.expected - self.tx} came"
+
+    def at_exit(self) -> str:
+        """What is wrong with it when its CTA exits, "" if nothing: more bytes came than expect_tx announced, so that
+        phases ended before all of theirs had come."""
+        if self.tx >= 0:
+            return ""
+        return f"expect_tx is too small: mbarrier {place(self.cta, self.offset)}: {self._surplus()} (in all phases)"
 
     def _history(self) -> str:
         if self.last is None:
@@ -132,6 +146,7 @@ def expect_tx(m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
 
 def _expect(m: Machine, barrier: Mbarrier, nbytes: int) -> None:
     barrier.tx += nbytes
+    barrier.expected += nbytes
     if abs(barrier.tx) > MAX_TX:
         raise BarrierFault(barrier.describe(f"the transaction count leaves its range of +-{MAX_TX} at the"))
     m.progress += 1

@@ -68,6 +68,30 @@ def test_bytes_never_sent_are_a_deadlock():
         run(body)
 
 
+def test_ctas_that_wait_alike_share_a_line():
+    body = INIT.format(count=33) + "mbarrier.arrive.shared::cta.b64 _, [%r10];\n" + WAIT.format(parity=0)
+    with pytest.raises(Deadlock) as error:
+        run(body + "membar.gl;\n", grid=(3, 1, 1))
+    text = str(error.value)
+    assert text.count("waits for parity 0") == 1
+    assert "CTA (0, 0, 0) warp 0" in text and "; alike in CTAs (1, 0, 0), (2, 0, 0)" in text, text
+
+
+def test_more_bytes_than_expected_are_named():
+    body = (
+        INIT.format(count=32)
+        + "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r10], 8;\n"
+        + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;\n"
+    )
+    report = launch(body, {"out": np.zeros(64, np.uint32)})
+    assert report.warnings == [
+        "expect_tx is too small: mbarrier at shared offset 0x400 of CTA (0, 0, 0): 128 bytes expected, 256 came "
+        "(in all phases)"
+    ]
+    with pytest.raises(Deadlock, match="0 of 32 arrivals pending, 128 bytes expected, 256 came"):
+        run(body + WAIT.format(parity=0))
+
+
 def test_named_barrier_that_a_warp_misses():
     body = OUT + "setp.ge.u32 %p1, %r1, 32; @%p1 bra SKIP; barrier.sync 2, 64;\nSKIP:"
     with pytest.raises(Deadlock, match=r"waits at named barrier 2 of CTA \(0, 0, 0\): 32 of 64 threads"):

@@ -92,6 +92,7 @@ def test_results_that_depend_on_the_schedule(racing):
     ) as found:
         sim.run(racing, x, winner, seeds=8)
     assert "under seed" in str(found.value) and (x == 1).all()
+    assert any(note.startswith('check="order" ') for note in found.value.__notes__)
     sim.run(racing, x, winner, seeds=1)
     assert (x == 2).all(), "tensors are the caller's after a run"
 
