@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from warpspec.fmha.checks import HEAD_DIMS
+from warpspec.fmha.checks import HEAD_SIZES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative error, ||got - expected|| / ||expected||, against FP32 on the same inputs.
@@ -90,7 +90,7 @@ HELP = {
         "keys": "keys a sequence",
         "heads": "query heads",
         "kv_heads": "KV heads",
-        "head_dim": "one of " + ", ".join(map(str, HEAD_DIMS)),
+        "head_dim": HEAD_SIZES,
     },
     "softmax, topk": {"rows": "", "columns": "of a row", "k": "of topk"},
     "experts": {

@@ -10,10 +10,11 @@ import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.outputs import check_apart, check_elements
+from warpspec.fmha.heads import CLASSES, LARGEST, STEP, supported
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.values import POSITION_LIMIT
 
-HEAD_DIMS = (64, 128, 256, 512)
+HEAD_SIZES = f"a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}"
 DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
@@ -88,8 +89,8 @@ def check_operand(name, tensor, operands, memory):
 def check_heads(q, k):
     """Head sizes and head counts that go together."""
     heads_q, head_dim = q.shape[-2:]
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q: head size must be one of {HEAD_DIMS}, got {head_dim} (shape {shape_of(q)})")
+    if not supported(head_dim):
+        raise ValueError(f"q: head size must be {HEAD_SIZES}, got {head_dim} (shape {shape_of(q)})")
     if heads_q == 0:
         raise ValueError(f"q: needs at least one head, got shape {shape_of(q)}")
     heads_kv = k.shape[-2]
@@ -99,6 +100,18 @@ def check_heads(q, k):
         raise ValueError(
             f"k: head count must divide q's, {heads_q}, got {heads_kv} (shape {shape_of(k)}, q {shape_of(q)})"
         )
+
+
+def check_values_size(v, k) -> int:
+    """The head size of v, which has k's shape otherwise. 512 goes with 512 alone."""
+    size, largest = v.shape[-1], CLASSES[-1]
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v: shape must be k's but for the head size, {shape_of(k)}, got {shape_of(v)}")
+    if not supported(size) or (largest in (size, k.shape[-1]) and size != k.shape[-1]):
+        raise ValueError(
+            f"v: head size must be {HEAD_SIZES} where k's is, too, got {size} (shape {shape_of(v)}, k {shape_of(k)})"
+        )
+    return size
 
 
 def check_scale(scale, head_dim):
@@ -173,13 +186,14 @@ def check_table(operands, batch) -> int:
     return k.shape[1]
 
 
-def check_out(operands, dtype, memory):
-    """out: of q's shape and device, no element twice in memory, apart from every input."""
+def check_out(operands, dtype, memory, size):
+    """out: of q's shape, but for V's head size, and device; no element twice in memory, apart from every input."""
     q, out = operands.q, operands.o
     check_tensor("out", out, (dtype,), None, q.device)
-    if out.shape != q.shape:
+    shape = [*q.shape[:-1], size]
+    if shape_of(out) != shape:
         dimensions = "[T, Hq, D]" if q.dim() == 3 else "[B, Sq, Hq, D]"
-        raise ValueError(f"out: shape must be {dimensions} = {shape_of(q)}, got {shape_of(out)}")
+        raise ValueError(f"out: shape must be {dimensions} = {shape}, got {shape_of(out)}")
     check_rows("out", out, memory)
     if out.numel() == 0:
         return

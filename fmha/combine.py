@@ -9,8 +9,9 @@ import torch
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.fmha.checks import DTYPES, HEAD_DIMS
+from warpspec.fmha.checks import DTYPES
 from warpspec.fmha.features import dtype_name
+from warpspec.fmha.heads import CLASSES
 
 THREADS = 256
 VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split
@@ -22,14 +23,15 @@ BATCH = 4  # splits a thread loads at a time: enough loads under way, few repeat
 class CombineConfig:
     """Compile-time shape of one combine kernel (``device.combine``).
 
-    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups
-    share the splits of it (way w takes w, w + ways, ...) and add up through shared memory. dtype: of o. normalize: o is
-    divided and the sink applied; otherwise o, row_max and row_sum are an un-normalised state. packed: queries past the
-    last request are left alone.
+    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups share the
+    splits of it (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial result;
+    o_dim: of o, where these are fewer, else 0. dtype: of o. normalize: o is divided and the sink applied; otherwise o,
+    row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
     """
 
     head_dim: int
     dtype: str = "bfloat16"
+    o_dim: int = 0
     ways: int = 1
     normalize: bool = True
     has_sink: bool = False
@@ -37,7 +39,7 @@ class CombineConfig:
     packed: bool = False
 
     def __post_init__(self):
-        assert self.head_dim in HEAD_DIMS
+        assert self.head_dim in CLASSES and self.columns % VECTOR == 0
         assert self.ways in (1, 2, 4, 8, 16) and self.ways <= self.groups
         assert self.normalize or not (self.has_sink or self.has_lse)
 
@@ -49,6 +51,11 @@ class CombineConfig:
         while ways * BATCH < num_splits and ways < config.groups:
             ways *= 2
         return replace(config, ways=ways)
+
+    @property
+    def columns(self) -> int:
+        """Columns of o."""
+        return self.o_dim or self.head_dim
 
     @property
     def chunk(self) -> int:
@@ -98,7 +105,7 @@ def combine_arguments(config: CombineConfig) -> tuple:
         rows(fp32, 5),
         *(fake_rows(fp32, 4) for _ in range(2)),
         fake_rows(fp32, 1) if config.has_sink else None,
-        rows(o_types[config.dtype], 4),
+        fake_rows(o_types[config.dtype], 4, config.columns, alignment=TMA_ALIGNMENT),
         fake_rows(fp32, 3) if config.has_lse else None,
         *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
         fake_rows(cutlass.Int32, 1) if config.packed else None,

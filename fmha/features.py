@@ -14,13 +14,13 @@ import torch
 from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
+from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 
 ELEMENT_BYTES = 2  # bf16 and fp16
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
-BLOCK = 64  # elements of D that stand side by side in shared memory: one span of the 128-byte swizzle
 # Keys: a page holds a multiple of the first up to the second, or a multiple of the second, the most of a KV tile. So
 # the boxes that a tile is loaded in begin where the 128-byte swizzle does, every 8 rows, and are few.
 PAGE_STEP, PAGE_LARGE = 16, 128
@@ -58,19 +58,20 @@ class Schedule(enum.Enum):
 class KernelFeatures:
     """Switches of one kernel.
 
-    dtype: "bfloat16" or "float16". head_dim: D. shared_kv: K and V are one tensor. pack: query heads of one KV group
-    whose rows stand together; row r is head r % pack of query r // pack. causal, has_left, has_right, key_stride: which
-    sides of the band that a row sees are bounded, and how. logits: the map between S and P. splits: partial results,
-    one for each split of the keys, are written. schedule: which tiles a CTA does. scheduled: a warp works out the CTA's
-    tiles for all roles (``device.record``). page_size: keys of a page of K and V, 0 where they are not paged.
-    bias_heads, bias_batches: heads, batch rows have each their own bias. packed_q, packed_k:
-    requests' queries, keys stand one behind another. many_queries: some request of packed queries has more than a
-    tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional
-    operands there are.
+    dtype: "bfloat16" or "float16". head_dim: D; v_dim: of V and O, 0 for D. shared_kv: K and V are one tensor. pack:
+    query heads of one KV group whose rows stand together; row r is head r % pack of query r // pack. causal, has_left,
+    has_right, key_stride: which sides of the band that a row sees are bounded, and how. logits: the map between S and
+    P. splits: partial results, one for each split of the keys, are written. schedule: which tiles a CTA does.
+    scheduled: a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V,
+    0 where they are not paged. bias_heads, bias_batches: heads, batch rows have each their own bias. packed_q,
+    packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more
+    than a tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which
+    optional operands there are.
     """
 
     dtype: str
     head_dim: int = 64
+    v_dim: int = 0
     shared_kv: bool = False
     pack: int = 1
     causal: bool = False
@@ -117,9 +118,14 @@ class KernelFeatures:
         return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
 
     @property
+    def heads(self) -> HeadSizes:
+        """Head sizes, and what follows from them."""
+        return HeadSizes(self.head_dim, self.v_dim or self.head_dim)
+
+    @property
     def blocks(self) -> int:
-        """Blocks of BLOCK elements that D is cut into."""
-        return self.head_dim // BLOCK
+        """Blocks of BLOCK elements that a row of Q and K is cut into."""
+        return self.heads.qk_blocks
 
     @property
     def band(self) -> bool:
@@ -171,7 +177,7 @@ class KernelFeatures:
     @property
     def piece_columns(self) -> int:
         """fp32 numbers of a row in a piece's state."""
-        return self.head_dim + PIECE_STATISTICS
+        return self.heads.v_state + PIECE_STATISTICS
 
     @property
     def cursor_bytes(self) -> int:
@@ -197,12 +203,22 @@ class KernelFeatures:
 
     @property
     def kv_tile_bytes(self) -> int:
-        return self.tile_n * self.head_dim * ELEMENT_BYTES
+        """Shared memory of a tile of K."""
+        return self.tile_n * self.heads.qk_room * ELEMENT_BYTES
+
+    @property
+    def v_tile_bytes(self) -> int:
+        """Shared memory of a tile of V."""
+        return self.tile_n * self.heads.v_room * ELEMENT_BYTES
+
+    def ring_tile_bytes(self, ring: str) -> int:
+        """Shared memory of a tile of a ring's."""
+        return self.v_tile_bytes if ring == "v" else self.kv_tile_bytes
 
     @property
     def v_bytes(self) -> int:
         """Shared memory of V's ring: none where V is K."""
-        return 0 if self.shared_kv else self.kv_stages * self.kv_tile_bytes
+        return 0 if self.shared_kv else self.kv_stages * self.v_tile_bytes
 
     @property
     def page_keys(self) -> int:
@@ -215,16 +231,20 @@ class KernelFeatures:
         """Pages, or parts of pages, that the keys of a KV tile come from."""
         return self.tile_n // self.page_keys
 
-    @property
-    def kv_box(self) -> tuple[int, int, int]:
-        """(D, KEY, BLOCK) of a K or V load: a whole tile, or the keys of (a part of) one page in one block of D."""
-        return (BLOCK, self.page_keys, self.blocks if self.tile_pages == 1 else 1)
+    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
+        """(D, KEY, BLOCK) of a load of a ring's: a whole tile, or the keys of (a part of) one page in one block of
+        D."""
+        whole = self.tile_pages == 1 and self.heads.whole
+        return (BLOCK, self.page_keys, self.heads.blocks(ring) if whole else 1)
 
-    @property
-    def kv_boxes(self) -> tuple[int, int]:
-        """(BLOCK, PAGE): loads of one K or V tile. Shared memory has a tile's pages side by side in each block
+    def kv_boxes(self, ring: str = "k") -> tuple[int, int]:
+        """(BLOCK, PAGE): loads of one tile of a ring's. Shared memory has a tile's pages side by side in each block
         of D, so a box of several blocks would leave no room between them for the other pages."""
-        return (self.blocks // self.kv_box[2], self.tile_pages)
+        return (self.heads.blocks(ring) // self.kv_box(ring)[2], self.tile_pages)
+
+    def box_of(self, row, block, source) -> tuple:
+        """Which box of K or V, as its coordinates are cut into boxes. row: of the keys, source: batch row or page."""
+        return (row, block, source) if self.heads.whole else (block, row, source)
 
 
 def takes_pages(page_size: int) -> bool:
@@ -280,6 +300,7 @@ def features(
     return {
         "dtype": dtype_name(problem.dtype),
         "head_dim": problem.head_dim,
+        "v_dim": problem.v_dim,
         "shared_kv": problem.shared_kv,
         "pack": pack,
         "causal": problem.causal,

@@ -31,6 +31,7 @@ class JoinConfig:
     normalize: bool = True
     has_sink: bool = False
     has_lse: bool = False
+    o_dim: int = 0
 
     @property
     def row_group_queries(self) -> int:
@@ -41,6 +42,11 @@ class JoinConfig:
     def row_group_rows(self) -> int:
         """Rows of a row group that are some query's."""
         return self.row_group_queries * self.pack
+
+    @property
+    def columns(self) -> int:
+        """Columns of o."""
+        return self.o_dim or self.head_dim
 
     @property
     def lanes(self) -> int:
@@ -81,7 +87,7 @@ def join_arguments(config: JoinConfig) -> tuple:
         fake_rows(fp32, 3, config.head_dim + PIECE_STATISTICS, alignment=TMA_ALIGNMENT),
         fake_rows(int32, 2, JOIN_WORDS),
         fake_rows(fp32, 1) if config.has_sink else None,
-        fake_rows(o_types[config.dtype], 4, config.head_dim, alignment=TMA_ALIGNMENT),
+        fake_rows(o_types[config.dtype], 4, config.columns, alignment=TMA_ALIGNMENT),
         fake_rows(fp32, 3) if config.has_lse else None,
         *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
     )

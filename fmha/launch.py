@@ -19,6 +19,7 @@ from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, Schedule, dtype_name
+from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
@@ -113,21 +114,24 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
     """The combine kernel of a problem whose keys are split into so many parts."""
+    sizes = problem.heads
     return CombineConfig.of(
-        problem.head_dim,
+        sizes.v_state,
         splits,
         dtype=dtype_name(problem.o_dtype),
         has_sink=problem.has_sink,
         has_lse=problem.return_lse,
         normalize=problem.normalize,
         packed=problem.packed_q,
+        o_dim=0 if sizes.v == sizes.v_state else sizes.v,
     )
 
 
 def join_config(problem: AttentionProblem, config: KernelFeatures) -> JoinConfig:
     """The kernel that joins the pieces that a kernel of ``config`` leaves."""
+    sizes = problem.heads
     return JoinConfig(
-        problem.head_dim,
+        sizes.v_state,
         config.pack,
         config.row_group_size,
         config.row_groups,
@@ -135,6 +139,7 @@ def join_config(problem: AttentionProblem, config: KernelFeatures) -> JoinConfig
         normalize=problem.normalize,
         has_sink=problem.has_sink,
         has_lse=problem.return_lse,
+        o_dim=0 if sizes.v == sizes.v_state else sizes.v,
     )
 
 
@@ -156,11 +161,11 @@ def piece_workspace(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def partial_results(o: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Workspace of split keys, fp32: o [S, B, Sq, Hq, D], row_max and row_sum [S, B, Hq, Sq]."""
-    batch, seq_q, heads, head_dim = o.shape
+    """Workspace of split keys, fp32: o [S, B, Sq, Hq, v_state], row_max and row_sum [S, B, Hq, Sq]."""
+    batch, seq_q, heads, size = o.shape
     statistics, fp32, device = (splits, batch, heads, seq_q), torch.float32, o.device
     return (
-        empty((splits, batch, seq_q, heads, head_dim), fp32, device),
+        empty((splits, batch, seq_q, heads, class_of(size)), fp32, device),
         empty(statistics, fp32, device),
         empty(statistics, fp32, device),
     )

@@ -44,7 +44,7 @@ class LogitMap:
         """The map of a problem. bias: dtype of its bias. signed: whether the factor keeps the scale's sign, so that no
         score is negated."""
         if problem.softcap is not None:
-            return cls(bias=bias, softcap=True, newton_every=int(problem.head_dim < WIDE_HEAD))
+            return cls(bias=bias, softcap=True, newton_every=int(problem.heads.v < WIDE_HEAD))
         return cls(negate=problem.scale < 0 and not signed, bias=bias)
 
 

@@ -29,8 +29,10 @@ from warpspec.fmha.checks import (
     check_softcap,
     check_starts,
     check_table,
+    check_values_size,
     check_window,
 )
+from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
@@ -51,11 +53,12 @@ class AttentionProblem:
     seq_k: int  # Sk >= 0; with a page table max_pages * page_size; of packed queries max_seqlen_k if given, a hint
     heads_q: int  # Hq >= 1, a multiple of heads_kv; query head h reads KV head h // group
     heads_kv: int  # Hkv >= 1
-    head_dim: int  # D, one of HEAD_DIMS, of q, k and v alike
+    head_dim: int  # D of q and k (``heads.supported``)
     dtype: torch.dtype  # of q, k and v: bfloat16 or float16
     device: torch.device  # of every tensor
     scale: float  # finite; logit = scale * q.k + bias, or softcap * tanh(scale * q.k / softcap) + bias
     softcap: float | None = None  # positive and finite
+    v_dim: int = 0  # head size of v and o, 0 for head_dim
     causal: bool = False  # key j visible when (j + 1) * key_stride - 1 <= p
     window_left: int | None = None  # p - left <= j; None: unbounded, otherwise 0..POSITION_LIMIT
     window_right: int | None = None  # j <= p + right; likewise
@@ -79,6 +82,11 @@ class AttentionProblem:
     least_q: int | None = None
     page_size: int | None = None  # keys to a page; None: no page table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
+
+    @property
+    def heads(self) -> HeadSizes:
+        """Head sizes, and what follows from them."""
+        return HeadSizes(self.head_dim, self.v_dim or self.head_dim)
 
     @property
     def group(self) -> int:
@@ -107,8 +115,8 @@ class AttentionProblem:
 
     @property
     def o_shape(self) -> tuple[int, int, int, int]:
-        """[B, Sq, Hq, D]; of packed queries [1, T, Hq, D]."""
-        return (*self.rows, self.heads_q, self.head_dim)
+        """[B, Sq, Hq, Dv]; of packed queries [1, T, Hq, Dv]."""
+        return (*self.rows, self.heads_q, self.heads.v)
 
     @property
     def stat_count(self) -> int:
@@ -144,8 +152,7 @@ class AttentionProblem:
                 check_operand(name, tensor, operands, memory)
         check_heads(q, k)
         heads_q, head_dim = q.shape[-2:]
-        if v is not None and v.shape != k.shape:
-            raise ValueError(f"v: shape must be k's, {shape_of(k)}, got {shape_of(v)}")
+        v_dim = head_dim if v is None else check_values_size(v, k)
         sizes = _rectangle(operands) if operands.cu_seqlens_q is None else _packed(operands, options)
         batch, seq_q, seq_k = sizes["batch"], sizes["seq_q"], sizes["seq_k"]
 
@@ -176,6 +183,7 @@ class AttentionProblem:
             heads_q=heads_q,
             heads_kv=k.shape[-2],
             head_dim=head_dim,
+            v_dim=0 if v_dim == head_dim else v_dim,
             dtype=q.dtype,
             device=q.device,
             scale=scale,
@@ -195,7 +203,7 @@ class AttentionProblem:
             num_splits=num_splits,
         )
         if out is not None:
-            check_out(operands, problem.o_dtype, memory)
+            check_out(operands, problem.o_dtype, memory, v_dim)
         return problem
 
 

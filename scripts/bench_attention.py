@@ -1,13 +1,14 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|decode|paged|varlen|shared|host|backward ...] [--markdown]
+    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|host|backward ...] [--markdown]
                                        [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
-SDPA on cuDNN for prefill, torch's SDPA for decode and for K and V in one tensor. A ratio is the peer's time over ours:
-above 1 we are faster. varlen: packed requests, and others of different lengths, in CUDA graphs. host: CPU time of a
-call from Python. backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's
-backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results).
+SDPA on cuDNN for prefill and heads (other head sizes, soft caps), torch's SDPA for decode and for K and V in one
+tensor. A ratio is the peer's time over ours: above 1 we are faster. varlen: packed requests, and others of different
+lengths, in CUDA graphs. host: CPU time of a call from Python. backward: all gradients from o, lse and dO, FLOPs counted
+as 2.5 forward passes; peers flash-attn-4's backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel
+(the bias's gradient among the results).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
 
 BF16 = torch.bfloat16
@@ -73,6 +75,57 @@ def prefill() -> list[list]:
         name = f"B{batch} H{heads} S{length} D{d} {kind}"
         rows.append([name, *columns(times, flops * 1e-6, ("flash-attn-4", "cuDNN"))])
     return rows
+
+
+def heads() -> list[list]:
+    """Other head sizes and soft caps, causal. FLOPs are those of the true sizes; the last queries of one head are
+    compared with the reference."""
+    rows, flash = [], flash_attention()
+    for batch, heads, length, d, d_v, cap in bench_shapes.HEADS:
+        q, k = (random(batch, length, heads, d) for _ in range(2))
+        v = random(batch, length, heads, d_v)
+        scale = d**-0.5 if cap is None else 2 * cap * d**-0.5 / 3  # logits of up to three times the cap
+        out = torch.full_like(q[..., :d_v], torch.nan).contiguous()
+        calls = {"warpspec": lambda q=q, k=k, v=v, out=out, scale=scale, cap=cap: attention(
+            q, k, v, causal=True, scale=scale, softcap=cap, out=out
+        )}  # fmt: skip
+        sizes = d if d == d_v else f"{d}/{d_v}"
+        name = f"B{batch} H{heads} S{length} D{sizes}{'' if cap is None else f' cap {cap:g}'}"
+        try:
+            calls["warpspec"]()
+        except (UnsupportedProblem, ValueError) as error:
+            print(f"{name}: {error}", flush=True)
+            continue
+        one = [t[:1, :, :1] for t in (q[:, -256:], k, v)]
+        expected = attention(*one, causal=True, scale=scale, softcap=cap, backend="reference")
+        agree(name, out[:1, -256:, :1], expected)
+        if cap is None:
+            calls["cuDNN"] = lambda q=q, k=k, v=v: sdpa(
+                q, k, v, backend=SDPBackend.CUDNN_ATTENTION, is_causal=True
+            )
+        if flash is not None:
+            calls["flash-attn-4"] = lambda q=q, k=k, v=v, scale=scale, cap=cap: flash.dense(
+                q, k, v, causal=True, softmax_scale=scale, **({} if cap is None else {"softcap": cap})
+            )
+        times = gpu_bench.gpu_times(without_failing(calls), [()], **gpu_bench.SHORT_ROUNDS)
+        flops = batch * heads * length * length * (d + d_v)
+        rows.append([name, *columns(times, flops * 1e-6, ("flash-attn-4", "cuDNN"))])
+    return rows
+
+
+def without_failing(calls: dict) -> dict:
+    """Calls but those of peers that have no kernel for them."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            if name == "warpspec":
+                raise
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
+        else:
+            found[name] = call
+    return found
 
 
 def columns(times: dict[str, float], work: float, peers: tuple[str, ...]) -> list:
@@ -301,7 +354,7 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 
 def main() -> None:
-    parts = ("prefill", "decode", "paged", "varlen", "shared", "host", "backward")
+    parts = ("prefill", "heads", "decode", "paged", "varlen", "shared", "host", "backward")
     parser = driver.parser(__doc__, only=parts, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
@@ -313,6 +366,9 @@ def main() -> None:
     if "prefill" in options.only:
         names = ["prefill", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
         prefills = show(names, prefill())
+    if "heads" in options.only:
+        names = ["heads", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
+        show(names, heads())
     if "decode" in options.only:
         copy = gpu_bench.copy_bandwidth()
         decodes = show(["decode", "us", "TB/s", "SDPA", "ratio"], decode(), f"copy {copy:.2f} TB/s\n")

@@ -28,7 +28,7 @@ from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention
-from warpspec.fmha.checks import HEAD_DIMS
+from warpspec.fmha.heads import CLASSES as HEAD_DIMS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES

@@ -208,8 +208,8 @@ def with_pages() -> str:
             c = fmha.AttentionConfig(
                 "bfloat16", head_dim=head_dim, shape=shapes[0], page_size=page_size, has_kv_lengths=True
             )
-            blocks, pages = c.kv_boxes
-            _, keys, depth = c.kv_box
+            blocks, pages = c.kv_boxes()
+            _, keys, depth = c.kv_box()
             cells.append(f"{blocks * pages} of [{keys}, {depth * BLOCK}]")
         rows.append((head_dim, f"{shapes[0].tile_n}", *cells))
     return table(("D", "keys of a tile", *(f"pages of {size}" for size in PAGE_SIZES)), rows)

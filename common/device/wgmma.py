@@ -40,11 +40,11 @@ def flat(fragment: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
 
 
-def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate, first: int = 0) -> None:
+def multiply(tiled_mma: cute.TiledMma, d, a, b, accumulate, first: int = 0, count: int | None = None) -> None:
     """Issue D = A B, plus D where ``accumulate`` (a bool, or a Boolean of the device): one wgmma for every 16 of K, as
-    one group. first: where to begin in B's K, counted in wgmmas."""
+    one group. first: where to begin in B's K, counted in wgmmas. count: how many of these; None: all of A's."""
     warpgroup.fence()
-    for k_block in range(cute.size(a, mode=[2])):
+    for k_block in range(cute.size(a, mode=[2]) if count is None else count):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
         cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, first + k_block], d)
     warpgroup.commit_group()
@@ -116,8 +116,13 @@ def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, i
             pair[place_] = o[own[block * PAIR + place_]].to(target.element_type)
         words.append(cute.recast_tensor(pair, Int32)[0])
     for first in cutlass.range_constexpr(0, blocks, QUAD):
-        moved = transpose(words[first : first + QUAD], lane)
-        if in_range:
+        group = words[first : first + QUAD]
+        writes = in_range
+        if cutlass.const_expr(len(group) < QUAD):
+            writes = in_range & Boolean(lane < len(group))
+            group = group + [Int32(0)] * (QUAD - len(group))
+        moved = transpose(group, lane)
+        if writes:
             vector = cute.make_rmem_tensor(QUAD, Int32)
             for i in cutlass.range_constexpr(QUAD):
                 vector[i] = moved[i]

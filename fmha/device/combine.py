@@ -124,6 +124,8 @@ def write_row(
     total, values (VECTOR): the row's state. outputs: (sink, o, lse, row_max, row_sum).
     """
     (batch, query, head), (sink, o, lse, row_max, row_sum) = place, outputs
+    if cutlass.const_expr(config.columns < config.head_dim):
+        writes = writes & Boolean(column < config.columns // VECTOR)
     if writes:
         scaled = divided(config, sink, head, maximum, total, values)
         target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)

@@ -98,24 +98,40 @@ class AttentionHost:
         """``tma.make_load`` of Q, and of K and V or the one tensor that is both."""
         config = self.config
         found = [tma.make_load(q_view(config, operands.q), config.q_box)]
-        for t in (operands.k,) if config.shared_kv else (operands.k, operands.v):
-            found.append(tma.make_load(kv_view(config, t), config.kv_box))
+        for ring in config.rings:
+            tensor = operands.v if ring == "v" else operands.k
+            found.append(tma.make_load(kv_view(config, tensor, ring), config.kv_box(ring)))
         return found
 
 
 def q_view(config: KernelFeatures, q: cute.Tensor) -> cute.Tensor:
-    """(D, HEAD, QUERY, BLOCK, BATCH) of q, D cut into blocks."""
-    batch, seq_q, heads, _ = q.shape
+    """(D, HEAD, QUERY, BLOCK, BATCH) of q, D cut into blocks; one of all of D where it is not ``whole``."""
+    batch, seq_q, heads, size = q.shape
+    if not config.heads.whole:
+        return cute.make_tensor(
+            q.iterator,
+            cute.make_layout(
+                (size, heads, seq_q, 1, batch), stride=(1, q.stride[2], q.stride[1], size, q.stride[0])
+            ),
+        )
     layout = cute.make_layout(
         (BLOCK, heads, seq_q, config.blocks, batch), stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0])
     )
     return cute.make_tensor(q.iterator, layout)
 
 
-def kv_view(config: KernelFeatures, t: cute.Tensor) -> cute.Tensor:
-    """(D, KEY, BLOCK, KV_HEAD, BATCH) of k or v; paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE)."""
+def kv_view(config: KernelFeatures, t: cute.Tensor, ring: str = "k") -> cute.Tensor:
+    """(D, KEY, BLOCK, KV_HEAD, BATCH) of k or v; paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE). D as in
+    ``q_view``."""
+    if not config.heads.whole:
+        size = t.shape[3]
+        layout = cute.make_layout(
+            (size, t.shape[1], 1, t.shape[2], t.shape[0]),
+            stride=(1, t.stride[1], size, t.stride[2], t.stride[0]),
+        )
+        return cute.make_tensor(t.iterator, layout)
     layout = cute.make_layout(
-        (BLOCK, t.shape[1], config.blocks, t.shape[2], t.shape[0]),
+        (BLOCK, t.shape[1], config.heads.blocks(ring), t.shape[2], t.shape[0]),
         stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
     )
     return cute.make_tensor(t.iterator, layout)
@@ -126,15 +142,16 @@ def fake_arguments(config: KernelFeatures) -> tuple:
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
     fp32, int32 = cutlass.Float32, cutlass.Int32
 
-    def rows(dtype, rank):
-        return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
+    def rows(dtype, rank, size=config.head_dim):
+        return fake_rows(dtype, rank, size, alignment=TMA_ALIGNMENT)
 
+    sizes = config.heads
     partial, line = 1 if config.splits else 0, config.schedule is Schedule.LINE
     operands = Operands(
         q=rows(dtype, 4),
         k=rows(dtype, 4),
-        v=rows(dtype, 4),
-        o=rows(dtype if config.normalize else fp32, 4 + partial),
+        v=rows(dtype, 4, sizes.v),
+        o=rows(dtype if config.normalize else fp32, 4 + partial, sizes.v_state if partial else sizes.v),
         sink=fake_rows(fp32, 1) if config.has_sink else None,
         kv_lengths=fake_rows(int32, 1) if config.has_kv_lengths else None,
         q_start=fake_rows(int32, 1) if config.has_q_start else None,

@@ -57,6 +57,6 @@ def piece_statistics(config: cutlass.Constexpr, row, target: cute.Tensor, state,
     (D + 4) of the workspace."""
     factor, maximum, total = unnormalised(state, unit, empty)
     if row.member == 0:
-        target[config.head_dim] = maximum
-        target[config.head_dim + 1] = total
+        target[config.heads.v_state] = maximum
+        target[config.heads.v_state + 1] = total
     return factor

@@ -11,6 +11,7 @@ NaN. Two cases:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer
     """
     key = first_key + thread
     if (thread < config.tile_n) & ((key < span.first) | (key >= span.end)):
-        for block in cutlass.range_constexpr(config.blocks):
+        for block in cutlass.range_constexpr(config.heads.v_blocks):
             start = (block * config.tile_n + thread) * tma.ROW_BYTES
             words = cute.make_tensor(
                 cute.recast_ptr((tile + start).align(tma.ROW_BYTES), dtype=Int32),
@@ -125,7 +126,7 @@ def load_vector(row: cute.Tensor, size: int, number) -> cute.Tensor:
 def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
     """q.k of two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
     total = Float32(0.0)
-    size = config.recompute_elements
+    size = math.gcd(config.recompute_elements, config.head_dim)
     for number in cutlass.range(config.head_dim // size, unroll=1):
         a, b = (load_vector(row, size, number) for row in (q, k))
         for i in cutlass.range_constexpr(size):

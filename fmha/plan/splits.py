@@ -25,6 +25,7 @@ from functools import lru_cache
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.combine import BATCH, CombineConfig
 from warpspec.fmha.features import ELEMENT_BYTES
+from warpspec.fmha.heads import class_of
 
 MMA_FLOPS = 8192  # bf16, a clock and SM, 128 rows
 MMA_FULL_ROWS = 128  # with 64 rows the tensor core runs at half the rate
@@ -111,7 +112,7 @@ def combine_clocks(splits: int, rows: int, head_dim: int, sm_count: int) -> floa
     if splits == 1:
         return 0.0
     transfer = splits * rows * head_dim * FP32_BYTES / (sm_count * FILL_BYTES)
-    rounds = -(-splits // (CombineConfig.of(head_dim, splits).ways * BATCH))
+    rounds = -(-splits // (CombineConfig.of(class_of(head_dim), splits).ways * BATCH))
     return COMBINE_CLOCKS + transfer + max(transfer, rounds * LOAD_CLOCKS)
 
 

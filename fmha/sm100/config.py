@@ -37,11 +37,11 @@ from warpspec.fmha.features import (
     choose_pack,
     features,
 )
+from warpspec.fmha.heads import MMA_K, class_of, rounded
 from warpspec.fmha.plan.splits import COUNTED, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES, Shape
 
-MMA_K = 16  # reduction of one tcgen05.mma of kind f16
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
@@ -97,7 +97,7 @@ class AttentionConfig(KernelFeatures):
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
-        shape = shape or shapes[problem.head_dim][0]
+        shape = shape or shapes[class_of(max(problem.head_dim, problem.heads.v))][0]
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
         switches = features(
             problem,
@@ -122,7 +122,7 @@ class AttentionConfig(KernelFeatures):
             tiles = replace(self, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
         if not streamed:
             return tiles
-        stage_bytes = len(tiles.rings) * tiles.kv_tile_bytes
+        stage_bytes = sum(tiles.ring_tile_bytes(ring) for ring in tiles.rings)
         for ctas in range(self.ctas_per_sm, 0, -1):
             room = min(target.architecture.smem_per_cta, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
             room -= tiles.smem_bytes - tiles.kv_stages * stage_bytes
@@ -193,7 +193,14 @@ class AttentionConfig(KernelFeatures):
     @property
     def o_columns(self) -> int:
         """Columns of tensor memory, and of O, that one thread has."""
-        return self.head_dim // self.column_parts
+        return rounded(self.heads.v, MMA_K) // self.column_parts
+
+    def o_parts(self, most: int) -> list[tuple[int, int]]:
+        """(first column, columns) of the parts in which a thread takes its columns of O: ``most`` columns, and what is
+        left in parts of MMA_K. A part begins at a multiple of its columns."""
+        whole = self.o_columns // most * most
+        parts = [(start, most) for start in range(0, whole, most)]
+        return parts + [(start, MMA_K) for start in range(whole, self.o_columns, MMA_K)]
 
     def row_of(self, thread):
         """Row of the M tile that a softmax thread works on."""
@@ -260,17 +267,17 @@ class AttentionConfig(KernelFeatures):
     @property
     def qk_tiler(self) -> tuple[int, int, int]:
         """(M, N, K) of S = Q K^T."""
-        return (self.tile_m, self.tile_n, self.head_dim)
+        return (self.tile_m, self.tile_n, self.heads.qk_room)
 
     @property
     def pv_tiler(self) -> tuple[int, int, int]:
         """(M, N, K) of O += P V."""
-        return (self.tile_m, self.head_dim, self.tile_n)
+        return (self.tile_m, self.heads.v_room, self.tile_n)
 
     @property
     def pv_instruction(self) -> tuple[int, int]:
         """(M, N) of one tcgen05.mma of PV: D above 256 is written in column tiles."""
-        return (self.tile_m, min(self.head_dim, MMA_N_MAX))
+        return (self.tile_m, min(rounded(self.heads.v, MMA_K), MMA_N_MAX))
 
     # Registers: what two CTAs of one SM leave each thread at launch, and what setmaxnreg makes of them.
 
@@ -325,7 +332,7 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def q_bytes(self) -> int:
-        return self.tile_m * self.head_dim * ELEMENT_BYTES
+        return self.tile_m * self.heads.qk_room * ELEMENT_BYTES
 
     @property
     def p_bytes(self) -> int:
@@ -348,12 +355,13 @@ class AttentionConfig(KernelFeatures):
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
-        stages, keys = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}, {self.head_dim}]"
+        stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
+        name = "K and V" if self.shared_kv else "K"
         return (
             *self.control_regions,
-            memory.tile_region("q", self.q_bytes, "Q", f"[{self.tile_m}, {self.head_dim}]"),
-            memory.tile_region("k", stages * self.kv_tile_bytes, "K and V" if self.shared_kv else "K", keys),
-            memory.tile_region("v", self.v_bytes, "V", keys),
+            memory.tile_region("q", self.q_bytes, "Q", f"[{self.tile_m}, {self.heads.qk_room}]"),
+            memory.tile_region("k", stages * self.kv_tile_bytes, name, f"{rows}, {self.heads.qk_room}]"),
+            memory.tile_region("v", self.v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
             memory.tile_region("p", self.p_bytes, "P", f"[{self.tile_m}, {self.tile_n}]"),
             memory.tile_region(
                 "bias", self.bias_ring_bytes, "bias",

@@ -33,16 +33,18 @@ def epilogue(
     """
     reference, _, row_sum = state
     factor, empty = finish_row(config, channels, row, place, tile, state, operands, numbers, columns.use)
-    for part in cutlass.range_constexpr(config.o_columns // BLOCK):
-        values = cute.make_rmem_tensor(BLOCK, Float32)  # (D block)
+    for part, (start, size) in enumerate(config.o_parts(BLOCK)):
+        values = cute.make_rmem_tensor(size, Float32)  # (D block)
         if cutlass.const_expr(config.schedule is Schedule.LINE):
             values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
         if tile.span.count > 0:
-            tmem.load_row(columns.o + part * BLOCK, values, columns.thread)
+            tmem.load_row(columns.o + start, values, columns.thread)
             tmem.wait_loads()
-        block = row.member * (config.o_columns // BLOCK) + part
+        block = row.member * (config.o_columns // size) + start // size
+        count = size if config.heads.whole else min(size, config.heads.v - start)
         if cutlass.const_expr(config.band or config.bias is not None):
-            own = RowColumns((range(BLOCK),), (block,), whole_row)
+            number = block if count == size else block * (size // count)
+            own = RowColumns((range(count),), (number,), whole_row)
             if place.in_range & tainted(values, own, row_sum):
                 recompute(config, row, place, operands, reference, numbers, values, own)
         columns.finish(config, row, part, values)
@@ -50,11 +52,11 @@ def epilogue(
             scale_or_zero(values, factor, empty)
             if cutlass.const_expr(config.schedule is Schedule.LINE):
                 if tile.piece.whole:
-                    store(values, of_split(config, operands.o, tile, place), block)
+                    store(values, of_split(config, operands.o, tile, place), block, count)
                 else:
-                    store(values, operands.pieces[tile.piece.slot, row.index, None], block)
+                    store(values, operands.pieces[tile.piece.slot, row.index, None], block, count)
             else:
-                store(values, of_split(config, operands.o, tile, place), block)
+                store(values, of_split(config, operands.o, tile, place), block, count)
 
 
 @cute.jit
@@ -72,11 +74,15 @@ def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scor
     return factor
 
 
-def store(values: cute.Tensor, row: cute.Tensor, block) -> None:
-    """values (D block) to a row (D) in global memory, in its type."""
-    target = cute.local_tile(row, (BLOCK,), (block,))
-    converted = cute.make_rmem_tensor(BLOCK, target.element_type)  # (D block)
-    converted.store(values.load().to(target.element_type))
+def store(values: cute.Tensor, row: cute.Tensor, block, count: int) -> None:
+    """values (D block) to a row (D) in global memory, in its type. block: in units of their number; count: those that
+    belong to the row, half of them or all."""
+    size = cute.size(values)
+    target = cute.local_tile(row, (count,), (block if count == size else block * (size // count),))
+    converted = cute.make_rmem_tensor(size, row.element_type)  # (D block)
+    converted.store(values.load().to(row.element_type))
+    if count < size:
+        converted = cute.local_tile(converted, (count,), (0,))
     cute.autovec_copy(converted, target)
 
 

@@ -18,20 +18,22 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     # (D, HEAD, QUERY, BLOCK): this tile's, from its first head and query on
     q = coordinates[0][None, None, None, None, tile.batch]
     q = cute.domain_offset((0, tile.first_head, tile.first_row_of(0), 0), q)
-    q_tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
+    q_tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None) if config.heads.whole else (None, 0, 0, 0))
     block_bytes = config.tile_m * tma.ROW_BYTES
     q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)
     found = [tma.TileRing.make(atoms[0], q_tiles, q_shared)]
-    boxes = cute.size(config.kv_boxes)
-    for atom, tensor, base, _ in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
+    for atom, tensor, base, ring in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
         # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
         tiles = tensor[None, None, None, tile.kv_head, None]
         if config.packed_k:  # from the request's first key on
             tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
-        tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
+        box, boxes = config.kv_box(ring), cute.size(config.kv_boxes(ring))
+        tiles = cute.local_tile(
+            tiles, box, (0, None, None, None) if config.heads.whole else (None, None, 0, None)
+        )
         tiles = cute.group_modes(tiles, 3, 6)
         # A stage's boxes stand in it one after another: a block of D, in it the pages.
-        shared = tma.shared_tiles(base, dtype, config.kv_box, config.kv_stages * boxes)
+        shared = tma.shared_tiles(base, dtype, box, config.kv_stages * boxes)
         found.append(tma.TileRing.make(atom, tiles, shared))
     return tuple(found)
 
@@ -59,12 +61,16 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
         for name, ring in zip(config.rings, rings[1:], strict=True):
             full, empty = channels[name + "_full"], channels[name + "_empty"]
             empty.wait_previous(use)
-            full.expect_bytes(use, config.kv_tile_bytes)
-            blocks, pages = config.kv_boxes
+            full.expect_bytes(use, config.ring_tile_bytes(name))
+            blocks, pages = config.kv_boxes(name)
             for box in cutlass.range(blocks * pages, unroll=1):  # unrolled, its addresses cost spills
                 block, page = (box, 0) if cutlass.const_expr(pages == 1) else (box // pages, box % pages)
                 row, source = places[page]
-                ring.load((row, block, source), full.stage(use) * blocks * pages + box, full.barrier(use))
+                ring.load(
+                    config.box_of(row, block, source),
+                    full.stage(use) * blocks * pages + box,
+                    full.barrier(use),
+                )
         if cutlass.const_expr(bias is not None):
             biases.load(config, channels, bias, span.tile(step), step)
 

@@ -27,8 +27,9 @@ def make_qk(config, dtype) -> cute.TiledMma:
     )
 
 
-def make_pv(config, dtype) -> cute.TiledMma:
-    """O [M, N] += P [M, K] V [K, N]: V from shared memory, N (that is D) contiguous; P from either memory."""
+def make_pv(config, dtype, columns: int | None = None) -> cute.TiledMma:
+    """O [M, N] += P [M, K] V [K, N]: V from shared memory, N (that is D) contiguous; P from either memory. columns: N,
+    those of O by default."""
     return blackwell.make_trivial_tiled_mma(
         dtype,
         dtype,
@@ -36,7 +37,7 @@ def make_pv(config, dtype) -> cute.TiledMma:
         OperandMajorMode.MN,
         Float32,
         tcgen05.CtaGroup.ONE,
-        config.pv_instruction,
+        (config.tile_m, columns) if columns else config.pv_instruction,
         tcgen05.OperandSource.SMEM if config.p_in_smem else tcgen05.OperandSource.TMEM,
     )
 
@@ -59,7 +60,10 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
     pointer to the first column, fp32."""
     qk, pv = make_qk(config, dtype), make_pv(config, dtype)
     qk_tile, pv_tile = qk.get_slice(0), pv.get_slice(0)
-    stages = config.kv_stages
+    stages, room = config.kv_stages, config.heads.v_room
+    # Where O has fewer columns than spans of V do, another instruction describes the spans.
+    wide = pv if config.heads.whole else make_pv(config, dtype, room)
+    wide_tile = wide.get_slice(0)
 
     def shared(base, layout):
         return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
@@ -70,7 +74,7 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
 
     q = shared(q_base, blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1))
     k = shared(k_base, blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages))
-    v = shared(v_base, blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages))
+    v = shared(v_base, blackwell.make_smem_layout_b(wide, config.pv_tiler, dtype, stages))
     p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1)
     if config.p_in_smem:
         p = pv_tile.make_fragment_A(shared(p_base, p_layout))[None, None, None, 0]
@@ -80,10 +84,10 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
     return Fragments(
         q=qk_tile.make_fragment_A(q)[None, None, None, 0],
         k=qk_tile.make_fragment_B(k),
-        v=pv_tile.make_fragment_B(v),
+        v=wide_tile.make_fragment_B(v),
         p=p,
         s=accumulator(qk_tile, config.qk_tiler, config.tmem_s),
-        o=accumulator(pv_tile, config.pv_tiler, config.tmem_o),
+        o=accumulator(pv_tile, (config.tile_m, config.o_columns * config.column_parts), config.tmem_o),
     )
 
 
@@ -138,14 +142,15 @@ def score(
     qk = make_qk(config, dtype)
     qk.set(tcgen05.Field.NEGATE_A, config.logits.negate)
     k = operands.k[None, None, None, channels["k_full"].stage(use)]
-    multiply(qk, operands.s, operands.q, k, False)
+    multiply(qk, operands.s, operands.q, k, False, config.heads.qk_steps)
     if cutlass.const_expr(not config.shared_kv):
         channels["k_empty"].commit_mma(use)
     channels["s_full"].commit_mma(use)
 
 
-def multiply(tiled_mma, d, a, b, accumulate):
-    """D = A B, plus D where ``accumulate``: one tcgen05.mma for every MMA_K and column tile of D."""
-    for k_block in range(cute.size(a, mode=[2])):
+def multiply(tiled_mma, d, a, b, accumulate, count: int | None = None):
+    """D = A B, plus D where ``accumulate``: one tcgen05.mma for every MMA_K and column tile of D. count: MMA_Ks; None:
+    all of A's."""
+    for k_block in range(cute.size(a, mode=[2]) if count is None else count):
         tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) if k_block == 0 else True)
         cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)

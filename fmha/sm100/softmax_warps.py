@@ -151,7 +151,7 @@ def tile_step(
         if span.has_unseen(span.tile(step), config.tile_n):
             full = channels[config.v_ring + "_full"]
             full.wait(use)
-            stage = columns.v_smem + full.stage(use) * config.kv_tile_bytes
+            stage = columns.v_smem + full.stage(use) * config.v_tile_bytes
             unseen.clear(config, span, first_key, columns.thread, stage)
             if cutlass.const_expr(not config.p_in_smem):  # P's fence is for it, too
                 cute.arch.fence_view_async_shared()
@@ -188,9 +188,9 @@ def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.
 @cute.jit
 def rescale(config: cutlass.Constexpr, o, factor, thread):
     """O of every row of the warp times its factor (1 where the reference stayed), in tensor memory."""
-    for part in cutlass.range_constexpr(config.o_columns // O_PART):
-        values = cute.make_rmem_tensor(O_PART, Float32)  # (D part)
-        tmem.load_row(o + part * O_PART, values, thread)
+    for start, size in config.o_parts(O_PART):
+        values = cute.make_rmem_tensor(size, Float32)  # (D part)
+        tmem.load_row(o + start, values, thread)
         tmem.wait_loads()
         scale_by(values, factor)
-        tmem.store_row(values, o + part * O_PART, thread)
+        tmem.store_row(values, o + start, thread)

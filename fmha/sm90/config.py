@@ -6,7 +6,7 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from warpspec.common import memory
@@ -35,9 +35,11 @@ from warpspec.fmha.features import (
     choose_pack,
     features,
 )
+from warpspec.fmha.heads import class_of
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import (
+    DECODE,
     DECODE_LOADS,
     PREFILL,
     WARPGROUP_ROWS,
@@ -52,7 +54,24 @@ FIRST_ORDER_BARRIER = (
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
+MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
+
+
+def fitting(shape: Shape, problem: AttentionProblem) -> Shape:
+    """A shape that was chosen by V's head size, with as many stages and CTAs an SM as Q and K leave room for; for tiles
+    of which not even two stages fit, those of Q's head size."""
+    sizes = problem.heads
+    if sizes.qk_room <= class_of(sizes.v):
+        return shape
+    q = shape.consumers * WARPGROUP_ROWS * sizes.qk_room * ELEMENT_BYTES
+    stage = shape.tile_n * (sizes.qk_room + sizes.v_room) * ELEMENT_BYTES
+    for ctas in range(shape.ctas_per_sm, 0, -1):
+        limit = min(SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA, MAX_SMEM_PER_CTA)
+        stages = min((limit - BARRIER_BYTES - q) // stage, shape.kv_stages)
+        if stages >= MIN_STAGES:
+            return replace(shape, kv_stages=stages, ctas_per_sm=ctas)
+    return DECODE[class_of(sizes.qk)] if shape.consumers == 1 else PREFILL[class_of(sizes.qk)]
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,7 @@ class AttentionConfig(KernelFeatures):
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = choose_shape(problem, target, pack, splits)
+        shape = fitting(shape, problem)
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
         switches = {"splits": splits, "schedule": schedule}
         switches["scheduled"] = shape.column_parts == 1
@@ -135,7 +155,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def o_columns(self) -> int:
         """Columns of O of one consumer."""
-        return self.head_dim // self.column_parts
+        return self.heads.v // self.column_parts
 
     @property
     def paired(self) -> bool:
@@ -226,10 +246,11 @@ class AttentionConfig(KernelFeatures):
         """Load warps bring into L2 what has no room in shared memory yet."""
         return self.paired
 
-    @property
-    def kv_box(self) -> tuple[int, int, int]:
+    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
         """As in ``KernelFeatures``; no more than a piece."""
-        keys, rows, blocks = super().kv_box
+        keys, rows, blocks = super().kv_box(ring)
+        if self.pieces == 1:
+            return (keys, rows, blocks)
         return (keys, rows, min(blocks, self.blocks // self.pieces))
 
     # Tiles.
@@ -244,12 +265,13 @@ class AttentionConfig(KernelFeatures):
     @property
     def q_bytes(self) -> int:
         """Q of one row group."""
-        return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
+        return WARPGROUP_ROWS * self.heads.qk_room * ELEMENT_BYTES
 
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
-        stages, keys = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}, {self.head_dim}]"
+        stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
+        name = "K and V" if self.shared_kv else "K"
         p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}]; O leaves through it"
         room = (BARRIER_BYTES - self.cursor_bytes - self.record_bytes) // MBARRIER_BYTES
         return (
@@ -258,10 +280,10 @@ class AttentionConfig(KernelFeatures):
             memory.Region("records", self.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
             memory.tile_region(
                 "q", self.row_groups * self.q_bytes, "Q",
-                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.head_dim}]",
+                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.heads.qk_room}]",
             ),
-            memory.tile_region("k", stages * self.kv_tile_bytes, "K and V" if self.shared_kv else "K", keys),
-            memory.tile_region("v", self.v_bytes, "V", keys),
+            memory.tile_region("k", stages * self.kv_tile_bytes, name, f"{rows}, {self.heads.qk_room}]"),
+            memory.tile_region("v", self.v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
             memory.tile_region("p", WEIGHT_STAGES * self.p_bytes, "P", p),
             memory.Region(
                 "statistics", self.statistics_bytes // FP32_BYTES, "float32", 0, "", "of the rows of each P"

@@ -51,8 +51,9 @@ def make_qk(config, dtype) -> cute.TiledMma:
     )
 
 
-def make_pv(config, dtype) -> cute.TiledMma:
-    """O [M, N] += P [M, K] V [K, N]: P from registers; V from shared memory, N (that is D) contiguous."""
+def make_pv(config, dtype, columns: int | None = None) -> cute.TiledMma:
+    """O [M, N] += P [M, K] V [K, N]: P from registers; V from shared memory, N (that is D) contiguous. columns: N,
+    those of O by default."""
     return hopper.make_trivial_tiled_mma(
         dtype,
         dtype,
@@ -60,14 +61,15 @@ def make_pv(config, dtype) -> cute.TiledMma:
         OperandMajorMode.MN,
         Float32,
         ONE_WARPGROUP,
-        (WARPGROUP_ROWS, config.o_columns),
+        (WARPGROUP_ROWS, columns or config.o_columns),
         warpgroup.OperandSource.RMEM,
     )
 
 
 def products(config, dtype, q_base, k_base, v_base, part) -> Products:
     """q_base: of this consumer's Q; v_base is k_base where V is K. part: of O's columns."""
-    rows, keys, depth, columns = WARPGROUP_ROWS, config.tile_n, config.head_dim, config.o_columns
+    rows, keys, depth, columns = WARPGROUP_ROWS, config.tile_n, config.heads.qk_room, config.o_columns
+    room = config.heads.v_room // config.column_parts  # columns of V in shared memory
     qk, pv = make_qk(config, dtype), make_pv(config, dtype)
 
     def shared(base, layout):
@@ -77,18 +79,19 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
     # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
-    v_layout = hopper.make_smem_layout_b(column_major, (rows, columns, keys), dtype, 1)
-    stages = cute.make_layout(config.kv_stages, stride=keys * depth)
-    part_bytes = config.kv_tile_bytes // config.column_parts
+    v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), dtype, 1)
+    stages = cute.make_layout(config.kv_stages, stride=keys * config.heads.v_room)
+    part_bytes = config.v_tile_bytes // config.column_parts
     v_part = (v_base + part * part_bytes).align(tma.TILE_ALIGNMENT)
     v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=dtype), v_layout.outer)
     v_first = v_first[None, None, 0]
     v = cute.make_tensor(v_first.iterator, cute.append(v_first.layout, stages))
-    qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
+    wide = pv if room == columns else make_pv(config, dtype, room)  # describes whole spans of V
+    qk_slice = qk.get_slice(0)
     return Products(
         q=qk.make_fragment_A(qk_slice.partition_A(q)),
         k=qk.make_fragment_B(qk_slice.partition_B(k)),
-        v=pv.make_fragment_B(pv_slice.partition_B(v)),
+        v=wide.make_fragment_B(wide.get_slice(0).partition_B(v)),
         s=cute.make_rmem_tensor(qk.partition_shape_C((rows, keys)), Float32),
         p=cute.make_rmem_tensor(pv.partition_shape_A((rows, keys)), dtype),
         o=cute.make_rmem_tensor(pv.partition_shape_C((rows, columns)), Float32),
@@ -133,7 +136,14 @@ class Work:
         """S of the step-th KV tile."""
         k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
         q = self.mma.q[None, None, None, 0]
-        multiply(make_qk(self.config, self.mma.p.element_type), self.mma.s, q, k, False)
+        multiply(
+            make_qk(self.config, self.mma.p.element_type),
+            self.mma.s,
+            q,
+            k,
+            False,
+            count=self.config.heads.qk_steps,
+        )
 
     def issue_pv(self, step) -> None:
         """O plus P V of the step-th KV tile."""
@@ -340,7 +350,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
                 barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             else:
                 work.v_full.wait(use)
-            stage = work.v_base + use % config.kv_stages * config.kv_tile_bytes
+            stage = work.v_base + use % config.kv_stages * config.v_tile_bytes
             if cutlass.const_expr(config.paired):  # noqa: SIM114
                 unseen.clear(config, span, first_key, work.thread, stage)
                 cute.arch.fence_view_async_shared()

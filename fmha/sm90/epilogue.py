@@ -119,6 +119,8 @@ def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
 def columns(work, o: cute.Tensor, place) -> cute.Tensor:
     """(n): the consumer's columns of a row of o."""
     row = of_split(work.config, o, work.tile, place)
+    if not work.config.heads.whole:
+        return row
     return cute.local_tile(row, (work.config.o_columns,), (work.part,))
 
 

@@ -27,4 +27,6 @@ def row_columns(config, o: cute.Tensor, r: int, row: Row, part) -> RowColumns:
     own = elements(o, r)
     pairs = [own[at : at + PAIR] for at in range(0, len(own), PAIR)]
     numbers = [block * QUAD + row.member for block in range(len(pairs))]
+    if not config.heads.whole:
+        return RowColumns(pairs, numbers, lambda whole: whole)
     return RowColumns(pairs, numbers, lambda whole: cute.local_tile(whole, (config.o_columns,), (part,)))

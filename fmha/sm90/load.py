@@ -69,23 +69,25 @@ def load_tile(role, tile, uses):
             full, empty = channels[name + "_full"], channels[name + "_empty"]
             empty.wait_previous((use + step) * config.parts + part)
             if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
-                load_piece(config, ring, full, use + step, 0, places)
+                load_piece(config, name, ring, full, use + step, 0, places)
             else:
                 for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
-                    load_piece(config, ring, full, (use + step) * config.pieces + piece, piece, places)
+                    load_piece(config, name, ring, full, (use + step) * config.pieces + piece, piece, places)
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
     return tile_use, use + span.count
 
 
 @cute.jit
-def load_piece(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places):
+def load_piece(
+    config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places
+):
     """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's."""
-    blocks, pages = config.kv_boxes
-    full.expect_bytes(use, config.kv_tile_bytes // config.pieces)
+    blocks, pages = config.kv_boxes(name)
+    full.expect_bytes(use, config.ring_tile_bytes(name) // config.pieces)
     for block in cutlass.range(blocks // config.pieces, unroll=1):
         for page in cutlass.range_constexpr(pages):
             row, source = places[page]
             at = piece * (blocks // config.pieces) + block
             box = (full.stage(use) // config.pieces * blocks + at) * pages + page
-            ring.load((row, at, source), box, full.barrier(use))
+            ring.load(config.box_of(row, at, source), box, full.barrier(use))

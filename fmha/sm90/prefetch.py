@@ -28,7 +28,7 @@ def prefetch_kv(source, where, tile, step):
         config = source.config
         places = kv_places(config, source.operands, tile, tile.span.tile(step))
         ring = source.kv(tile)
-        _, pages = config.kv_boxes
+        _, pages = config.kv_boxes()
         first = source.part * source.blocks
         for block in cutlass.range(first, first + source.blocks, unroll=1):
             for page in cutlass.range_constexpr(pages):

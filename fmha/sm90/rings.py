@@ -34,7 +34,7 @@ class Source:
         # (D, HEAD, QUERY, BLOCK): from the row group's first head and query on
         q = coordinates[None, None, None, None, tile.batch]
         q = cute.domain_offset((0, tile.first_head, tile.first_row_of(row_group), 0), q)
-        tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
+        tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None) if config.heads.whole else (None, 0, 0, 0))
         stages, block_bytes = config.row_groups * config.blocks, config.q_bytes // config.blocks
         shared = tma.shared_tiles(self.shared.q, self.dtype, config.q_box, stages, block_bytes)
         return tma.TileRing.make(self.atoms[0], tiles, shared)
@@ -46,9 +46,12 @@ class Source:
         tiles = self.coordinates[1 + number][None, None, None, tile.kv_head, None]
         if config.packed_k:  # from the request's first key on
             tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
-        tiles = cute.local_tile(tiles, config.kv_box, (0, None, None, None))
+        ring = config.rings[number]
+        box, boxes = config.kv_box(ring), cute.size(config.kv_boxes(ring))
+        tiles = cute.local_tile(
+            tiles, box, (0, None, None, None) if config.heads.whole else (None, None, 0, None)
+        )
         tiles = cute.group_modes(tiles, 3, 6)
         # A stage's boxes stand in it one after another: a block of D, in it the pages.
-        boxes = config.kv_stages * cute.size(config.kv_boxes)
-        shared = tma.shared_tiles(self.shared[1 + number], self.dtype, config.kv_box, boxes)
+        shared = tma.shared_tiles(self.shared[1 + number], self.dtype, box, config.kv_stages * boxes)
         return tma.TileRing.make(self.atoms[1 + number], tiles, shared)

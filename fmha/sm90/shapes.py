@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from warpspec.common.launch import Target
+from warpspec.fmha.heads import class_of
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 
@@ -86,7 +87,7 @@ def choose_shape(problem: AttentionProblem, target: Target, pack: int, splits: b
 
     pack: heads of a KV group that share a tile. splits: keys are split, which matters for few rows only.
     """
-    dim = problem.head_dim
+    dim = class_of(problem.heads.v)
     if problem.shared_kv and dim in SHARED:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:
@@ -113,7 +114,7 @@ def tables(problem: AttentionProblem, target: Target, pack: int) -> Iterator[dic
         yield NARROW
     elif larger_tiles(problem, pack, banded=right is not None):
         few_keys = problem.seq_k <= SHORT_KEYS or (
-            problem.head_dim == 64 and window is not None and window < SHORT_WINDOW
+            class_of(problem.heads.v) == 64 and window is not None and window < SHORT_WINDOW
         )
         if few_keys and right is not None and fills(problem, target, pack, SHORT, SHORT_TILES):
             yield SHORT
@@ -142,7 +143,7 @@ def larger_tiles(problem: AttentionProblem, pack: int, banded: bool) -> bool:
 
 def fills(problem: AttentionProblem, target: Target, pack: int, table: dict[int, Shape], tiles: int) -> bool:
     """A table's shape makes at least so many tiles for each SM, most of them full."""
-    shape = table.get(problem.head_dim)
+    shape = table.get(class_of(problem.heads.v))
     if shape is None or (problem.packed_q and problem.least_q < DENSE_SHARE * problem.batch * problem.seq_q):
         return False
     return tile_count(problem, pack, shape.consumers) >= tiles * target.sm_count
@@ -150,9 +151,10 @@ def fills(problem: AttentionProblem, target: Target, pack: int, table: dict[int,
 
 def is_small(problem: AttentionProblem, target: Target, pack: int) -> bool:
     """SMALL suits it."""
-    if problem.head_dim not in SMALL or problem.has_bias or problem.shared_kv or problem.seq_k > SMALL_KEYS:
+    dim = class_of(problem.heads.v)
+    if dim not in SMALL or problem.has_bias or problem.shared_kv or problem.seq_k > SMALL_KEYS:
         return False
-    return tile_count(problem, pack, SMALL[problem.head_dim].consumers) <= SMALL_TILES * target.sm_count
+    return tile_count(problem, pack, SMALL[dim].consumers) <= SMALL_TILES * target.sm_count
 
 
 def tile_count(problem: AttentionProblem, pack: int, consumers: int) -> int:

@@ -67,8 +67,7 @@ class Gathers:
         """Whether keys that no query sees were loaded; they were not, zeros stand in their place."""
         return False
 
-    @property
-    def kv_box(self) -> tuple[int, int, int]:
+    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
         raise AssertionError("keys are gathered, not loaded by TMA")
 
     # Half of the producer warps fill each part of the columns; each of them fills its own keys of the tile.

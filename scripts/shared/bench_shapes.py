@@ -31,6 +31,16 @@ BACKWARD = [
     (8, 32, 2048, 64, True),
 ]
 BACKWARD_BIAS = (2, 16, 4096, 128)  # batch, heads, length, D; a bias of each head's own
+# (batch, heads, length, D of Q and K, D of V, soft cap); causal
+HEADS = [
+    (2, 16, 8192, 256, 256, 50.0),
+    (2, 32, 8192, 128, 128, 50.0),
+    (2, 32, 8192, 128, 128, None),
+    (2, 32, 8192, 96, 96, None),
+    (2, 32, 8192, 80, 80, None),
+    (2, 32, 8192, 72, 72, None),
+    (1, 128, 8192, 192, 128, None),
+]
 PAGES = (16, 32, 64, 128)
 PAGED_PREFILL = [(2, 4096, d) for d in (128, 64, 256)]  # batch, length, D of 32 query and 8 KV heads
 # (batch, heads, queries, keys) of D 512, K and V one tensor of one head, not causal

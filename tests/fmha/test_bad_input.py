@@ -76,11 +76,11 @@ BAD = {
     "more-kv-heads": ({"k": half(2, 7, 8, 64), "v": half(2, 7, 8, 64)}, ValueError, "k", "4, got 8"),
     "no-heads": ({"q": half(2, 5, 0, 64)}, ValueError, "q", "at least one head"),
     "no-kv-heads": ({"k": half(2, 7, 0, 64), "v": half(2, 7, 0, 64)}, ValueError, "k", "got 0"),
-    "head-size-80": (
-        {"q": half(2, 5, 4, 80), "k": half(2, 7, 2, 80)}, ValueError, "q", "64, 128, 256, 512.*80"),
+    "head-size-264": (
+        {"q": half(2, 5, 4, 264), "k": half(2, 7, 2, 264)}, ValueError, "q", "multiple of 8 up to 256.*got 264"),
     "head-size-0": ({"q": half(2, 5, 4, 0)}, ValueError, "q", "got 0"),
     "k-head-size": ({"k": half(2, 7, 2, 128)}, ValueError, "k", "64, got 128"),
-    "v-head-size": ({"v": half(2, 7, 2, 128)}, ValueError, "v", "64"),
+    "v-head-size": ({"v": half(2, 7, 2, 512)}, ValueError, "v", "multiple of 8 up to 256.*512"),
     "v-sequence": ({"v": half(2, 8, 2, 64)}, ValueError, "v", r"\[2, 7, 2, 64\], got \[2, 8, 2, 64\]"),
     "v-heads": ({"v": half(2, 7, 4, 64)}, ValueError, "v", "shape"),
     "k-batch": ({"k": half(3, 7, 2, 64), "v": half(3, 7, 2, 64)}, ValueError, "k", "2, got 3"),

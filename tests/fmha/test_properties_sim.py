@@ -28,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpspec.fmha import attention
-from warpspec.fmha.checks import HEAD_DIMS
+from warpspec.fmha.heads import CLASSES as HEAD_DIMS
 from warpspec.fmha.mask import visible
 from warpspec.fmha.problem import AttentionProblem
 

@@ -202,7 +202,7 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
         dtype, stages = cutlass.Float16, config.kv_stages
         qk, pv = mma.make_qk(config, dtype), mma.make_pv(config, dtype)
         found = {
-            "tma": tma.swizzled_layout(config.kv_box, stages),
+            "tma": tma.swizzled_layout(config.kv_box(), stages),
             "k": blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages),
             "v": blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages),
         }

@@ -132,7 +132,7 @@ def test_a_tile_is_read_in_boxes_that_lie_within_pages(tile_n, page_size, keys):
         "bfloat16", head_dim=128, shape=shape, page_size=page_size, has_kv_lengths=True
     )
     assert (config.page_keys, config.tile_pages) == (keys, tile_n // keys)
-    assert config.kv_boxes[1] <= WARP_THREADS  # a lane has the page of each
+    assert config.kv_boxes()[1] <= WARP_THREADS  # a lane has the page of each
 
 
 def test_pages_of_any_size_have_a_shape():

@@ -41,6 +41,7 @@ class Packed:
     heads_q: int = 4
     heads_kv: int = 2
     head_dim: int = 64
+    v_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
     page_size: int | None = None
     hint_q: int | None = None
@@ -82,8 +83,9 @@ class Packed:
         }
         names = ("k",) if self.shared_kv else ("k", "v")
         if self.page_size is None:
-            spare = _nan(SPARE_ROWS, self.heads_kv, self.head_dim, dtype=self.dtype)
-            keys = [torch.cat([*values[name], spare]) for name in names]
+            sizes = {"k": self.head_dim, "v": self.v_dim or self.head_dim}
+            spare = {n: _nan(SPARE_ROWS, self.heads_kv, sizes[n], dtype=self.dtype) for n in names}
+            keys = [torch.cat([*values[name], spare[name]]) for name in names]
             result["cu_seqlens_k"] = _starts(self.seq_k)
         else:
             longest = max(self.seq_k, default=0)
@@ -114,7 +116,7 @@ class Packed:
     def poisoned_out(self, device: str = "cpu") -> torch.Tensor:
         """An ``out`` full of NaN: an element never written shows, and so does one that must not be."""
         dtype = self.dtype if self.normalize else torch.float32
-        out = _nan(self.total_q, self.heads_q, self.head_dim, dtype=dtype)
+        out = _nan(self.total_q, self.heads_q, self.v_dim or self.head_dim, dtype=dtype)
         return _moved(_sliced(out) if self.layout == "sliced" else out, device)
 
     def check(self, result, *, untouched: bool = True) -> None:
@@ -124,7 +126,7 @@ class Packed:
         """
         parts = tuple(t.cpu() for t in result)
         o = parts[0]
-        assert o.shape == (self.total_q, self.heads_q, self.head_dim)
+        assert o.shape == (self.total_q, self.heads_q, self.v_dim or self.head_dim)
         assert all(t.shape == (self.heads_q, self.total_q) for t in parts[1:])
         if untouched:
             assert o[sum(self.seq_q) :].isnan().all(), "rows past the last request were written"
@@ -173,6 +175,8 @@ class Packed:
             k[:alike], v[:alike] = first[:, :alike]
             if self.shared_kv:
                 v = k
+            elif self.v_dim:
+                v = normal(keys, self.heads_kv, self.v_dim)
             if request in self.poisoned:
                 q[:], k[:], v[:] = torch.nan, torch.nan, torch.nan
             elif self.prefix == 0:
