@@ -16,6 +16,7 @@ import torch
 from warpspec import sim
 from warpspec.sim.host import HostModule
 from warpspec.sim.pretend import script
+from warpspec.sim.views import html
 
 DESCRIPTION = """Run a CuTe DSL kernel in the simulator.
 
@@ -150,6 +151,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, help="run so many schedules and compare the results")
     found.add_argument("--check", choices=["order"], help="order: check memory order")
     found.add_argument("--timeline", help="write a trace for Perfetto to this file")
+    found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")
     return found
 
 
@@ -182,10 +184,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         report = sim.run(compiled, *args, **chosen, **kwargs)
     except sim.SimError as error:
+        if options.report:
+            done = error.launch if isinstance(error, sim.OrderError) else None
+            found = error.findings if isinstance(error, sim.OrderError) else ()
+            html.write(
+                options.report, done if isinstance(done, sim.SimReport) else sim.SimReport(), found, error
+            )
         print(f"{type(error).__name__}: {error}")
         for note in getattr(error, "__notes__", ()):
             print(note)
         return 1
+    if options.report:
+        html.write(options.report, report)
     print(report)
     for name, given in kwargs.items():
         if isinstance(given, torch.Tensor):

@@ -108,7 +108,9 @@ class Machine:
         self.progress += 1
         for warp, group in self.waiters.pop(on, ()):
             wait, group.wait = group.wait, None
-            self.stats.waited(warp, self.system_instr[group.block].opcode, group.since, self.clock)
+            self.stats.waited(
+                warp, self.system_instr[group.block], group.since, self.clock, on, self.executing
+            )
             if wait is not None and wait.resume_after:
                 group.block += 1
             self.wake(warp)

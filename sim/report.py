@@ -6,12 +6,14 @@ import json
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from warpspec.sim.clocks.answer import Clocks, clocks_of
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.codegen.program import Program
+from warpspec.sim.instruction import Instr
 from warpspec.sim.operation import Op
 from warpspec.sim.registry import Family, find, row_of
 from warpspec.sim.warp import Warp
@@ -34,6 +36,19 @@ def family(opcode: str) -> str:
     return "integer"
 
 
+class Span(NamedTuple):
+    """Something on the timeline. warp: None for asynchronous work. start, end: steps of the scheduler. source: the line
+    of source of what waits. by: who ended a wait, as (CTA, warp, line of source)."""
+
+    cta: int
+    warp: int | None
+    name: str
+    start: int
+    end: int
+    source: str = ""
+    by: tuple[int, int, str] | None = None
+
+
 @dataclass
 class LaunchStats:
     """Counters of one launch, filled in by the machine and by instruction handlers."""
@@ -47,7 +62,7 @@ class LaunchStats:
     block_counts: dict[int, np.ndarray] = field(
         default_factory=dict
     )  # warp index -> executions of each block
-    events: list[tuple] = field(default_factory=list)  # (cta, warp or None, name, start, end)
+    events: list[Span] = field(default_factory=list)
     warnings: dict[str, str] = field(
         default_factory=dict
     )  # first words -> what the kernel does that it should not
@@ -66,23 +81,29 @@ class LaunchStats:
             self.block_counts[warp] = np.zeros(blocks + 1, np.uint64)
         return self.block_counts[warp]
 
-    def waited(self, w: Warp, opcode: str, since: int, now: int) -> None:
-        """A wait of some lanes at an instruction has ended. since, now: ticks of the machine's clock."""
+    def waited(
+        self, w: Warp, ins: Instr, since: int, now: int, on: object, by: tuple[Warp, Instr] | None
+    ) -> None:
+        """A wait of some lanes at an instruction has ended. since, now: ticks of the machine's clock. on: what they
+        waited for. by: who ended it."""
         self.barrier_waits[w.index] = self.barrier_waits.get(w.index, 0) + 1
         if w.cta.number < TIMELINE_CTAS and len(self.events) < TIMELINE_EVENTS:
-            self.events.append((w.cta.number, w.index, f"wait {opcode}", since, now))
+            label = getattr(on, "label", None)
+            name = f"wait {label() if label is not None else ins.opcode}"
+            ended = None if by is None else (by[0].cta.number, by[0].index, by[1].source or "")
+            self.events.append(Span(w.cta.number, w.index, name, since, now, ins.source or "", ended))
 
     def completed(self, op: Op, now: int) -> None:
         """An asynchronous operation has taken effect."""
         if op.origin is not None and len(self.events) < TIMELINE_EVENTS:
             cta = op.origin[0].cta.number
             if cta < TIMELINE_CTAS:
-                self.events.append((cta, None, op.text or op.origin[1].opcode, now, now + 1))
+                self.events.append(Span(cta, None, op.text or op.origin[1].opcode, now, now + 1))
 
     def warp_done(self, w: Warp, now: int) -> None:
         """A warp has exited."""
         if w.cta.number < TIMELINE_CTAS:
-            self.events.append((w.cta.number, w.index, "run", 0, now))
+            self.events.append(Span(w.cta.number, w.index, "run", 0, now))
 
     def merge(self, other: LaunchStats) -> None:
         """Add the counters of another process's share of the launch."""
@@ -127,9 +148,10 @@ class LaunchReport:
     barrier_waits: dict[int, int]
     seconds: float
     warnings: list[str] = field(default_factory=list)
-    events: list[tuple] = field(repr=False, default_factory=list)
+    events: list[Span] = field(repr=False, default_factory=list)
     function: str = ""  # what messages call the kernel: its function in the DSL
     findings: list = field(repr=False, default_factory=list)  # of the order checker, those not tolerated
+    storage: tuple = field(repr=False, default=())  # fields of dynamic shared memory: name, bytes, offset
     trace: object = field(
         repr=False, default=None
     )  # what is timed (clocks/record.py); None: nothing was recorded
@@ -242,12 +264,21 @@ class SimReport:
         """Write a Chrome/Perfetto trace: CTAs as processes, warps as threads, scheduler steps as microseconds."""
         events = []
         for number, launch in enumerate(self.launches):
-            for cta, warp, name, start, end in launch.events:
-                pid, tid = number * TIMELINE_CTAS + cta, 99 if warp is None else warp
-                events.append(
-                    {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start}
-                )
-            for cta in {e[0] for e in launch.events}:
+            for span in launch.events:
+                pid, tid = number * TIMELINE_CTAS + span.cta, 99 if span.warp is None else span.warp
+                event = {"name": span.name, "ph": "X", "pid": pid, "tid": tid, "ts": span.start}
+                event["dur"] = span.end - span.start
+                if span.source:
+                    event["args"] = {"line": span.source}
+                events.append(event)
+                if (
+                    span.by is not None and span.by[0] < TIMELINE_CTAS
+                ):  # an arrow from the arrival to the wait
+                    cta, warp, _ = span.by
+                    flow = {"name": "ends the wait", "cat": "wait", "id": len(events), "ts": span.end}
+                    events.append(flow | {"ph": "s", "pid": number * TIMELINE_CTAS + cta, "tid": warp})
+                    events.append(flow | {"ph": "f", "bp": "e", "pid": pid, "tid": tid})
+            for cta in {span.cta for span in launch.events}:
                 pid = number * TIMELINE_CTAS + cta
                 title = {"name": f"launch {number} {launch.function or launch.kernel} CTA {cta}"}
                 events.append({"name": "process_name", "ph": "M", "pid": pid, "args": title})

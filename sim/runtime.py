@@ -264,6 +264,7 @@ def execute(
         events=stats.events,
         function=program.name,
         findings=errors,
+        storage=tuple(storage),
         trace=None if recorder is None else recorder.trace,
     )
     if errors:

@@ -47,6 +47,10 @@ class Mbarrier:
     marker: int = field(default=0, repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
+    def label(self) -> str:
+        """Its name for a timeline."""
+        return self.cta.names.barrier(self.offset) or f"mbarrier {self.offset:#x}"
+
     def describe(self, text: str) -> str:
         return (
             f"{text} mbarrier {place(self.cta, self.offset)}: phase {self.phase} "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from warpspec.sim.errors import SimError
 from warpspec.sim.pretend import Session, intercept
-from warpspec.sim.views import sarif
+from warpspec.sim.views import html, sarif
 
 DESCRIPTION = """Run a Python script as on a GPU: its "cuda" tensors are in this machine's memory, and the CuTe DSL
 kernels that it compiles and launches execute in the simulator. Options stand before the script, its own
@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "--seeds", type=int, help="run each launch under so many schedules and compare the results"
     )
     found.add_argument("--timeline", type=Path, help="write a trace for Perfetto to this file")
+    found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")
     found.add_argument("--sarif", type=Path, help="write what was found as SARIF to this file")
     found.add_argument("script", type=Path, metavar="SCRIPT")
     found.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
@@ -88,6 +89,8 @@ def _write(session: Session, options: argparse.Namespace) -> None:
     """The files that were asked for."""
     if options.timeline:
         session.report.timeline(options.timeline)
+    if options.report:
+        html.write(options.report, session.report, session.findings, session.failed)
     if options.sarif:
         results = [result for error in session.errors for result in sarif.of_error(error)]
         if session.failed is not None:

@@ -277,6 +277,7 @@ def test_timeline_is_a_chrome_trace(tmp_path):
     out = np.zeros(64, np.uint32)
     report = SimReport([launch(MBARRIER_RING, {"out": out}, block=(64, 1, 1))])
     events = json.loads(report.timeline(tmp_path / "t" / "trace.json").read_text())["traceEvents"]
-    waits = [e for e in events if e["name"].startswith("wait mbarrier.try_wait")]
+    waits = [e for e in events if e["name"].startswith("wait mbarrier 0x")]
     assert waits and all(e["dur"] >= 0 and e["ph"] == "X" for e in waits)
+    assert {e["ph"] for e in events} == {"X", "M", "s", "f"}
     assert "mbarrier" in str(report) and "times blocked" in str(report)

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 
 import torch
@@ -42,6 +44,25 @@ def test_many(number):
 """
 
 
+class Page(HTMLParser):
+    """Counts a page's elements, and keeps its text and the elements that are not closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.counts, self.text = [], Counter(), ""
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] += 1
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
     return subprocess.run(
@@ -57,7 +78,15 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
     assert script.main([str(SCRIPT)]) == 0
     text = capfd.readouterr().out
     assert text.startswith("right\n") and "2 launches" in text, text
-    assert script.main(["--check", "order", "--sarif", str(tmp_path / "s"), str(SCRIPT), "racy"]) == 1
+    files = [
+        "--sarif",
+        str(tmp_path / "s"),
+        "--report",
+        str(tmp_path / "r.html"),
+        "--timeline",
+        str(tmp_path / "t"),
+    ]
+    assert script.main(["--check", "order", *files, str(SCRIPT), "racy"]) == 1
     text = capfd.readouterr().out
     assert "memory order: 2 findings" in text and text.count("accesses that nothing orders") == 1, text
     (result,) = json.loads((tmp_path / "s").read_text())["runs"][0]["results"]
@@ -67,6 +96,12 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
         for place in (*result["locations"], *result["relatedLocations"])
     }
     assert lines == {line_of("line[thread] ="), line_of("= line[63 - thread]")}
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    assert any(event["ph"] == "s" for event in events), "an arrow from an arrival to a wait"
+    page = Page()
+    page.feed((tmp_path / "r.html").read_text())
+    assert page.open == [] and page.counts["svg"] >= 4 and page.counts["rect"] > 20
+    assert LINES[line_of("line[thread] =") - 1].strip() in page.text and "Who waited for whom" in page.text
     assert script.main(["--arch", "sm_90a", str(SCRIPT), "33"]) == 1
     assert "Deadlock: nothing can make progress" in capfd.readouterr().err
     assert not torch.cuda.is_available() and not torch.ones(1).is_cuda, "nothing is left behind"
