@@ -1,69 +1,141 @@
-"""The chips: H100, H200, B200, B300."""
+"""The chips: H100, H200, B200, B300. A row is a constant's name, value, what it is, source and confidence.
+
+Times are clocks of the SM, rates bytes or FLOP a clock and SM, unless said. Hopper's were measured by
+`scripts/microbench/run.py` on an H100 80GB HBM3 and an H200 (2026-11-24, driver 580.159.04), whose answers are kept in
+`scripts/microbench/recorded`; for Blackwell nobody here has a GPU: its constants are published ones or Hopper's.
+"""
 
 from __future__ import annotations
 
+import hashlib
+
 from warpspec.sim.clocks.constants import HIGH, LOW, MEDIUM, Chip, Constant
 
-OURS = "scripts/microbench"
+OURS = "scripts/microbench/run.py"
+NCU = "scripts/microbench/run.py --only turnover, under ncu"
 SEMI = "SemiAnalysisAI/microbench-blackwell at 9a068d8"
 GB300 = "Antoniomv7/gb300-microbench at 1c36b44"
-GUESS = "as on Hopper"
+ASSUMED = "assumed: not measured"
+HOPPER = "as on Hopper: not published"
 
-_COMMON = {
-    "fma": (1, OURS, HIGH), "fma_latency": (4, OURS, HIGH), "imad": (2, OURS, HIGH), "packed_fma": (2, SEMI, MEDIUM),
-    "alu": (2, OURS, HIGH), "alu_latency": (4, OURS, HIGH), "pack": (2, OURS, HIGH),
-    "mufu": (8, OURS, HIGH), "mufu_latency": (17, OURS, HIGH), "branch": (8, OURS, MEDIUM),
-    "shared_bytes": (128, OURS, HIGH), "shared_latency": (29, OURS, HIGH), "shuffle_latency": (24, OURS, HIGH),
-    "wait_issue": (4, OURS, MEDIUM), "wait_passed": (40, OURS, MEDIUM),
-    "wait_woken": (20, OURS, MEDIUM), "arrive_issue": (8, OURS, MEDIUM),
-    "arrive_latency": (25, OURS, MEDIUM), "warp_sync": (1, OURS, MEDIUM), "barrier_latency": (4, OURS, HIGH),
-    "barrier_arrival": (2, OURS, HIGH),
-    "cluster_barrier": (200, OURS, LOW), "fence": (23, OURS, MEDIUM), "setmaxnreg": (4, OURS, MEDIUM),
-    "mma_sync": (16, OURS, LOW),
-    "tma_issue": (10, OURS, MEDIUM), "tma_interval": (20, OURS, MEDIUM), "tma_bytes": (128, OURS, MEDIUM),
-    "tma_l2_latency": (600, OURS, MEDIUM), "tma_hbm_latency": (1000, OURS, MEDIUM),
-    "store_read_latency": (300, OURS, MEDIUM), "store_latency": (600, OURS, MEDIUM),
-    "l2_latency": (281, "GH200, published", MEDIUM), "hbm_latency": (690, "GH200, published", MEDIUM),
-    "launch": (1500, OURS, MEDIUM), "cta_turnover": (600, OURS, MEDIUM),
-}  # fmt: skip
+# What a scheduler's pipes take for a warp's instruction, and latencies.
+_PIPES = (
+    ("fma", 1, "FP32 multiply and add", OURS, HIGH),
+    ("fma_latency", 4, "", OURS, HIGH),
+    ("imad", 2, "integer multiply and add", OURS, HIGH),
+    ("packed_fma", 2, "FMAs that one f32x2 counts for", SEMI, MEDIUM),
+    ("alu", 2, "integer, logic, comparison, maximum", OURS, HIGH),
+    ("alu_latency", 4, "", OURS, HIGH),
+    ("pack", 2, "conversion of two floats into a packed pair", OURS, HIGH),
+    ("mufu", 8, "ex2 and its kin, conversions between integer and float", OURS, HIGH),
+    ("mufu_latency", 17, "", OURS, HIGH),
+    ("branch", 8, "from a taken branch to the next instruction", OURS, MEDIUM),
+    ("mma_sync", 16, "issue of mma.sync", ASSUMED, LOW),
+)
+_SHARED = (
+    ("shared_bytes", 128, "of shared memory, also for shuffles", OURS, HIGH),
+    ("shared_latency", 29, "of a load", OURS, HIGH),
+    ("shuffle_latency", 24, "", OURS, HIGH),
+)
+_SYNCHRONISATION = (
+    ("wait_issue", 4, "try_wait's issue", OURS, MEDIUM),
+    ("wait_passed", 40, "try_wait on a phase that is complete, until the next instruction", OURS, HIGH),
+    ("wait_woken", 20, "from the phase's end to the waiting warp's next instruction", OURS, MEDIUM),
+    ("arrive_issue", 8, "an arrival, for the warp", OURS, MEDIUM),
+    ("arrive_hold", 22, "for the warp, beside, where not all of its lanes arrive", OURS, HIGH),
+    ("arrive_latency", 25, "until its phase ends", OURS, MEDIUM),
+    ("warp_sync", 1, "bar.warp.sync", OURS, HIGH),
+    ("barrier_latency", 4, "named barrier, beside its arrivals", OURS, HIGH),
+    ("barrier_arrival", 2, "each warp that arrives at a named barrier", OURS, HIGH),
+    ("cluster_barrier", 200, "barrier.cluster", ASSUMED, LOW),
+    ("fence", 23, "fence.proxy.async", OURS, HIGH),
+    ("setmaxnreg", 4, "", OURS, MEDIUM),
+)
+_TMA = (
+    ("tma_issue", 30, "of the warp", OURS, MEDIUM),
+    ("tma_interval", 32, "between copies in the engine, at least", ASSUMED, LOW),
+    ("tma_bytes", 104, "a single SM loads by TMA", OURS, HIGH),
+    ("tma_l2_latency", 255, "of a load from L2, beside its bytes", OURS, HIGH),
+    ("tma_hbm_latency", 950, "of a load from HBM: 780 (512 bytes) to 1100 (from 8 KB on)", OURS, MEDIUM),
+    ("store_bytes", 31.5, "a single SM stores by TMA", OURS, HIGH),
+    ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
+    ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
+)
+_MEMORY = (
+    ("l2_latency", 281, "of ld.global that hits L2", OURS, HIGH),
+    ("hbm_latency", 695, "of ld.global that does not", OURS, HIGH),
+    ("l2_bytes", 3850, "a clock that all SMs load from L2 together", OURS, HIGH),
+    (
+        "burst",
+        250,
+        "for which an SM may take more than its share of L2 and HBM, after it took less",
+        OURS,
+        MEDIUM,
+    ),
+    ("l2_store_bytes", 2160, "a clock that all SMs store", OURS, HIGH),
+)
+_LAUNCH = (
+    ("launch", 4200, "of a kernel that are no CTA's, as ncu counts clocks, caches flushed", NCU, MEDIUM),
+    ("cta_turnover", 440, "from a CTA's end to the start of the next in its place", OURS, HIGH),
+)
+_WGMMA = (
+    ("mma_flops", 4096, "bf16, of the tensor cores", OURS, HIGH),
+    ("wgmma_issue", 2, "of the warp", OURS, MEDIUM),
+    ("wgmma_fence", 2, "", OURS, MEDIUM),
+    ("wgmma_tail", 47, "from the last multiplication to the end of wait_group", OURS, HIGH),
+    ("wgmma_registers", 28, "before the first multiplication, where A comes from registers", OURS, HIGH),
+    ("wgmma_least_registers", 13, "between wgmmas with A from registers, at least", OURS, HIGH),
+)
+_TCGEN05 = (
+    ("mma_flops", 8192, "bf16, of the tensor core at M 128", SEMI, HIGH),
+    ("mma_issue", 4, "of the warp", ASSUMED, LOW),
+    ("mma_column", 0.5, "of a tcgen05.mma, a column of N", SEMI, HIGH),
+    ("mma_least", 32, "between tcgen05.mma, at least", SEMI, HIGH),
+    ("mma_tail", 136, "from the end of an MMA's interval to its commit, A in shared memory", SEMI, HIGH),
+    ("mma_tail_tensor", 104, "the same, A in tensor memory", SEMI, HIGH),
+    ("commit_latency", 100, "of a commit with nothing to wait for", ASSUMED, LOW),
+    ("tensor_copy", 32, "a tcgen05.cp of 128 rows", ASSUMED, LOW),
+    ("tmem_load_bytes", 512, "of tcgen05.ld (the published figures disagree)", SEMI, LOW),
+    ("tmem_store_bytes", 512, "of tcgen05.st", SEMI, MEDIUM),
+    ("tmem_latency", 40, "of either", ASSUMED, LOW),
+)
+_COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_MEMORY, *_LAUNCH)
 
-_HOPPER = {
-    "wgmma_issue": (2, OURS, MEDIUM), "wgmma_fence": (2, OURS, MEDIUM),
-    "wgmma_tail": (47, OURS, HIGH), "wgmma_registers": (28, OURS, HIGH),
-    "wgmma_least_registers": (13, OURS, HIGH),
-    "mma_flops": (4096, OURS, HIGH), "l2_bytes": (5500, OURS, MEDIUM),
-}  # fmt: skip
 
-_BLACKWELL = {
-    "mma_issue": (4, SEMI, LOW), "mma_column": (0.5, SEMI, HIGH), "mma_least": (32, SEMI, MEDIUM),
-    "mma_tail": (120, SEMI, HIGH), "mma_tail_tensor": (104, SEMI, HIGH), "commit_latency": (100, SEMI, LOW),
-    "tensor_copy": (32, SEMI, LOW), "tmem_load_bytes": (512, SEMI, LOW), "tmem_store_bytes": (512, SEMI, MEDIUM),
-    "tmem_latency": (40, SEMI, LOW), "mma_flops": (8192, SEMI, HIGH), "l2_bytes": (8000, GUESS, LOW),
-    "wgmma_tail": (0, "there is none", HIGH),
-}  # fmt: skip
+def _hopper(hbm: float) -> tuple:
+    return (*_COMMON, *_WGMMA, ("hbm_gb", hbm, "GB/s that all SMs read from HBM", OURS, HIGH))
 
 
-def _table(*parts: dict) -> dict[str, Constant]:
-    return {name: Constant(*row) for part in parts for name, row in part.items()}
-
-
-CHIPS = {
-    name: Chip(model, target, sms, ghz, l2_bytes, _table(_COMMON, own, more))
-    for name, model, target, sms, ghz, l2_bytes, own, more in (
-        ("h100", "H100", "sm_90a", 132, 1.9, 50 << 20, _HOPPER, {"hbm_gb": (3030, OURS, HIGH)}),
-        ("h200", "H200", "sm_90a", 132, 1.9, 60 << 20, _HOPPER, {"hbm_gb": (4280, OURS, HIGH)}),
-        ("b200", "B200", "sm_100a", 148, 1.9, 126 << 20, _BLACKWELL, {"hbm_gb": (7100, SEMI, HIGH)}),
-        (
-            "b300",
-            "B300",
-            "sm_103a",
-            148,
-            1.9,
-            126 << 20,
-            _BLACKWELL,
-            {"hbm_gb": (7100, SEMI, HIGH), "mufu": (4, GB300, HIGH)},
-        ),
+def _blackwell(*more: tuple) -> tuple:
+    """Hopper's constants, at most of medium confidence, and Blackwell's own."""
+    assumed = [
+        (name, value, about, source if source in (SEMI, ASSUMED) else HOPPER, MEDIUM if sure is HIGH else LOW)
+        for name, value, about, source, sure in _COMMON
+    ]
+    own = (
+        ("fma", 1, "FP32 multiply and add", "CUDA C++ Programming Guide", HIGH),
+        ("mufu", 8, "ex2 and its kin", SEMI, HIGH),
+        ("mufu_latency", 18, "", SEMI, HIGH),
+        ("shared_bytes", 128, "of shared memory, also for shuffles", SEMI, HIGH),
+        ("tma_hbm_latency", 1150, "900 (512 bytes) to 1757 (32 KB), less the bytes", SEMI, MEDIUM),
+        ("l2_latency", 295, "of ld.global that hits L2", SEMI, MEDIUM),
+        ("hbm_latency", 860, "of ld.global that does not", SEMI, MEDIUM),
+        ("hbm_gb", 7100, "GB/s that all SMs read from HBM with 64 KB in flight an SM", SEMI, HIGH),
+        ("l2_bytes", 6000, "a clock that all SMs load from L2 together", ASSUMED, LOW),
     )
+    return (*assumed, *_TCGEN05, *own, *more)
+
+
+def _table(rows: tuple) -> dict[str, Constant]:
+    return {name: Constant(value, about, source, sure) for name, value, about, source, sure in rows}
+
+
+_B300 = (("mufu", 4, "ex2 and its kin", GB300, HIGH),)
+CHIPS = {
+    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(2830))),
+    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4100))),
+    "b200": Chip("B200", "sm_100a", 148, 1.9, _table(_blackwell())),
+    "b300": Chip("B300", "sm_103a", 148, 1.9, _table(_blackwell(*_B300))),
 }
 
 
@@ -73,3 +145,9 @@ def chip(name: str) -> Chip:
     if found is None:
         raise ValueError(f"chip is {name!r}; one of {', '.join(CHIPS)} is needed")
     return found
+
+
+def table_digest(of: Chip) -> str:
+    """A short digest of a chip's constants, by which a prediction says what it was made with."""
+    rows = sorted((name, constant.value) for name, constant in of.table.items())
+    return hashlib.sha256(repr((rows, of.sms, of.ghz)).encode()).hexdigest()[:12]

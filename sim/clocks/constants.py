@@ -23,9 +23,10 @@ HIGH, MEDIUM, LOW = Confidence
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """value in the table's unit; source: who measured it, or how it follows."""
+    """value in the table's unit; about: what it is; source: who measured it, or how it follows."""
 
     value: float
+    about: str
     source: str
     confidence: Confidence
 
@@ -38,7 +39,6 @@ class Chip:
     target: str
     sms: int
     ghz: float
-    l2_bytes: int
     table: dict[str, Constant]
 
     def clocks(self, name: str) -> float:
@@ -61,7 +61,11 @@ class Chip:
         return replace(self, table=table)
 
 
-RATES = ("shared_bytes", "tma_bytes", "l2_bytes", "hbm_gb", "tmem_load_bytes", "tmem_store_bytes")
+# Constants that are rates: more is faster.
+RATES = (
+    *("shared_bytes", "tma_bytes", "store_bytes", "l2_bytes", "l2_store_bytes", "hbm_gb"),
+    *("tmem_load_bytes", "tmem_store_bytes", "mma_flops"),
+)
 
 
 def _slower(name: str, value: float, factor: float) -> float:

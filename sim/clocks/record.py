@@ -56,6 +56,20 @@ def recording(sample: int | None = SAMPLE) -> Iterator[None]:
         _active = before
 
 
+_captured: list[list[LaunchTrace]] = []
+
+
+@contextmanager
+def captured() -> Iterator[list[LaunchTrace]]:
+    """The traces of all launches inside, in order, whoever makes them."""
+    traces: list[LaunchTrace] = []
+    _captured.append(traces)
+    try:
+        yield traces
+    finally:
+        _captured.remove(traces)
+
+
 def chosen_clusters(total: int, sample: int | None) -> list[int]:
     """Numbers of the clusters to record: the first, the last and others evenly between."""
     if sample is None or total <= sample:
@@ -70,6 +84,8 @@ class Recorder:
 
     def __init__(self, trace: LaunchTrace, clusters: Sequence[int]):
         self.trace = trace
+        for traces in _captured:
+            traces.append(trace)
         self.clusters = frozenset(clusters)
         self.order = list(clusters)
         self.step: Step | None = None  # of the instruction or asynchronous operation that executes now

@@ -244,6 +244,8 @@ class Replay:
                     if action.reads:  # a barrier of threads: warps arrive one after the other
                         latency += chip.clocks("barrier_arrival") * self.trace.contributions[number]
                     self._push(at + latency, "signal", (self._event(number, copy), ("run", warp, at)))
+                if kind is Kind.SIGNAL and entry.lanes < WARP:
+                    alone += chip.clocks("arrive_hold")
                 if kind is Kind.BARRIER and entry.waits is not None:
                     yield from self._wait(warp, self._event(entry.waits, copy), "barrier")
             elif kind is Kind.WAIT:

@@ -21,10 +21,11 @@ class Sm:
         sharing = max(1.0, chip.sms * active_share)
         self.hbm_rate = chip.clocks("hbm_gb") / chip.ghz / sharing
         self.l2_rate = min(chip.clocks("l2_bytes") / sharing, chip.clocks("tma_bytes"))
+        self.store_rate = min(chip.clocks("l2_store_bytes") / sharing, chip.clocks("store_bytes"))
         self.fresh_share, self.cold = fresh_share, cold
         self.tensor_free = [0.0] * SCHEDULERS
         self.tensor_used = [0.0] * SCHEDULERS
-        self.tma_free = self.l2_free = self.hbm_free = 0.0
+        self.tma_free = self.l2_free = self.hbm_free = self.store_free = 0.0
         self.tma_used = self.l2_used = self.hbm_used = 0.0
         self.transfer_free = [0.0] * SCHEDULERS
         self.transfer_used = 0.0
@@ -48,8 +49,9 @@ class Sm:
     def _move(self, start: float, nbytes: float, share: float) -> float:
         """When the bytes have passed L2 and HBM, without their latency."""
         l2, hbm = nbytes / self.l2_rate, share * nbytes / self.hbm_rate
-        self.l2_free = max(self.l2_free, start) + l2
-        self.hbm_free = max(self.hbm_free, start) + hbm
+        since = start - self.chip.clocks("burst")
+        self.l2_free = max(self.l2_free, since) + l2
+        self.hbm_free = max(self.hbm_free, since) + hbm
         self.l2_used += l2
         self.hbm_used += hbm
         self.bytes_moved += nbytes
@@ -62,8 +64,13 @@ class Sm:
         return max(self._move(at, nbytes, self.fresh_share), at) + latency
 
     def store(self, at: float, nbytes: float) -> float:
-        """Stores and reductions by lanes; nobody waits for them."""
-        return self._move(at, nbytes, 1.0)
+        """Stores and reductions by lanes: when they have left the SM; nobody waits for them."""
+        self.store_free = max(self.store_free, at) + nbytes / self.store_rate
+        hbm = nbytes / self.hbm_rate
+        self.hbm_free = max(self.hbm_free, at) + hbm
+        self.hbm_used += hbm
+        self.bytes_moved += nbytes
+        return self.store_free
 
     def tma_load(self, at: float, nbytes: float, fresh: bool) -> float:
         chip = self.chip
@@ -73,17 +80,19 @@ class Sm:
         self.tma_used += taken
         far = fresh and self.cold and self.fresh_share > 0
         latency = chip.clocks("tma_hbm_latency" if far else "tma_l2_latency")
-        return max(self._move(start, nbytes, self.fresh_share), self.tma_free) + latency
+        return (
+            max(self._move(start, nbytes, self.fresh_share), start + nbytes / chip.clocks("tma_bytes"))
+            + latency
+        )
 
     def tma_store(self, at: float, nbytes: float) -> tuple[float, float]:
         """(source read, all written)."""
         chip = self.chip
         start = max(at, self.tma_free)
-        taken = max(nbytes / chip.clocks("tma_bytes"), chip.clocks("tma_interval"))
-        self.tma_free = start + taken
-        self.tma_used += taken
-        read = self.tma_free + chip.clocks("store_read_latency")
-        return read, max(self._move(start, nbytes, 1.0), read) + chip.clocks("store_latency")
+        self.tma_free = start + chip.clocks("tma_interval")
+        self.tma_used += chip.clocks("tma_interval")
+        read = self.store(start, nbytes) + chip.clocks("store_read_latency")
+        return read, read + chip.clocks("store_latency")
 
     # ---- wgmma -------------------------------------------------------------------------------------------------
 
