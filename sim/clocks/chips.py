@@ -64,7 +64,6 @@ _TMA = (
 _MEMORY = (
     ("l2_latency", 281, "of ld.global that hits L2", OURS, HIGH),
     ("hbm_latency", 695, "of ld.global that does not", OURS, HIGH),
-    ("l2_bytes", 3850, "a clock that all SMs load from L2 together", OURS, HIGH),
     (
         "burst",
         250,
@@ -72,10 +71,9 @@ _MEMORY = (
         OURS,
         MEDIUM,
     ),
-    ("l2_store_bytes", 2160, "a clock that all SMs store", OURS, HIGH),
 )
 _LAUNCH = (
-    ("launch", 4200, "of a kernel that are no CTA's, as ncu counts clocks, caches flushed", NCU, MEDIUM),
+    ("launch", 3900, "of a kernel that are no CTA's, as ncu counts clocks, caches flushed", NCU, MEDIUM),
     ("cta_turnover", 440, "from a CTA's end to the start of the next in its place", OURS, HIGH),
 )
 _WGMMA = (
@@ -102,8 +100,13 @@ _TCGEN05 = (
 _COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_MEMORY, *_LAUNCH)
 
 
-def _hopper(hbm: float) -> tuple:
-    return (*_COMMON, *_WGMMA, ("hbm_gb", hbm, "GB/s that all SMs read from HBM", OURS, HIGH))
+def _hopper(hbm: float, l2: float, stored: float) -> tuple:
+    own = (
+        ("hbm_gb", hbm, "GB/s that all SMs read from HBM", OURS, HIGH),
+        ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
+        ("l2_store_bytes", stored, "a clock that all SMs store", OURS, HIGH),
+    )
+    return (*_COMMON, *_WGMMA, *own)
 
 
 def _blackwell(*more: tuple) -> tuple:
@@ -121,6 +124,7 @@ def _blackwell(*more: tuple) -> tuple:
         ("l2_latency", 295, "of ld.global that hits L2", SEMI, MEDIUM),
         ("hbm_latency", 860, "of ld.global that does not", SEMI, MEDIUM),
         ("hbm_gb", 7100, "GB/s that all SMs read from HBM with 64 KB in flight an SM", SEMI, HIGH),
+        ("l2_store_bytes", 3000, "a clock that all SMs store", ASSUMED, LOW),
         ("l2_bytes", 6000, "a clock that all SMs load from L2 together", ASSUMED, LOW),
     )
     return (*assumed, *_TCGEN05, *own, *more)
@@ -132,8 +136,8 @@ def _table(rows: tuple) -> dict[str, Constant]:
 
 _B300 = (("mufu", 4, "ex2 and its kin", GB300, HIGH),)
 CHIPS = {
-    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(2830))),
-    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4100))),
+    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(2830, 3900, 2160))),
+    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4020, 4700, 2530))),
     "b200": Chip("B200", "sm_100a", 148, 1.9, _table(_blackwell())),
     "b300": Chip("B300", "sm_103a", 148, 1.9, _table(_blackwell(*_B300))),
 }
