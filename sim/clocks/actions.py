@@ -69,6 +69,8 @@ def action_of(ins: Instr, chip: Chip) -> Action:
     }.get(family)
     if find is not None:
         return find(ins, chip)
+    if family in ("st", "red") and "async" in parts:
+        return Action(Kind.SIGNAL, 4.0, chip.clocks("remote_latency"))
     if family in ("atom", "red", "ld", "st") and not any(part.startswith("shared") for part in parts):
         return Action(Kind.MEMORY, 4.0, count=memory_bytes(ins), reads=family in ("atom", "ld"))
     if family in ("ldmatrix", "stmatrix"):
@@ -94,7 +96,9 @@ def _mbarrier(ins: Instr, chip: Chip) -> Action:
     if what in ("try_wait", "test_wait"):
         return Action(Kind.WAIT, chip.clocks("wait_issue"), chip.clocks("wait_passed"))
     if what in ("arrive", "arrive_drop", "complete_tx"):
-        return Action(Kind.SIGNAL, chip.clocks("arrive_issue"), chip.clocks("arrive_latency"))
+        remote = "shared::cluster" in ins.parts
+        latency = chip.clocks("remote_latency" if remote else "arrive_latency")
+        return Action(Kind.SIGNAL, chip.clocks("arrive_issue"), latency)
     return Action(Kind.PLAIN, 2.0)
 
 

@@ -10,7 +10,7 @@ from warpspec.sim.clocks.chips import chip as find_chip
 from warpspec.sim.clocks.constants import VARIED, Chip
 from warpspec.sim.clocks.replay import Result
 from warpspec.sim.clocks.trace import LaunchTrace
-from warpspec.sim.clocks.waves import Launch, predict
+from warpspec.sim.clocks.waves import Grid, Launch
 
 BOUND_BY_LATENCY = 0.6  # of a unit's clocks: below it no unit is called the one that binds
 UNITS_TIMED = ("tensor", "mufu", "fma", "alu", "issue", "shared", "tma", "l2", "hbm", "tensor memory")
@@ -116,9 +116,10 @@ def clocks_of(traces: list[LaunchTrace], name: str | Chip, *, cold: bool = True)
             raise ValueError(
                 f"chip is {chip.name}, which runs {chip.target}; {trace.kernel} was compiled for {target}"
             )
-        launch = predict(trace, chip, cold=cold)
+        grid = Grid(trace, chip, cold)
+        launch = grid.predict(chip)
         low, high = (
-            predict(trace, chip.varied(factor), cold=cold, keep_spans=False).clocks
+            grid.predict(chip.varied(factor), keep_spans=False).clocks
             for factor in (1 / (1 + VARIED), 1 + VARIED)
         )
         found.append(_answer(trace, chip, launch, min(low, launch.clocks), max(high, launch.clocks)))

@@ -12,6 +12,8 @@ import hashlib
 from warpspec.sim.clocks.constants import HIGH, LOW, MEDIUM, Chip, Constant
 
 OURS = "scripts/microbench/run.py"
+COPY = "a copy of 2 GB, scripts/shared/gpu_bench.py"
+DRAM = "DRAM bytes of softmax kernels by ncu, scripts/measure_clocks.py"
 NCU = "scripts/microbench/run.py --only turnover, under ncu"
 SEMI = "SemiAnalysisAI/microbench-blackwell at 9a068d8"
 GB300 = "Antoniomv7/gb300-microbench at 1c36b44"
@@ -48,6 +50,7 @@ _SYNCHRONISATION = (
     ("barrier_latency", 4, "named barrier, beside its arrivals", OURS, HIGH),
     ("barrier_arrival", 2, "each warp that arrives at a named barrier", OURS, HIGH),
     ("cluster_barrier", 200, "barrier.cluster", ASSUMED, LOW),
+    ("remote_latency", 200, "of a store or arrival to another CTA of the cluster", ASSUMED, LOW),
     ("fence", 23, "fence.proxy.async", OURS, HIGH),
     ("setmaxnreg", 4, "", OURS, MEDIUM),
 )
@@ -100,9 +103,10 @@ _TCGEN05 = (
 _COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_MEMORY, *_LAUNCH)
 
 
-def _hopper(hbm: float, l2: float, stored: float) -> tuple:
+def _hopper(hbm: float, l2: float, stored: float, dirty: float) -> tuple:
     own = (
-        ("hbm_gb", hbm, "GB/s that all SMs read from HBM", OURS, HIGH),
+        ("l2_dirty_mb", dirty, "MB of stores that L2 keeps at a kernel's end", DRAM, MEDIUM),
+        ("hbm_gb", hbm, "GB/s that all SMs read from HBM", COPY, HIGH),
         ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
         ("l2_store_bytes", stored, "a clock that all SMs store", OURS, HIGH),
     )
@@ -124,6 +128,13 @@ def _blackwell(*more: tuple) -> tuple:
         ("l2_latency", 295, "of ld.global that hits L2", SEMI, MEDIUM),
         ("hbm_latency", 860, "of ld.global that does not", SEMI, MEDIUM),
         ("hbm_gb", 7100, "GB/s that all SMs read from HBM with 64 KB in flight an SM", SEMI, HIGH),
+        (
+            "l2_dirty_mb",
+            55,
+            "MB of stores that L2 keeps at a kernel's end, as a part of L2 as on Hopper",
+            ASSUMED,
+            LOW,
+        ),
         ("l2_store_bytes", 3000, "a clock that all SMs store", ASSUMED, LOW),
         ("l2_bytes", 6000, "a clock that all SMs load from L2 together", ASSUMED, LOW),
     )
@@ -136,8 +147,8 @@ def _table(rows: tuple) -> dict[str, Constant]:
 
 _B300 = (("mufu", 4, "ex2 and its kin", GB300, HIGH),)
 CHIPS = {
-    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(2830, 3900, 2160))),
-    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4020, 4700, 2530))),
+    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(3030, 3900, 2160, 22))),
+    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4280, 4700, 2530, 26))),
     "b200": Chip("B200", "sm_100a", 148, 1.9, _table(_blackwell())),
     "b300": Chip("B300", "sm_103a", 148, 1.9, _table(_blackwell(*_B300))),
 }

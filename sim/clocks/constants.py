@@ -63,7 +63,7 @@ class Chip:
 
 # Constants that are rates: more is faster.
 RATES = (
-    *("shared_bytes", "tma_bytes", "store_bytes", "l2_bytes", "l2_store_bytes", "hbm_gb"),
+    *("shared_bytes", "tma_bytes", "store_bytes", "l2_bytes", "l2_store_bytes", "hbm_gb", "l2_dirty_mb"),
     *("tmem_load_bytes", "tmem_store_bytes", "mma_flops"),
 )
 

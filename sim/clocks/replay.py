@@ -9,6 +9,7 @@ waits where its trace says that it waited: for events, for groups of its own asy
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ class Event:
 
 @dataclass
 class Result:
-    """clocks: until the last warp has ended. ends: when each CTA has. busy: clocks of each unit of the first SM."""
+    """clocks: until the last warp has ended. ends: when each cluster has. busy: clocks of each unit of the first SM."""
 
     clocks: float
     ends: list[float]
@@ -60,25 +61,39 @@ class Result:
     bytes_moved: float
 
 
+Placed = list[tuple[CtaTrace, int]]
+"""The CTAs of a cluster, each with the SM that it is on."""
+
+
 class Replay:
-    """CTAs that are resident together. ctas: (trace, SM) of each. fresh_share: of the bytes that come from HBM."""
+    """Clusters on an SM, or on as many SMs as a cluster has CTAs.
+
+    resident: how many are there from the start; each of the others begins when one has ended. fresh_share: part of the
+    bytes read that come from HBM. cold, active_share, written_share: as of `servers.Sm`.
+    """
 
     def __init__(
         self,
         trace: LaunchTrace,
-        ctas: list[tuple[CtaTrace, int]],
+        clusters: list[Placed],
         chip: Chip,
         *,
+        resident: int | None = None,
         fresh_share: float = 1.0,
         keep_spans: bool = True,
         cold: bool = True,
         costs: dict[int, BlockCost] | None = None,
         active_share: float = 1.0,
+        written_share: float = 1.0,
     ):
-        self.trace, self.ctas, self.chip = trace, ctas, chip
+        self.trace, self.clusters, self.chip = trace, clusters, chip
+        self.resident = len(clusters) if resident is None else resident
         self.costs = {} if costs is None else costs
         self.actions: dict[int, Action] = {}
-        self.sms = [Sm(chip, fresh_share, cold, active_share) for _ in range(1 + max(sm for _, sm in ctas))]
+        self.sms = [
+            Sm(chip, fresh_share, cold, active_share, written_share)
+            for _ in range(1 + max(sm for _, sm in clusters[0]))
+        ]
         self.pool = Pool(len(self.sms))
         self.events: dict[tuple[int, int], Event] = {}
         self.queue: list[tuple[float, int, int, object]] = []
@@ -87,25 +102,34 @@ class Replay:
         self.keep_spans = keep_spans
         self.spans: list[list[Span]] = []
         self.warps: list[tuple[int, int]] = []
-        self.copies: list[int] = []  # of each CTA: which copy of its cluster's events it sees
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Replay until every warp has ended."""
         programs: list[Iterator] = []
-        seen: dict[tuple[int, int], int] = {}
-        for number, (cta, sm) in enumerate(self.ctas):
-            copy = seen.setdefault((cta.cluster, cta.rank), 0)
-            seen[cta.cluster, cta.rank] += 1
-            for index, entries in enumerate(cta.warps):
-                warp = len(programs)
-                self.warps.append((number, index))
-                self.spans.append([])
-                programs.append(self._warp(warp, entries, sm, index % 4, copy))
-        ends = [0.0] * len(self.ctas)
-        for warp in range(len(programs)):
-            self._push(0.0, "resume", warp)
+        owner: list[int] = []  # of each warp: the number of its cluster
+        live: list[int] = []  # of each cluster: warps that have not ended
+        numbers = itertools.count()
+
+        def begin(time: float) -> None:
+            number = len(live)
+            live.append(0)
+            for cta, sm in self.clusters[number]:
+                name = next(numbers)
+                for index, entries in enumerate(cta.warps):
+                    warp = len(programs)
+                    self.warps.append((name, index))
+                    self.spans.append([])
+                    owner.append(number)
+                    programs.append(self._warp(warp, entries, sm, index % 4, number))
+                    self._push(time, "resume", warp)
+                live[number] += len(cta.warps)
+
+        for _ in range(min(self.resident, len(self.clusters))):
+            begin(0.0)
+        ends: list[float] = []
+        turnover = self.chip.clocks("cta_turnover")
         pool, queue = self.pool, self.queue
         while True:
             soonest = pool.next_end()
@@ -121,7 +145,11 @@ class Replay:
             warp = argument
             request = next(programs[warp], None)
             if request is None:
-                ends[self.warps[warp][0]] = max(ends[self.warps[warp][0]], self.now)
+                live[owner[warp]] -= 1
+                if not live[owner[warp]]:
+                    ends.append(self.now)
+                    if len(live) < len(self.clusters):
+                        begin(self.now + turnover)
             elif type(request) is float:
                 self._push(request, "resume", warp)
             elif type(request) is Event:
@@ -232,13 +260,13 @@ class Replay:
             alone += action.issue
             demand[Pipe.ISSUE] += min(action.issue, 1.0)
             demand[Pipe.SHARED] += action.shared
-            if kind is Kind.PLAIN or not entry.lanes:
+            if not entry.lanes or (kind is Kind.PLAIN and not entry.signals):
                 continue
             if alone > FLUSH or (kind in WAITS and alone):
                 yield from self._run(warp, sm, scheduler, alone, demand)
                 alone, demand = 0.0, [0.0] * PIPES
             at = self.now + alone
-            if kind is Kind.SIGNAL or kind is Kind.BARRIER:
+            if kind is Kind.SIGNAL or kind is Kind.BARRIER or kind is Kind.PLAIN:
                 for number in entry.signals:
                     latency = action.latency
                     if action.reads:  # a barrier of threads: warps arrive one after the other

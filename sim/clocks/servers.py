@@ -13,16 +13,17 @@ class Sm:
     """The servers of one SM. Every method takes the time of issue and returns when the work is done.
 
     fresh_share: of all bytes read, what part comes from HBM. cold: whether data that is new to the trace does so with
-    HBM's latency. active_share: of all SMs, what part runs and shares L2 and HBM.
+    HBM's latency. active_share: of all SMs, what part runs and shares L2 and HBM. written_share: of the bytes stored,
+    what part reaches HBM before the kernel ends; L2 keeps the rest.
     """
 
-    def __init__(self, chip: Chip, fresh_share: float, cold: bool, active_share: float):
+    def __init__(self, chip: Chip, fresh_share: float, cold: bool, active_share: float, written_share: float):
         self.chip = chip
         sharing = max(1.0, chip.sms * active_share)
         self.hbm_rate = chip.clocks("hbm_gb") / chip.ghz / sharing
         self.l2_rate = min(chip.clocks("l2_bytes") / sharing, chip.clocks("tma_bytes"))
         self.store_rate = min(chip.clocks("l2_store_bytes") / sharing, chip.clocks("store_bytes"))
-        self.fresh_share, self.cold = fresh_share, cold
+        self.fresh_share, self.cold, self.written_share = fresh_share, cold, written_share
         self.tensor_free = [0.0] * SCHEDULERS
         self.tensor_used = [0.0] * SCHEDULERS
         self.tma_free = self.l2_free = self.hbm_free = self.store_free = 0.0
@@ -66,7 +67,7 @@ class Sm:
     def store(self, at: float, nbytes: float) -> float:
         """Stores and reductions by lanes: when they have left the SM; nobody waits for them."""
         self.store_free = max(self.store_free, at) + nbytes / self.store_rate
-        hbm = nbytes / self.hbm_rate
+        hbm = self.written_share * nbytes / self.hbm_rate
         self.hbm_free = max(self.hbm_free, at) + hbm
         self.hbm_used += hbm
         self.bytes_moved += nbytes

@@ -6,18 +6,17 @@ what lies between the recorded ones next to them in the grid's order.
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
 from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
-from warpspec.sim.clocks.replay import Replay, Result
+from warpspec.sim.clocks.replay import Placed, Replay, Result
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 from warpspec.sim.device import REGISTERS_PER_SM, REGISTERS_PER_WARP_STEP, SHARED_RESERVED, device_of
 
 WARP = 32
+STREAMED_ROUNDS = 4  # of CTAs that are replayed where there are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,17 @@ def residency(trace: LaunchTrace) -> Residency:
 
 @dataclass
 class Launch:
-    """A launch's prediction. clocks: of the whole. main: the replay that stands for it. work: clocks of each recorded
-    CTA among its neighbours. ctas_an_sm: at once. waves: rounds of CTAs. active_sms: that have any."""
+    """A launch's prediction.
+
+    clocks: of the whole. main: the replay that stands for it. residency, ctas_an_sm: what an SM could hold and what it
+    does. waves: rounds of CTAs. overhead: clocks that are no CTA's. hbm_bound: clocks that HBM needs for all bytes.
+    """
 
     clocks: float
     main: Result
-    main_ctas: list[CtaTrace]
-    work: dict[int, float]
     residency: Residency
     ctas_an_sm: int
     waves: float
-    active_sms: int
     overhead: float
     hbm_bound: float
 
@@ -92,71 +91,100 @@ def lane_bytes(cta: CtaTrace, costs) -> tuple[int, int]:
     return loaded, stored
 
 
-def predict(trace: LaunchTrace, chip: Chip, *, cold: bool = True, keep_spans: bool = True) -> Launch:
-    """Clocks of a launch. cold: L2 holds nothing of its tensors at the start. ValueError without recorded CTAs."""
-    if not trace.ctas:
-        raise ValueError(f"the trace of {trace.kernel} has no CTA")
-    costs: dict[int, BlockCost] = {}
-    found = residency(trace)
-    size, total = trace.cluster_ctas, trace.grid_ctas
-    clusters = total // size
-    places = max(1, chip.sms * found.ctas // size)  # of clusters
-    here = min(found.ctas, max(1, -(-total // chip.sms)))  # CTAs an SM has at once
-    active = min(chip.sms, -(-total // here) if here > 1 else total)
-    groups: dict[int, list[CtaTrace]] = {}
-    for cta in trace.ctas:
-        groups.setdefault(cta.cluster, []).append(cta)
-    probe = Replay(trace, [(trace.ctas[0], 0)], chip, costs=costs)
-    moved = {}
-    for number, ctas in groups.items():
-        totals = [0, 0]
-        for cta in ctas:
-            for one in (load_bytes(cta), lane_bytes(cta, probe._cost)):
-                totals[0] += one[0]
-                totals[1] += one[1]
-        moved[number] = totals
-    numbers = sorted(groups)
-    loaded = _total(numbers, [moved[n][0] for n in numbers], clusters)
-    stored = _total(numbers, [moved[n][1] for n in numbers], clusters)
-    to_read = max(trace.tensor_bytes - stored, 0.0) if cold else 0.0
-    fresh_share = min(1.0, to_read / loaded) if loaded else 0.0
-    durations: dict[int, float] = {}
-    main: Result | None = None
-    for number in numbers:
-        resident = [(cta, min(cta.rank, size - 1)) for cta in groups[number] for _ in range(here)]
-        result = Replay(
-            trace, resident, chip, fresh_share=fresh_share, keep_spans=keep_spans, cold=cold, costs=costs,
-            active_share=active / chip.sms,
+class Grid:
+    """A launch on a chip: what does not depend on how sure the constants are, then `predict`."""
+
+    def __init__(self, trace: LaunchTrace, chip: Chip, cold: bool):
+        if not trace.ctas:
+            raise ValueError(f"the trace of {trace.kernel} has no CTA")
+        self.trace, self.cold = trace, cold
+        self.residency = residency(trace)
+        size = trace.cluster_ctas
+        self.clusters = trace.grid_ctas // size
+        self.here = min(self.residency.ctas, max(1, -(-trace.grid_ctas // chip.sms)))
+        self.places = max(1, chip.sms * self.residency.ctas // size)  # clusters that run at once
+        self.active_share = min(1.0, trace.grid_ctas / chip.sms)
+        groups: dict[int, Placed] = {}
+        for cta in trace.ctas:
+            groups.setdefault(cta.cluster, []).append((cta, cta.rank))
+        self.groups = groups
+        self.longest: int | None = None  # number of the cluster that lasts longest
+        costs: dict[int, BlockCost] = {}
+        probe = Replay(trace, [next(iter(groups.values()))], chip, costs=costs)
+        self.costs = costs
+        moved = [[0, 0] for _ in groups]
+        for totals, placed in zip(moved, groups.values(), strict=True):
+            for cta, _ in placed:
+                for one in (load_bytes(cta), lane_bytes(cta, probe._cost)):
+                    totals[0] += one[0]
+                    totals[1] += one[1]
+        self.loaded = _total(list(groups), [one[0] for one in moved], self.clusters)
+        self.stored = _total(list(groups), [one[1] for one in moved], self.clusters)
+        self.to_read = max(trace.tensor_bytes - self.stored, 0.0) if cold else 0.0
+        self.fresh_share = min(1.0, self.to_read / self.loaded) if self.loaded else 0.0
+        self.written = max(
+            self.stored - chip.clocks("l2_dirty_mb") * 1e6, 0.0
+        )  # bytes that HBM gets meanwhile
+
+    def predict(self, chip: Chip, *, keep_spans: bool = True) -> Launch:
+        """The launch's time with a chip's constants; costs of blocks are made anew where they differ."""
+        costs = self.costs if keep_spans else {}
+        if len(self.groups) < 2 or self.clusters <= self.places:
+            lasts, main = self._together(chip, costs, keep_spans)
+        else:
+            lasts, main = self._stream(chip, costs, keep_spans)
+        hbm = (min(self.to_read, self.loaded) + self.written) / (chip.clocks("hbm_gb") / chip.ghz)
+        overhead = chip.clocks("launch")
+        waves = self.clusters / self.places
+        return Launch(max(lasts, hbm) + overhead, main, self.residency, self.here, waves, overhead, hbm)
+
+    def _replay(
+        self, chip: Chip, costs: dict, clusters: list[Placed], resident: int, keep_spans: bool
+    ) -> Result:
+        return Replay(
+            self.trace, clusters, chip, resident=resident, fresh_share=self.fresh_share, keep_spans=keep_spans,
+            cold=self.cold, written_share=self.written / max(self.stored, 1.0), costs=costs, active_share=self.active_share,
         ).run()  # fmt: skip
-        durations[number] = result.clocks
-        if main is None or result.clocks > main.clocks:
-            main, main_ctas = result, groups[number]
-    turnover = chip.clocks("cta_turnover")
-    ends = [0.0] * min(places, clusters)
-    heapq.heapify(ends)
-    lasts = 0.0
-    for number in range(clusters):
-        start = heapq.heappop(ends)
-        end = start + _between(numbers, durations, number) + (turnover if start else 0.0)
-        lasts = max(lasts, end)
-        heapq.heappush(ends, end)
-    hbm = (min(to_read, loaded) + stored) / (chip.clocks("hbm_gb") / chip.ghz)
-    overhead = chip.clocks("launch")
-    clocks = max(lasts, hbm) + overhead
-    waves = clusters / places
-    return Launch(clocks, main, main_ctas, durations, found, here, waves, active, overhead, hbm)
 
+    def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
+        """All clusters of the grid run at once: the longest of those recorded decides."""
+        numbers = list(self.groups) if self.longest is None else [self.longest]
+        found = {}
+        for number in numbers:
+            found[number] = self._replay(
+                chip, costs, [self.groups[number]] * self.here, self.here, keep_spans
+            )
+        longest = max(found, key=lambda number: found[number].clocks)
+        self.longest = longest
+        rounds = -(-self.clusters // self.places)
+        lasts = rounds * found[longest].clocks + (rounds - 1) * chip.clocks("cta_turnover")
+        return lasts, found[longest]
 
-def _between(numbers: list[int], durations: dict[int, float], number: int) -> float:
-    """The duration of a cluster, from those recorded next to it."""
-    at = bisect_left(numbers, number)
-    if (at < len(numbers) and numbers[at] == number) or at == 0:
-        return durations[numbers[at]]
-    if at == len(numbers):
-        return durations[numbers[-1]]
-    low, high = numbers[at - 1], numbers[at]
-    part = (number - low) / (high - low)
-    return durations[low] * (1 - part) + durations[high] * part
+    def _stream(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
+        """More clusters than places: an SM's share of them, one after the other as places come free.
+
+        Beyond a few rounds, time grows by what the last rounds took.
+        """
+        here = self.here
+        share = -(-self.clusters * self.trace.cluster_ctas // chip.sms)  # clusters that an SM takes part in
+        most = min(share, STREAMED_ROUNDS * here)
+        result = self._replay(chip, costs, self._spread(most), here, keep_spans)
+        lasts = result.clocks
+        if share > most:
+            begin = (STREAMED_ROUNDS - 1) * here
+            ends = sorted(result.ends)
+            per_cluster = (ends[-1] - ends[len(ends) - begin - 1]) / begin
+            lasts += (share - most) * per_cluster
+        return lasts, result
+
+    def _spread(self, count: int) -> list[Placed]:
+        """So many clusters, in the order of the grid, each the nearest that is recorded."""
+        numbers = sorted(self.groups)
+        found = []
+        for i in range(count):
+            wanted = (i + 0.5) / count * (self.clusters - 1)
+            found.append(self.groups[min(numbers, key=lambda number: abs(number - wanted))])
+        return found
 
 
 def _total(numbers: list[int], values: list[float], clusters: int) -> float:

@@ -9,7 +9,7 @@ from warpspec.sim.clocks.chips import CHIPS, chip
 from warpspec.sim.clocks.constants import HIGH
 from warpspec.sim.clocks.record import chosen_clusters
 from warpspec.sim.clocks.replay import Replay
-from warpspec.sim.clocks.waves import predict, residency
+from warpspec.sim.clocks.waves import Grid, residency
 from warpspec.sim.report import SimReport
 
 H200 = chip("h200")
@@ -27,7 +27,7 @@ def trace_of(body: str, *, out: int = 4096, **options):
 def replayed(body: str, **options) -> float:
     """Clocks of the kernel's first CTA alone on an SM."""
     trace = trace_of(body, **options)
-    return Replay(trace, [(trace.ctas[0], 0)], H200).run().clocks
+    return Replay(trace, [[(trace.ctas[0], 0)]], H200).run().clocks
 
 
 def per_instruction(line: str, **options) -> float:
@@ -76,7 +76,7 @@ def test_a_wait_lasts_until_the_slowest_arrival():
         + STORE
     )
     trace = trace_of(body, block=(64, 1, 1))
-    result = Replay(trace, [(trace.ctas[0], 0)], H200).run()
+    result = Replay(trace, [[(trace.ctas[0], 0)]], H200).run()
     waited = sum(span.end - span.start for span in result.spans[0] if span.unit == "barrier")
     assert 2000 < waited < result.clocks < 2150
     assert not any(span.unit == "barrier" and span.end - span.start > 30 for span in result.spans[1])
@@ -154,7 +154,7 @@ def test_waves():
     shared = ".shared .align 128 .b8 sm[49152];"
     held = 132 * 4
     one, two = (
-        predict(trace_of(body, grid=(n, 1, 1), variables=shared, sample=2), H200, cold=False)
+        Grid(trace_of(body, grid=(n, 1, 1), variables=shared, sample=2), H200, cold=False).predict(H200)
         for n in (held, held + 1)
     )
     assert one.ctas_an_sm == 4
