@@ -141,10 +141,13 @@ class Grid:
     def _replay(
         self, chip: Chip, costs: dict, clusters: list[Placed], resident: int, keep_spans: bool
     ) -> Result:
-        return Replay(
-            self.trace, clusters, chip, resident=resident, fresh_share=self.fresh_share, keep_spans=keep_spans,
-            cold=self.cold, written_share=self.written / max(self.stored, 1.0), costs=costs, active_share=self.active_share,
-        ).run()  # fmt: skip
+        shares = {
+            "fresh_share": self.fresh_share,
+            "written_share": self.written / max(self.stored, 1.0),
+            "active_share": self.active_share,
+        }
+        options = {"resident": resident, "keep_spans": keep_spans, "cold": self.cold, "costs": costs}
+        return Replay(self.trace, clusters, chip, **options, **shares).run()
 
     def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
         """All clusters of the grid run at once: the longest of those recorded decides."""

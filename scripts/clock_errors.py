@@ -1,0 +1,164 @@
+"""Holds predicted clocks against measured ones: the error tables of docs/clocks.md.
+
+    python scripts/clock_errors.py                              print the tables
+    python scripts/clock_errors.py --write docs/clocks.md       put them between its markers; --check: are they there?
+    python scripts/clock_errors.py --keep CHIP MEASURED.json PREDICTED.json...     into docs/clocks.json first
+
+docs/clocks.json holds what ``measure_clocks.py`` measured and ``predict_clocks.py`` predicted. A kernel's error is
+(predicted - measured) / measured, in clocks of the SM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared import generated_tables
+from shared.clock_cases import cases
+
+RECORD = Path(__file__).resolve().parent.parent / "docs" / "clocks.json"
+FAMILIES = (
+    "<!-- scripts/clock_errors.py families: begin -->",
+    "<!-- scripts/clock_errors.py families: end -->",
+)
+KERNELS = ("<!-- scripts/clock_errors.py kernels: begin -->", "<!-- scripts/clock_errors.py kernels: end -->")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel: clocks measured, predicted, and the prediction's interval."""
+
+    chip: str
+    family: str
+    case: str
+    kernel: str
+    measured: float
+    predicted: float
+    low: float
+    high: float
+    binds: str
+
+    @property
+    def error(self) -> float:
+        return (self.predicted - self.measured) / self.measured
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured clocks lie in the prediction's interval."""
+        return self.low <= self.measured <= self.high
+
+
+def rows(record: dict) -> Iterator[Row]:
+    """Kernels that are both measured and predicted, chip by chip in the order of the cases."""
+    for chip, measured in record["measured"].items():
+        predicted = record["predicted"].get(chip, {})
+        for case in cases():
+            one, other = measured["cases"].get(case.name), predicted.get("cases", {}).get(case.name)
+            if one is None or other is None or len(one) != len(other):
+                continue
+            for clocks, guess in zip(one, other, strict=True):
+                name, now, low, high, binds = guess
+                yield Row(chip, case.family, case.name, name, clocks, now, low, high, binds)
+
+
+def unmatched(record: dict, chip: str) -> list[str]:
+    """Cases that were measured and of which there is no prediction."""
+    found = {row.case for row in rows(record) if row.chip == chip}
+    return [name for name in record["measured"][chip]["cases"] if name not in found]
+
+
+def family_table(record: dict) -> str:
+    """Errors by chip and family."""
+    lines = []
+    every = list(rows(record))
+    for chip in record["measured"]:
+        mine = [row for row in every if row.chip == chip]
+        for family in [*dict.fromkeys(row.family for row in mine), None]:
+            chosen = [row for row in mine if family is None or row.family == family]
+            if not chosen:
+                continue
+            errors = [row.error for row in chosen]
+            worst = max(chosen, key=lambda row: abs(row.error))
+            lines.append(
+                (
+                    chip.upper(),
+                    family or "all",
+                    len(chosen),
+                    f"{sum(map(abs, errors)) / len(errors):.1%}",
+                    f"{sum(errors) / len(errors):+.1%}",
+                    f"{worst.error:+.1%}",
+                    f"{worst.kernel} of {worst.case}",
+                    f"{sum(row.inside for row in chosen)} of {len(chosen)}",
+                )
+            )
+    header = ("GPU", "family", "kernels", "mean error", "signed", "worst", "which", "in the interval")
+    left_out = [
+        f"Measured on {chip.upper()} and not predicted: {', '.join(names)}."
+        for chip in record["measured"]
+        if (names := unmatched(record, chip))
+    ]
+    return "\n\n".join([generated_tables.table(header, lines), *left_out])
+
+
+def kernel_table(record: dict) -> str:
+    """Every kernel."""
+    lines = [
+        (
+            row.chip.upper(),
+            row.case,
+            row.kernel.removesuffix(".kernel"),
+            f"{row.measured:,.0f}",
+            f"{row.predicted:,.0f}",
+            f"{row.low:,.0f} to {row.high:,.0f}",
+            f"{row.error:+.1%}",
+            row.binds,
+        )
+        for row in rows(record)
+    ]
+    header = ("GPU", "call", "kernel", "measured", "predicted", "interval", "error", "predicted to bind")
+    return generated_tables.table(header, lines)
+
+
+def sections() -> list[generated_tables.Section]:
+    record = json.loads(RECORD.read_text())
+    return [(*FAMILIES, family_table(record)), (*KERNELS, kernel_table(record))]
+
+
+def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
+    """Put a chip's measurements and predictions into the record."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"measured": {}, "predicted": {}}
+    found = json.loads(measured.read_text())
+    record["measured"][chip] = {
+        "gpu": found["gpu"],
+        "cases": {case["name"]: [round(k["clocks"]) for k in case["kernels"]] for case in found["cases"]},
+    }
+    mine = record["predicted"].setdefault(chip, {"cases": {}})
+    for path in predictions:
+        answer = json.loads(path.read_text())
+        mine["constants"] = answer["constants"][chip]
+        for name, by_chip in answer["cases"].items():
+            mine["cases"][name] = [
+                [one["kernel"], one["clocks"], one["low"], one["high"], one["binds"]] for one in by_chip[chip]
+            ]
+    text = json.dumps(record, separators=(",", ":"))
+    RECORD.write_text(text.replace('],"', '],\n"') + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    generated_tables.add_file_options(parser)
+    parser.add_argument("--keep", nargs="+", metavar=("CHIP", "FILE"), help="chip, measured, predicted...")
+    options = parser.parse_args()
+    if options.keep:
+        chip, measured, *predictions = options.keep
+        keep(chip, Path(measured), [Path(one) for one in predictions])
+    return generated_tables.deliver(options, "scripts/clock_errors.py", sections())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
