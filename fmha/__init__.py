@@ -53,7 +53,7 @@ def attention(
             bytes (the address, and the stride of every dimension of more than one element).
         k, v: [B, Sk, Hkv, D], like q; Hq a multiple of Hkv, query head h reads KV head h // (Hq / Hkv). With
             page_table: [pages, page_size, Hkv, D]. v=None: V is K (shared-KV attention), loaded once.
-            D is 64, 128, 256 or 512.
+            D is a multiple of 8 up to 256, or 512. V's head size may be another one up to 256: o has it, too.
         scale: finite float that multiplies q.k; default D**-0.5.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
@@ -98,7 +98,8 @@ def attention(
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
         UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
         NotImplementedError: a gradient is asked for that there is not: from backward(), or at once where out is given
-            or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none (D 512).
+            or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none
+            (D 512, sizes that are not 64, 128 or 256, or not equal).
         All name the argument; the first three are raised before anything is launched or written.
     """
     operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)

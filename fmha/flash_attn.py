@@ -8,9 +8,9 @@ for ``block_table``; ``learnable_sink``, ``s_aux`` or ``sinks``; ``return_lse`` 
 NotImplementedError with its name: UNSUPPORTED, and gradients where ``attention`` has none. Errors of what reaches
 ``attention`` name its arguments.
 
-Differences from flash-attn: head sizes are 64, 128, 256 and 512; pages hold a multiple of 16 keys up to 128 or a
-multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Where lse is not asked for the result is
-out alone (flash-attn 4 returns a pair of it and None).
+Differences from flash-attn: head sizes are multiples of 8 up to 256, and 512; pages hold a multiple of 16 keys up to
+128 or a multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Where lse is not asked for the
+result is out alone (flash-attn 4 returns a pair of it and None).
 """
 
 from __future__ import annotations
