@@ -45,8 +45,9 @@ def attention(
     modified.
 
     Gradients flow back from o and from lse to those tensors that require them; rows and keys that nobody sees get
-    zeros. NaN or Inf stored at a key that some row sees may reach the gradients of rows that do not. There are none in
-    forward mode, none of gradients, nor with page_table, normalize=False or out.
+    zeros. Head sizes that are not 64, 128 or 256, or not equal, are padded with zeros to one of these, in copies. NaN
+    or Inf stored at a key that some row sees may reach the gradients of rows that do not. There are none in forward
+    mode, none of gradients, nor with page_table, normalize=False or out.
 
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
@@ -98,8 +99,7 @@ def attention(
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
         UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
         NotImplementedError: a gradient is asked for that there is not: from backward(), or at once where out is given
-            or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none
-            (D 512, sizes that are not 64, 128 or 256, or not equal).
+            or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none (D 512).
         All name the argument; the first three are raised before anything is launched or written.
     """
     operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)

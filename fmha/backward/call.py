@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
@@ -68,7 +69,7 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     if backend != "reference":
         target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
-        prepared = (launch.check_supported if empty else launch.prepare)(problem, target)
+        prepared = (launch.check_supported if empty else launch.prepare)(problem.padded, target)
     rows = (operands.q, operands.k, operands.v, operands.o)
     regular = all(t is None or regular_strides(t) is t for t in rows)
     aligned = prepared is None or do is None or launch.aligned(do) is do
@@ -94,9 +95,30 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
         found = reference.backward(problem, record, do, dlse)
         for name, result in results.items():
             result.copy_(found[name].view(result.shape))
-    else:
+    elif problem.padded is problem:
         launch.run_kernels(call.prepared, problem, record, Gradients(do, dlse, **written))
+    else:
+        run_padded(call.prepared, problem, record, Gradients(do, dlse, **written))
     return list(results.values())
+
+
+def run_padded(
+    prepared: launch.Prepared, problem: BackwardProblem, record: Operands, gradients: Gradients
+) -> None:
+    """``launch.run_kernels`` on copies whose rows are padded with zeros, which change no product and no sum."""
+    padded = problem.padded
+    size = padded.forward.head_dim
+
+    def widened(tensor):
+        return None if tensor is None else regular_strides(pad(tensor, (0, size - tensor.shape[-1])))
+
+    rows = {name: widened(getattr(record, name)) for name in ("q", "k", "v", "o")}
+    wide = {name: new_gradient(rows[name]) for name in "qkv" if getattr(gradients, name) is not None}
+    own = gradients._replace(do=widened(gradients.do), **wide)
+    launch.run_kernels(prepared, padded, record._replace(**rows), own)
+    for name, gradient in wide.items():
+        target = getattr(gradients, name)
+        target.copy_(gradient[..., : target.shape[-1]])
 
 
 def new_gradient(tensor: torch.Tensor) -> torch.Tensor:

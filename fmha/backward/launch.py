@@ -55,10 +55,6 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
             f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * "
             f"{forward.seq_k}"
         )
-    if forward.heads.qk != forward.heads.v:
-        raise UnsupportedProblem(
-            f"attention's gradients: head sizes of k and v must be equal, got {forward.heads.qk} and {forward.heads.v}"
-        )
     config = GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
     return replace(config, cut=choose_order(problem, config, target).pieces > 1)
 

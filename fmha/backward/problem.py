@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from warpspec.fmha.heads import class_of
 from warpspec.fmha.problem import AttentionProblem
 
 DIFFERENTIABLE = ("q", "k", "v", "sink", "bias")  # in the order in which gradients are returned
@@ -24,6 +25,16 @@ class BackwardProblem:
     def __post_init__(self):
         assert self.wanted and set(self.wanted) <= set(DIFFERENTIABLE)
         assert self.has_do or self.has_dlse
+
+    @property
+    def padded(self) -> BackwardProblem:
+        """The problem that kernels compute: with one tuned head size for q, k, v and o, whose rows end in zeros. Itself
+        where it has one."""
+        sizes = self.forward.heads
+        size = class_of(max(sizes.qk, sizes.v))
+        if sizes.qk == sizes.v == size:
+            return self
+        return replace(self, forward=replace(self.forward, head_dim=size, v_dim=0))
 
     @classmethod
     def check(cls, forward: AttentionProblem, wanted: tuple[str, ...], **options) -> BackwardProblem:
