@@ -22,7 +22,7 @@ BATCH = 4  # groups of 32 choices whose loads are issued together
 WHOLE_WARP = 0xFFFFFFFF
 
 
-class Shared(NamedTuple):
+class SortStorage(NamedTuple):
     """Shared memory of a CTA that sorts.
 
     counters: (BIN WARP), with ``pitch`` counters a bin. totals: (WARP, 2). In a cluster also three arrays (BIN):
@@ -36,14 +36,14 @@ class Shared(NamedTuple):
     starts: cute.Tensor | None
 
 
-def allocate(config) -> Shared:
+def allocate(config) -> SortStorage:
     smem = cutlass.memory.SmemAllocator()
 
     def tensor(*shape):
         layout = cute.make_layout(shape if len(shape) > 1 else shape[0])
         return smem.allocate_tensor(Int32, layout, byte_alignment=VECTOR_BYTES)
 
-    return Shared(
+    return SortStorage(
         tensor(config.counters),
         tensor(config.shape.warps, 2),
         *(tensor(config.bins) if config.shape.ctas > 1 else None for _ in range(3)),

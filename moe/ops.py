@@ -69,7 +69,7 @@ def sorted_rows(rows: int, offsets: torch.Tensor) -> SortedTokens:
     return SortedTokens(index, torch.where(index < used, index, -1)[:, None], offsets)
 
 
-class Stages:
+class LayerSteps:
     """The stages of a layer on kernels. report: the simulator's report of all stages so far, None on a GPU."""
 
     def __init__(self):
@@ -158,7 +158,7 @@ def run_grouped(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             return rows.bfloat16(), scales
         q = QuantizedRows.from_rows(rows, tokens.offsets, out_scale=out_scale)
         return q.data, q.scales
-    steps = Stages()
+    steps = LayerSteps()
     out = data
     if out_format == "nvfp4":
         out = QuantizedRows(data, scales, None, -(-problem.width // 16) * 16)
@@ -225,7 +225,7 @@ def run_layer(*arguments) -> torch.Tensor:
         tokens = sort_tokens(topk_ids, w13.experts)
         options = (problem.activation, problem.limit, "w4a4" if precision == "auto" else precision)
         return out.copy_(reference.layer(x, tokens, topk_weights, w13, w2, middle, *options))
-    steps = Stages()
+    steps = LayerSteps()
     tokens = steps.sort(problem, topk_ids)
     a = steps.quantize(x, tokens)
     h = QuantizedRows.empty(problem.rows, problem.width, w13.experts, x.device, row_scale=False)

@@ -11,7 +11,7 @@ from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import MIB, VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
-from warpspec.softmax.plan import Plan, choose_plan
+from warpspec.softmax.plan import SoftmaxPlan, choose_plan
 from warpspec.softmax.problem import SoftmaxProblem
 
 # The simulator stands for no particular device, and its time grows with what runs at once, so it has few SMs.
@@ -41,7 +41,7 @@ def _host_and_arguments(config) -> tuple:
 softmax_kernel = Kernel("softmax", _host_and_arguments)
 
 
-def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) -> Callable:
+def launcher(problem: SoftmaxProblem, target: Target, plan: SoftmaxPlan | None = None) -> Callable:
     """A function of CUDA matrices (x, out) that launches the problem's kernel; compiled before this returns.
 
     target: a CUDA device, which must be the current one in calls. plan: None: the chosen one.
@@ -61,7 +61,7 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: Plan | None = None) 
 def run_sim(
     x: torch.Tensor,
     out: torch.Tensor,
-    plan: Plan | None = None,
+    plan: SoftmaxPlan | None = None,
     target: Target | None = None,
     *,
     seed: int = 0,

@@ -105,7 +105,7 @@ TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoftmaxPlan:
     """How one problem is computed.
 
     strategy: its name. config: its kernel's. groups, group: number of groups of CTAs and CTAs of a group (resident
@@ -124,21 +124,21 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_plan(problem: SoftmaxProblem, target: Target) -> Plan:
+def choose_plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan:
     """The candidate with the least predicted time; the first of equals."""
     return min(candidates(problem, target), key=lambda plan: plan.microseconds)
 
 
-def best_of_each(problem: SoftmaxProblem, target: Target) -> dict[str, Plan]:
+def best_of_each(problem: SoftmaxProblem, target: Target) -> dict[str, SoftmaxPlan]:
     """Each strategy that can run the problem, in the configuration that the model likes best."""
-    best: dict[str, Plan] = {}
+    best: dict[str, SoftmaxPlan] = {}
     for plan in candidates(problem, target):
         if plan.strategy not in best or plan.microseconds < best[plan.strategy].microseconds:
             best[plan.strategy] = plan
     return best
 
 
-def candidates(problem: SoftmaxProblem, target: Target) -> list[Plan]:
+def candidates(problem: SoftmaxProblem, target: Target) -> list[SoftmaxPlan]:
     """All plans that can run the problem; there is at least one."""
     return [
         *_rows(problem, target),
@@ -282,7 +282,7 @@ def _rows(problem: SoftmaxProblem, target: Target):
             )
             # Loads come in waves in this case too.
             config = replace(config, dependent=dependent or cluster == 1)
-            yield Plan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
+            yield SoftmaxPlan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
 
 
 def _staged(problem: SoftmaxProblem, target: Target):
@@ -328,7 +328,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 dependent,
                 once,
             )
-            yield Plan("staged", config, 0, 0, microseconds)
+            yield SoftmaxPlan("staged", config, 0, 0, microseconds)
 
 
 def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
@@ -363,7 +363,7 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
     # Rows overlap as far as the next row's share fits beside this one's.
     overlap = min(1.0, max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds)
     microseconds = LAUNCH_US + max(memory, working) + (1 - overlap) * min(memory, working)
-    return Plan(strategy, config, groups, group, microseconds)
+    return SoftmaxPlan(strategy, config, groups, group, microseconds)
 
 
 def _resident(problem: SoftmaxProblem, target: Target):
@@ -406,4 +406,4 @@ def _two_pass(problem: SoftmaxProblem, target: Target):
             batch_bytes=TWO_PASS_THREADS * TWO_PASS_UNROLL * VECTOR_BYTES,
             reread=1 - min(1.0, L2_USABLE * target.l2_bytes / between),
         )
-        yield Plan("two-pass", config, 0, 0, microseconds)
+        yield SoftmaxPlan("two-pass", config, 0, 0, microseconds)

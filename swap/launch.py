@@ -61,7 +61,7 @@ SWAP_FFN = Family(
 
 
 @dataclass(frozen=True)
-class Plan:
+class SwapPlan:
     """What the host decides for a problem on a target.
 
     fused: one kernel; otherwise a chain. tiles: of both products. splits: parts of K that the down product is cut into.
@@ -85,7 +85,7 @@ def check_supported(problem: SwapProblem) -> None:
             raise UnsupportedProblem(f"{name}: kernels take {' or '.join(map(str, allowed))}, got {value}")
 
 
-def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) -> Plan:
+def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) -> SwapPlan:
     """The plan for a problem that kernels run, as measured at the published sizes (docs/measurements.md).
 
     tiles: replaces the chosen ones. On sm_90a a step is one kernel if every CTA has at most one tile of the up product,
@@ -102,7 +102,7 @@ def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) 
     ctas = target.sm_count // tiles.cluster * tiles.cluster
     units = row_tiles * (problem.d_model // tiles.down_n)
     splits = max(1, min(MOST_SPLITS, ctas // units, problem.d_ff // K_TILE))
-    return Plan(fused, tiles, splits, ctas)
+    return SwapPlan(fused, tiles, splits, ctas)
 
 
 class Step:
@@ -115,7 +115,7 @@ class Step:
         self,
         problem: SwapProblem,
         target: Target,
-        plan: Plan | None = None,
+        plan: SwapPlan | None = None,
         *,
         forced: bool = False,
         recorded: bool = False,

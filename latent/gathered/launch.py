@@ -40,7 +40,7 @@ GATHERED = Family(
 )
 
 
-class Plan(NamedTuple):
+class GatheredPlan(NamedTuple):
     """How a problem runs.
 
     config: the attention kernel's. splits: parts of each query's keys. combine: None: no splits.
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def make_plan(problem: GatheredProblem, target: Target) -> Plan:
+def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     """Choose how a problem is computed. Raises UnsupportedProblem naming what there is no kernel for."""
     check_format(problem)
     kind = GATHERED.of(target.architecture).config
@@ -93,7 +93,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> Plan:
             has_sink=problem.has_sink,
             has_lse=problem.return_lse,
         )
-    return Plan(config, splits, combine)
+    return GatheredPlan(config, splits, combine)
 
 
 def check_format(problem: GatheredProblem) -> None:

@@ -29,7 +29,7 @@ from warpspec.latent.gathered.task import task_at
 MASK_BITS = 32
 
 
-class Shared(NamedTuple):
+class GatheredStorage(NamedTuple):
     """Addresses of the shared-memory regions that ``gather`` fills. masks: (STAGE WORD) words. raw: the producer warps'
     FP8 keys, bytes."""
 
@@ -107,7 +107,7 @@ class GatheredAttention(GatheredHost):
             cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
 
         masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))
-        shared = Shared(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())
+        shared = GatheredStorage(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())
         if warp < len(config.softmax_warps):
             cute.arch.setmaxregister_increase(config.softmax_registers)
             task = task_at(config, operands, units, cute.arch.block_idx()[0])

@@ -35,7 +35,7 @@ from warpspec.latent.gathered.task import task_at
 MASK_BITS = 32
 
 
-class Shared(NamedTuple):
+class GatheredStorage(NamedTuple):
     """Addresses of the shared-memory regions: those of ``fmha.sm90.kernel.Shared``, masks: (STAGE WORD) words, and raw:
     the producer warps' FP8 keys, bytes."""
 
@@ -51,7 +51,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredWork(Work):
-    """A consumer's part of a task whose keys may be missing. masks: as in ``Shared``."""
+    """A consumer's part of a task whose keys may be missing. masks: as in ``GatheredStorage``."""
 
     masks: cute.Tensor = None
 
@@ -92,7 +92,7 @@ class GatheredAttention(GatheredHost):
         if cutlass.const_expr(config.splits):
             cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
         k_base = storage.k.data_ptr()
-        shared = Shared(
+        shared = GatheredStorage(
             storage.q.data_ptr(),
             k_base,
             k_base,

@@ -148,7 +148,7 @@ class ScoresConfig:
     @property
     def smem_bytes(self) -> int:
         table, copies, plan = (SCALE_STEPS + 2) * 8, 1, 0
-        if self.balanced:  # a query for each warpgroup, and ``balanced.Plan``
+        if self.balanced:  # a query for each warpgroup, and ``balanced.DealtTiles``
             copies, plan = self.warpgroups, (3 * self.threads + 1 + self.warpgroups + self.warps) * 4
         return copies * self.heads * (self.fmt.dim + 4) + table + plan + self.depth * self.stage_bytes
 

@@ -23,8 +23,8 @@ E4M3 = cutlass.Float8E4M3FN
 SCALE_COLUMNS = 128  # columns of a weight that share a scale
 
 
-class Work(NamedTuple):
-    """Work of a launch. tiles: in all. m_tiles: of one group and column tile. blocks: stages along K."""
+class ProjectionWork(NamedTuple):
+    """Tiles of a launch. tiles: in all. m_tiles: of one group and column tile. blocks: stages along K."""
 
     tiles: Int32
     m_tiles: Int32
@@ -68,7 +68,7 @@ class ProjectionHost:
             a_scales,
             b_scales,
             out,
-            Work(tiles, m_tiles, Int32(blocks)),
+            ProjectionWork(tiles, m_tiles, Int32(blocks)),
         ).launch(
             grid=(cutlass.min(tiles, ctas), 1, 1),
             block=(config.threads, 1, 1),

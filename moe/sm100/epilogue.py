@@ -14,7 +14,7 @@ from warpspec.moe.sm100.epilogue_rows import rows_to_result
 from warpspec.moe.sm100.epilogue_swapped import columns_to_result
 
 
-class Operands(NamedTuple):
+class EpilogueOperands(NamedTuple):
     """fp32 tensors of the epilogue, or None: row_scale [R]; global_scale [E, 1 or 2]; bias [E, N]; out_scale [E]."""
 
     row_scale: cute.Tensor | None

@@ -14,7 +14,7 @@ from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.moe.sm100.config import GemmConfig
-from warpspec.moe.sm100.epilogue import Operands, epilogue
+from warpspec.moe.sm100.epilogue import EpilogueOperands, epilogue
 from warpspec.moe.sm100.load import load, make_sources, make_stages
 from warpspec.moe.sm100.mma import fragments, mma
 from warpspec.moe.sm100.schedule import Records, schedule
@@ -59,7 +59,7 @@ class GroupedGemm:
         sources = make_sources(config, tokens, token_scales, weights, weight_scales, k)
         self.kernel(
             sources,
-            Operands(row_scale, global_scale, bias, out_scale),
+            EpilogueOperands(row_scale, global_scale, bias, out_scale),
             make_result(config, out, out_scales, columns),
             offsets,
             (k, weights.shape[1], tokens.shape[0]),

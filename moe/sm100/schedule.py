@@ -24,7 +24,7 @@ from warpspec.moe.sm100.config import RECORD_FIELDS, RECORDS
 LAST_LANE = WARP_THREADS - 1
 
 
-class Tile(NamedTuple):
+class TileRecord(NamedTuple):
     """A tile record.
 
     expert: the tile's. first_row: of the tile, among all sorted rows. rows: tokens from there on, at most a tile's; 0
@@ -53,11 +53,11 @@ class Records:
         slots = cute.make_tensor(base, cute.make_layout((RECORD_FIELDS, RECORDS), stride=(1, RECORD_FIELDS)))
         return cls(channels["record_full"], channels["record_empty"], slots)
 
-    def read(self, use) -> Tile:
+    def read(self, use) -> TileRecord:
         """Read the use-th record and release its slot. Executed by a whole warp."""
         self.full.wait(use)
         slot = self.slots[None, self.full.stage(use)]
-        tile = Tile(*(slot[i] for i in range(len(Tile._fields))))
+        tile = TileRecord(*(slot[i] for i in range(len(TileRecord._fields))))
         self.empty.arrive_warp(use)
         return tile
 

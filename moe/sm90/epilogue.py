@@ -23,7 +23,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import GATE, UP
-from warpspec.moe.sm90.tiles import Operands, Tile
+from warpspec.moe.sm90.tiles import StreamOperands, StreamTile
 from warpspec.moe.streamed import CODE_POWER
 
 
@@ -34,7 +34,7 @@ class Terms(NamedTuple):
     biases: tuple
 
 
-def terms_of(config, ops: Operands, tile: Tile, group, thread) -> Terms:
+def terms_of(config, ops: StreamOperands, tile: StreamTile, group, thread) -> Terms:
     """Load the thread's terms; called before the products, which hide the latency."""
     last = UP if config.gated else GATE
     scales = tuple(
@@ -58,7 +58,7 @@ def bias_of(ops, expert, row) -> tuple:
     return tuple(found)
 
 
-def first_row(tile: Tile, group, thread) -> Int32:
+def first_row(tile: StreamTile, group, thread) -> Int32:
     """The thread's first row of the weights."""
     row = (tile.row_tile + group) * WARPGROUP_ROWS + thread // WARP_THREADS * WARP_ROWS
     return row + thread % WARP_THREADS // QUAD

@@ -18,13 +18,13 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.moe.sm90.config import WARPS, StreamConfig
 from warpspec.moe.sm90.consumer import consume
 from warpspec.moe.sm90.load import load
-from warpspec.moe.sm90.tiles import Operands
+from warpspec.moe.sm90.tiles import StreamOperands
 
 # Per cent of L1 and shared memory that are used as shared memory: all, because the rings fill it.
 SMEM_CARVEOUT_PERCENT = 100
 
 
-class Shared(NamedTuple):
+class StreamStorage(NamedTuple):
     """Addresses of the regions of shared memory, in bytes."""
 
     weights: cute.Pointer
@@ -55,9 +55,9 @@ class StreamedGemm:
         ctas: Int32,
         stream: CUstream,
     ):
-        """Launch the kernel. Tensors as in ``tiles.Operands``. chunks: along K. ctas: of the persistent launch."""
+        """Launch the kernel. Tensors: see ``tiles.StreamOperands``. chunks: along K. ctas: of the persistent launch."""
         read = tokens, source, row_scale, data, global_scale, bias, work, ids
-        ops = Operands(*read, out, chunks, limit)
+        ops = StreamOperands(*read, out, chunks, limit)
         self.kernel(ops).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -78,7 +78,7 @@ class StreamedGemm:
         sums = None
         if cutlass.const_expr(config.sums_bytes > 0):
             sums = storage.sums.data_ptr()
-        shared = Shared(storage.weights.data_ptr(), storage.tokens.data_ptr(), sums)
+        shared = StreamStorage(storage.weights.data_ptr(), storage.tokens.data_ptr(), sums)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         cute.arch.sync_threads()
         if cutlass.const_expr(not config.early):

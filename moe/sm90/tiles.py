@@ -13,7 +13,7 @@ from warpspec.moe.permute import WORK_COLUMNS, head_rows
 EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
 
 
-class Operands(NamedTuple):
+class StreamOperands(NamedTuple):
     """Tensors of a launch.
 
     tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None; row r is token source[r] //
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     limit: cute.Numeric
 
 
-class Tile(NamedTuple):
+class StreamTile(NamedTuple):
     """A tile: rows ``first`` to ``first + count`` of an expert, times row tiles of 64 features from ``row_tile`` on."""
 
     expert: Int32
@@ -62,15 +62,15 @@ def groups(config, ops) -> Int32:
     return Int32(cute.ceil_div(ops.data.shape[1], config.shape.row_groups))
 
 
-def tile_at(config, ops, index) -> Tile:
+def tile_at(config, ops, index) -> StreamTile:
     """The index-th tile; the tiles of an entry are adjacent."""
     of_entry = groups(config, ops)
     if config.routing:
         row = index // of_entry
         expert, count = choice_at(config.routing, ops.ids, row)
-        return Tile(expert, row, count, (index % of_entry) * config.shape.row_groups)
+        return StreamTile(expert, row, count, (index % of_entry) * config.shape.row_groups)
     entry = index // of_entry + head_rows(config.widths)
-    return Tile(
+    return StreamTile(
         Int32(ops.work[entry, EXPERT]),
         Int32(ops.work[entry, FIRST]),
         Int32(ops.work[entry, COUNT]),
@@ -90,6 +90,6 @@ def choice_at(routing: cutlass.Constexpr, ids, row) -> tuple:
     return expert, count
 
 
-def has_rows(ops, tile: Tile, group) -> Boolean:
+def has_rows(ops, tile: StreamTile, group) -> Boolean:
     """Whether the weights have a row tile for this consumer; the last tile of an expert may have fewer."""
     return Boolean(tile.row_tile + group < ops.data.shape[1])

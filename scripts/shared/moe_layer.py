@@ -100,7 +100,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @dataclass
-class Stages:
+class LayerSteps:
     """What the stages of a layer gave: quantised rows, GEMM 1's result, GEMM 2's."""
 
     tokens: SortedTokens
@@ -111,7 +111,7 @@ class Stages:
     out: torch.Tensor
 
 
-def run_layer(inputs: LayerInputs, backend: str) -> tuple[Stages, float, tuple]:
+def run_layer(inputs: LayerInputs, backend: str) -> tuple[LayerSteps, float, tuple]:
     """(stages on the CPU, seconds, reports) of `moe_ffn` on a backend."""
     model, experts, kept = inputs.model, inputs.experts, {}
     device = device_of(backend)
@@ -153,7 +153,7 @@ def run_layer(inputs: LayerInputs, backend: str) -> tuple[Stages, float, tuple]:
         h = first_reference(inputs, a, tokens)
         rows = reference.grouped_gemm(h, experts.w2, tokens.offsets, activation=None, limit=None).to(DTYPE)
         parts = (a, h, rows)
-    return Stages(tokens, weights, *parts, out), seconds, reports
+    return LayerSteps(tokens, weights, *parts, out), seconds, reports
 
 
 def to_cpu(q: QuantizedRows) -> QuantizedRows:
@@ -181,7 +181,7 @@ def by_expert(function: Callable, tokens: SortedTokens) -> list[float | None]:
     return found
 
 
-def eager_layer(inputs: LayerInputs, stages: Stages) -> torch.Tensor:
+def eager_layer(inputs: LayerInputs, stages: LayerSteps) -> torch.Tensor:
     """transformers' experts modules in FP32 on the dequantised weights, one expert at a time: [T, H].
 
     Activations are rounded to NVFP4 where the layer rounds them: before an expert, and where its `_apply_gate` returns.

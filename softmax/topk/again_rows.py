@@ -16,7 +16,7 @@ from warpspec.softmax.topk.config import LEADER, RANK_BATCH
 from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
 from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
 from warpspec.softmax.topk.threshold import threshold_of
-from warpspec.softmax.topk.tiles import Shared, allocate
+from warpspec.softmax.topk.tiles import TopkStorage, allocate
 from warpspec.softmax.vectors import row_span
 
 
@@ -59,7 +59,7 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
 
 
 @cute.jit
-def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, warp, rank, probs, indices, row):
+def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp, rank, probs, indices, row):
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
 

@@ -24,7 +24,7 @@ from warpspec.softmax.topk.select import (
 )
 from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
 from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
-from warpspec.softmax.topk.tiles import Shared, allocate
+from warpspec.softmax.topk.tiles import TopkStorage, allocate
 from warpspec.softmax.vectors import row_span
 
 
@@ -72,7 +72,7 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
 
 
 @cute.jit
-def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, probs, indices, row):
+def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, rank, probs, indices, row):
     if part.warp_in_cta == 0:
         shared.samples[part.lane] = Int32(NOTHING_YET)
         shared.bound[0] = Int32(NOTHING_YET)
@@ -145,7 +145,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: Shared, rank, prob
 
 
 @cute.jit
-def merge_lists(config: cutlass.Constexpr, part: Part, shared: Shared):
+def merge_lists(config: cutlass.Constexpr, part: Part, shared: TopkStorage):
     """Write the first k of all CTAs' candidates to shared.ranked. Called by all threads of the leader."""
     for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
         for i in cutlass.range(part.lane, shared.list_counts[c], WARP_THREADS, unroll=1):

@@ -14,7 +14,7 @@ from warpspec.softmax.vectors import PLAIN, RowSpan, load_vector
 
 
 @dataclass(frozen=True)
-class Shared:
+class TopkStorage:
     """Shared memory of a CTA: R rows, W warps a row, C CTAs a cluster, K capacity for k.
 
     ``bound`` exists if candidates are picked while rows stream; ``chunks``, and in a cluster ``cluster_samples``, if
@@ -39,7 +39,7 @@ class Shared:
     list_sums: cute.Tensor | None  # (C)
 
 
-def allocate(config: TopkConfig) -> Shared:
+def allocate(config: TopkConfig) -> TopkStorage:
     allocator = cutlass.memory.SmemAllocator()
 
     def tensor(dtype, *shape, where=True):
@@ -49,7 +49,7 @@ def allocate(config: TopkConfig) -> Shared:
         return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=size)
 
     cluster, again, warps = config.cluster > 1, config.again, config.warps * config.rows
-    return Shared(
+    return TopkStorage(
         slots=tensor(Uint64, config.list_size, warps),
         ranked=tensor(Uint64, config.k_capacity, config.rows),
         lists=tensor(Uint64, config.cluster_list_size, config.cluster, where=cluster),

@@ -115,7 +115,7 @@ def host_and_arguments(config: SwapConfig) -> tuple:
     if not config.multiplies:
         from warpspec.swap.device.phase import SmallPhase as kind
     else:
-        kind = importlib.import_module(f"warpspec.swap.{config.arch}.kernel").Products
+        kind = importlib.import_module(f"warpspec.swap.{config.arch}.kernel").ProductPhase
     taken = [*TAKEN[config.phase]]
     if config.routes:
         taken += ["forced"] * config.forced + ["recorded", "margins"] * config.recorded

@@ -15,7 +15,7 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.swap.config import A_BYTES, GROUP_TILES, K_TILE, ROUTER_WIDTH
 from warpspec.swap.device.flow import groups_of, reached, wait_for
-from warpspec.swap.device.work import Work
+from warpspec.swap.device.work import SwapWork
 
 ROUTER_BOX = (K_TILE, ROUTER_WIDTH)
 
@@ -57,7 +57,7 @@ def columns_first(matrix: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(matrix.iterator, cute.make_layout((columns, rows), stride=(1, matrix.stride[0])))
 
 
-class Loads(NamedTuple):
+class ProductLoads(NamedTuple):
     """How a CTA fills stages in one phase.
 
     a, b: rings of its parts of activations and weights. a_parts, b_parts: number of parts of a stage. a_rank, b_rank:
@@ -74,7 +74,7 @@ class Loads(NamedTuple):
     b_rank: Int32
 
     @classmethod
-    def make(cls, config, phase: str, sources: Sources, base, dtype, work: Work) -> Loads:
+    def make(cls, config, phase: str, sources: Sources, base, dtype, work: SwapWork) -> ProductLoads:
         """base: the ring's address."""
         tiles, stages, rings = config.tiles, config.stages(phase), []
         for source, box, at, parts in (

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     count: Int32
 
 
-class Work(NamedTuple):
+class SwapWork(NamedTuple):
     """Pieces of a product. cluster: this cluster's number; its pieces are cluster, cluster + clusters, ... rank_m,
     rank_n: this CTA's place in it."""
 
@@ -39,7 +39,7 @@ class Work(NamedTuple):
     rank_n: Int32
 
     @classmethod
-    def of(cls, config, ops, phase: str) -> Work:
+    def of(cls, config, ops, phase: str) -> SwapWork:
         tiles = config.tiles
         rows, k = (ops.vectors if phase == "up" else ops.hidden).shape
         columns = ops.w13.shape[0] if phase == "up" else ops.w2.shape[0]

@@ -11,8 +11,8 @@ from warpspec.common.device.pipeline import drain, init_barriers
 from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.flow import Flow
 from warpspec.swap.device.host import SwapHost
-from warpspec.swap.device.load import Loads, load_phase, make_sources
-from warpspec.swap.device.work import Work
+from warpspec.swap.device.load import ProductLoads, load_phase, make_sources
+from warpspec.swap.device.work import SwapWork
 from warpspec.swap.sm100.epilogue import epilogue
 from warpspec.swap.sm100.mma import fragments, mma
 
@@ -20,7 +20,7 @@ SMEM_CARVEOUT_PERCENT = 100
 EPILOGUE_WARPS = 4
 
 
-class Products(SwapHost):
+class ProductPhase(SwapHost):
     """The kernel of a product phase."""
 
     def launch(self, ops, ctas, event, steps, k_ffn, stream):
@@ -58,7 +58,7 @@ class Products(SwapHost):
         cute.arch.griddepcontrol_launch_dependents()
 
         # 3. Roles.
-        work = Work.of(config, ops, config.phase)
+        work = SwapWork.of(config, ops, config.phase)
         if (
             warp < EPILOGUE_WARPS
         ):  # behind products of what the load warp has waited for the kernel before with
@@ -66,7 +66,7 @@ class Products(SwapHost):
         if warp == config.mma_warp:
             mma(config, channels, fragments(config, base, columns), work)
         if warp == config.load_warp:
-            loads = Loads.make(config, config.phase, sources[0], base, BFloat16, work)
+            loads = ProductLoads.make(config, config.phase, sources[0], base, BFloat16, work)
             flow = Flow.of(config, ops)
             use = load_phase(config, config.phase, channels, loads, work, ops, flow, Int32(0), Int32(0))
             drain((channels[f"{config.phase}_empty"],), use)

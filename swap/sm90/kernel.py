@@ -15,18 +15,18 @@ from warpspec.swap.config import BARRIER_BYTES
 from warpspec.swap.device.collapse import basis, decode, pool
 from warpspec.swap.device.flow import Flow, finish
 from warpspec.swap.device.host import SwapHost
-from warpspec.swap.device.load import Loads, load_phase, load_router, make_sources, router_ring
+from warpspec.swap.device.load import ProductLoads, load_phase, load_router, make_sources, router_ring
 from warpspec.swap.device.phase import make_scratch
 from warpspec.swap.device.router import RouterTile
 from warpspec.swap.device.rows import rows_phase
-from warpspec.swap.device.work import Work
+from warpspec.swap.device.work import SwapWork
 from warpspec.swap.sm90.consumer import product_phase, release
 
 # Per cent of L1 and shared memory that are used as shared memory: all, because the ring fills it.
 SMEM_CARVEOUT_PERCENT = 100
 
 
-class Products(SwapHost):
+class ProductPhase(SwapHost):
     """The kernel of a product phase, or the fused one."""
 
     def launch(self, ops, ctas, event, steps, k_ffn, stream):
@@ -71,9 +71,9 @@ class Products(SwapHost):
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.producer_registers)
             if warp == config.load_warp:
-                works = {phase: Work.of(config, ops, phase) for phase in config.products}
+                works = {phase: SwapWork.of(config, ops, phase) for phase in config.products}
                 loads = {
-                    phase: Loads.make(config, phase, pair, base, BFloat16, works[phase])
+                    phase: ProductLoads.make(config, phase, pair, base, BFloat16, works[phase])
                     for phase, pair in zip(config.products, sources, strict=False)
                 }
                 if cutlass.const_expr(config.fused):
@@ -132,7 +132,7 @@ def consume(
 ):
     """Both consumers: compute the phase's tiles; if fused, every phase in order."""
     thread, _, _ = cute.arch.thread_idx()
-    works = {phase: Work.of(config, ops, phase) for phase in config.products}
+    works = {phase: SwapWork.of(config, ops, phase) for phase in config.products}
     flow = Flow.of(config, ops)
     if cutlass.const_expr(config.fused):
         every_phase(config, channels, base, works, ops, scratch, flow, thread, steps, k_ffn)

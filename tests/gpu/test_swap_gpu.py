@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 CALL = dict(events=8, k_ffn=2, residual=False)
 
 
-def plan_of(x, state, w, call, **changes) -> launch.Plan:
+def plan_of(x, state, w, call, **changes) -> launch.SwapPlan:
     problem = SwapProblem.check(x, state, w, **call)
     return dataclasses.replace(launch.make_plan(problem, target_of(x.device)), **changes)
 

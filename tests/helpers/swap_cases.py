@@ -35,8 +35,8 @@ def small(batch=1, *, seed=0, device="cpu", **sizes) -> tuple[torch.Tensor, Swap
     return *random_call(weights, batch, seed=seed + 1), weights
 
 
-def make_plan(arch: str, *, fused=False, tiles: Tiles | None = None, splits=2, ctas=8) -> launch.Plan:
-    return launch.Plan(fused, tiles or (Tiles() if arch == "sm_90a" else ALONE), splits, ctas)
+def make_plan(arch: str, *, fused=False, tiles: Tiles | None = None, splits=2, ctas=8) -> launch.SwapPlan:
+    return launch.SwapPlan(fused, tiles or (Tiles() if arch == "sm_90a" else ALONE), splits, ctas)
 
 
 def word(decisions) -> torch.Tensor:

@@ -12,7 +12,7 @@ from warpspec.common.compile import resources
 from warpspec.common.hardware import MIB, REGISTER_STEP
 from warpspec.common.launch import SIMULATED, simulated
 from warpspec.softmax import launch
-from warpspec.softmax.plan import Plan, best_of_each, rows_registers
+from warpspec.softmax.plan import SoftmaxPlan, best_of_each, rows_registers
 from warpspec.softmax.problem import SoftmaxProblem
 from warpspec.softmax.resident import ResidentConfig
 from warpspec.softmax.rows import RowsConfig
@@ -49,7 +49,9 @@ def run(name, x, out, arch, seed=0):
     make, groups, group, _, _ = STRATEGIES[name]
     problem = SoftmaxProblem.of(x, out)
     config = make(problem.dtype, not problem.aligned, problem.store_bytes)
-    return config, launch.run_sim(x, out, Plan(name, config, groups, group, 0.0), target(arch), seed=seed)
+    return config, launch.run_sim(
+        x, out, SoftmaxPlan(name, config, groups, group, 0.0), target(arch), seed=seed
+    )
 
 
 def case(name, dtype, *, aligned, seed=0, shorten=0):
@@ -135,7 +137,7 @@ def test_exponentials_taken_once(arch, cluster):
     _, x = matrix(rows, length, FP32, offset=0, fill=values)
     storage, out = matrix(rows, length, FP32, offset=0)
     config = StagedConfig("float32", 64, cluster, 2, False, 4, once=True)
-    launch.run_sim(x, out, Plan("staged", config, 0, 0, 0.0), target(arch))
+    launch.run_sim(x, out, SoftmaxPlan("staged", config, 0, 0, 0.0), target(arch))
     check(out, x)
     assert untouched(storage, out)
     assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5]].isnan().any()

@@ -41,7 +41,7 @@ FOLD_BATCH = 8  # tokens whose loads are in flight together
 CONTENT, GATE = range(CONTENT_AND_GATE)
 
 
-class Operands(NamedTuple):
+class CompressOperands(NamedTuple):
     """Tensors of a launch.
 
     new: [T, 2, c dim] fp32, C and Z. ape: [stride, c dim]. weight: [dim]. cos_sin: [N, R] fp32. tail: [requests, ring,
@@ -88,8 +88,8 @@ class Compress:
         eps: Float32,
         stream: CUstream,
     ):
-        """Launch the kernel; ``Operands`` lists the tensors."""
-        operands = Operands(
+        """Launch the kernel; ``CompressOperands`` lists the tensors."""
+        operands = CompressOperands(
             new, ape, weight, cos_sin, tail, online, progress, requests, starts, cu_seqlens, slots, pool
         )
         groups = cute.ceil_div(new.shape[0], self.config.stride)

@@ -30,7 +30,7 @@ HALF_BITS, HALF_MASK = (
 )  # halves of a word with two counts: keys above the k-th; below it, keys equal to it
 
 
-class Shared(NamedTuple):
+class SelectStorage(NamedTuple):
     """Shared memory of a CTA that chooses.
 
     keys: (CHUNK) of the row's logits. list, listed_at: (SLOT) the candidates' keys and places. kept_keys, kept:
@@ -53,14 +53,14 @@ class Shared(NamedTuple):
     sums: cute.Tensor
 
 
-def allocate(config: SelectConfig) -> Shared:
+def allocate(config: SelectConfig) -> SelectStorage:
     """Allocate the regions of shared memory."""
     smem = cutlass.memory.SmemAllocator()
 
     def words(dtype, *shape):
         return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
 
-    return Shared(
+    return SelectStorage(
         words(Uint32, config.chunk),
         words(Uint32, config.slots),
         words(Int32, config.slots),

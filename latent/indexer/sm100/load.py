@@ -21,7 +21,7 @@ from warpspec.latent.indexer.sm100.config import ATOM_BYTES, Sm100ScoresConfig
 SPAN_BYTES = 128  # bytes of rows that the swizzle treats alike
 
 
-class Shared(NamedTuple):
+class ScoresStorage(NamedTuple):
     """Addresses of the shared-memory regions: tiles of keys, the query, their block scales (or None).
 
     weights: fp32 (HEAD), the query's, times the scale of its row where the tensor core does not scale.
@@ -34,7 +34,7 @@ class Shared(NamedTuple):
     weights: cute.Tensor
 
 
-class Work(NamedTuple):
+class ScoresWork(NamedTuple):
     """Tiles of a CTA: first, first + step, ... below end. The n-th tile is use n of the CTA's rings."""
 
     first: Int32

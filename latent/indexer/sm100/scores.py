@@ -25,7 +25,7 @@ from warpspec.latent.indexer.device.scores_host import (
     scores_arguments,
 )
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, SCORE_BARRIER, Sm100ScoresConfig
-from warpspec.latent.indexer.sm100.load import Shared, Work, load_tiles, stage_query
+from warpspec.latent.indexer.sm100.load import ScoresStorage, ScoresWork, load_tiles, stage_query
 from warpspec.latent.indexer.sm100.mma import multiply_tiles
 
 READ_COLUMNS = 16  # columns of an accumulator read at a time
@@ -43,7 +43,7 @@ class Scorer(WarpgroupScorer):
     channels: dict
     columns: cute.Pointer
     weights: cute.Tensor
-    work: Work
+    work: ScoresWork
     thread: Int32
 
     def score(self, entries, first, end, step, sink) -> None:
@@ -103,8 +103,8 @@ def weighted_sums(config: Sm100ScoresConfig, query: Scorer, accumulator, own) ->
 
 @cute.jit
 def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
-    """(channels, ``Shared``, tensor memory): initialise barriers, allocate tensor memory, copy the query to shared
-    memory.
+    """(channels, ``ScoresStorage``, tensor memory): initialise barriers, allocate tensor memory, copy the query to
+    shared memory.
 
     Executed by all threads; ends with a barrier.
     """
@@ -115,7 +115,7 @@ def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
     if cutlass.const_expr(config.scaled):
         key_scales = storage.scales.data_ptr()
         query_scales = key_scales + config.stages * ATOM_BYTES
-    shared = Shared(
+    shared = ScoresStorage(
         storage.keys.data_ptr(),
         storage.query.data_ptr(),
         key_scales,
@@ -128,7 +128,9 @@ def prepare(config: cutlass.Constexpr, query, weights, thread, warp) -> tuple:
     return channels, shared, tmem.base(storage.tmem_address.data_ptr())
 
 
-def scorer(config: Sm100ScoresConfig, channels, shared: Shared, columns, work: Work, thread) -> Scorer:
+def scorer(
+    config: Sm100ScoresConfig, channels, shared: ScoresStorage, columns, work: ScoresWork, thread
+) -> Scorer:
     """The state of a thread that scores."""
     weights = shared.weights
     if config.weights_in_registers:
@@ -156,7 +158,7 @@ class Scores(ScoresHost):
         of_query = (queries[token, None], weights[token, None])
         channels, shared, columns = prepare(config, *of_query, thread, warp)
         entries = entries_of(config, pool, page_table, requests, lengths, token)
-        work = Work(part, cute.ceil_div(logits.shape[1], config.tile_keys), parts)
+        work = ScoresWork(part, cute.ceil_div(logits.shape[1], config.tile_keys), parts)
         if warp == config.mma_warp:
             multiply_tiles(config, channels, shared, columns, work)
         elif warp >= config.first_loader:

@@ -13,7 +13,7 @@ from warpspec.latent.indexer.config import StreamConfig
 from warpspec.latent.indexer.device.choose import allocate
 from warpspec.latent.indexer.device.entries import entries_of
 from warpspec.latent.indexer.device.stream import StreamHost, select_entries, stream_arguments
-from warpspec.latent.indexer.sm100.load import Work, load_tiles
+from warpspec.latent.indexer.sm100.load import ScoresWork, load_tiles
 from warpspec.latent.indexer.sm100.mma import multiply_tiles
 from warpspec.latent.indexer.sm100.scores import prepare, release, scorer
 
@@ -31,7 +31,7 @@ class Stream(StreamHost):
         channels, shared, columns = prepare(config, *of_query, thread, warp)
         chosen = allocate(self.config.select)
         entries = entries_of(config, pool, page_table, requests, lengths, token)
-        work = Work(Int32(0), cute.ceil_div(entries.length, config.tile_keys), Int32(1))
+        work = ScoresWork(Int32(0), cute.ceil_div(entries.length, config.tile_keys), Int32(1))
         if warp == config.mma_warp:
             multiply_tiles(config, channels, shared, columns, work)
         elif warp >= config.first_loader:

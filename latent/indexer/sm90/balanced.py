@@ -32,7 +32,7 @@ GROUP_BARRIER = 1  # the first warpgroup's; those of the others follow
 FILL_COLUMNS = 4  # columns of a chunk that a thread fills
 
 
-class Plan(NamedTuple):
+class DealtTiles(NamedTuple):
     """Distribution of the tiles, in shared memory; each thread has one query.
 
     ends (THREAD + 1): prefix sum of the queries' tiles that have keys. requests, lengths (THREAD): what ``request_of``
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     sums: cute.Tensor
 
     @classmethod
-    def allocate(cls, config, smem) -> Plan:
+    def allocate(cls, config, smem) -> DealtTiles:
         sizes = (config.threads + 1, config.threads, config.threads, config.warpgroups, config.warps)
         return cls(*(smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=4) for size in sizes))
 
@@ -98,7 +98,7 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
     factors = smem.allocate_tensor(
         Float32, cute.make_layout((config.heads, config.warpgroups)), byte_alignment=16
     )
-    plan = Plan.allocate(config, smem)
+    plan = DealtTiles.allocate(config, smem)
     total = deal(config, plan, page_table, requests, lengths, columns, cta, ctas, thread)
     group = Int32(cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS))
     base += group * (config.heads * ROW_BYTES)

@@ -117,7 +117,7 @@ def lane_of(thread) -> tuple:
     return lane, lane % BLOCKS, own // WARP_THREADS * WARP_ROWS + lane // BLOCKS
 
 
-class Loads(NamedTuple):
+class QueryLoads(NamedTuple):
     """Loads in flight, in registers.
 
     words: (WORD, ROW, TILE). here: (ROW, TILE). pages: (PAGE, TILE) of the next tiles. kept: state of ``LanePages``, or
@@ -136,7 +136,7 @@ def pages_by_lane(config, thread, entries, first, step) -> LanePages:
 
 
 @cute.jit
-def begin_loads(config: cutlass.Constexpr, thread, entries, first, step) -> Loads:
+def begin_loads(config: cutlass.Constexpr, thread, entries, first, step) -> QueryLoads:
     """Issue the loads of the first ``depth`` tiles."""
     _, member, row = lane_of(thread)
     words = cute.make_rmem_tensor((loaded_words(config), THREAD_ROWS, config.depth), Uint32)
@@ -157,7 +157,7 @@ def begin_loads(config: cutlass.Constexpr, thread, entries, first, step) -> Load
         load_tile(config, entries, key, member, pages[None, i], words[None, None, i], here[None, i])
         if cutlass.const_expr(not config.pages_by_lane):
             find_pages(config, entries, key + lap, pages[None, i])
-    return Loads(words, here, pages, kept)
+    return QueryLoads(words, here, pages, kept)
 
 
 @cute.jit
