@@ -9,19 +9,15 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
-
-HEAD_DIMS = (64, 128, 256, 512)
-DTYPES = (torch.bfloat16, torch.float16)
-SMALLEST_PAGE = 16
-LARGE_PAGE = 128  # larger pages must be a multiple of it
+from warpspec.fmha.checks import DTYPES, HEAD_DIMS
+from warpspec.fmha.features import PAGE_LARGE, PAGE_STEP, takes_pages
 
 
 def check_page_size(page_size: int, setting: str) -> None:
     """Raise UnsupportedProblem unless pages of this many keys can be read. `setting`: the engine's name for it."""
-    small = SMALLEST_PAGE <= page_size <= LARGE_PAGE and page_size % SMALLEST_PAGE == 0
-    if not (small or (page_size > 0 and page_size % LARGE_PAGE == 0)):
+    if not takes_pages(page_size):
         raise UnsupportedProblem(
-            f"{setting}: must be a multiple of {SMALLEST_PAGE} up to {LARGE_PAGE}, or a multiple of {LARGE_PAGE}, "
+            f"{setting}: must be a multiple of {PAGE_STEP} up to {PAGE_LARGE}, or a multiple of {PAGE_LARGE}, "
             f"got {page_size}; set it to 16, 32, 64 or 128"
         )
 

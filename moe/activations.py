@@ -31,6 +31,7 @@ class GatedActivation:
 
 
 ACTIVATIONS = {"swiglu": GatedActivation(1.0, 0.0), "swiglu_oai": GatedActivation(1.702, 1.0)}
+EPILOGUES = ("linear", *ACTIVATIONS)  # what a grouped GEMM ends with
 
 
 def activation_named(name: str) -> GatedActivation:

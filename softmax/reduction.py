@@ -42,51 +42,52 @@ def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
 
 
 @cute.jit
-def join_slots(slots: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
-    """The state of the whole row, from slots (STATE_WORDS, count) in shared memory. Executed by a whole warp."""
+def join_states(states: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
+    """The state of the whole row, from its parts' ``states`` (STATE_WORDS, count) in shared memory. Executed by a whole
+    warp."""
     lane = cute.arch.lane_idx()
-    maximum, total = read_slot(slots, lane, count)
+    maximum, total = read_state(states, lane, count)
     if cutlass.const_expr(count <= MOST_UNROLLED):
         for first in cutlass.range_constexpr(WARP_THREADS, count, WARP_THREADS):
-            maximum, total = join((maximum, total), read_slot(slots, first + lane, count), accurate)
+            maximum, total = join((maximum, total), read_state(states, first + lane, count), accurate)
     else:
         for first in cutlass.range(WARP_THREADS, count, WARP_THREADS, unroll=1):
-            maximum, total = join((maximum, total), read_slot(slots, first + lane, count), accurate)
+            maximum, total = join((maximum, total), read_state(states, first + lane, count), accurate)
     return warp_join((maximum, total), WARP_THREADS, accurate)
 
 
-def read_slot(slots: cute.Tensor, slot, count: int) -> tuple:
-    """The state in a slot; past the last slot, the state of no element."""
-    inside = Boolean(slot < count)
-    slot = Int32(cutlass.select_(inside, slot, 0))
-    maximum = Float32(cutlass.select_(inside, slots[0, slot], -Float32.inf))
-    return maximum, Float32(cutlass.select_(inside, slots[1, slot], Float32(0.0)))
+def read_state(states: cute.Tensor, place, count: int) -> tuple:
+    """The state at a place among ``states``; past the last one, the state of no element."""
+    inside = Boolean(place < count)
+    place = Int32(cutlass.select_(inside, place, 0))
+    maximum = Float32(cutlass.select_(inside, states[0, place], -Float32.inf))
+    return maximum, Float32(cutlass.select_(inside, states[1, place], Float32(0.0)))
 
 
 @cute.jit
 def join_warps(
-    state: tuple, slots: cute.Tensor, row, warp, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
+    state: tuple, states: cute.Tensor, row, warp, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ) -> tuple:
     """The state of a row that ``warps`` warps of the CTA share. Called by all threads of the CTA.
 
-    state: the calling warp's. slots: (STATE_WORDS, WARP, ROW) in shared memory, used once. row: the row's number in the
-    CTA. warp: the warp's number among the row's warps.
+    state: the calling warp's. states: (STATE_WORDS, WARP, ROW) in shared memory, used once. row: the row's number in
+    the CTA. warp: the warp's number among the row's warps.
     """
     if cute.arch.lane_idx() == 0:
-        slots[0, warp, row], slots[1, warp, row] = state
+        states[0, warp, row], states[1, warp, row] = state
     cute.arch.sync_threads()
-    return join_slots(slots[None, None, row], warps, accurate)
+    return join_states(states[None, None, row], warps, accurate)
 
 
 @dataclass(frozen=True)
 class ClusterReduction:
     """One reduction over all warps of a cluster's CTAs, through distributed shared memory.
 
-    slots: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every slot of this CTA
+    states: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every place of this CTA
     is written. Call ``open`` first, and ``close`` when the CTA has its states; each once.
     """
 
-    slots: cute.Tensor
+    states: cute.Tensor
     full: cute.Pointer
     cluster: int
     warps: int
@@ -109,13 +110,13 @@ class ClusterReduction:
         """
         cute.arch.cluster_wait()  # every CTA's mbarrier is initialised
         lane = cute.arch.lane_idx()
-        slot = cute.arch.block_idx_in_cluster() * self.warps + warp
+        place = cute.arch.block_idx_in_cluster() * self.warps + warp
         if lane < self.cluster:
             words = (Float32(state[0]).bitcast(Int32), Float32(state[1]).bitcast(Int32))
-            target = (self.slots.iterator + slot * STATE_WORDS).align(STATE_BYTES)
+            target = (self.states.iterator + place * STATE_WORDS).align(STATE_BYTES)
             cute.arch.store_async_dsmem(target, words, self.full, lane)
         cute.arch.mbarrier_wait(self.full, 0)
-        return join_slots(self.slots, self.cluster * self.warps, self.accurate)
+        return join_states(self.states, self.cluster * self.warps, self.accurate)
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,13 @@ class NumberReductions:
     """``ROUNDS`` reductions, one after another, of one number a warp, over the warps of a CTA or cluster that share a
     row.
 
-    slots: fp32 (WARP of all CTAs, ROUND) in shared memory. full: an mbarrier for each round, if there is a cluster.
+    states: fp32 (WARP of all CTAs, ROUND) in shared memory. full: an mbarrier for each round, if there is a cluster.
     Call ``open`` first, by all threads, then ``all`` for each round.
     """
 
     ROUNDS = 2
 
-    slots: cute.Tensor
+    states: cute.Tensor
     full: cute.Pointer | None
     cluster: int
     warps: int
@@ -161,22 +162,22 @@ class NumberReductions:
             if cutlass.const_expr(number == 0):
                 cute.arch.cluster_wait()  # every CTA's mbarriers are initialised
             if lane < self.cluster:
-                slot = cute.arch.block_idx_in_cluster() * self.warps + warp + number * count
+                place = cute.arch.block_idx_in_cluster() * self.warps + warp + number * count
                 bits = Float32(value).bitcast(Int32)
-                cute.arch.store_async_dsmem(self.slots.iterator + slot, bits, self.full + number, lane)
+                cute.arch.store_async_dsmem(self.states.iterator + place, bits, self.full + number, lane)
             cute.arch.mbarrier_wait(self.full + number, 0)
         else:
             if lane == 0:
-                self.slots[warp, number] = value
+                self.states[warp, number] = value
             cute.arch.sync_threads()
         found = Float32(nothing)
         for first in cutlass.range_constexpr(0, count, WARP_THREADS):
             if cutlass.const_expr(first + WARP_THREADS <= count):
-                found = combine(found, self.slots[first + lane, number])
+                found = combine(found, self.states[first + lane, number])
             else:
                 inside = Boolean(first + lane < count)
                 at = Int32(cutlass.select_(inside, first + lane, 0))
-                other = Float32(cutlass.select_(inside, self.slots[at, number], Float32(nothing)))
+                other = Float32(cutlass.select_(inside, self.states[at, number], Float32(nothing)))
                 found = combine(found, other)
         for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
             found = combine(found, cute.arch.shuffle_sync_bfly(found, 1 << step))
@@ -185,20 +186,20 @@ class NumberReductions:
 
 @cute.jit
 def join_row(
-    state: tuple, slots: cute.Tensor, reduction, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
+    state: tuple, states: cute.Tensor, reduction, warps: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
     """The state of a row that belongs to the whole CTA or cluster, from every thread's state. Called once by all
     threads.
 
-    slots: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the open ClusterReduction of these slots; None:
-    no other CTA has a part of the row. warps: of a CTA.
+    states: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the open ClusterReduction of these states;
+    None: no other CTA has a part of the row. warps: of a CTA.
     """
     warp = cute.arch.thread_idx()[0] // WARP_THREADS
     state = warp_join(state, WARP_THREADS, accurate)
     if cutlass.const_expr(reduction is not None):
         state = reduction.close(state, warp)
     else:
-        by_row = cute.make_tensor(slots.iterator, cute.make_layout((STATE_WORDS, warps, 1)))
+        by_row = cute.make_tensor(states.iterator, cute.make_layout((STATE_WORDS, warps, 1)))
         state = join_warps(state, by_row, 0, warp, warps, accurate)
     return state
 
@@ -210,12 +211,12 @@ BUFFERS = 2  # of ClusterRounds
 class ClusterRounds:
     """Reductions over the CTAs of a cluster, one a round, for any number of rounds.
 
-    slots: (STATE_WORDS, CTA, BUFFER) in shared memory. full: an mbarrier for each buffer. Two buffers are enough. A CTA
-    sends its state of round r + 2 only after it has received every CTA's state of round r + 1, and each CTA sent that
-    only after all its threads had read the states of round r.
+    states: (STATE_WORDS, CTA, BUFFER) in shared memory. full: an mbarrier for each buffer. Two buffers are enough. A
+    CTA sends its state of round r + 2 only after it has received every CTA's state of round r + 1, and each CTA sent
+    that only after all its threads had read the states of round r.
     """
 
-    slots: cute.Tensor
+    states: cute.Tensor
     full: cute.Pointer
     cluster: int
     accurate: bool
@@ -241,8 +242,8 @@ class ClusterRounds:
         buffer = round_ % BUFFERS
         if lane < self.cluster:
             words = (Float32(state[0]).bitcast(Int32), Float32(state[1]).bitcast(Int32))
-            slot = cute.arch.block_idx_in_cluster() + buffer * self.cluster
-            target = (self.slots.iterator + slot * STATE_WORDS).align(STATE_BYTES)
+            place = cute.arch.block_idx_in_cluster() + buffer * self.cluster
+            target = (self.states.iterator + place * STATE_WORDS).align(STATE_BYTES)
             cute.arch.store_async_dsmem(target, words, self.full + buffer, lane)
 
     @cute.jit
@@ -250,7 +251,7 @@ class ClusterRounds:
         """The state of the whole row, once all CTAs have sent theirs. Called by the same threads each round."""
         buffer = round_ % BUFFERS
         cute.arch.mbarrier_wait(self.full + buffer, round_ // BUFFERS % 2)
-        state = join_slots(self.slots[None, None, buffer], self.cluster, self.accurate)
+        state = join_states(self.states[None, None, buffer], self.cluster, self.accurate)
         if thread == 0:  # arm the buffer's next phase, which cannot complete before this
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + buffer, self.cluster * STATE_BYTES)
         return state
@@ -264,9 +265,9 @@ class GridRounds:
     """Reductions over CTAs that are all on the GPU at once, one a round, through global memory.
 
     workspace: Int64, all EMPTY before the launch and after it. Word 0 counts finished CTAs. The words after it are
-    slots, one for each (row, CTA of its group), written once in a launch. A state has 8 bytes and is stored and read as
-    a whole, so nothing else need be ordered with it. Waiting cannot deadlock, because a cooperative launch starts only
-    when all CTAs have a place. The last CTA to finish empties the workspace.
+    states, one for each (row, CTA of its group), written once in a launch. A state has 8 bytes and is stored and read
+    as a whole, so nothing else need be ordered with it. Waiting cannot deadlock, because a cooperative launch starts
+    only when all CTAs have a place. The last CTA to finish empties the workspace.
 
     group: CTAs to a row. rank: this CTA's number in its group. scratch: (STATE_WORDS, WARP) in shared memory; leader:
     Int32 there. threads: those that call ``collect`` and ``finish``, on named barrier ``barrier``.
@@ -313,7 +314,7 @@ class GridRounds:
         if cute.arch.lane_idx() == 0:
             self.scratch[0, thread // WARP_THREADS], self.scratch[1, thread // WARP_THREADS] = state
         self._synchronize()
-        state = join_slots(self.scratch, warps, self.accurate)
+        state = join_states(self.scratch, warps, self.accurate)
         self._synchronize()  # before the next round overwrites the scratch
         return state
 

@@ -25,7 +25,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.tma import bulk_load
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.online import absorb, exponential, scale, state_of
-from warpspec.softmax.reduction import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_slots, warp_join
+from warpspec.softmax.reduction import BUFFERS, STATE_WORDS, ClusterRounds, GridRounds, join_states, warp_join
 from warpspec.softmax.vectors import (
     LAST,
     WORDS,
@@ -169,12 +169,14 @@ class Resident:
             Float32, cute.make_layout((STATE_WORDS, config.warps)), byte_alignment=8
         )
         if cutlass.const_expr(config.cluster > 0):
-            slots = smem.allocate_tensor(
+            round_states = smem.allocate_tensor(
                 Float32,
                 cute.make_layout((STATE_WORDS, config.cluster, BUFFERS)),
                 byte_alignment=16,
             )
-            reduction = ClusterRounds(slots, smem.allocate_array(Int64, BUFFERS), config.cluster, accurate)
+            reduction = ClusterRounds(
+                round_states, smem.allocate_array(Int64, BUFFERS), config.cluster, accurate
+            )
         else:
             scratch = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.warps)), byte_alignment=8
@@ -300,7 +302,7 @@ def consume(
             states[0, thread // WARP_THREADS], states[1, thread // WARP_THREADS] = maximum, total
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=config.threads)
         if thread < WARP_THREADS:
-            reduction.publish(join_slots(states, config.warps, accurate), row_index, round_)
+            reduction.publish(join_states(states, config.warps, accurate), row_index, round_)
         maximum, total = reduction.collect(row_index, round_, thread)
         inverse = Float32(1.0) / total
 

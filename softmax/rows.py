@@ -133,16 +133,16 @@ class Rows:
 
         # 1. Shared memory: states of the warps.
         smem = cutlass.memory.SmemAllocator()
-        reduction, slots = None, None
+        reduction, states = None, None
         if cutlass.const_expr(config.cluster > 1):
-            slots = smem.allocate_tensor(
+            states = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
             )
             full = smem.allocate_array(Int64, 1)
-            reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
+            reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
             reduction.open(thread)
         elif cutlass.const_expr(config.warps > 1):
-            slots = smem.allocate_tensor(
+            states = smem.allocate_tensor(
                 Float32, cute.make_layout((STATE_WORDS, config.warps, config.rows)), byte_alignment=16
             )
 
@@ -181,7 +181,7 @@ class Rows:
         if cutlass.const_expr(config.cluster > 1):
             maximum, total = reduction.close((maximum, total), warp)
         elif cutlass.const_expr(config.warps > 1):
-            maximum, total = join_warps((maximum, total), slots, row_in_cta, warp, config.warps, accurate)
+            maximum, total = join_warps((maximum, total), states, row_in_cta, warp, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 5. Scale and store.

@@ -127,18 +127,18 @@ class Staged:
         staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
         arrived = smem.allocate_array(Int64, 1)
         warps = config.cluster * config.warps
-        slots, reduction = None, None
+        states, reduction = None, None
         if cutlass.const_expr(config.once):
             full = smem.allocate_array(Int64, NumberReductions.ROUNDS)
             shape = (warps, NumberReductions.ROUNDS)
-            slots = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
-            reduction = NumberReductions(slots, full, config.cluster, config.warps)
+            states = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+            reduction = NumberReductions(states, full, config.cluster, config.warps)
         else:
             shape = (STATE_WORDS, warps)
-            slots = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+            states = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
             if cutlass.const_expr(config.cluster > 1):
                 full = smem.allocate_array(Int64, 1)
-                reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
+                reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
 
         # 2. One thread issues the copy of the share; the edges are loaded separately.
         row_index = block // config.cluster
@@ -166,7 +166,7 @@ class Staged:
         if cutlass.const_expr(config.once):
             maximum, total = exponentiate_share(config, staged, size, thread, reduction)
         else:
-            maximum, total = state_of_share(config, staged, size, thread, edge_value, slots, reduction)
+            maximum, total = state_of_share(config, staged, size, thread, edge_value, states, reduction)
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.
@@ -192,7 +192,7 @@ class Staged:
 
 
 @cute.jit
-def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, slots, reduction) -> tuple:
+def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, states, reduction) -> tuple:
     """(maximum, sum) of the row: joins the states of all threads, each relative to its own maximum."""
     accurate = config.dtype == "float32"
     maximum, total = -Float32.inf, Float32(0.0)
@@ -203,7 +203,7 @@ def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, 
         words = read_shared(staged, vector)
         blank(words, vector < size, config.dtype)
         maximum, total = absorb((maximum, total), words, config.dtype)
-    return join_row((maximum, total), slots, reduction, config.warps, accurate)
+    return join_row((maximum, total), states, reduction, config.warps, accurate)
 
 
 @cute.jit

@@ -72,13 +72,13 @@ class TwoPass:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        slots = smem.allocate_tensor(
+        states = smem.allocate_tensor(
             Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
         )
         reduction = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)
-            reduction = ClusterReduction(slots, full, config.cluster, config.warps, accurate)
+            reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
             reduction.open(thread)
 
         # 1. This CTA's share of the row's vectors.
@@ -105,7 +105,7 @@ class TwoPass:
             maximum, total = absorb((maximum, total), words, dtype)
 
         # 3. The row's state.
-        maximum, total = join_row((maximum, total), slots, reduction, config.warps, accurate)
+        maximum, total = join_row((maximum, total), states, reduction, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 4. Second pass, backwards, because what was read last is most likely still in L2.

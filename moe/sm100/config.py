@@ -11,7 +11,7 @@ from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, NVFP4_BLOCK
-from warpspec.moe.activations import ACTIVATIONS
+from warpspec.moe.activations import EPILOGUES
 
 CODES_PER_BYTE = 2
 
@@ -33,7 +33,6 @@ MIN_ACCUMULATOR_COLUMNS = 32
 SWIGLU_COLUMNS = 2 * NVFP4_BLOCK
 STEP_TOKENS = 16
 
-EPILOGUES = ("linear", *ACTIVATIONS)
 OUTPUTS = ("bf16", "nvfp4")
 
 

@@ -21,10 +21,10 @@ from warpspec.common.hardware import (
     WARPGROUP_THREADS,
 )
 from warpspec.common.nvfp4 import MXFP4_BLOCK, NVFP4_BLOCK
+from warpspec.moe.activations import EPILOGUES
 from warpspec.moe.permute import Routing
 from warpspec.moe.streamed import CHUNK_BYTES, STEP, STEP_CHUNKS, scale_bytes
 
-EPILOGUES = ("linear", "swiglu", "swiglu_oai")
 BARRIER_BYTES = 512
 LOAD_REGISTERS = 56
 WEIGHT_REGISTERS = 16  # registers of a chunk's weights

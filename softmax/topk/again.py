@@ -37,15 +37,15 @@ class Part:
     """Which part of a row a warp reads, and its shared memory.
 
     row: where it lies. warp: number among the row's warps, over the cluster. lane: in the warp. k: of the result.
-    slots: (SLOT) this warp's candidates. maxima: (CHUNKS * WARP_THREADS) Int32, the fp32 bits of the maxima of its
-    lanes' chunks, lanes side by side.
+    candidates: (CANDIDATE) this warp's candidates. maxima: (CHUNKS * WARP_THREADS) Int32, the fp32 bits of the maxima
+    of its lanes' chunks, lanes side by side.
     """
 
     row: RowSpan
     warp: Int32
     lane: Int32
     k: Int32
-    slots: cute.Tensor
+    candidates: cute.Tensor
     maxima: cute.Tensor
 
 
@@ -130,36 +130,36 @@ def reaching_chunks(part: Part, chunks: Int32, key: Int32) -> Int32:
 def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean, floor: Uint64, count: Int32):
     """Append the lanes' candidates ``words`` that are ``present`` and not below ``floor`` -> new (floor, count).
 
-    If there is no room, the slots are reduced to the k largest, as often as necessary, and the floor rises.
+    If there is no room, the candidates are reduced to the k largest, as often as necessary, and the floor rises.
     """
     chosen = [present & Boolean(word >= floor) for word in words]
     ballots = [cute.arch.vote_ballot_sync(here) for here in chosen]
     places = [count]
     for ballot in ballots:
         places.append(places[-1] + cute.arch.popc(ballot))
-    if places[-1] <= config.slots:
+    if places[-1] <= config.list_room:
         for i in cutlass.range_constexpr(len(words)):
             if chosen[i]:
-                part.slots[places[i] + before(ballots[i])] = words[i]
+                part.candidates[places[i] + before(ballots[i])] = words[i]
         count = places[-1]
     else:
         for i in cutlass.range_constexpr(len(words)):
-            if count > config.slots - WARP_THREADS:
-                floor = cutlass.max(floor, keep_largest(part.slots, count, part.k, part.lane))
+            if count > config.list_room - WARP_THREADS:
+                floor = cutlass.max(floor, keep_largest(part.candidates, count, part.k, part.lane))
                 count = part.k
             here = present & Boolean(words[i] >= floor)
             ballot = cute.arch.vote_ballot_sync(here)
             if here:
-                part.slots[count + before(ballot)] = words[i]
+                part.candidates[count + before(ballot)] = words[i]
             count += cute.arch.popc(ballot)
     return floor, count
 
 
 @cute.jit
 def collect(config: cutlass.Constexpr, part: Part, key: Int32) -> Int32:
-    """Fill part.slots with the part's elements whose key is not below ``key``; returns how many there are.
+    """Fill part.candidates with the part's elements whose key is not below ``key``; returns how many there are.
 
-    If they do not fit, the slots end up with the k largest and some others.
+    If they do not fit, the candidates end up with the k largest and some others.
     """
     floor, count = lowest_candidate(key), Int32(0)
     turns = turns_of(config, part)

@@ -27,17 +27,17 @@ def again_rows(config: cutlass.Constexpr, logits, probs, indices):
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % WARP_THREADS
     k, shared = Int32(probs.shape[1]), allocate(config)
-    slots, chunks = shared.slots[None, warp], shared.chunks[None, warp]
+    candidates, chunks = shared.candidates[None, warp], shared.chunks[None, warp]
     if cutlass.const_expr(config.warps * config.cluster == 1):
         row = block * config.rows + warp
         if row < logits.shape[0]:
             place = row_span(logits, row, config.dtype, config.edges)
-            part = Part(place, Int32(0), lane, k, slots, chunks)
+            part = Part(place, Int32(0), lane, k, candidates, chunks)
             row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
     else:
         row, rank = block // config.cluster, block % config.cluster
         place = row_span(logits, row, config.dtype, config.edges)
-        part = Part(place, rank * config.warps + warp, lane, k, slots, chunks)
+        part = Part(place, rank * config.warps + warp, lane, k, candidates, chunks)
         row_of_cta(config, part, shared, warp, rank, probs, indices, row)
 
 
@@ -46,11 +46,11 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
     maximum, sum_ = stream(config, part)
     count = collect(config, part, threshold_of(config, part, 0, 0, None, None, maximum))
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
-    close_list(part.slots, count, part.lane)
+    close_list(part.candidates, count, part.lane)
     cute.arch.sync_warp()
     for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-        word = part.slots[i]
-        position = rank_in(part.slots, count, word)
+        word = part.candidates[i]
+        position = rank_in(part.candidates, count, word)
         if position < part.k:
             ranked[position] = word
     cute.arch.griddepcontrol_launch_dependents()
@@ -68,9 +68,9 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp,
     key = threshold_of(config, part, warp, rank, shared.samples, shared.cluster_samples, maximum)
     count = collect(config, part, key)
     if count > config.k_capacity:
-        keep_largest(part.slots, count, part.k, part.lane)
+        keep_largest(part.candidates, count, part.k, part.lane)
         count = part.k
-    close_list(part.slots, count, part.lane)
+    close_list(part.candidates, count, part.lane)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     if part.lane == 0:
         shared.counts[warp], shared.maxima[warp], shared.sums[warp] = count, maximum, sum_
@@ -85,11 +85,11 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp,
         first = cute.arch.warp_redux_sync(Int32(cutlass.select_(part.lane < warp, others, Int32(0))), "add")
         target = shared.lists.iterator + rank * config.cluster_list_size
         for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-            word, position = part.slots[i], first + i
+            word, position = part.candidates[i], first + i
             if total_ > config.k_capacity:
                 position = Int32(0)
                 for other in cutlass.range(config.warps, unroll=1):
-                    position += rank_in(shared.slots[None, other], shared.counts[other], word)
+                    position += rank_in(shared.candidates[None, other], shared.counts[other], word)
             if position < config.k_capacity:
                 cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
         if warp == 0:
@@ -113,7 +113,7 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp,
             for c in cutlass.range(warp, config.cluster, config.warps, unroll=1):
                 rank_list(shared.lists, shared.list_counts, config.cluster, c, part, shared.ranked)
         else:
-            rank_list(shared.slots, shared.counts, config.warps, warp, part, shared.ranked)
+            rank_list(shared.candidates, shared.counts, config.warps, warp, part, shared.ranked)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:

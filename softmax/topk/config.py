@@ -33,7 +33,7 @@ MAX_WARPS = 16  # of a row in one CTA
 MAX_CLUSTER, AGAIN_CLUSTER = 8, 16
 LEADER = 0  # the CTA of a cluster that merges its candidates
 # With fewer, candidates are sifted too often; more would take shared memory that hides no latency.
-SPARE_SLOTS = 96
+SPARE_ROOM = 96
 # Of the maxima of a CTA's lanes, or of the samples of a cluster's CTAs; one of them is the row's threshold.
 SAMPLES = 32
 RENEW_AFTER = 4  # lanes with candidates after which the thresholds are renewed, for the smaller k
@@ -44,7 +44,7 @@ RANK_BATCH = 4  # candidates that are compared at a time
 HELD_ELEMENTS = 32  # of a lane
 SORTED_ELEMENTS = 8  # of a lane, if lanes sort them; also the largest k
 SORTED_LANES = (1, 2, 4, 8)
-HELD_SLOTS = {32: 64, 16: 32, 8: 32}  # by lanes
+HELD_ROOM = {32: 64, 16: 32, 8: 32}  # by lanes
 HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes; for a larger k the threshold lets too many through
 K_CAPACITIES = (32, 128)  # kernels are compiled for k up to these
 
@@ -155,20 +155,20 @@ class TopkConfig:
         return RENEW_AFTER * self.k_capacity // K_CAPACITIES[0]
 
     @property
-    def slots(self) -> int:
+    def list_room(self) -> int:
         """Candidates that a warp, or the lanes of a held row, have room for.
 
         When streaming: the k that are kept, some spare ones, and what one vector of every lane may add. When holding:
         about one random row in ten thousand has more.
         """
         if self.held:
-            return HELD_SLOTS[self.lanes]
-        return self.k_capacity + SPARE_SLOTS + (0 if self.again else WARP_THREADS * self.per_vector)
+            return HELD_ROOM[self.lanes]
+        return self.k_capacity + SPARE_ROOM + (0 if self.again else WARP_THREADS * self.per_vector)
 
     @property
     def list_size(self) -> int:
-        """Words of a list of candidates: its slots and its terminators."""
-        return self.slots + RANK_BATCH
+        """Words of a list of candidates, with its terminators."""
+        return self.list_room + RANK_BATCH
 
     @property
     def cluster_list_size(self) -> int:

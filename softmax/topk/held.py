@@ -46,7 +46,7 @@ class Group:
     """Lanes of one warp that have a row or a part of it.
 
     row: where it lies. first: their first lane. lane: this one, counted from it. number: of this lane among all that
-    have the row. k: of the result. slots: (SLOT) the group's candidates.
+    have the row. k: of the result. candidates: (CANDIDATE) the group's candidates.
     """
 
     row: RowSpan
@@ -54,14 +54,14 @@ class Group:
     lane: Int32
     number: Int32
     k: Int32
-    slots: cute.Tensor
+    candidates: cute.Tensor
 
 
 @cute.jit
 def hold(config: cutlass.Constexpr, group: Group):
     """Read the row -> (largest element, sum of exp(x - largest), count) of the group, known to all of its lanes.
 
-    count: candidates in group.slots, among which are the group's k largest.
+    count: candidates in group.candidates, among which are the group's k largest.
     """
     across = config.lanes * config.warps  # vectors from one of a lane's to its next
     address = group.row.first + Int64(group.number) * VECTOR_BYTES
@@ -106,7 +106,7 @@ def hold(config: cutlass.Constexpr, group: Group):
     count = cute.arch.shuffle_sync(count, group.first + config.lanes - 1)
 
     # 4. Write the candidates.
-    if cute.arch.vote_any_sync(Boolean(count > config.slots)):
+    if cute.arch.vote_any_sync(Boolean(count > config.list_room)):
         edge_word = Uint64(0)
         if chosen_edge:
             edge_word = candidate(at_edge, edge.offset // WIDTHS[config.dtype])
@@ -117,11 +117,11 @@ def hold(config: cutlass.Constexpr, group: Group):
             i = Int32(cute.arch.bfind(bits))
             bits = bits ^ (Uint32(1) << Uint32(i))
             column = column_of(config, group, i)
-            group.slots[place] = candidate(fetch(config, group, column), column)
+            group.candidates[place] = candidate(fetch(config, group, column), column)
             place += 1
         if chosen_edge:
-            group.slots[place] = candidate(at_edge, edge.offset // WIDTHS[config.dtype])
-    close_list(group.slots, count, group.lane)
+            group.candidates[place] = candidate(at_edge, edge.offset // WIDTHS[config.dtype])
+    close_list(group.candidates, count, group.lane)
     cute.arch.sync_warp()
     return maximum, sum_, count
 
@@ -152,8 +152,8 @@ def fetch(config, group: Group, column) -> Float32:
 
 @cute.jit
 def pick(config: cutlass.Constexpr, group: Group, edge_word: Uint64):
-    """Fill group.slots with the k largest elements, one after another, for each group of the warp. Works for any row;
-    slow.
+    """Fill group.candidates with the k largest elements, one after another, for each group of the warp. Works for any
+    row; slow.
 
     edge_word: the lane's candidate from the row's edges, 0 if it has none.
     """
@@ -168,7 +168,7 @@ def pick(config: cutlass.Constexpr, group: Group, edge_word: Uint64):
         for step in cutlass.range_constexpr(config.lanes.bit_length() - 1):
             best = cutlass.max(best, cute.arch.shuffle_sync_bfly(best, 1 << step))
         if group.lane == 0:
-            group.slots[rank] = best
+            group.candidates[rank] = best
         last = best
 
 
@@ -178,10 +178,10 @@ def write_ranked(
 ):
     """Write the group's candidates that are among the row's first k, each by the lane that has it.
 
-    others: (slots, count) of every group of the row, including this one. maximum, sum_: of the row. parts: (W) fp32 in
-    shared memory, if several warps have the row.
+    others: (candidates, count) of every group of the row, including this one. maximum, sum_: of the row. parts: (W)
+    fp32 in shared memory, if several warps have the row.
     """
-    rounds = config.slots // config.lanes
+    rounds = config.list_room // config.lanes
     ranks = cute.make_rmem_tensor(rounds, Int32)
     weights = cute.make_rmem_tensor(rounds, Float32)
     columns = cute.make_rmem_tensor(rounds, Int32)
@@ -190,10 +190,10 @@ def write_ranked(
         ranks[i], weights[i], columns[i] = group.k, Float32(0.0), Int32(0)
         slot = i * config.lanes + group.lane
         if slot < count:
-            word = group.slots[slot]
+            word = group.candidates[slot]
             ranks[i] = Int32(0)
-            for slots, number in others:
-                ranks[i] += rank_in(slots, number, word)
+            for candidates, number in others:
+                ranks[i] += rank_in(candidates, number, word)
             if ranks[i] < group.k:
                 weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
                 columns[i] = candidate_column(word)

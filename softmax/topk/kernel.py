@@ -28,7 +28,7 @@ from warpspec.softmax.vectors import row_span
 class HeldShared:
     """Shared memory of a CTA that holds rows: R rows with W warps each (R or W is 1)."""
 
-    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp, or of the lanes that have a row
+    candidates: cute.Tensor  # (CANDIDATE, W * R) candidates of a warp, or of the lanes that have a row
     counts: cute.Tensor  # (W * R) number of candidates
     maxima: cute.Tensor  # (W * R)
     sums: cute.Tensor  # (W * R)
@@ -38,13 +38,13 @@ class HeldShared:
 def allocate_held(config: TopkConfig) -> HeldShared:
     allocator = cutlass.memory.SmemAllocator()
     groups = config.warps * config.rows
-    slots = cute.make_layout((config.list_size, groups))
+    candidates = cute.make_layout((config.list_size, groups))
 
     def numbers(dtype):
         return allocator.allocate_tensor(dtype, cute.make_layout(groups), byte_alignment=FP32_BYTES)
 
     return HeldShared(
-        slots=allocator.allocate_tensor(Uint64, slots, byte_alignment=VECTOR_BYTES),
+        candidates=allocator.allocate_tensor(Uint64, candidates, byte_alignment=VECTOR_BYTES),
         counts=numbers(Int32),
         maxima=numbers(Float32),
         sums=numbers(Float32),
@@ -96,8 +96,8 @@ class SoftmaxTopk:
             else:
                 shared = allocate_held(config)
                 first, number = lane // config.lanes * config.lanes, thread % (config.lanes * config.warps)
-                slots = shared.slots[None, thread // config.lanes]
-                group = Group(place, first, lane - first, number, k, slots)
+                candidates = shared.candidates[None, thread // config.lanes]
+                group = Group(place, first, lane - first, number, k, candidates)
                 row_held(config, group, shared, warp, probs, indices, row)
         elif cutlass.const_expr(config.again):
             again_rows(config, logits, probs, indices)
@@ -109,13 +109,13 @@ class SoftmaxTopk:
 def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, probs, indices, row):
     maximum, sum_, count = hold(config, group)
     cute.arch.griddepcontrol_launch_dependents()
-    others = [(group.slots, count)]
+    others = [(group.candidates, count)]
     if cutlass.const_expr(config.warps > 1):
         if group.lane == 0:
             shared.counts[warp] = count
             shared.maxima[warp] = maximum
             shared.sums[warp] = sum_
         cute.arch.sync_threads()
-        others = [(shared.slots[None, w], shared.counts[w]) for w in range(config.warps)]
+        others = [(shared.candidates[None, w], shared.counts[w]) for w in range(config.warps)]
         maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
     write_ranked(config, group, count, others, maximum, sum_, shared.parts, probs, indices, row)

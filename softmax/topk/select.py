@@ -42,7 +42,7 @@ def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> Int32:
+def keep_from(candidates: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> Int32:
     """Move those of the first ``count`` candidates that reach ``floor`` to the front; returns how many there are."""
     kept = Int32(0)
     cute.arch.sync_warp()
@@ -50,19 +50,19 @@ def keep_from(slots: cute.Tensor, count: Int32, floor: Uint64, lane: Int32) -> I
         here = Boolean(first + lane < count)
         word = Uint64(0)
         if here:
-            word = slots[first + lane]
+            word = candidates[first + lane]
         keep = here & Boolean(word >= floor)
         ballot = cute.arch.vote_ballot_sync(keep)
         cute.arch.sync_warp()
         if keep:
-            slots[kept + before(ballot)] = word
+            candidates[kept + before(ballot)] = word
         kept += cute.arch.popc(ballot)
         cute.arch.sync_warp()
     return kept
 
 
 @cute.jit
-def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32) -> Uint64:
+def keep_largest(candidates: cute.Tensor, count: Int32, k: Int32, lane: Int32) -> Uint64:
     """Move the k largest of ``count`` > k candidates to the front; returns a word that exactly these reach.
 
     The word is found by bisection, bit by bit; that works because no two candidates are equal.
@@ -74,30 +74,30 @@ def keep_largest(slots: cute.Tensor, count: Int32, k: Int32, lane: Int32) -> Uin
         trial = floor | (Uint64(1) << Uint64(bit))
         reach = Int32(0)
         for i in cutlass.range(lane, count, WARP_THREADS, unroll=1):
-            reach += Int32(slots[i] >= trial)
+            reach += Int32(candidates[i] >= trial)
         reach = cute.arch.warp_redux_sync(reach, "add")
         floor = Uint64(cutlass.select_(Boolean(reach >= k), trial, floor))
         bit = Int32(cutlass.select_(Boolean(reach == k), Int32(-1), bit - 1))
-    keep_from(slots, count, floor, lane)
+    keep_from(candidates, count, floor, lane)
     return floor
 
 
 @cute.jit
-def close_list(slots: cute.Tensor, count: Int32, lane: Int32):
+def close_list(candidates: cute.Tensor, count: Int32, lane: Int32):
     """Terminate a list of ``count`` candidates: ``rank_in`` reads words past its end, which must be below all of
     them."""
     if lane < RANK_BATCH:
-        slots[count + lane] = Uint64(0)
+        candidates[count + lane] = Uint64(0)
 
 
 @cute.jit
-def rank_in(slots: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Constexpr = 0) -> Int32:
+def rank_in(candidates: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Constexpr = 0) -> Int32:
     """How many of ``count`` candidates, from batch ``first`` on, are larger than ``word``. The list must be terminated
     by ``close_list``. Not collective."""
     rank = Int32(0)
     for i in cutlass.range(first, (count + (RANK_BATCH - 1)) >> RANK_SHIFT, unroll=1):
         for j in cutlass.range_constexpr(RANK_BATCH):
-            rank += Int32(slots[i * RANK_BATCH + j] > word)
+            rank += Int32(candidates[i * RANK_BATCH + j] > word)
     return rank
 
 
@@ -105,7 +105,8 @@ def rank_in(slots: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Const
 def rank_among(
     lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, word: Uint64, lane: Int32
 ) -> Int32:
-    """How many candidates of ``number`` terminated lists (SLOT, LIST) are larger than ``word``. counts (LIST): of each.
+    """How many candidates of ``number`` terminated lists (CANDIDATE, LIST) are larger than ``word``. counts (LIST): of
+    each.
 
     Lists are usually short, one batch; their first batches are read all at once.
     """
@@ -125,12 +126,12 @@ def rank_among(
 
 
 @cute.jit
-def rank_in_sorted(slots: cute.Tensor, count: Int32, word: Uint64) -> Int32:
+def rank_in_sorted(candidates: cute.Tensor, count: Int32, word: Uint64) -> Int32:
     """How many of ``count`` candidates in descending order are larger than ``word``, which is not among them."""
     low, high = Int32(0), count
     while low < high:
         middle = (low + high) // 2
-        larger = Boolean(slots[middle] > word)
+        larger = Boolean(candidates[middle] > word)
         low = Int32(cutlass.select_(larger, middle + 1, low))
         high = Int32(cutlass.select_(larger, high, middle))
     return low

@@ -43,9 +43,9 @@ class Part:
     """Which part of a row a warp reads, and its shared memory.
 
     row: where it lies. warp: number among the row's warps, over the cluster. warp_in_cta, lane: its place in the CTA,
-    and the lane's in the warp. k: of the result. slots: (SLOT) this warp's candidates. samples: (SAMPLES) keys of
-    lanes' maxima, from all warps of the CTA. bound: (1) key, the row's threshold: the highest that a warp of the CTA
-    has found.
+    and the lane's in the warp. k: of the result. candidates: (CANDIDATE) this warp's candidates. samples: (SAMPLES)
+    keys of lanes' maxima, from all warps of the CTA. bound: (1) key, the row's threshold: the highest that a warp of
+    the CTA has found.
     """
 
     row: RowSpan
@@ -53,7 +53,7 @@ class Part:
     warp_in_cta: Int32
     lane: Int32
     k: Int32
-    slots: cute.Tensor
+    candidates: cute.Tensor
     samples: cute.Tensor
     bound: cute.Tensor
 
@@ -141,8 +141,8 @@ def collect(
     bar = bar_of(floor)
     for u in cutlass.range_constexpr(config.unroll):
         if cute.arch.vote_any_sync(passes(maxima[u], bar)):
-            if count > config.slots - WARP_THREADS * config.per_vector:
-                key = candidate_key(keep_largest(part.slots, count, part.k, part.lane))
+            if count > config.list_room - WARP_THREADS * config.per_vector:
+                key = candidate_key(keep_largest(part.candidates, count, part.k, part.lane))
                 count = part.k
                 threshold = cutlass.max(threshold, key)
                 floor = cutlass.max(floor, key)
@@ -156,7 +156,7 @@ def collect(
                 if ballot != 0:
                     if chosen:
                         column = part.row.head + vector * config.per_vector + e
-                        part.slots[count + before(ballot)] = candidate(values[e], column)
+                        part.candidates[count + before(ballot)] = candidate(values[e], column)
                     count += cute.arch.popc(ballot)
     return threshold, since, count
 
@@ -165,7 +165,7 @@ def collect(
 def stream(config: cutlass.Constexpr, part: Part):
     """Read the warp's part -> (maximum, sum of exp(x - maximum)) of the lane, (count, key) of the warp.
 
-    count: candidates in part.slots. Elements whose key is below ``key`` are not in the row's top k.
+    count: candidates in part.candidates. Elements whose key is below ``key`` are not in the row's top k.
     """
     edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
     edge_value = -Float32.inf
@@ -220,11 +220,11 @@ def stream(config: cutlass.Constexpr, part: Part):
         chosen = edge.present & Boolean(key_of(edge_value) >= threshold)
         ballot = cute.arch.vote_ballot_sync(chosen)
         if ballot != 0:
-            if count > config.slots - WARP_THREADS:
-                keep_largest(part.slots, count, part.k, part.lane)
+            if count > config.list_room - WARP_THREADS:
+                keep_largest(part.candidates, count, part.k, part.lane)
                 count = part.k
             if chosen:
                 column = edge.offset // (VECTOR_BYTES // config.per_vector)
-                part.slots[count + before(ballot)] = candidate(edge_value, column)
+                part.candidates[count + before(ballot)] = candidate(edge_value, column)
             count += cute.arch.popc(ballot)
     return maximum, sum_, count, threshold

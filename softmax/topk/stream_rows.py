@@ -35,17 +35,17 @@ def stream_rows(config: cutlass.Constexpr, logits, probs, indices):
     block, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % WARP_THREADS
     k, shared = Int32(probs.shape[1]), allocate(config)
-    slots, samples, bound = shared.slots[None, warp], shared.samples, shared.bound
+    candidates, samples, bound = shared.candidates[None, warp], shared.samples, shared.bound
     if cutlass.const_expr(config.warps * config.cluster == 1):
         row = block * config.rows + warp
         if row < logits.shape[0]:
             place = row_span(logits, row, config.dtype, config.edges)
-            part = Part(place, Int32(0), Int32(0), lane, k, slots, samples, bound)
+            part = Part(place, Int32(0), Int32(0), lane, k, candidates, samples, bound)
             row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
     else:
         row, rank = block // config.cluster, block % config.cluster
         place = row_span(logits, row, config.dtype, config.edges)
-        part = Part(place, rank * config.warps + warp, warp, lane, k, slots, samples, bound)
+        part = Part(place, rank * config.warps + warp, warp, lane, k, candidates, samples, bound)
         row_of_cta(config, part, shared, rank, probs, indices, row)
 
 
@@ -55,16 +55,16 @@ def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, prob
     if count > WARP_THREADS:
         own, _ = renewed(config, part, maximum)
         floor = lowest_candidate(cutlass.max(own, threshold))
-        count = keep_from(part.slots, count, floor, part.lane)
+        count = keep_from(part.candidates, count, floor, part.lane)
         if count > WARP_THREADS:
-            keep_largest(part.slots, count, part.k, part.lane)
+            keep_largest(part.candidates, count, part.k, part.lane)
             count = part.k
-    close_list(part.slots, count, part.lane)
+    close_list(part.candidates, count, part.lane)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     cute.arch.sync_warp()
     if part.lane < count:
-        word = part.slots[part.lane]
-        rank = rank_in(part.slots, count, word)
+        word = part.candidates[part.lane]
+        rank = rank_in(part.candidates, count, word)
         if rank < part.k:
             ranked[rank] = word
     cute.arch.sync_warp()
@@ -95,11 +95,11 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, rank,
     if cutlass.const_expr(config.needs_others):
         bound = cutlass.max(bound, joint_threshold(part))
     floor = lowest_candidate(bound)
-    count = keep_from(part.slots, count, floor, part.lane)
+    count = keep_from(part.candidates, count, floor, part.lane)
     if count > config.k_capacity:
-        keep_largest(part.slots, count, part.k, part.lane)
+        keep_largest(part.candidates, count, part.k, part.lane)
         count = part.k
-    close_list(part.slots, count, part.lane)
+    close_list(part.candidates, count, part.lane)
     if part.lane == 0:
         shared.counts[part.warp_in_cta] = count
     cute.arch.sync_threads()
@@ -108,10 +108,10 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, rank,
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_wait()
     for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-        word = part.slots[i]
+        word = part.candidates[i]
         position = Int32(0)
         for w in cutlass.range(config.warps, unroll=1):
-            position += rank_in(shared.slots[None, w], shared.counts[w], word)
+            position += rank_in(shared.candidates[None, w], shared.counts[w], word)
         if position < part.k:
             if cutlass.const_expr(config.cluster > 1):
                 place = shared.lists.iterator + (rank * config.cluster_list_size + position)

@@ -21,7 +21,7 @@ class TopkStorage:
     they are fetched again.
     """
 
-    slots: cute.Tensor  # (SLOT, W * R) candidates of a warp
+    candidates: cute.Tensor  # (CANDIDATE, W * R) candidates of a warp
     ranked: cute.Tensor  # (K, R) candidates of the row, in order
     chunks: cute.Tensor | None  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read
     samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
@@ -50,7 +50,7 @@ def allocate(config: TopkConfig) -> TopkStorage:
 
     cluster, again, warps = config.cluster > 1, config.again, config.warps * config.rows
     return TopkStorage(
-        slots=tensor(Uint64, config.list_size, warps),
+        candidates=tensor(Uint64, config.list_size, warps),
         ranked=tensor(Uint64, config.k_capacity, config.rows),
         lists=tensor(Uint64, config.cluster_list_size, config.cluster, where=cluster),
         chunks=tensor(Int32, CHUNKS * WARP_THREADS, warps, where=again),
