@@ -64,7 +64,7 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
     return probs, indices
 
 
-@dataclass(frozen=True, candidates=True)
+@dataclass(frozen=True, slots=True)
 class RememberedCall:
     """How a call was made: its kernel, results without memory from which new ones are made, and the layout of the
     logits as a matrix (None if they are one)."""
