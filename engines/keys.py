@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha.checks import DTYPES, HEAD_DIMS
+from warpspec.fmha.checks import DTYPES
 from warpspec.fmha.features import PAGE_LARGE, PAGE_STEP, takes_pages
+from warpspec.fmha.heads import CLASSES as HEAD_DIMS
 
 
 def check_page_size(page_size: int, setting: str) -> None:
