@@ -70,21 +70,21 @@ class Insert:
         queries = (q, q_out, q_weight)
         keys = (k, k_weight, k_cache, k_blocks, k_scale)
         values = (v, None, v_cache, v_blocks, v_scale)
-        self.kernel(queries, keys, values, cos_sin, positions, slots, eps, q_ctas, k_ctas).launch(
+        self.kernel(queries, keys, values, cos_sin, positions, slots, eps, k_ctas, v_ctas).launch(
             grid=(q_ctas + k_ctas + v_ctas, 1, 1), block=(config.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, queries, keys, values, cos_sin, positions, slots, eps, q_ctas: Int32, k_ctas: Int32):
+    def kernel(self, queries, keys, values, cos_sin, positions, slots, eps, k_ctas: Int32, v_ctas: Int32):
         config = self.config
         cta, _, _ = cute.arch.block_idx()
-        if cta >= q_ctas + k_ctas:
-            insert_rows(config, True, values, None, None, slots, eps, cta - q_ctas - k_ctas)
-        elif cta >= q_ctas:
-            insert_rows(config, False, keys, cos_sin, positions, slots, eps, cta - q_ctas)
+        if cta < k_ctas:
+            insert_rows(config, False, keys, cos_sin, positions, slots, eps, cta)
+        elif cta < k_ctas + v_ctas:
+            insert_rows(config, True, values, None, None, slots, eps, cta - k_ctas)
         else:
             if cutlass.const_expr(config.q_heads > 0):
-                write_queries(config, queries, cos_sin, positions, eps, cta)
+                write_queries(config, queries, cos_sin, positions, eps, cta - k_ctas - v_ctas)
 
 
 def ctas(config: InsertConfig, layout: RowLayout, tokens, heads, item_heads: int):

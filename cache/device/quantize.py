@@ -36,7 +36,7 @@ def quotients(values: cutlass.Constexpr, divisor: Float32, largest: cutlass.Cons
     if divisor.bitcast(Uint32) - Uint32(lowest) <= Uint32(highest - lowest):
         limit, reciprocal = divisor * (BEYOND * largest), reciprocal_of(divisor)
         for i in cutlass.range_constexpr(len(values)):
-            x = cute.arch.fmax(cute.arch.fmin(values[i], limit, nan=True), -limit, nan=True)
+            x = cute.arch.fmin(absolute(values[i]), limit, nan=True)
             quotient = x * reciprocal
             for _ in range(2):
                 quotient = fused(fused(-quotient, divisor, x), reciprocal, quotient)
