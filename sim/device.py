@@ -21,7 +21,7 @@ SHARED_RESERVED = 1024  # bytes of a CTA's shared memory that are the system's
 
 @dataclass(frozen=True)
 class Device:
-    """What cudaDeviceGetAttribute tells about the pretended device. tmem_columns: 0 where it has no tensor memory."""
+    """What cudaDeviceGetAttribute tells about the pretended device."""
 
     name: str
     major: int
@@ -29,7 +29,6 @@ class Device:
     sms: int
     l2_bytes: int
     clock_khz: int
-    tmem_columns: int = 0
     shared_per_sm: int = 228 * 1024
     threads_per_sm: int = 2048
     ctas_per_sm: int = 32
@@ -61,12 +60,13 @@ class Device:
         return value
 
 
-# NVIDIA documents nothing of sm_107: shared and tensor memory as CuTe DSL 4.8.1 has them for it, the rest as B300.
+# NVIDIA documents nothing of sm_107: shared memory as CuTe DSL 4.8.1 has it, the rest as B300 (of its 576 columns of
+# tensor memory the simulator has 512).
 DEVICES = {
     "sm_90": Device("H200", 9, 0, 132, 60 << 20, 1_980_000),
-    "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000, 512),
-    "sm_103": Device("B300", 10, 3, 148, 126 << 20, 2_032_000, 512),
-    "sm_107": Device("sm_107", 10, 7, 148, 126 << 20, 2_032_000, 576, shared_per_sm=328 * 1024),
+    "sm_100": Device("B200", 10, 0, 148, 126 << 20, 1_965_000),
+    "sm_103": Device("B300", 10, 3, 148, 126 << 20, 2_032_000),
+    "sm_107": Device("sm_107", 10, 7, 148, 126 << 20, 2_032_000, shared_per_sm=328 * 1024),
     "sm_120": Device(
         "RTX 5090", 12, 0, 170, 96 << 20, 2_407_000,
         shared_per_sm=100 * 1024, threads_per_sm=1536, ctas_per_sm=24, max_cluster=MAX_PORTABLE_CLUSTER,

@@ -187,7 +187,11 @@ def patch(patches: Patches, device: Device, arch: str, folder: str, call: Call) 
     patches.set(cute_runtime._Tensor, "__init__", _remembering)
     patches.set(tvm_ffi, "from_dlpack", _exporting(tvm_ffi.from_dlpack))
     information = cutlass.utils.hardware_info.HardwareInfo
-    patches.set(information, "get_max_active_clusters", lambda self, size, *_, **__: device.sms // size)
+    patches.set(
+        information,
+        "get_max_active_clusters",
+        lambda self, cluster_size, *_, **__: device.sms // cluster_size,
+    )
     for module in (cutlass.testing, cute_testing):
         patches.set(module, "benchmark", _benchmark)
         patches.set(module, "get_workspace_count", lambda *_, **__: 1)

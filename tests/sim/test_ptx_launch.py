@@ -196,6 +196,18 @@ def test_launches_that_hardware_refuses(directives, options, says):
         sim.launch(saxpy(directives), args=[x, x, 1.0, 4], **dict(grid=1, block=32) | options)
 
 
+def test_limits_are_the_targets_own():
+    """An RTX 5090 (sm_120a) has less shared memory a CTA and smaller clusters than an H200."""
+    x, text = torch.ones(32), saxpy().replace("sm_90a", "sm_120a")
+    sim.launch(text, grid=1, block=32, smem=99 * 1024, args=[x, x.clone(), 1.0, 4])
+    with pytest.raises(sim.HostError, match=r"101377 bytes of shared memory .* RTX 5090 has 101376"):
+        sim.launch(text, grid=1, block=32, smem=99 * 1024 + 1, args=[x, x, 1.0, 4])
+    with pytest.raises(sim.HostError, match=r"has 16 CTAs; RTX 5090 allows 8"):
+        sim.launch(text, grid=16, block=32, cluster=16, args=[x, x, 1.0, 4])
+    with pytest.raises(sim.HostError, match=r"the simulator runs sm_90a, .* and sm_120a, not sm_80"):
+        sim.launch(text.replace("sm_120a", "sm_80"), grid=1, block=32, args=[x, x, 1.0, 4])
+
+
 def test_the_kernel_must_be_named_where_there_are_several():
     with pytest.raises(sim.HostError, match=r"entry: the PTX has 2 kernels \(store, copy\); name one"):
         sim.launch(module(STRUCT, COPY), grid=1, block=1)

@@ -1,0 +1,34 @@
+"""scripts/bugbench.py: what it makes of a run's output."""
+
+import bugbench
+import pytest
+
+FAULT = """warpspec.sim.errors.TmemFault: tcgen05.ld touches columns 0 to 3 (freed by warp 12, /a/kernel.py:1341)
+  at kernel K, CTA (0, 0, 0), warp 9, lanes 0-31, PTX line 7103
+    from /a/kernel.py:2995 in epilogue"""
+ORDER = """memory order: 2 findings
+  accesses that nothing orders: shared memory, offset 0x400 to 0x40f of CTA (1, 0, 0)
+    first   CTA (1, 0, 0) warp 8 writes: PTX line 490 `st` from /a/kernel.py:649 in kernel
+    second  CTA (0, 0, 0) warp 4 reads: PTX line 743 `ld` from /a/kernel.py:855 in kernel
+  by the ISA's text alone, no tcgen05.fence::before_thread_sync: /a/kernel.py:3 to /a/kernel.py:4"""
+TEXT = "memory order: 1 finding\n  by the ISA's text alone, no fence: /a/kernel.py:3 to /a/kernel.py:4"
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "wanted"),
+    [
+        (FAULT, 2, "TmemFault at kernel.py:1341 and kernel.py:2995"),
+        (ORDER, 1, "order: accesses that nothing orders at kernel.py:649 and kernel.py:855"),
+        (TEXT, 1, "order: fences by the ISA's text alone"),
+        ("memory order: nothing found", 0, ""),
+        ("Traceback\nImportError: no module", 2, "stops: ImportError: no module"),
+    ],
+)
+def test_verdicts(output, code, wanted):
+    assert bugbench.verdict(output, code) == wanted
+
+
+def test_a_case_can_be_run_or_says_why_not():
+    assert len({case.name for case in bugbench.CASES}) == len(bugbench.CASES) >= 20
+    for case in bugbench.CASES:
+        assert bool(case.script) != bool(case.why), case.name
