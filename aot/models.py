@@ -32,6 +32,7 @@ class Model:
 
     layers: options of ``attention`` for each kind of layer. sink: whether rows have sinks. shared_kv: whether V is K.
     strides: for each kind of layer with compressed keys besides its own, the positions that one of them stands for.
+    v_dim: head size of V, 0 for head_dim.
     """
 
     heads_q: int
@@ -41,10 +42,14 @@ class Model:
     sink: bool = False
     shared_kv: bool = False
     strides: tuple[int, ...] = ()
+    v_dim: int = 0
 
 
 GPT_OSS = Model(64, 8, 64, layers=(FULL, sliding(128)), sink=True)
 DEEPSEEK_V4 = {"layers": (sliding(128),), "sink": True, "shared_kv": True, "strides": (4, 128)}
+
+CAPPED = {"softcap": 50.0}
+GEMMA_2 = {"layers": (CAPPED, {**CAPPED, **sliding(4096)})}
 
 MODELS = {
     "gpt-oss-20b": GPT_OSS,
@@ -58,6 +63,11 @@ MODELS = {
     "qwen3-32b": Model(64, 8, 128),
     "qwen3-30b-a3b": Model(32, 4, 128),
     "qwen3-235b-a22b": Model(64, 4, 128),
+    "phi-3-mini": Model(32, 32, 96),
+    "deepseek-v3": Model(128, 128, 192, v_dim=128),  # its prefill
+    "gemma-2-2b": Model(8, 4, 256, **GEMMA_2),
+    "gemma-2-9b": Model(16, 8, 256, **GEMMA_2),
+    "gemma-2-27b": Model(32, 16, 128, **GEMMA_2),
     "gemma-3-4b": Model(8, 4, 256, layers=(FULL, sliding(1024))),
     "gemma-3-12b": Model(16, 8, 256, layers=(FULL, sliding(1024))),
     "gemma-3-27b": Model(32, 16, 128, layers=(FULL, sliding(1024))),
@@ -132,7 +142,7 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["sink"] = tensor(model.heads_q)
     q = tensor(*((batch * seq_q,) if packed else (batch, seq_q)), model.heads_q, model.head_dim)
     k = tensor(*key_rows, model.heads_kv, model.head_dim)
-    v = None if model.shared_kv else k.new_empty(k.shape)
+    v = None if model.shared_kv else tensor(*key_rows, model.heads_kv, model.v_dim or model.head_dim)
     return AttentionProblem.of(q, k, v, memory=False, **options)
 
 

@@ -35,7 +35,7 @@ def asked_for(found, target):
 
 @pytest.mark.parametrize("arch", GPUS)
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-120b", "deepseek-v4-flash", "llama-3-8b", "qwen3-32b", "gemma-3-4b"]
+    "name", ["gpt-oss-120b", "deepseek-v4-flash", "llama-3-8b", "qwen3-32b", "gemma-2-9b", "deepseek-v3"]
 )
 def test_calls_of_other_sizes_find_their_kernels(name, arch):
     """Sizes between those that were planned ahead ask for nothing else."""
