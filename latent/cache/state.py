@@ -204,8 +204,8 @@ class StateCache:
         """int32 slots in ``window`` of tokens; -1 where the position is negative.
 
         requests, positions: int32 or int64, the request and position of each token, of shapes that broadcast. For a
-        request out of range a GPU gives -1; the CPU raises ValueError. Raises TypeError or ValueError naming the
-        argument.
+        request out of range a GPU gives a slot outside the pool; the CPU raises ValueError. Raises TypeError or
+        ValueError naming the argument.
         """
         self._check_tokens(requests, positions)
         try:
@@ -237,9 +237,10 @@ class StateCache:
     def _slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``window_slots`` of checked arguments."""
         size = self.window.page_size
-        slots = requests.to(torch.int32) * size + positions.to(torch.int32) % size
-        known = (positions >= 0) & (requests >= 0) & (requests < self.requests)
-        return torch.where(known, slots, NO_SLOT)
+        pages = requests.clamp(-1, self.requests).to(
+            torch.int32
+        )  # out of range: a page in front of, or behind the pool
+        return torch.where(positions >= 0, pages * size + positions.to(torch.int32) % size, NO_SLOT)
 
     def _check_requests(self, requests) -> None:
         """Check a list of requests: each in range, no two alike."""

@@ -63,7 +63,7 @@ def test_methods_of_a_state_cache(method, arguments, error, message):
 
 
 def test_requests_out_of_range_as_on_a_gpu(monkeypatch):
-    """Where the host does not look at the values: they are skipped, and no slot past the pool is made."""
+    """Where the host does not look at the values: they are skipped, and their slots lie outside the pool."""
     state = StateCache(DEEPSEEK_V4_FLASH, "window", 3, lengths=int32(7, 8, 9))
     monkeypatch.setattr(StateCache, "_check_requests", lambda *arguments: None)
     monkeypatch.setattr(StateCache, "_check_tokens", lambda *arguments: None)
@@ -73,7 +73,8 @@ def test_requests_out_of_range_as_on_a_gpu(monkeypatch):
     state.release(out_of_range)
     assert state.lengths.tolist() == [7, 0, 9]
     slots, _ = state.window_keys(out_of_range, torch.tensor([5, 5, 5]))
-    assert (slots[:2] == -1).all() and slots[2, :6].tolist() == [128 + p for p in range(6)]
+    assert ((slots[:2] < 0) | (slots[:2] >= state.window.capacity)).all()
+    assert slots[2, :6].tolist() == [state.window.page_size + p for p in range(6)]
 
 
 POOL, INDEX = LatentPool.empty(2, 4, "bf16"), IndexPool.empty(3, 8, "mxfp4")
