@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=120,
         metavar="SECONDS",
-        help="skip a test that takes longer (120)",
+        help="skip a test that takes more CPU time (120)",
     )
     group.addoption("--warpspec-sarif", metavar="FILE", help="write what was found as SARIF")
     group.addoption(

@@ -54,6 +54,7 @@ ARGUMENTS: dict[str, str | None] = {
     "cute/blackwell/kernel/attention/mixed_input_fmha/*decode*": f"--batch 1 --seqlen 512 {ONCE}",
     "cute/blackwell/kernel/rmsnorm/rmsnorm.py": f"--M 4 --N 1024 {ONCE}",
     "cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_*": "--mnk 256,256,128",
+    "cute/blackwell/tutorial/tutorial_gemm/nvfp4_gemm_*": "--mnkl 256,256,256,1",
     "cute/blackwell/tutorial/tutorial_tma/*": "--M 256 --N 256",
     "cute/blackwell_geforce/*": SMALL,
     "cute/hopper/kernel/dense_gemm/*": SMALL,

@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from cuda.bindings import driver, runtime
@@ -74,7 +75,6 @@ def intercept(
         patches.set(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
         patches.set(torch.compiler, "disable", _undecorated())
         patches.set(torch.version, "cuda", "13.0")
-        patches.set(torch.library, "custom_op", _on_any_device(torch.library.custom_op))
         patches.update(driver, cuda_bindings.driver_functions(device))
         patches.update(runtime, cuda_bindings.runtime_functions(device))
         stack.callback(triton_stub.remove, triton_stub.install())
@@ -82,6 +82,7 @@ def intercept(
         run_backward = tensors.backward_in(placement, torch.autograd.graph._engine_run_backward)
         patches.set(torch.autograd, "_engine_run_backward", run_backward)
         patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        patches.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, placement, propagation))
         stack.enter_context(placement)
         stack.enter_context(propagation)
         _active = session
@@ -127,11 +128,26 @@ class _Generator(metaclass=_GeneratorType):
     pass
 
 
-def _on_any_device(custom_op):
-    """torch.library.custom_op, whose "cuda" operators run where the tensors are: in this machine's memory."""
+def _custom_op(
+    custom_op: Callable, placement: tensors.Placement, propagation: tensors.Propagation
+) -> Callable:
+    """torch.library.custom_op, whose "cuda" operators run where the tensors are, in this machine's memory, and whose
+    functions have the modes: torch takes them off for what is inside an operator."""
 
-    def define(name, function=None, /, **options: object):
+    def inside(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            if _active is None:
+                return function(*args, **kwargs)
+            with placement, propagation:
+                return function(*args, **kwargs)
+
+        return call
+
+    def define(name: str, function: Callable | None = None, /, **options: object):
         options.pop("device_types", None)
-        return custom_op(name, function, **options)
+        if function is not None:
+            return custom_op(name, inside(function), **options)
+        return lambda later: custom_op(name, inside(later), **options)
 
     return define

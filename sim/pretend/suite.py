@@ -134,7 +134,7 @@ class Suite:
     def _cannot(self, error: BaseException) -> str:
         """Why a test cannot run here; "" for one that ran and failed."""
         if isinstance(error, OverLimit):
-            return f"over {self.options.warpspec_limit:.0f} s"
+            return f"over {self.options.warpspec_limit:.0f} s of CPU time"
         failed = self.session.failed
         for cause in (*_causes(error), *([failed] if failed is not None else [])):
             if isinstance(cause, CANNOT):
@@ -147,18 +147,18 @@ class Suite:
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
-        """Raise OverLimit in what takes longer than the limit."""
+        """Raise OverLimit in what takes more of this process's CPU time than the limit."""
 
         def stop(*_: object) -> None:
             raise OverLimit
 
-        before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, self.options.warpspec_limit, REMINDER)
+        before = signal.signal(signal.SIGPROF, stop)
+        signal.setitimer(signal.ITIMER_PROF, self.options.warpspec_limit, REMINDER)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
 
     # The end
 

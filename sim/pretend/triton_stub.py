@@ -35,7 +35,14 @@ class _Anything:
         return _Missing(self._name)
 
     def __mro_entries__(self, _: tuple) -> tuple:
-        return (object,)
+        return (_Base,)
+
+
+class _Base:
+    """What a class derives from that is derived from one of triton's."""
+
+    def __init__(self, *_: object, **__: object):
+        pass
 
 
 class _Missing:
