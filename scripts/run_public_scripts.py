@@ -26,11 +26,6 @@ SMALL = f"--mnkl 256,256,128,1 {ONCE}"
 # Arguments by pattern of the path below CuTeDSL; the last pattern that fits counts. None: not a script.
 ARGUMENTS: dict[str, str | None] = {
     "*": "",
-    "*/__init__.py": None, "helpers/*": None, "utils/*": None, "*helpers.py": None, "*_utils.py": None,
-    "cute/blackwell/tutorial/tutorial_gemm/utils.py": None, "cute/blackwell/efc/common_*": None,
-    "cute/blackwell/kernel/moe/moe_*": None, "*/mamba2_ssd_reference.py": None, "*/mamba2_ssd_tile_scheduler.py": None,
-    "*/blockscaled_gemm_dispatch.py": None, "cute/blackwell/kernel/reduce/reduce.py": None,
-    "*/bench_*": None, "*setup.py": None,
     "cute/ampere/kernel/attention/flash_attention_v2.py":
         f"--batch_size 1 --seqlen_q 128 --seqlen_k 128 --num_head 2 {ONCE}",
     "cute/ampere/kernel/attention/hstu_attention.py": "--batch_size 1 --seqlen_q 128 --seqlen_kv 128 --num_head 1",
@@ -67,6 +62,11 @@ ARGUMENTS: dict[str, str | None] = {
     "dsl_tutorials/programmatic_dependent_launch.py": f"--M 64 --N 128 {ONCE}",
     "experimental/task_scheduling/*gemm*": "--mnk 256,256,128",
     "experimental/task_scheduling/*nvfp4*": "--mnkl 256,256,256,1",
+    "*/__init__.py": None, "helpers/*": None, "utils/*": None, "*helpers.py": None, "*_utils.py": None,
+    "cute/blackwell/tutorial/tutorial_gemm/utils.py": None, "cute/blackwell/efc/common_*": None,
+    "cute/blackwell/kernel/moe/moe_*": None, "*/mamba2_ssd_reference.py": None, "*/mamba2_ssd_tile_scheduler.py": None,
+    "*/blockscaled_gemm_dispatch.py": None, "cute/blackwell/kernel/reduce/reduce.py": None,
+    "*/bench_*": None, "*setup.py": None,
 }  # fmt: skip
 ARCHITECTURES = {"cute/hopper/*": "sm_90a", "cute/blackwell_geforce/*": "sm_120a", "*sm103_*": "sm_103a"}
 RIGHT, WRONG, STOPS = "right", "wrong", "stops"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from cuda.bindings import driver, runtime
 
 from warpspec.sim.device import Device
@@ -19,7 +20,7 @@ from warpspec.sim.pretend.torch_cuda import SHORTEST_MS, TOTAL_MEMORY
 DRIVER_VERSION = 13000
 HANDLE = 1  # of contexts and devices of which there is one
 _handles = itertools.count(0x9100, 16)
-_memory: dict[int, np.ndarray] = {}  # allocations by address: the simulator finds arrays behind addresses
+_memory: dict[int, torch.Tensor] = {}  # allocations by address; the simulator finds live tensors behind them
 _times: dict[int, float] = {}  # when events were recorded, by handle
 
 
@@ -27,7 +28,7 @@ def _allocate(nbytes: int) -> int:
     buffer = np.zeros(max(int(nbytes), 1) + 256, np.uint8)
     offset = -buffer.ctypes.data % 256
     block = buffer[offset : offset + max(int(nbytes), 1)]
-    _memory[block.ctypes.data] = block
+    _memory[block.ctypes.data] = torch.from_numpy(block)
     return block.ctypes.data
 
 
