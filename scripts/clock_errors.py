@@ -140,6 +140,8 @@ def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
         answer = json.loads(path.read_text())
         mine["constants"] = answer["constants"][chip]
         for name, by_chip in answer["cases"].items():
+            if chip not in by_chip:
+                continue
             mine["cases"][name] = [
                 [one["kernel"], one["clocks"], one["low"], one["high"], one["binds"]] for one in by_chip[chip]
             ]

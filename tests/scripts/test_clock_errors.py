@@ -1,0 +1,37 @@
+"""docs/clocks.md holds the tables of docs/clocks.json, and a wrong prediction shows in them."""
+
+import json
+from pathlib import Path
+
+import clock_errors
+from shared import generated_tables
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/clocks.md"
+
+
+def test_the_document_has_the_current_tables(capsys):
+    status = generated_tables.main("", "clock_errors.py", clock_errors.sections, ["--check", str(PAGE)])
+    assert status == 0, capsys.readouterr().out
+
+
+def test_errors_of_a_record():
+    kernels = {"softmax 128x1024": [1000], "softmax 2048x1024": [2000], "softmax 2048x4096": [3000]}
+    guesses = {
+        "softmax 128x1024": [["Rows.kernel", 1100, 1050, 1200, "hbm"]],
+        "softmax 2048x1024": [["Rows.kernel", 1400, 1300, 2100, "hbm"]],
+    }
+    record = {"measured": {"h200": {"gpu": "", "cases": kernels}}, "predicted": {"h200": {"cases": guesses}}}
+    first, second = clock_errors.rows(record)
+    assert (round(first.error, 3), first.inside) == (0.1, False)
+    assert (round(second.error, 3), second.inside) == (-0.3, True)
+    text = clock_errors.family_table(record)
+    assert (
+        "| H200 | softmax | 2 | 20.0% | -10.0% | -30.0% | Rows.kernel of softmax 2048x1024 | 1 of 2 |" in text
+    )
+    assert text.endswith("Measured on H200 and not predicted: softmax 2048x4096.")
+
+
+def test_the_record_is_of_known_cases():
+    record = json.loads(clock_errors.RECORD.read_text())
+    names = {case.name for case in clock_errors.cases()}
+    assert all(set(one["cases"]) <= names for one in record["measured"].values())
