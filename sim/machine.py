@@ -237,6 +237,7 @@ class Machine:
     def turn(self, w: Warp) -> bool:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
         program, system_instr, groups = self.program, self.system_instr, w.groups
+        recorded = w.trace is not None
         call, context = program.call, w.ctx_ptr
         quota = 1 + int(self.rng.random() * SYSTEM_QUOTA) if self.starving is None else 1
         steps = BLOCK_BUDGET
@@ -267,14 +268,14 @@ class Machine:
                 continue
             # Lanes that could meet this group on its way are looked for after every block.
             alone = single or w.alone(group)
-            budget = BLOCK_BUDGET if alone and not w.flying and w.trace is None else 1
+            budget = BLOCK_BUDGET if alone and not w.flying and not recorded else 1
             steps -= 1
             if self._reads_clock:
                 w.ctx[Ctx.CLOCK] = self.clock
-            executed = w.executed[block] if w.trace is not None else 0
+            executed = w.executed[block] if recorded else 0
             answer = call(context, group.mask | block << START_BIT | budget << BUDGET_BIT)
             why, at = answer >> 32, answer & 0xFFFFFFFF
-            if w.trace is not None and w.executed[block] != executed:
+            if recorded and w.executed[block] != executed:
                 self.recorder.native(w, block, group.mask)
             self.clock += 1
             group.block = at
@@ -286,7 +287,7 @@ class Machine:
             elif why == BUDGET:
                 if not single:
                     w.merge()
-                if budget > 1 or (w.trace is not None and not steps):
+                if budget > 1 or (recorded and not steps):
                     return True
             elif why == DIVERGED:
                 self.diverge(w, group, at)
@@ -402,6 +403,7 @@ class Machine:
     def execute(self, w: Warp, group: Group, block: int, ins: Instr) -> bool:
         """Execute a system instruction for a group; False if the warp's turn ends here."""
         row, hooked = self.system_row[block], self._hooked[block]
+        trace = w.trace
         try:
             if row is None or (row.handler is None and not hooked and not row.no_effect):
                 raise unsupported(ins.opcode)
@@ -413,7 +415,7 @@ class Machine:
             if ins.guard is not None:
                 allowed = w.pred(ins.guard)
                 mask &= ~allowed if ins.guard_negated else allowed
-            if w.trace is not None:
+            if trace is not None:
                 self.recorder.begin(w, group, ins, mask)
             if mask:
                 w.current = group
@@ -425,9 +427,9 @@ class Machine:
                 elif not row.no_effect:
                     wait = row.handler(self, w, ins, mask)
                     if wait is not None:
-                        if w.trace is not None and wait.resume_after:
+                        if trace is not None and wait.resume_after:
                             self.recorder.end(w, group)
-                        elif w.trace is not None:
+                        elif trace is not None:
                             self.recorder.wait(group)
                         self.block(w, group, wait)
                         return False
@@ -435,7 +437,7 @@ class Machine:
         except Exception as error:
             diagnosis.locate(self.program, error, w, ins, group.mask)
             raise
-        if w.trace is not None:
+        if trace is not None:
             self.recorder.end(w, group)
         if not (mask and hooked):  # native code counts itself
             w.executed[block] += 1
