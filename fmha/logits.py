@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpspec.common.logarithms import LOG2_E
+from warpspec.fmha.heads import class_of
 from warpspec.fmha.problem import AttentionProblem
 
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
-# From so many columns of O on the tensor core takes longer than the exponential unit does with a soft cap.
-WIDE_HEAD = 256
+# Of so many capped scores one is computed without the reciprocal instruction, by V's head size: the exponential unit is
+# what binds at small ones (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
+NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class LogitMap:
         """The map of a problem. bias: dtype of its bias. signed: whether the factor keeps the scale's sign, so that no
         score is negated."""
         if problem.softcap is not None:
-            return cls(bias=bias, softcap=True, newton_every=int(problem.heads.v < WIDE_HEAD))
+            return cls(bias=bias, softcap=True, newton_every=NEWTON_EVERY.get(class_of(problem.heads.v), 0))
         return cls(negate=problem.scale < 0 and not signed, bias=bias)
 
 

@@ -44,6 +44,13 @@ PREFILL = {
 }
 # So many rows that the idle ones of a larger tile weigh little, and so many tiles that those of the last round do.
 LONG = {128: Shape(3, 80, 2, 1, 160, 32)}  # others: PREFILL
+# Many rows of head sizes, (Q and K's, V's), that need fewer registers for O than the tuned size above them: so there is
+# room for three consumers. Others have the shapes of V's next tuned size.
+OWN = {
+    (72, 72): Shape(3, 96, 3, 1, 160, 32),
+    (80, 80): Shape(3, 96, 3, 1, 160, 32),
+    (96, 96): Shape(3, 96, 3, 1, 160, 32),
+}
 LONG_ROWS = 2048  # queries times heads that share a tile
 # Half of a tile's rows do not see its keys on the diagonal: so its queries, which are fewer where heads share it, must
 # be few against a request's. Queries times heads that share a tile, squared.
@@ -118,12 +125,25 @@ def tables(problem: AttentionProblem, target: Target, pack: int) -> Iterator[dic
         )
         if few_keys and right is not None and fills(problem, target, pack, SHORT, SHORT_TILES):
             yield SHORT
-        if fills(problem, target, pack, LONG, LONG_TILES):
-            yield LONG
+        if fills(problem, target, pack, long_table(problem), LONG_TILES):
+            yield long_table(problem)
     elif fewer_rounds(problem, target, pack):
-        yield LONG
+        yield long_table(problem)
         yield SHORT
+    yield own_table(problem)
     yield PREFILL
+
+
+def own_table(problem: AttentionProblem) -> dict[int, Shape]:
+    """The shape of OWN, if there is one, under the tuned size of V's."""
+    own = OWN.get((problem.heads.qk, problem.heads.v))
+    return {} if own is None else {class_of(problem.heads.v): own}
+
+
+def long_table(problem: AttentionProblem) -> dict[int, Shape]:
+    """OWN or LONG; neither where Q and K are larger than V: their smaller tiles would be read too often."""
+    wider = problem.heads.qk > class_of(problem.heads.v)
+    return own_table(problem) or ({} if wider else LONG)
 
 
 def fewer_rounds(problem: AttentionProblem, target: Target, pack: int) -> bool:
