@@ -127,8 +127,8 @@ def run_layer(inputs: LayerInputs, backend: str) -> tuple[LayerSteps, float, tup
 
     start = time.perf_counter()
     with (
-        mock.patch.object(ops.Stages, "quantize", keep("a", ops.Stages.quantize)),
-        mock.patch.object(ops.Stages, "gemm", keep("gemm", ops.Stages.gemm)),
+        mock.patch.object(ops.LayerSteps, "quantize", keep("a", ops.LayerSteps.quantize)),
+        mock.patch.object(ops.LayerSteps, "gemm", keep("gemm", ops.LayerSteps.gemm)),
     ):
         out = moe_ffn(
             *(inputs.x.to(device), on_device, inputs.ids.to(device), inputs.weights.to(device)),
