@@ -70,7 +70,7 @@ def test_shapes_have_what_engines_send():
     attention = [shape for shape in shapes if isinstance(shape, AttentionShape)]
     assert {shape.form for shape in attention} == set(CALLS)
     assert {shape.page_size for shape in attention} == {0, 16, 32, 64, 128, 256}
-    assert {shape.head_dim for shape in attention} == {64, 128, 256, 512}
+    assert {shape.head_dim for shape in attention} >= {64, 128, 256, 512}
     assert any(shape.sink for shape in attention) and any(shape.window for shape in attention)
     random = [shape for shape in attention if shape.kind == "decode" and len(set(shape.keys)) > 1]
     assert random and max(shape.batch for shape in attention) > 150
